@@ -1,0 +1,46 @@
+"""Run a training recipe: `python -m parse_train RECIPE [--key value …]`.
+
+Also `accelerate launch -m parse_train RECIPE`, `./RECIPE`, and `accelerate launch --no_python RECIPE`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from parse_train.recipe import RECIPES, load_recipe
+
+USAGE = f"""usage: python -m parse_train RECIPE [--key value ...]
+
+RECIPE is a YAML file whose key `recipe` is one of: {", ".join(RECIPES)}.
+Its other keys are the fields of that recipe's configuration, and so are the --key options, which override them;
+`python -m parse_train RECIPE --help` lists them all. PARSE_TRACEBACK=1 shows where an error arose."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the recipe named by the first argument; returns the exit code (2 for a mistake of the user's)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments in (["-h"], ["--help"]):
+        print(USAGE)
+        return 0
+    try:
+        if not arguments or arguments[0].startswith("-"):
+            raise ValueError("name a recipe first: python -m parse_train recipes/train.yaml [--key value ...]")
+        run, config = load_recipe(arguments[0], arguments[1:])
+        run(config)
+    except (ValueError, OSError) as error:
+        if os.environ.get("PARSE_TRACEBACK"):
+            raise
+        # Every process of a distributed run says so: the mistake may be visible to one of them alone.
+        rank = os.environ.get("RANK", "0")
+        print(f"error: {error}" if rank == "0" else f"error (process {rank}): {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues from the last checkpoint", file=sys.stderr, flush=True)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
