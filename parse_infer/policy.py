@@ -1,0 +1,45 @@
+"""Which prefix of a draft is kept, given the validity at each cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+Acceptance = Literal["first_failure", "longest"]
+
+
+def maximal_valid_prefix(validity: Sequence[float], threshold: float, rule: Acceptance = "first_failure") -> int:
+    """Number of accepted cuts, 0..K (0: nothing is kept). A cut passes when its validity is at least `threshold`.
+
+    Args:
+        validity: estimated validity at each of the K cuts, in order.
+        threshold: see `check_threshold`.
+        rule: "first_failure" keeps everything before the first cut that fails; "longest" keeps everything up to the
+            last cut that passes, whatever lies before it (PARSE, arXiv 2605.04263: maximal valid prefix).
+
+    Raises:
+        ValueError: an unknown rule or a threshold out of range.
+    """
+    check_threshold(threshold)
+    passes = [v >= threshold for v in validity]  # NaN passes nothing
+    if rule == "first_failure":
+        return passes.index(False) if False in passes else len(passes)
+    if rule == "longest":
+        return max((k + 1 for k, ok in enumerate(passes) if ok), default=0)
+    raise ValueError(f"unknown acceptance rule {rule!r}: choose one of {', '.join(get_args(Acceptance))}")
+
+
+def check_threshold(threshold: float) -> float:
+    """Return the threshold if it is a finite number of at least 0. Above 1 it accepts nothing, which is allowed.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+        raise ValueError(f"the threshold must be a number, not {threshold!r}")
+    if not math.isfinite(threshold) or threshold < 0:
+        raise ValueError(
+            f"the threshold must be a finite number of at least 0 (above 1 accepts nothing), not {threshold}"
+        )
+    return float(threshold)
