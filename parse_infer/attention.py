@@ -1,0 +1,216 @@
+"""Split attention: the ordinary causal kernel for prompt and draft, a mask for the few probe rows only.
+
+`enable_split_attention(model)` selects it ("parse_split", registered in `transformers.AttentionInterface`). The rule:
+an attention mask with fewer rows than there are queries covers the TRAILING queries only; the queries before them are
+plain causal among themselves and the cache, and never see the keys of the trailing tokens. A mask with no rows at all
+thus says "causal throughout", and is what a cached prefill gets instead of a dense matrix. Anything else (no mask, a
+full mask) goes to transformers' SDPA function unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+SPLIT_ATTENTION = "parse_split"
+CHUNK_ROWS = 256  # query rows per masked chunk, where no kernel knows the causal pattern: bounds the mask's size
+
+
+def split_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention function for `transformers.AttentionInterface`; see the module's docstring for the rule.
+
+    Args:
+        query: [B, heads, T, D]; key, value: [B, kv heads, past + T, D].
+        attention_mask: bool [B, 1, rows, past + T] for the last `rows` queries, rows <= T; or None.
+
+    Returns:
+        ([B, T, heads, D], None).
+    """
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise ValueError(f"{type(module).__name__} needs soft-capping or sinks: split attention has neither")
+    n_queries, n_keys = query.shape[2], key.shape[2]
+    if attention_mask is None or attention_mask.shape[-2] == n_queries:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    trailing = attention_mask.shape[-2]
+    leading, seen = n_queries - trailing, n_keys - trailing
+    window = kwargs.get("sliding_window")
+    out = _causal(module, query[:, :, :leading], key[:, :, :seen], value[:, :, :seen], window, dropout, scaling)
+    if trailing:
+        rows = query[:, :, leading:]
+        tail, _ = sdpa_attention_forward(module, rows, key, value, attention_mask, dropout, scaling)
+        out = torch.cat([out, tail], dim=1)
+    return out, None
+
+
+def _causal(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    """Causal attention aligned to the end of the keys ([B, T, heads, D]); never a mask of T x T."""
+    n_queries, n_keys = query.shape[2], key.shape[2]
+    past = n_keys - n_queries
+    windowed = window is not None and window < n_keys
+    if n_queries == 1 or (past == 0 and not windowed):
+        first = n_keys - window if windowed and n_queries == 1 else 0
+        key, value = key[:, :, first:], value[:, :, first:]
+        return sdpa_attention_forward(module, query, key, value, None, dropout, scaling, is_causal=True)[0]
+    if query.device.type == "cuda" and not windowed:
+        groups = getattr(module, "num_key_value_groups", 1)
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        out = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=causal_lower_right(n_queries, n_keys), dropout_p=dropout, scale=scaling
+        )
+        return out.transpose(1, 2)
+    parts = []
+    for start in range(0, n_queries, CHUNK_ROWS):
+        stop = min(start + CHUNK_ROWS, n_queries)
+        first = max(0, past + start - window + 1) if windowed else 0
+        last = past + stop
+        mask = _band(past + start, past + stop, first, last, window if windowed else None, query.device)
+        chunk = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
+        parts.append(sdpa_attention_forward(module, *chunk, mask, dropout, scaling)[0])
+    return torch.cat(parts, dim=1)
+
+
+def _band(row: int, row_end: int, key: int, key_end: int, window: int | None, device: torch.device) -> Tensor:
+    """Causal (and windowed) mask of the rows and keys at these absolute positions: bool [1, 1, rows, keys]."""
+    rows = torch.arange(row, row_end, device=device)[:, None]
+    keys = torch.arange(key, key_end, device=device)
+    allowed = keys <= rows
+    if window is not None:
+        allowed &= rows - keys < window
+    return allowed[None, None]
+
+
+def split_attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """Mask function for `transformers.AttentionMaskInterface`: no dense mask where the pattern is plain causal.
+
+    Without padding, the answer is None where SDPA's own `is_causal` does, and else a mask with no rows: "causal
+    throughout" to `split_attention_forward`. With padding or an unusual pattern: transformers' SDPA mask.
+    """
+    plain = attention_mask is None and allow_is_causal_skip and isinstance(q_offset, int)
+    if plain and kv_offset == 0 and kv_length == q_offset + q_length:
+        fits_window = local_size is None or kv_length <= local_size
+        if fits_window and (q_length == 1 or q_offset == 0):
+            return None
+        return torch.empty(batch_size, 1, 0, kv_length, dtype=torch.bool, device=device)
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        device=device,
+        **kwargs,
+    )
+
+
+def enable_split_attention(model: PreTrainedModel) -> None:
+    """Make `model` (and its parts) use split attention. Decoding and plain forwards compute what SDPA computes.
+
+    Raises:
+        ValueError: the model has something the packed pass cannot do exactly: recurrent, linear, chunked or
+            bidirectional attention, soft-capped attention scores, attention sinks, shared KV layers.
+    """
+    name, config = type(model).__name__, text_config(model)
+    layer_windows(model)
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise ValueError(
+            f"{name} caps its attention scores (attn_logit_softcapping), which PyTorch's fused attention cannot do: "
+            "choose a target without it (Gemma 3 instead of Gemma 2)"
+        )
+    if any(hasattr(module, "sinks") for module in model.modules()):
+        raise ValueError(f"{name} uses attention sinks, which split attention does not support: choose another target")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(
+            f"{name} does not take attention functions from transformers' AttentionInterface: choose a target that "
+            "does (Llama, Qwen, Mistral, Gemma 3, …)"
+        )
+    if config._attn_implementation != SPLIT_ATTENTION:
+        model.set_attn_implementation(SPLIT_ATTENTION)
+
+
+def layer_windows(model: PreTrainedModel) -> dict[str, int | None]:
+    """Sliding window of each kind of attention layer: {"full_attention": None, "sliding_attention": w}.
+
+    Only the kinds that the model has are listed.
+
+    Raises:
+        ValueError: a kind of layer whose cache cannot be cropped to an earlier token exactly.
+    """
+    name, config = type(model).__name__, text_config(model)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder: PARSE needs a decoder-only language model")
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(f"{name} keeps a recurrent state, which cannot be cropped to a cut: choose another model")
+    if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
+        raise ValueError(f"{name} attends in both directions: PARSE needs a causal language model")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise ValueError(f"{name} shares keys and values between layers, which is not supported: choose another model")
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(
+                f"{name} has {kind} layers, whose cache cannot be cropped to a cut exactly: choose a model with full "
+                "or sliding-window attention"
+            )
+    windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
+    for module in model.modules():
+        own = getattr(module, "sliding_window", None)
+        if isinstance(own, int) and own not in windows.values():
+            raise ValueError(f"{name} has a layer with window {own}, but its configuration lists {windows}")
+    return windows
+
+
+def layer_masks(windows: dict[str, int | None], mask_of: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+    """The model's `attention_mask` argument: `mask_of(window)` for each kind of layer in `layer_windows(model)`.
+
+    A dictionary by kind where the model has several (as transformers' hybrid models take it), else the mask itself.
+    """
+    masks = {kind: mask_of(window) for kind, window in windows.items()}
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The configuration of the language model itself (multi-part models nest it)."""
+    return model.config.get_text_config(decoder=True)
+
+
+AttentionInterface.register(SPLIT_ATTENTION, split_attention_forward)
+AttentionMaskInterface.register(SPLIT_ATTENTION, split_attention_mask)

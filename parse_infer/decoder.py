@@ -1,0 +1,235 @@
+"""One model, its KV cache and the token ids the cache stands for.
+
+The only place that grows or crops the cache. The cache keeps every token in every layer (also in sliding-window
+layers, whose window then comes from the mask), so that cropping back to any token is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from parse_infer.attention import SPLIT_ATTENTION, layer_masks, layer_windows, text_config
+from parse_infer.packing import probe_mask, probe_positions
+from parse_infer.sampling import Sampling, choose
+
+__all__ = ["Decoder", "PassOutput", "Sampling"]
+
+
+@dataclass(frozen=True)
+class PassOutput:
+    """Final-norm hidden states of one forward.
+
+    Attributes:
+        hidden: [1 + extra, H]: the last context token and every extra token. Entry i predicts extra token i.
+        probe_hidden: [K, H]: the last token of each probe.
+    """
+
+    hidden: Tensor
+    probe_hidden: Tensor
+
+
+class Decoder:
+    """Decodes with `model` over a context of token ids (batch size 1), reusing whatever the cache already holds.
+
+    Args:
+        model: a decoder-only `transformers` language model in evaluation mode.
+        eos_ids: tokens that end a decode.
+
+    Attributes:
+        ids: the context; `ids[:cached]` are in the cache.
+        cached: number of tokens in the cache.
+        forwards: model forwards so far.
+
+    Raises:
+        ValueError: the cache of this model cannot be cropped exactly, or its logits are not
+            `lm_head(backbone(x))` with a known scale or cap.
+    """
+
+    def __init__(self, model: PreTrainedModel, eos_ids: Collection[int]) -> None:
+        self.model = model
+        self.eos_ids = frozenset(eos_ids)
+        self.ids: list[int] = []
+        self.cached = 0
+        self.forwards = 0
+        self._windows = layer_windows(model)
+        self._backbone = getattr(model, model.base_model_prefix)
+        self._lm_head = model.get_output_embeddings()
+        config = text_config(model)
+        # Cohere multiplies its logits, Granite divides them, Gemma caps them.
+        self._multiplier = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+        self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._cache = DynamicCache()
+        self._next_logits: Tensor | None = None
+        self._edits = 0  # counts changes of the context from outside decode()
+        self._check_logits()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def seek(self, ids: Sequence[int]) -> None:
+        """Make `ids` the context: the longest common prefix with the cache stays, the rest of the cache is dropped.
+
+        Runs no forward. Known next logits are forgotten unless the context stays as it was.
+        """
+        ids = list(ids)
+        if ids == self.ids:
+            return
+        common = min(self.cached, len(ids))
+        if ids[:common] != self.ids[:common]:
+            common = next(i for i in range(common) if ids[i] != self.ids[i])
+        self._crop(common)
+        self.ids = ids
+        self._next_logits = None
+        self._edits += 1
+
+    @torch.inference_mode()
+    def decode(
+        self, max_new_tokens: int, sampling: Sampling | None = None, generator: torch.Generator | None = None
+    ) -> Iterator[int]:
+        """Yield new tokens and append them to `ids`; stops after an EOS token (yielded too) or the budget.
+
+        The last yielded token is in `ids` but not in the cache. The iterator may be dropped at any time. One device
+        synchronisation per token: reading its id.
+
+        Args:
+            generator: random generator on the model's device; by default a fresh one from `sampling.seed`.
+
+        Raises:
+            ValueError: the context is empty.
+            RuntimeError: the context was changed (seek, forward) while this iterator was still in use.
+        """
+        sampling = sampling or Sampling()
+        if generator is None:
+            generator = sampling.generator(self.device)
+        if max_new_tokens <= 0:
+            return
+        logits = self._next_logits if self._next_logits is not None else self.logits(self._run([])[-1])
+        position = torch.tensor([[len(self.ids)]], device=self.device)
+        self._edits += 1
+        edits = self._edits
+        for count in range(1, max_new_tokens + 1):
+            token = choose(logits, sampling, generator)
+            token_id = token.item()
+            self.ids.append(token_id)
+            self._next_logits = None
+            yield token_id
+            if self._edits != edits:
+                raise RuntimeError("the context was changed during decode(): start a new decode() after seek()")
+            if token_id in self.eos_ids or count == max_new_tokens:
+                return
+            if self.cached == len(self.ids) - 1:
+                hidden = self._step(token.view(1, 1), position)[0, 0]
+            else:  # next logits were given while context tokens were still missing from the cache
+                hidden, edits = self._run([])[-1], self._edits
+            logits = self.logits(hidden)
+            position = position + 1
+
+    @torch.inference_mode()
+    def forward(
+        self, extra_ids: Sequence[int] = (), *, probe_ids: Sequence[int] = (), visible: Sequence[int] = ()
+    ) -> PassOutput:
+        """One forward over [context tokens not cached yet, extra_ids, one probe per entry of `visible`].
+
+        Afterwards `ids` ends with `extra_ids`, all of it is cached, and the probes are gone from the cache.
+
+        Args:
+            extra_ids: tokens appended to the context (a draft).
+            probe_ids: the P tokens of a probe, the same for every probe.
+            visible: for each of the K probes, how many tokens of context + extra_ids it sees.
+
+        Raises:
+            ValueError: empty context, a probe that sees more tokens than there are, or probes on a model whose
+                attention is not split (`enable_split_attention`).
+        """
+        total = len(self.ids) + len(extra_ids)
+        if len(visible) and not len(probe_ids):
+            raise ValueError("a probe needs at least one token")
+        if any(not 0 < v <= total for v in visible):
+            raise ValueError(f"a probe sees between 1 and {total} tokens here, not {list(visible)}")
+        hidden = self._run(extra_ids, probe_ids, visible)
+        probed = len(visible) * len(probe_ids)
+        text, probes = hidden[: len(hidden) - probed], hidden[len(hidden) - probed :]
+        readout = probes[len(probe_ids) - 1 :: len(probe_ids)] if probed else probes
+        return PassOutput(hidden=text[len(text) - 1 - len(extra_ids) :], probe_hidden=readout)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., V] of final-norm hidden states [..., H], with the model's own scale and cap."""
+        logits = self._lm_head(hidden)
+        if self._multiplier != 1:
+            logits = logits * self._multiplier
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+
+    def set_next_logits(self, logits: Tensor) -> None:
+        """Let the next `decode` choose its first token from these logits [V] instead of running a forward."""
+        self._next_logits = logits
+
+    def _run(self, extra_ids: Sequence[int], probe_ids: Sequence[int] = (), visible: Sequence[int] = ()) -> Tensor:
+        """The pass behind `forward`; hidden states of all its tokens, [T, H]."""
+        if not self.ids:
+            raise ValueError("the context is empty: seek() to a prompt of at least one token first")
+        if self.cached == len(self.ids):
+            self._crop(self.cached - 1)  # the last context token's hidden state is asked for
+        past, text = self.cached, [*self.ids[self.cached :], *extra_ids]
+        n_keys, device = past + len(text), self.device
+        tokens = torch.tensor([[*text, *list(probe_ids) * len(visible)]], device=device)
+        positions = torch.arange(past, n_keys, device=device)[None]
+        mask = None
+        if len(visible):
+            if text_config(self.model)._attn_implementation != SPLIT_ATTENTION:
+                raise ValueError("probes need split attention: call enable_split_attention(model) first")
+            cuts = torch.tensor([list(visible)], device=device)
+            p = len(probe_ids)
+            positions = torch.cat([positions, probe_positions(cuts, p)], dim=1)
+            mask = layer_masks(self._windows, lambda window: probe_mask(cuts, p, n_keys, window))
+        hidden = self._step(tokens, positions, mask)[0]
+        self.ids.extend(extra_ids)
+        self._crop(n_keys)
+        self._next_logits = None
+        self._edits += 1
+        return hidden
+
+    def _step(self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor] | None = None) -> Tensor:
+        """One forward of the backbone, [1, T] -> [1, T, H]; the cache grows by T tokens."""
+        try:
+            output = self._backbone(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+        except BaseException:  # interrupted or out of memory: some layers may have grown, others not
+            self._cache, self.cached = DynamicCache(), 0
+            raise
+        self.forwards += 1
+        self.cached += tokens.shape[1]
+        return output.last_hidden_state
+
+    def _crop(self, length: int) -> None:
+        """Drop everything after the first `length` tokens from the cache."""
+        if length == 0 and self.cached:
+            self._cache = DynamicCache()
+        elif length < self.cached:
+            self._cache.crop(length - self.cached)  # transformers counts the tokens to remove, as a negative number
+        self.cached = length
+
+    @torch.inference_mode()
+    def _check_logits(self) -> None:
+        """Compare `logits(backbone(x))` with the model's own forward on a few tokens."""
+        size = text_config(self.model).vocab_size
+        tokens = torch.tensor([[i % size for i in (1, 2, 3, 5, 7)]], device=self.device)
+        own = self.model(input_ids=tokens, use_cache=False).logits
+        ours = self.logits(self._backbone(input_ids=tokens, use_cache=False).last_hidden_state)
+        tolerance = 1e-4 if own.dtype == torch.float32 else 1e-2
+        if own.shape != ours.shape or not torch.allclose(own.float(), ours.float(), rtol=tolerance, atol=tolerance):
+            raise ValueError(
+                f"{type(self.model).__name__} computes its logits in a way PARSE does not know "
+                "(not lm_head of the final hidden state): choose another model"
+            )
