@@ -1,0 +1,39 @@
+# Everything runs in a fresh .venv with pinned versions; nothing is needed beforehand but Python and git.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: help setup demo test lint format clean
+
+help:
+	@echo "make demo   set up .venv and watch PARSE answer 20 held-out problems"
+	@echo "make test   set up .venv and run the tests"
+	@echo "make lint   ruff (lint and format) and type hints"
+
+setup: $(VENV)/installed
+
+# torch comes first: a package that is built from source finds it instead of fetching a build of its own.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy setuptools wheel
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,deepspeed,dev]"
+	@touch $@
+
+demo: setup
+	$(BIN)/parse-infer demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
