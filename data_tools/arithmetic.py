@@ -8,7 +8,7 @@ from data_tools.wording import show
 
 
 def equation(rng: Random, max_number: int) -> str:
-    """One equation whose operands and result are at most `max_number`, in one of the notations of `data_tools.wording`."""
+    """One equation with operands and result of at most `max_number`, in a notation of `data_tools.wording`."""
     kind = rng.choice("++--**//%")
     if kind == "+":
         left = rng.randint(0, max_number)
@@ -21,7 +21,11 @@ def equation(rng: Random, max_number: int) -> str:
     elif kind == "%":  # a share written as a decimal: 0.35 * 80
         share, right = rng.choice(range(5, 100, 5)), rng.choice(range(20, max_number + 1, 20))
         result = share * right // 100
-        return f"{_decimal(share)} {rng.choice('*x')} {right} = {result}" if rng.random() < 0.5 else f"{right} * {_decimal(share)} = {result}"
+        return (
+            f"{_decimal(share)} {rng.choice('*x')} {right} = {result}"
+            if rng.random() < 0.5
+            else f"{right} * {_decimal(share)} = {result}"
+        )
     else:  # log-uniform factors: small tables as often as long ones
         left = round(max_number ** rng.random())
         right = rng.randint(1, max(1, max_number // left))
@@ -30,7 +34,9 @@ def equation(rng: Random, max_number: int) -> str:
             left, right, result = result, left, right
         elif rng.random() < 0.5:
             left, right = right, left
-    sign = rng.choice({"+": ("+", "plus"), "-": ("-", "minus"), "*": ("*", "x", "x", "times"), "/": ("/", "divided by")}[kind])
+    sign = rng.choice(
+        {"+": ("+", "plus"), "-": ("-", "minus"), "*": ("*", "x", "x", "times"), "/": ("/", "divided by")}[kind]
+    )
     return f"{left} {sign} {right} = {result}"
 
 

@@ -63,7 +63,7 @@ def read_number(text: str) -> Fraction | None:
 
 
 def final_answer(completion: str) -> str:
-    """The part of `completion` that states the answer: after the last `####`, in `\\boxed{}`, after "answer is", else all."""
+    """What states the answer: the text after the last `####`, in `\\boxed{}`, after "answer is", else all of it."""
     for pattern in (_ANSWER, _BOXED, _SAID):
         found = pattern.findall(completion)
         if found:
@@ -83,7 +83,7 @@ def same_number(reference: str, completion: str) -> bool:
 class GsmSymbolic:
     """Word problems from the `gsm_symbolic` generator of reasoning-gym, with worked answers in varied wording.
 
-    Splits use disjoint seed ranges, and a problem (template and numbers) belongs to exactly one of them, whatever the seed.
+    Splits use disjoint seed ranges, and a problem (template and numbers) belongs to exactly one of them for any seed.
 
     Args:
         max_number: no number in question, worked answer or intermediate result is larger; None for no bound.
@@ -129,7 +129,9 @@ class GsmSymbolic:
         key = f"{template}:{','.join(map(str, values))}"
         if int(hashlib.sha256(key.encode()).hexdigest(), 16) % 100 not in self._SHARES[split]:
             return None
-        if len(question) > self.max_question_chars or (self.max_number is not None and any(v > self.max_number for v in values)):
+        if len(question) > self.max_question_chars or (
+            self.max_number is not None and any(v > self.max_number for v in values)
+        ):
             return None
         answer = _drop_zero_decimals(str(entry["answer"]))
         steps = wording.read_steps(_drop_zero_decimals(entry["metadata"]["answer_cot"]), question, answer)
@@ -173,7 +175,9 @@ class Gsm8k:
         for index in order[:limit]:
             row = rows[index]
             solution = re.sub(r"<<[^>]*>>", "", row["answer"])
-            yield Problem(f"gsm8k-{split}-{index}", row["question"] + self._REQUEST, final_answer(solution).strip(), solution)
+            yield Problem(
+                f"gsm8k-{split}-{index}", row["question"] + self._REQUEST, final_answer(solution).strip(), solution
+            )
 
     def check(self, problem: Problem, completion: str) -> bool:
         return same_number(problem.reference, completion)
@@ -192,7 +196,7 @@ CHECKS: dict[str, Callable[[str, str], bool]] = {
 
 @dataclass
 class Jsonl:
-    """A user's own problems: a jsonl file with `prompt` (text or messages) and `reference`, optionally `id` and `split`.
+    """A user's own problems: a jsonl file with `prompt` (text or messages), `reference`, and maybe `id` and `split`.
 
     Args:
         path: the file.
@@ -211,7 +215,11 @@ class Jsonl:
 
     def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
         _check_split(split)
-        rows = [(line, row) for line, row in read_jsonl(self.path, ("prompt", "reference")) if row.get("split", split) == split]
+        rows = [
+            (line, row)
+            for line, row in read_jsonl(self.path, ("prompt", "reference"))
+            if row.get("split", split) == split
+        ]
         for line, row in rows:
             if not row["prompt"]:
                 raise ValueError(f"{self.path}, line {line}: the prompt is empty")
@@ -219,7 +227,9 @@ class Jsonl:
                 try:
                     re.compile(str(row["reference"]))
                 except re.error as error:
-                    raise ValueError(f"{self.path}, line {line}: the reference is no valid pattern ({error})") from error
+                    raise ValueError(
+                        f"{self.path}, line {line}: the reference is no valid pattern ({error})"
+                    ) from error
         Random(seed).shuffle(rows)
         for line, row in rows[:limit]:
             yield Problem(str(row.get("id", f"line-{line}")), row["prompt"], str(row["reference"]))
@@ -232,13 +242,15 @@ TASKS: dict[str, type] = {"gsm_symbolic": GsmSymbolic, "gsm8k": Gsm8k, "jsonl": 
 
 
 def load_task(name: str, **options: Any) -> Task:
-    """The task called `name` with `options`; an unknown name or option is a ValueError that names the closest known one."""
+    """The task called `name` with `options`; a ValueError for an unknown one names the closest known one."""
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}{_closest(name, TASKS)}; known tasks: {', '.join(TASKS)}")
     known = [key for key in TASKS[name].__dataclass_fields__ if key != "name"]
     for key in options:
         if key not in known:
-            raise ValueError(f"task {name} has no option {key!r}{_closest(key, known)}; its options: {', '.join(known)}")
+            raise ValueError(
+                f"task {name} has no option {key!r}{_closest(key, known)}; its options: {', '.join(known)}"
+            )
     return TASKS[name](**options)
 
 
@@ -256,7 +268,9 @@ def read_jsonl(path: str | Path, required: tuple[str, ...]) -> Iterator[tuple[in
                 raise ValueError(f"{path}, line {number}: not valid JSON ({error.msg})") from error
             missing = [key for key in required if not isinstance(row, dict) or key not in row]
             if missing:
-                raise ValueError(f"{path}, line {number}: no key {missing[0]!r}; every row needs {', '.join(required)}")
+                raise ValueError(
+                    f"{path}, line {number}: no key {missing[0]!r}; every row needs {', '.join(required)}"
+                )
             yield number, row
 
 

@@ -1,9 +1,9 @@
 """Vary the wording of a worked answer, never its correctness.
 
-Real model pairs say the same thing differently. `gsm_symbolic` writes every worked answer of a template in one way, so a
-target and a draft trained on it would agree token for token. This module takes a worked answer apart into steps (prose,
-equation, prose), refuses it unless every equation is true and follows from the question, and puts it together again with
-other operators, operand orders, connectives and sentence forms.
+Real model pairs say the same thing differently. `gsm_symbolic` writes every worked answer of a template in one way, so
+a target and a draft trained on it would agree token for token. This module takes a worked answer apart into steps
+(prose, equation, prose), refuses it unless every equation is true and follows from the question, and puts it together
+again with other operators, operand orders, connectives and sentence forms.
 """
 
 from __future__ import annotations
@@ -26,9 +26,46 @@ _TOKEN = re.compile(
 )
 _OPERATORS = {"×": "*", "x": "*", "÷": "/"}
 # Numbers a reader supplies without being told: dozens, days, months, minutes, halves and quarters, percent.
-_COMMON = {Fraction(n) for n in (1, 2, 3, 4, 7, 10, 12, 24, 30, 52, 60, 100)} | {Fraction(1, 2), Fraction(1, 4), Fraction(3, 4)}
-_LOWER = {"The", "He", "She", "They", "There", "In", "On", "If", "After", "Each", "His", "Her", "It", "Of", "To", "For", "Together", "From", "Out"}
-_CONNECTED = {"So", "Then", "Therefore", "Thus", "Hence", "Finally", "Next", "First", "Now", "Altogether", "Since", "Let"}
+_COMMON = {Fraction(n) for n in (1, 2, 3, 4, 7, 10, 12, 24, 30, 52, 60, 100)} | {
+    Fraction(1, 2),
+    Fraction(1, 4),
+    Fraction(3, 4),
+}
+_LOWER = {
+    "The",
+    "He",
+    "She",
+    "They",
+    "There",
+    "In",
+    "On",
+    "If",
+    "After",
+    "Each",
+    "His",
+    "Her",
+    "It",
+    "Of",
+    "To",
+    "For",
+    "Together",
+    "From",
+    "Out",
+}
+_CONNECTED = {
+    "So",
+    "Then",
+    "Therefore",
+    "Thus",
+    "Hence",
+    "Finally",
+    "Next",
+    "First",
+    "Now",
+    "Altogether",
+    "Since",
+    "Let",
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +100,9 @@ def evaluate(terms: Iterable[Fraction], operators: Iterable[str]) -> Fraction:
     while operators:
         at = next((i for i, op in enumerate(operators) if op in "*/"), 0)
         left, right, op = terms[at], terms[at + 1], operators[at]
-        terms[at : at + 2] = [{"+": left + right, "-": left - right, "*": left * right}.get(op) if op != "/" else left / right]
+        terms[at : at + 2] = [
+            {"+": left + right, "-": left - right, "*": left * right}.get(op) if op != "/" else left / right
+        ]
         del operators[at]
     return terms[0]
 
@@ -110,7 +149,7 @@ def _read_equation(sentence: str) -> Step | None:
 
 
 def read_steps(solution: str, question: str, answer: str) -> list[Step] | None:
-    """Take `solution` apart; None unless each equation holds, follows from the question, and the last gives `answer`."""
+    """Take `solution` apart; None unless each equation holds and is derivable, and the last gives `answer`."""
     known = set(numbers(question))
     known |= {value / 100 for value in known} | _COMMON
     steps: list[Step] = []
@@ -132,16 +171,19 @@ def read_steps(solution: str, question: str, answer: str) -> list[Step] | None:
 
 
 def reduction(step: Step, rng: Random, limit: Fraction | None) -> list[tuple[list[Fraction], list[str]]] | None:
-    """Work the expression out one operation at a time: `5 + 2 * 14`, `5 + 28`; operand order of commutative parts is random.
+    """Work the expression out one operation at a time: `5 + 2 * 14`, `5 + 28`; commutative parts in random order.
 
-    Every intermediate value must be a short decimal within `limit`; of several orders the first that keeps to it is taken.
+    Every intermediate value must be a short decimal within `limit`; the first of several orders that keeps to it is
+    taken, None if there is none.
     """
     for _ in range(6):
         terms, operators = list(step.terms), list(step.operators)
         if set(operators) <= {"+"} or set(operators) <= {"*"}:
             rng.shuffle(terms)
         elif set(operators) <= {"*", "/"}:  # a * b / c: divide first where that stays short
-            factors = [(Fraction(1), terms[0])] + [(1 if op == "*" else -1, term) for op, term in zip(operators, terms[1:], strict=True)]
+            factors = [(Fraction(1), terms[0])] + [
+                (1 if op == "*" else -1, term) for op, term in zip(operators, terms[1:], strict=True)
+            ]
             head, tail = factors[0], factors[1:]
             rng.shuffle(tail)
             multipliers = [head] + [f for f in tail if f[0] == 1]
@@ -175,7 +217,7 @@ def _capital(text: str) -> str:
 
 
 def write(steps: list[Step], answer: str, rng: Random, limit: float | None = None) -> str | None:
-    """A worked answer with `steps` in a wording drawn from `rng`, ending in `#### answer`; None if a value breaks `limit`."""
+    """A worked answer in a wording drawn from `rng`, ending in `#### answer`; None if a value breaks `limit`."""
     symbols = rng.choice(_SYMBOLS)
     bound = None if limit is None else Fraction(limit)
     lines = []

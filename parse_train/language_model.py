@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+)
 
 from data_tools.arithmetic import drill
 from data_tools.tasks import load_task
@@ -28,13 +35,18 @@ class LanguageModelConfig(TrainingArguments):
 
     tokenizer: str = field(default="", metadata={"help": "Tokenizer folder or Hugging Face id."})
     model_config: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "Architecture: `model_type` and the fields of that model's configuration."}
+        default_factory=dict,
+        metadata={"help": "Architecture: `model_type` and the fields of that model's configuration."},
     )
     task: str = field(default="gsm_symbolic", metadata={"help": "Task whose worked answers are learnt."})
     task_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "Options of the task."})
     row_length: int = field(default=320, metadata={"help": "Tokens in a packed row."})
-    drill_share: float = field(default=0.25, metadata={"help": "Share of arithmetic drills among the samples at the start."})
-    drill_until: float = field(default=0.7, metadata={"help": "The share falls linearly to zero at this part of the training."})
+    drill_share: float = field(
+        default=0.25, metadata={"help": "Share of arithmetic drills among the samples at the start."}
+    )
+    drill_until: float = field(
+        default=0.7, metadata={"help": "The share falls linearly to zero at this part of the training."}
+    )
     drill_max_number: int = field(default=300, metadata={"help": "Largest number in a drill."})
     torch_compile_backbone: bool = field(default=True, metadata={"help": "Compile the layers (not the output head)."})
 
@@ -44,11 +56,15 @@ class LanguageModelConfig(TrainingArguments):
         self.remove_unused_columns = False  # the collator needs `document`
         super().__post_init__()
         if not self.tokenizer:
-            raise ValueError("the recipe needs the key tokenizer: a folder made by recipes/zoo/tokenizer.yaml or a Hugging Face id")
+            raise ValueError(
+                "the recipe needs the key tokenizer: a folder made by recipes/zoo/tokenizer.yaml or a Hugging Face id"
+            )
         if "model_type" not in self.model_config:
             raise ValueError("the recipe's model_config needs model_type, for example llama")
         if self.max_steps <= 0:
-            raise ValueError(f"max_steps is {self.max_steps}; the data is an endless stream, so the recipe must say how many steps")
+            raise ValueError(
+                f"max_steps is {self.max_steps}; the data is an endless stream, so the recipe must say how many steps"
+            )
 
 
 class PackedSamples(IterableDataset):
@@ -66,11 +82,17 @@ class PackedSamples(IterableDataset):
         task = load_task(c.task, **c.task_options)
         for problem in task.problems("train", seed=c.seed):
             while rng.random() < c.drill_share * max(0.0, 1 - progress[0] / c.drill_until):
-                ids = tokenizer(drill(rng, c.drill_max_number), add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+                ids = tokenizer(drill(rng, c.drill_max_number), add_special_tokens=False).input_ids + [
+                    tokenizer.eos_token_id
+                ]
                 yield ids, list(ids)
             if problem.solution is None:
-                raise ValueError(f"task {c.task} has no worked answer for problem {problem.id}; a language model needs one")
-            messages = problem.prompt if isinstance(problem.prompt, list) else [{"role": "user", "content": problem.prompt}]
+                raise ValueError(
+                    f"task {c.task} has no worked answer for problem {problem.id}; a language model needs one"
+                )
+            messages = (
+                problem.prompt if isinstance(problem.prompt, list) else [{"role": "user", "content": problem.prompt}]
+            )
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
             answer = tokenizer(problem.solution, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
             yield prompt + answer, [IGNORED] * len(prompt) + answer
@@ -151,7 +173,11 @@ def main(config: LanguageModelConfig) -> None:
     if config.torch_compile_backbone:
         model.model.compile()
     trainer = LanguageModelTrainer(
-        model=model, args=config, train_dataset=PackedSamples(config, tokenizer), data_collator=collate, processing_class=tokenizer
+        model=model,
+        args=config,
+        train_dataset=PackedSamples(config, tokenizer),
+        data_collator=collate,
+        processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(config.output_dir))
     model.generation_config.pad_token_id = tokenizer.pad_token_id

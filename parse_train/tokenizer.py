@@ -29,11 +29,15 @@ class TokenizerConfig:
     """What the tokenizer is trained on and where it goes."""
 
     output_dir: str = field(metadata={"help": "Folder that receives the tokenizer."})
-    task: str = field(default="gsm_symbolic", metadata={"help": "Task whose prompts and worked answers it is trained on."})
+    task: str = field(
+        default="gsm_symbolic", metadata={"help": "Task whose prompts and worked answers it is trained on."}
+    )
     task_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "Options of the task."})
     vocab_size: int = field(default=2048, metadata={"help": "Size of the vocabulary, special tokens included."})
     n_problems: int = field(default=20_000, metadata={"help": "Number of training problems to learn the merges from."})
-    model_max_length: int = field(default=512, metadata={"help": "Longest sequence of the models that use it, in tokens."})
+    model_max_length: int = field(
+        default=512, metadata={"help": "Longest sequence of the models that use it, in tokens."}
+    )
 
 
 def train_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
