@@ -1,0 +1,73 @@
+"""Tells two models of the same shape apart, by a few of their weights.
+
+An adapter belongs to the weights it was trained on. Comparing whole checkpoints would be slow and a plain hash would
+change with the number type a model is loaded in, so a fingerprint lists some weights in bfloat16 precision.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+_VERSION = "w1"
+_SAMPLES = 16  # weights per tensor
+_SAME_SHARE = 0.75  # rounding through float16 moves a few per cent of the weights by one unit in the last place
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """A text of about 200 characters that goes with the model's weights, whatever number type they are loaded in.
+
+    Samples of the input embedding and of the first and last linear layer of the backbone; tensors that are quantised
+    are left out ("-"). Reads 48 numbers from the device.
+    """
+    backbone = getattr(model, model.base_model_prefix)
+    linears = [m.weight for m in backbone.modules() if isinstance(m, nn.Linear)]
+    tensors = [model.get_input_embeddings().weight, *linears[:1], *linears[-1:]]
+    return ":".join([_VERSION, *(_sample(tensor.detach()) for tensor in tensors)])
+
+
+def same_weights(one: str, other: str) -> bool:
+    """Whether two fingerprints can come from the same weights, up to rounding; parts only one has are not compared."""
+    ours, theirs = one.split(":"), other.split(":")
+    if ours[0] != theirs[0] or len(ours) != len(theirs):
+        return False
+    compared = [(a, b) for a, b in zip(ours[1:], theirs[1:], strict=True) if "-" not in (a, b)]
+    return all(_same(a, b) for a, b in compared)
+
+
+def describe_target(model: PreTrainedModel) -> dict[str, Any]:
+    """The `target` entry of validity_config.json: name, shape and fingerprint of the model an adapter belongs to."""
+    config = model.config.get_text_config(decoder=True)
+    # A local path says nothing to anybody else; its last part usually does.
+    path = (model.config._name_or_path or "").rstrip("/")
+    is_hub_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    name = path if is_hub_id else path.rsplit("/", 1)[-1]
+    return {
+        "name": name or type(model).__name__,
+        "model_type": config.model_type,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+        "fingerprint": fingerprint(model),
+    }
+
+
+def _sample(tensor: Tensor) -> str:
+    """Evenly spread weights as bfloat16, four hexadecimal digits each; "-" for a quantised tensor."""
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        return "-"
+    flat = tensor.reshape(-1)
+    index = torch.linspace(0, flat.numel() - 1, _SAMPLES + 2, dtype=torch.float64).long()[1:-1]
+    values = flat[index.to(flat.device)].to("cpu", torch.bfloat16).view(torch.int16)
+    return "".join(f"{v & 0xFFFF:04x}" for v in values.tolist())
+
+
+def _same(one: str, other: str) -> bool:
+    a, b = ([int(text[i : i + 4], 16) for i in range(0, len(text), 4)] for text in (one, other))
+    if len(a) != len(b) or not a:
+        return False
+    equal = sum(x == y for x, y in zip(a, b, strict=True))
+    return equal >= _SAME_SHARE * len(a)
