@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
@@ -181,6 +182,13 @@ def main(config: LanguageModelConfig) -> None:
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(config.output_dir))
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    # Half the bytes to ship; the loss in accuracy is measured in the model card.
-    model.to(torch.bfloat16).save_pretrained(f"{config.output_dir}/final")
+    save_half(model, f"{config.output_dir}/final")
     tokenizer.save_pretrained(f"{config.output_dir}/final")
+
+
+def save_half(model: PreTrainedModel, folder: str) -> None:
+    """Save bfloat16 weights (half the bytes to ship) under a configuration that loads them as float32."""
+    model.to(torch.bfloat16).save_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
+    config.dtype = torch.float32
+    config.save_pretrained(folder)
