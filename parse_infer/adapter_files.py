@@ -44,7 +44,7 @@ def read_adapter(name_or_path: str | Path) -> AdapterFiles:
     for name in (CONFIG, PEFT_CONFIG, PEFT_WEIGHTS, HEAD):
         if not (folder / name).is_file():
             raise FileNotFoundError(
-                f"{name_or_path} is no complete validity adapter: {name} is missing (an interrupted download or export?)"
+                f"{name_or_path} is no complete validity adapter: {name} is missing (an interrupted export?)"
             )
     return AdapterFiles(
         peft_config=_read_json(folder / PEFT_CONFIG),

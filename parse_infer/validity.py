@@ -31,7 +31,7 @@ class Probe:
     Attributes:
         ids: P token ids; the last one carries the read-out.
         text: what it says.
-        closes_turn: the probe begins by ending the assistant's turn, so a draft's own end token is not shown before it.
+        closes_turn: the probe itself ends the assistant's turn, so a draft's own end token is not shown before it.
     """
 
     ids: tuple[int, ...]
@@ -117,8 +117,8 @@ class ValidityConfig:
         version = values.get("schema_version")
         if version != SCHEMA_VERSION:
             raise ValueError(
-                f"validity_config.json has schema version {version}, this parse-engine reads {SCHEMA_VERSION}: install "
-                "the version that wrote it, or export the adapter again"
+                f"validity_config.json has schema version {version}, this parse-engine reads {SCHEMA_VERSION}: "
+                "install the version that wrote it, or export the adapter again"
             )
         missing = [key for key in ("probe_ids", "probe_text", "target") if not values.get(key)]
         if missing:
@@ -177,9 +177,7 @@ class ValidityAdapter:
         head = ValidityHead(config.target["hidden_size"])
         shapes = {key: tuple(tensor.shape) for key, tensor in files.head.items()}
         if shapes != {"weight": tuple(head.weight.shape), "bias": ()}:
-            raise ValueError(
-                f"the validity head of {name_or_path} holds {shapes}: the adapter's files do not go together"
-            )
+            raise ValueError(f"the validity head of {name_or_path} holds {shapes}: its files do not go together")
         head.load_state_dict(files.head)
         head.to(target.device).requires_grad_(False)
         lora = ProbeLoRA.from_peft(files.peft_config, files.tensors, target)
@@ -199,8 +197,8 @@ def check_target(adapter: str, expected: dict[str, Any], target: PreTrainedModel
         )
     if not same_weights(str(expected.get("fingerprint")), found["fingerprint"]):
         raise ValueError(
-            f"the adapter {adapter} was trained for the target {expected.get('name')!r}; {found['name']!r} has the same "
-            "shape but other weights: load the target it was trained on, or train an adapter for this one"
+            f"the adapter {adapter} was trained for the target {expected.get('name')!r}; {found['name']!r} has the "
+            "same shape but other weights: load the target it was trained on, or train an adapter for this one"
         )
 
 
