@@ -1,0 +1,135 @@
+"""The answer while it grows: its tokens, who wrote them, and whether it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from parse_infer.detokenizer import Detokenizer
+from parse_infer.generation import FinishReason, Source, Span
+
+
+@dataclass
+class _Piece:
+    source: Source
+    n_tokens: int
+    validity: float | None
+    text_end: int  # offset in the text
+
+
+class Answer:
+    """Owns the one definition of where an answer ends: an end token, a stop string or the budget.
+
+    Args:
+        tokenizer: the one of the model whose tokens these are.
+        eos_ids: tokens that end an answer; they have no text.
+        stop: the answer ends right after the first of these strings, wherever its tokens come from.
+        max_tokens: the budget, end token included.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_ids: Collection[int],
+        stop: Sequence[str],
+        max_tokens: int,
+    ) -> None:
+        self.ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._eos_ids = eos_ids
+        self._stop = stop
+        self._max_tokens = max_tokens
+        self._detokenizer = Detokenizer(tokenizer)
+        self._text_end: int | None = None  # where a stop string ends the text
+        self._pieces: list[_Piece] = []
+
+    @property
+    def open(self) -> bool:
+        return self.finish_reason is None
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be added."""
+        return self._max_tokens - len(self.ids)
+
+    @property
+    def text(self) -> str:
+        return self._detokenizer.text[: self._text_end]
+
+    @property
+    def spans(self) -> list[Span]:
+        """One span per accepted segment and per stretch by the target; their texts concatenate to `text`."""
+        starts = [0] + [piece.text_end for piece in self._pieces]
+        return [
+            Span(self.text[start : p.text_end], p.source, p.n_tokens, p.validity)
+            for start, p in zip(starts, self._pieces, strict=False)
+        ]
+
+    def clip(self, draft_ids: Sequence[int], room: int) -> list[int]:
+        """The part of a draft that can become part of this answer: up to and including the token that ends it (end
+        token, last token of the first stop string), `room` and the budget."""
+        ids = list(draft_ids[: max(0, min(room, self.room))])
+        ids = ids[: next((i + 1 for i, token in enumerate(ids) if token in self._eos_ids), len(ids))]
+        if self._stop and ids:
+            ahead = self._detokenizer.fork()
+            ahead.add(ids)
+            if self._find_stop(ahead.text) is not None:
+                ahead = self._detokenizer.fork()
+                for i, token in enumerate(ids):
+                    ahead.add([token])
+                    if self._find_stop(ahead.text) is not None:
+                        return ids[: i + 1]
+        return ids
+
+    def preview(self, draft_ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
+        """Texts of a draft's segments as they would continue this answer; nothing is added."""
+        ahead, texts = self._detokenizer.fork(), []
+        for start, end in zip([0, *cuts], cuts, strict=False):
+            texts.append(ahead.add([token for token in draft_ids[start:end] if token not in self._eos_ids]))
+        if texts:
+            texts[-1] += ahead.flush()
+        return texts
+
+    def add(self, ids: Sequence[int], source: Source, validity: float | None = None) -> str:
+        """Append tokens; nothing may follow a token that ends the answer (`clip` a draft first).
+
+        Returns the text that became readable with them; see `Detokenizer`.
+        """
+        if not ids:
+            return ""
+        before = len(self.text)
+        self.ids.extend(ids)
+        ended = self.ids[-1] in self._eos_ids
+        self._detokenizer.add(ids[:-1] if ended else ids)
+        if ended:
+            self.finish_reason = "eos"
+        elif len(self.ids) >= self._max_tokens:
+            self.finish_reason = "length"
+        if not self.open:
+            self._detokenizer.flush()
+        if self._stop:
+            self._text_end = self._find_stop(self._detokenizer.text, start=before)
+            if self._text_end is not None:
+                self.finish_reason = "stop"
+        self._note_author(len(ids), source, validity)
+        return self.text[before:]
+
+    def _note_author(self, n_tokens: int, source: Source, validity: float | None) -> None:
+        last = self._pieces[-1] if self._pieces else None
+        if last is not None and last.source == source == "target":
+            last.n_tokens += n_tokens
+            last.text_end = len(self.text)
+        else:
+            self._pieces.append(_Piece(source, n_tokens, validity, len(self.text)))
+
+    def _find_stop(self, text: str, start: int | None = None) -> int | None:
+        """Offset of the end of the stop string that is complete first; `start` is where the unsearched text begins."""
+        start = len(self.text) if start is None else start
+        ends = []
+        for string in self._stop:
+            at = text.find(string, max(0, start - len(string) + 1))
+            if at >= 0:
+                ends.append(at + len(string))
+        return min(ends, default=None)

@@ -1,0 +1,85 @@
+"""A draft model: any causal language model, with the target's tokenizer or one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from parse_infer.answer import Answer
+from parse_infer.detokenizer import complete_text, encode_continuation
+from parse_infer.drafters import Draft
+from parse_infer.loading import LanguageModel, same_tokenizer
+from parse_infer.prompts import Prompt
+from parse_infer.sampling import Sampling
+
+
+class ModelDrafter:
+    """Lets `draft` write the rest of the answer.
+
+    The prompt is rendered by the draft model's own chat template. With the target's tokenizer (`shares_tokens`) token
+    ids pass straight through; with another one the answer so far reaches the draft model as text, and its draft
+    reaches the target as text. Its cache is kept from round to round and from prompt to prompt (`Decoder.seek`).
+    """
+
+    def __init__(self, draft: LanguageModel, target: LanguageModel) -> None:
+        self.draft = draft
+        self.target = target
+        self.shares_tokens = same_tokenizer(draft.tokenizer, target.tokenizer)
+        self._end_ids = draft.eos_ids | target.eos_ids if self.shares_tokens else draft.eos_ids
+        if self.shares_tokens and draft.tokenizer.chat_template is None:  # a base model next to a chat model
+            draft.tokenizer.chat_template = target.tokenizer.chat_template
+        self._prompt_ids: list[int] = []
+        self._sampling = Sampling()
+        self._generator: torch.Generator | None = None
+        self._stop: Sequence[str] = ()
+
+    @property
+    def forwards(self) -> int:
+        return self.draft.decoder.forwards
+
+    def reset(self, prompt: Prompt, sampling: Sampling, stop: Sequence[str] = ()) -> None:
+        self._prompt_ids = self.draft.render(prompt)
+        self._sampling, self._stop = sampling, stop
+        self._generator = sampling.generator(self.draft.decoder.device)
+
+    def propose(self, answer_ids: Sequence[int], max_new_tokens: int) -> Draft:
+        written = list(answer_ids)
+        if not self.shares_tokens:
+            text = complete_text(self.target.tokenizer, answer_ids)
+            written = self.draft.tokenizer.encode(text, add_special_tokens=False)
+        elif max(written, default=0) >= _n_embeddings(self.draft):  # padding ids, which only untrained models write
+            return Draft([])
+        context = self._prompt_ids + written
+        room = min(max_new_tokens, self.draft.window - len(context))
+        if room <= 0:
+            return Draft([])
+
+        answer = Answer(self.draft.tokenizer, self._end_ids, self._stop, len(written) + room)
+        answer.add(written, "target")
+        before = answer.text
+        self.draft.decoder.seek(context)
+        for token in self.draft.decoder.decode(room, self._sampling, self._generator):
+            answer.add([token], "draft")
+            if not answer.open:
+                break
+        return self._in_target_tokens(answer, len(written), before)
+
+    def _in_target_tokens(self, answer: Answer, n_before: int, before: str) -> Draft:
+        ids = answer.ids[n_before:]
+        finished = answer.finish_reason == "eos" and self.target.end_token is not None
+        if not self.shares_tokens:
+            text = answer.text[len(before) :].rstrip("\ufffd")  # a budget may end inside a character
+            ids = encode_continuation(self.target.tokenizer, before, text)
+        else:
+            if answer.finish_reason == "eos":
+                ids = ids[:-1]
+            known = _n_embeddings(self.target)
+            unknown = next((i for i, token in enumerate(ids) if token >= known), None)
+            if unknown is not None:
+                return Draft(ids[:unknown])
+        return Draft([*ids, self.target.end_token] if finished else ids, finished)
+
+
+def _n_embeddings(model: LanguageModel) -> int:
+    return model.model.get_input_embeddings().weight.shape[0]

@@ -1,0 +1,37 @@
+"""A draft that is plain text from anywhere: a cache, an API, a person."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parse_infer.drafters import Draft
+from parse_infer.loading import LanguageModel
+from parse_infer.prompts import Prompt
+from parse_infer.sampling import Sampling
+
+
+class TextDrafter:
+    """Proposes the given text once per answer, as the beginning of the answer; nothing after that.
+
+    Args:
+        text: the draft.
+        target: whose tokens the draft becomes.
+        finished: the text is a whole answer, so that it ends with the target's end token.
+    """
+
+    forwards = 0
+
+    def __init__(self, text: str, target: LanguageModel, finished: bool = True) -> None:
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"The draft text is {text!r}; give some text, or none to let the draft model write.")
+        ids = target.tokenizer.encode(text, add_special_tokens=False)
+        self._finished = finished and target.end_token is not None
+        self._ids = [*ids, target.end_token] if self._finished else ids
+
+    def reset(self, prompt: Prompt, sampling: Sampling, stop: Sequence[str] = ()) -> None:
+        pass
+
+    def propose(self, answer_ids: Sequence[int], max_new_tokens: int) -> Draft:
+        if answer_ids:  # the target has taken another way, which this text knows nothing of
+            return Draft([])
+        return Draft(list(self._ids), self._finished)

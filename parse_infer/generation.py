@@ -1,0 +1,208 @@
+"""What goes into a generation and what comes out of it: settings, spans, results, statistics and events.
+
+Plain dataclasses without behaviour beyond their own validation; `parse_infer.engine` fills them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+from parse_infer.policy import Acceptance, check_threshold
+from parse_infer.sampling import Sampling
+
+FinishReason = Literal["eos", "stop", "length"]
+Source = Literal["draft", "target"]
+Mode = Literal["validity", "exact"]
+Resume = Literal["finish", "hand_back"]
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How one answer is produced. Every field can be overridden by keyword in `ParseEngine.generate`."""
+
+    max_new_tokens: int = 512
+    """Upper bound on the answer, in target tokens, the end token included."""
+    threshold: float | None = None
+    """A prefix holds if its validity is at least this. None: the adapter's own (0.5 if it has none). More than 1
+    accepts nothing, so the answer is the target's own."""
+    mode: Mode = "validity"
+    """"validity": keep what the judge finds right. "exact": keep only what the target would have written itself."""
+    acceptance: Acceptance = "first_failure"
+    """Up to the first prefix below the threshold, or the longest prefix that reaches it."""
+    exact_tail: bool = True
+    """After the accepted cut, also keep the draft tokens that equal the target's greedy choice (they are free).
+    Applies only while `resume_sampling` is greedy."""
+    resume: Resume = "finish"
+    """"finish": the target writes the rest. "hand_back": it writes one segment, then the draft model goes on."""
+    draft_sampling: Sampling = field(default_factory=Sampling)
+    resume_sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    """The answer ends right after the first of these strings (the string itself is kept)."""
+    max_rounds: int = 32
+    """With "hand_back": after this many drafts the target writes the rest."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        for name in ("max_new_tokens", "max_rounds"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+        for name, choice in (("mode", Mode), ("acceptance", Acceptance), ("resume", Resume)):
+            value, allowed = getattr(self, name), get_args(choice)
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r}; it must be one of: {', '.join(allowed)}.")
+        for name in ("draft_sampling", "resume_sampling"):
+            if not isinstance(getattr(self, name), Sampling):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a Sampling(temperature=…, …).")
+        for string in self.stop:
+            if not isinstance(string, str) or not string:
+                raise ValueError(f"stop contains {string!r}; a stop string is a text of at least 1 character.")
+        if self.threshold is not None:
+            check_threshold(self.threshold)
+        if self.mode == "exact" and not self.resume_sampling.greedy:
+            raise ValueError(
+                f"mode 'exact' compares with the target's greedy choice, but resume_sampling.temperature is "
+                f"{self.resume_sampling.temperature}; set it to 0 or use mode 'validity'."
+            )
+
+    def override(self, **changes: Any) -> GenerationSettings:
+        """A copy with some fields changed; ValueError for a name that is no field, with the closest one."""
+        known = [f.name for f in fields(self)]
+        for name in changes:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}."
+                raise ValueError(f"{name!r} is not a generation setting; {hint}")
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of text by one author. A draft span is one accepted segment; validity is that of its cut
+    (None for the exact tail, for mode "exact" and for the target's text)."""
+
+    text: str
+    source: Source
+    n_tokens: int
+    validity: float | None = None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One segment of a draft or of a scored response, with the validity of the prefix that ends with it."""
+
+    text: str
+    n_tokens: int
+    validity: float
+
+
+@dataclass
+class Statistics:
+    """Counts for one answer. Tokens are target tokens; forwards are model forwards of any width."""
+
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    exact_tail_tokens: int = 0
+    """The part of `accepted_tokens` that was kept because it equals the target's greedy choice."""
+    rounds: int = 0
+    target_forwards: int = 0
+    """All forwards of the target, verification passes included."""
+    draft_forwards: int = 0
+    verification_passes: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted draft tokens / draft tokens; 0.0 without a draft."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+
+@dataclass
+class Timings:
+    """Seconds of wall clock. `total_s` includes what a consumer of `stream` does between events."""
+
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    resume_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer. `text` equals the concatenation of the spans' texts; `token_ids` (target tokens) end with the
+    end token if `finish_reason` is "eos". With "stop", text ends inside the last token if the stop string does."""
+
+    text: str
+    token_ids: list[int]
+    spans: list[Span]
+    finish_reason: FinishReason
+    stats: Statistics
+    timings: Timings
+
+
+@dataclass(frozen=True)
+class Score:
+    """Validity of a response, segment by segment; the texts of the segments concatenate to the response."""
+
+    segments: list[Segment]
+    threshold: float
+
+    @property
+    def validity(self) -> float:
+        """Validity of the whole response."""
+        return self.segments[-1].validity
+
+    @property
+    def first_error(self) -> int | None:
+        """Index of the first segment whose prefix is below the threshold; None if all hold."""
+        return next((i for i, s in enumerate(self.segments) if s.validity < self.threshold), None)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """The draft model has proposed `text` (already cut at the first stop string and at the budget)."""
+
+    round: int
+    text: str
+    n_tokens: int
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One verification pass has read the draft. No segments in mode "exact" or for an empty draft."""
+
+    round: int
+    segments: list[Segment]
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What is kept of the draft, and what is dropped. `text` continues the answer so far."""
+
+    round: int
+    text: str
+    n_tokens: int
+    rejected: str
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The target has written one token. `text` is what became readable with it: "" while a character that spans
+    tokens is incomplete. The texts of all Accepted and Resumed events concatenate to the answer."""
+
+    round: int
+    text: str
+    token_id: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """The answer is complete."""
+
+    generation: Generation
+
+
+Event = Drafted | Verified | Accepted | Resumed | Done

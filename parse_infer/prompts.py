@@ -1,0 +1,66 @@
+"""Prompts: a text or chat messages, rendered to token ids by a model's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[Message]
+
+
+def is_batch(prompts: Any) -> bool:
+    """True for a list of prompts, False for one prompt (a text, or a list of messages)."""
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"A prompt is a text or a list of chat messages, not {prompts!r}.")
+    return not isinstance(prompts, str) and not (prompts and isinstance(prompts[0], Mapping))
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    template_options: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of the prompt, ready for the answer to follow.
+
+    A text becomes one user message where there is a chat template, and is tokenised as it is where there is none.
+    If the last message is the assistant's, the answer continues it.
+    `template_options` are the template's own switches (Qwen3: `{"enable_thinking": False}`).
+
+    Raises ValueError for an empty prompt, for messages without a template and for those that the template refuses.
+    """
+    _check_not_empty(prompt)
+    if tokenizer.chat_template is None:
+        if not isinstance(prompt, str):
+            raise ValueError(
+                f"The tokenizer of {tokenizer.name_or_path!r} has no chat template: give the prompt as plain text."
+            )
+        return list(tokenizer(prompt).input_ids)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+    continues = messages[-1]["role"] == "assistant"
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            **(template_options or {}),
+        )
+    except TemplateError as error:  # templates refuse roles and orders they do not know
+        raise ValueError(f"The chat template of {tokenizer.name_or_path!r} refuses the prompt: {error}.") from error
+    return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has written them already
+
+
+def _check_not_empty(prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        empty = not prompt.strip()
+    else:
+        for message in prompt:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+                raise ValueError(f"{message!r} is not a chat message: it needs the keys 'role' and 'content'.")
+        empty = not any(str(message["content"]).strip() for message in prompt)
+    if empty:
+        raise ValueError("The prompt is empty: give a text, or chat messages with some content.")

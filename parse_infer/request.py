@@ -1,0 +1,84 @@
+"""One answer in the making: what was asked for, what has been written, and what it has cost so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from parse_infer.answer import Answer
+from parse_infer.generation import Accepted, Generation, GenerationSettings, Segment, Statistics, Timings
+from parse_infer.loading import LanguageModel
+from parse_infer.prompts import Prompt
+from parse_infer.sampling import Sampling
+
+
+class Request:
+    """Owns the `Answer` to one prompt and its counts.
+
+    Args:
+        prompt: as the caller gave it.
+        writer: the model whose tokens the answer consists of (the target, or the draft model where it writes alone).
+        settings: the budget is `max_new_tokens` or what the writer's context window leaves, whichever is less.
+        sampling: how `writer` samples; one random generator serves the whole answer.
+
+    Raises:
+        ValueError: an empty prompt, or one beyond the context window.
+    """
+
+    def __init__(
+        self, prompt: Prompt, writer: LanguageModel, settings: GenerationSettings, sampling: Sampling
+    ) -> None:
+        self.prompt = prompt
+        self.prompt_ids = writer.render(prompt)
+        self.settings = settings
+        self.sampling = sampling
+        self.generator: torch.Generator | None = None
+        budget = min(settings.max_new_tokens, writer.window - len(self.prompt_ids))
+        self.answer = Answer(writer.tokenizer, writer.eos_ids, settings.stop, budget)
+        self.stats = Statistics()
+        self.timings = Timings()
+        self._writer = writer
+        self._started = 0.0
+
+    def start(self) -> None:
+        self.generator = self.sampling.generator(self._writer.decoder.device)
+        self._started = time.perf_counter()
+
+    @property
+    def context(self) -> list[int]:
+        """Prompt and answer so far, in the writer's tokens."""
+        return self.prompt_ids + self.answer.ids
+
+    def accept(self, round: int, draft: Sequence[int], segments: Sequence[Segment], tail: int) -> Accepted:
+        """Add the accepted segments of the draft and `tail` tokens behind them to the answer."""
+        text, cut = "", 0
+        for segment in segments:
+            text += self.answer.add(draft[cut : cut + segment.n_tokens], "draft", segment.validity)
+            cut += segment.n_tokens
+        text += self.answer.add(draft[cut : cut + tail], "draft")
+        rejected = draft[cut + tail :]
+        self.stats.rounds = round
+        self.stats.verification_passes += bool(draft)
+        self.stats.draft_tokens += len(draft)
+        self.stats.accepted_tokens += cut + tail
+        self.stats.exact_tail_tokens += tail
+        return Accepted(round, text, cut + tail, "".join(self.answer.preview(rejected, [len(rejected)])))
+
+    def result(self) -> Generation:
+        """The finished answer."""
+        self.timings.total_s = time.perf_counter() - self._started
+        answer = self.answer
+        assert answer.finish_reason is not None
+        return Generation(answer.text, answer.ids, answer.spans, answer.finish_reason, self.stats, self.timings)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time of the block to a field of `timings`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self.timings, name, getattr(self.timings, name) + time.perf_counter() - start)
