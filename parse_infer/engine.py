@@ -1,0 +1,352 @@
+"""The engine: a draft model proposes, the target verifies in one pass, keeps what holds, and goes on from there.
+
+`ParseEngine._rounds` is the heart. Reference: PARSE, arXiv 2605.04263.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parse_infer.answer import Answer
+from parse_infer.drafters import Drafter
+from parse_infer.drafters.model import ModelDrafter
+from parse_infer.drafters.text import TextDrafter
+from parse_infer.generation import (
+    Done,
+    Drafted,
+    Event,
+    Generation,
+    GenerationSettings,
+    Resumed,
+    Score,
+    Segment,
+    Source,
+    Verified,
+)
+from parse_infer.loading import LanguageModel, load_language_model, resolve
+from parse_infer.policy import check_threshold, maximal_valid_prefix
+from parse_infer.prompts import Prompt, is_batch
+from parse_infer.request import Request
+from parse_infer.sampling import Sampling
+from parse_infer.segments import CutPolicy, Segmenter
+from parse_infer.validity import Probe, ValidityAdapter
+from parse_infer.verifier import Judge, Verification, Verifier
+from parse_infer.zero_shot import ZeroShotJudge
+
+DEFAULT_THRESHOLD = 0.5  # for a judge that was never calibrated: more likely right than wrong
+
+
+class ParseEngine:
+    """Generates with a target model whose answers a draft model mostly writes.
+
+    Holds one cache per model, which serves one request at a time: prompts that share a beginning (a system prompt, the
+    conversation so far) do not prefill it again. `from_pretrained` loads the parts by name.
+
+    Args:
+        target: the model whose quality is kept.
+        draft: the draft model; None if drafts come as text, or from `drafter`.
+        judge: a `ValidityAdapter` or `ZeroShotJudge`; None leaves only mode "exact".
+        drafter: another source of drafts than `draft`.
+        threshold: default threshold; None takes the judge's calibrated one, or 0.5 where it has none.
+        cut_policy: where drafts are cut; None takes what the judge was trained with.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        draft: LanguageModel | None = None,
+        judge: Judge | None = None,
+        *,
+        drafter: Drafter | None = None,
+        threshold: float | None = None,
+        cut_policy: CutPolicy | None = None,
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.judge = judge
+        self.drafter = ModelDrafter(draft, target) if drafter is None and draft is not None else drafter
+        calibrated = judge.config.threshold if judge is not None else None
+        self.threshold = next(t for t in (threshold, calibrated, DEFAULT_THRESHOLD) if t is not None)
+        check_threshold(self.threshold)
+        if cut_policy is None:
+            cut_policy = CutPolicy.from_dict(judge.config.cut_policy) if judge is not None else CutPolicy()
+        self.segmenter = Segmenter(target.tokenizer, cut_policy)
+        self.verifier = Verifier(target.decoder, judge or _NoJudge(), self.segmenter)
+        self._current: Request | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path,
+        draft: str | Path | None = None,
+        adapter: str | Path | None = None,
+        *,
+        zero_shot: bool = False,
+        threshold: float | None = None,
+        cut_policy: CutPolicy | None = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        template_options: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+    ) -> ParseEngine:
+        """Load target, draft model and adapter, each by Hugging Face id, local folder or "zoo:target", "zoo:draft",
+        "zoo:adapter".
+
+        Without an adapter, `zero_shot=True` asks the target itself whether a prefix is right; without either, only
+        mode "exact" generates. `template_options` are switches of the chat templates (`{"enable_thinking": False}`).
+
+        Raises ValueError or OSError with one sentence for whatever is missing, damaged or does not fit.
+        """
+        if zero_shot and adapter is not None:
+            raise ValueError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
+        if threshold is not None:
+            check_threshold(threshold)
+        options = {
+            "device": device,
+            "dtype": dtype,
+            "template_options": template_options,
+            "trust_remote_code": trust_remote_code,
+        }
+        if adapter is not None:
+            adapter = resolve(adapter)
+        loaded = load_language_model(target, role="target", **options)
+        judge: Judge | None = None
+        if adapter is not None:
+            judge = ValidityAdapter.from_pretrained(adapter, loaded.model)
+        elif zero_shot:
+            judge = ZeroShotJudge(loaded.model, loaded.tokenizer)
+        draft_model = load_language_model(draft, role="draft", **options) if draft is not None else None
+        return cls(loaded, draft_model, judge, threshold=threshold, cut_policy=cut_policy)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        settings: GenerationSettings | None = None,
+        draft_text: str | Sequence[str] | None = None,
+        **overrides: Any,
+    ) -> Generation | list[Generation]:
+        """Answer one prompt (text or chat messages), or a list of them in order.
+
+        Args:
+            prompts: a text becomes one user message where the target has a chat template.
+            settings: see `GenerationSettings`; `overrides` are fields of it.
+            draft_text: a draft to use instead of the draft model's, one per prompt.
+
+        Raises ValueError for bad settings, an empty prompt or one beyond a context window, before any work on any of
+        the prompts.
+        """
+        settings = self._settings(settings, overrides)
+        if not is_batch(prompts):
+            return self._finish(*self._prepare(prompts, settings, draft_text))
+        drafts = [draft_text] * len(prompts) if draft_text is None else draft_text
+        if isinstance(drafts, str) or len(drafts) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts need as many draft texts, one each, or none.")
+        prepared = [self._prepare(p, settings, d) for p, d in zip(prompts, drafts, strict=True)]
+        return [self._finish(*each) for each in prepared]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        settings: GenerationSettings | None = None,
+        draft_text: str | None = None,
+        **overrides: Any,
+    ) -> Iterator[Event]:
+        """Answer one prompt and yield what happens: Drafted, Verified, Accepted, Resumed (for each token), Done.
+
+        The errors of `generate` are raised here, not at the first event. Another request to the engine ends this one.
+        """
+        return self._serve(*self._prepare(prompt, self._settings(settings, overrides), draft_text))
+
+    def score(
+        self, prompt: Prompt, response: str, cut_policy: CutPolicy | None = None, finished: bool = True
+    ) -> Score:
+        """Validity of any response to the prompt, segment by segment, in one forward of the target.
+
+        Args:
+            cut_policy: where to cut the response; None cuts as drafts are cut.
+            finished: the response is a whole answer, so the last segment is judged with the end token behind it.
+
+        Raises ValueError for an empty prompt or response, and for more tokens than the context window holds.
+        """
+        self._require_judge()
+        prompt_ids = self.target.render(prompt)
+        drafter = TextDrafter(response, self.target, finished)
+        draft = drafter.propose([], sys.maxsize).ids
+        needed = len(prompt_ids) + len(draft) + len(self.judge.probe.ids)
+        if needed > self.target.window:
+            raise ValueError(
+                f"Prompt, response and probe have {needed} tokens, beyond the context window of {self.target.name!r} "
+                f"({self.target.window}): shorten the response."
+            )
+        self._current = None  # a stream that is still open must not go on in this context
+        segmenter = self.segmenter if cut_policy is None else Segmenter(self.target.tokenizer, cut_policy)
+        self.target.decoder.seek(prompt_ids)
+        verification = self.verifier.verify(draft, cuts=segmenter.cuts(draft))
+        answer = Answer(self.target.tokenizer, self.target.eos_ids, (), sys.maxsize)
+        return Score(_segments(answer, draft, verification), self.threshold)
+
+    def generate_target(
+        self, prompts: Prompt | Sequence[Prompt], settings: GenerationSettings | None = None, **overrides: Any
+    ) -> Generation | list[Generation]:
+        """The target alone, in the same decode loop, with `resume_sampling`: what PARSE is compared with."""
+        settings = self._settings(settings, overrides)
+        return self._alone(self.target, "target", prompts, settings, settings.resume_sampling)
+
+    def generate_draft(
+        self, prompts: Prompt | Sequence[Prompt], settings: GenerationSettings | None = None, **overrides: Any
+    ) -> Generation | list[Generation]:
+        """The draft model alone, with `draft_sampling`; `token_ids` are its own tokens."""
+        if self.draft is None:
+            raise ValueError("This engine has no draft model: pass draft=… to from_pretrained.")
+        settings = self._settings(settings, overrides)
+        return self._alone(self.draft, "draft", prompts, settings, settings.draft_sampling)
+
+    def _rounds(self, request: Request, drafter: Drafter) -> Iterator[Event]:
+        """The heart: propose → verify → select → resume, until the answer ends."""
+        settings, answer, target = request.settings, request.answer, self.target.decoder
+        for round in itertools.count(1):
+            # propose: a draft of the whole rest of the answer
+            with request.timed("draft_s"):
+                room = self._draft_room(request)
+                draft = answer.clip(drafter.propose(answer.ids, room).ids, room)
+            yield Drafted(round, "".join(answer.preview(draft, [len(draft)])), len(draft))
+
+            # verify: one target forward over [uncached context, draft, probes]; context and draft stay in the cache
+            with request.timed("verify_s"):
+                target.seek(request.context)
+                verification = self.verifier.verify(draft, cuts=[] if settings.mode == "exact" else None)
+            segments = _segments(answer, draft, verification)
+            yield Verified(round, segments)
+
+            # select: the maximal valid prefix, and behind it what equals the target's own choice
+            with request.timed("verify_s"):
+                kept = maximal_valid_prefix(verification.validity, self._threshold(settings), settings.acceptance)
+                cut = verification.cuts[kept - 1] if kept else 0
+                tail = self.verifier.greedy_match(draft, verification, cut) if _wants_tail(settings) else 0
+            yield request.accept(round, draft, segments[:kept], tail)
+            if not answer.open:
+                return
+
+            # resume: the target goes on from there; its first token comes out of the verification pass
+            target.seek(request.context)
+            target.set_next_logits(target.logits(verification.hidden[cut + tail]))
+            hands_back = settings.resume == "hand_back" and draft and round < settings.max_rounds
+            resumed: list[int] = []
+            for token in self._decode(self.target, request):
+                resumed.append(token)
+                yield Resumed(round, answer.add([token], "target"), token)
+                if not answer.open:
+                    return
+                if hands_back and self.segmenter.first_segment_end(resumed):
+                    break
+
+    def _serve(self, request: Request, drafter: Drafter) -> Iterator[Event]:
+        """All events of a request, with its costs counted."""
+        settings, stats, target = request.settings, request.stats, self.target.decoder
+        target_before, draft_before = target.forwards, drafter.forwards
+        self._current = request
+        request.start()
+        drafter.reset(request.prompt, settings.draft_sampling, settings.stop)
+        yield from self._rounds(request, drafter)
+        stats.target_forwards = target.forwards - target_before
+        stats.draft_forwards = drafter.forwards - draft_before
+        yield Done(request.result())
+
+    def _finish(self, request: Request, drafter: Drafter) -> Generation:
+        *_, done = self._serve(request, drafter)
+        return done.generation
+
+    def _prepare(
+        self, prompt: Prompt, settings: GenerationSettings, draft_text: str | None
+    ) -> tuple[Request, Drafter]:
+        """Everything that can be wrong with a request is found here, before any model runs."""
+        if settings.mode == "validity":
+            self._require_judge()
+        drafter = self.drafter if draft_text is None else TextDrafter(draft_text, self.target)
+        if drafter is None:
+            raise ValueError("This engine has no draft model: pass draft=… to from_pretrained, or give a draft_text.")
+        request = Request(prompt, self.target, settings, settings.resume_sampling)
+        drafter.reset(prompt, settings.draft_sampling, settings.stop)
+        return request, drafter
+
+    def _alone(
+        self,
+        model: LanguageModel,
+        source: Source,
+        prompts: Prompt | Sequence[Prompt],
+        settings: GenerationSettings,
+        sampling: Sampling,
+    ) -> Generation | list[Generation]:
+        batch = is_batch(prompts)
+        requests = [Request(p, model, settings, sampling) for p in (prompts if batch else [prompts])]
+        results = []
+        for request in requests:
+            self._current = request
+            request.start()
+            before = model.decoder.forwards
+            model.decoder.seek(request.prompt_ids)
+            for token in self._decode(model, request):
+                request.answer.add([token], source)
+                if not request.answer.open:
+                    break
+            setattr(request.stats, f"{source}_forwards", model.decoder.forwards - before)
+            results.append(request.result())
+        return results if batch else results[0]
+
+    def _decode(self, model: LanguageModel, request: Request) -> Iterator[int]:
+        """Tokens of `model` for the rest of the answer; what the consumer does in between is not timed."""
+        tokens = model.decoder.decode(request.answer.room, request.sampling, request.generator)
+        field = "resume_s" if model is self.target else "draft_s"
+        while True:
+            with request.timed(field):
+                token = next(tokens, None)
+            if token is None:
+                return
+            yield token
+            if self._current is not request:
+                raise RuntimeError("This stream has ended, because the engine has been given another request since.")
+
+    def _draft_room(self, request: Request) -> int:
+        """Tokens a draft may have: the budget, and what the window holds besides context and one probe."""
+        probe_len = len(self.judge.probe.ids) if request.settings.mode == "validity" else 0
+        return min(request.answer.room, self.target.window - probe_len - len(request.context))
+
+    def _threshold(self, settings: GenerationSettings) -> float:
+        return self.threshold if settings.threshold is None else settings.threshold
+
+    def _require_judge(self) -> None:
+        if self.judge is None:
+            raise ValueError(
+                "This engine has nothing to judge drafts with: pass adapter=… or zero_shot=True to from_pretrained, "
+                "or generate with mode='exact'."
+            )
+
+    @staticmethod
+    def _settings(settings: GenerationSettings | None, overrides: Mapping[str, Any]) -> GenerationSettings:
+        return (settings or GenerationSettings()).override(**overrides)
+
+
+class _NoJudge:
+    """Fills the judge's place where none is loaded. Mode "exact" runs its passes without probes, so nobody asks it."""
+
+    probe = Probe((0,), "")
+    lora = None
+
+
+def _wants_tail(settings: GenerationSettings) -> bool:
+    """Whether draft tokens that equal the target's greedy choice are kept behind the accepted cut."""
+    return settings.mode == "exact" or (settings.exact_tail and settings.resume_sampling.greedy)
+
+
+def _segments(answer: Answer, draft: Sequence[int], verification: Verification) -> list[Segment]:
+    """The segments of a draft that continues `answer`, with their validities."""
+    cuts = verification.cuts
+    texts = answer.preview(draft, cuts)
+    sizes = [end - start for start, end in zip([0, *cuts], cuts, strict=False)]
+    return [Segment(t, n, v) for t, n, v in zip(texts, sizes, verification.validity, strict=True)]
