@@ -2,7 +2,7 @@
 
 After every prefix stands the same suffix, rendered by the chat template: end of the answer, a user turn with the
 question, start of an answer. The validity is the target's own choice between the two answer words (HoVer, ICLR 2026
-submission 9587; the zero-shot verifier of PARSE, arXiv 2605.04263). Same packed layout as the trained adapter, no LoRA.
+submission 9587; the zero-shot verifier of PARSE, arXiv 2605.04263). Same packed layout as the adapter's, no LoRA.
 """
 
 from __future__ import annotations

@@ -1,0 +1,170 @@
+"""Tiny random models of every supported architecture, a byte-level tokenizer in memory, and random adapters for them.
+
+Weights are drawn large enough for attention, positions and adapters to matter: with transformers' own initialisation
+every output is nearly the same, and a wrong mask would go unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+torch.set_num_threads(1)
+
+WINDOW = 12  # sliding window, shorter than the sequences of the tests
+SPECIALS = ("<|user|>", "<|assistant|>", "<|end|>")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|assistant|>' + m['content'] + '<|end|>' }}"
+    "{% else %}{{ '<|user|>' + m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+_SHAPE = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+    "bos_token_id": None,
+    "pad_token_id": 258,
+    "eos_token_id": 258,
+}
+_CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**_SHAPE, num_key_value_heads=4, tie_word_embeddings=False),
+    "llama_gqa": lambda: LlamaConfig(**_SHAPE, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**_SHAPE, num_key_value_heads=2, head_dim=8),
+    "mistral": lambda: MistralConfig(**_SHAPE, num_key_value_heads=2, sliding_window=WINDOW),
+    "gemma": lambda: GemmaConfig(**_SHAPE, num_key_value_heads=1, head_dim=8),
+    "gemma3": lambda: Gemma3TextConfig(
+        **{**_SHAPE, "num_hidden_layers": 3},
+        num_key_value_heads=2,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        final_logit_softcapping=20.0,
+    ),
+}
+ARCHITECTURES = tuple(_CONFIGS)
+
+
+def randomise(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Draw all weights anew: matrices with a gain of about 1, norms around their default."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 2:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.1 * noise)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., PreTrainedModel]:
+    """`make_model(architecture, seed=0, dtype=torch.float32, **config)`: a fresh tiny model with 260 tokens."""
+
+    def make(architecture: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
+        configuration = _CONFIGS[architecture]()
+        for key, value in config.items():
+            setattr(configuration, key, value)
+        return randomise(AutoModelForCausalLM.from_config(configuration), seed).to(dtype)
+
+    return make
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def architecture(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def model(architecture: str, make_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    """A tiny model of every architecture in turn."""
+    return make_model(architecture)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and the three specials; ids below 260."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(alphabet)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(SPECIALS))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|end|>",
+        pad_token="<|end|>",
+        additional_special_tokens=list(SPECIALS[:2]),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+@pytest.fixture
+def random_ids() -> Callable[..., list[int]]:
+    """`random_ids(n, seed=0)`: ordinary tokens (no specials)."""
+
+    def ids(n: int, seed: int = 0) -> list[int]:
+        return torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+    return ids
+
+
+@pytest.fixture
+def random_adapter() -> Callable[..., Any]:
+    """`random_adapter(model, probe_ids=(7, 9), rank=4, seed=1)`: a `ValidityAdapter` that really changes something."""
+    from parse_infer.lora import ProbeLoRA
+    from parse_infer.validity import ValidityAdapter, ValidityConfig, ValidityHead, describe_target
+
+    def make(model: PreTrainedModel, probe_ids: tuple[int, ...] = (7, 9), rank: int = 4, seed: int = 1) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        tensors, targets = {}, set()
+        for path, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
+                key = f"base_model.model.{path}"
+                a = torch.randn(rank, module.in_features, generator=generator) * module.in_features**-0.5
+                b = torch.randn(module.out_features, rank, generator=generator) * rank**-0.5
+                tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+                targets.add(path.rsplit(".", 1)[-1])
+        peft_config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": rank,
+            "lora_alpha": 2 * rank,
+            "lora_dropout": 0.0,
+            "target_modules": sorted(targets),
+            "bias": "none",
+            "alora_invocation_tokens": list(probe_ids),
+        }
+        head = ValidityHead(model.config.hidden_size)
+        with torch.no_grad():
+            head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * 0.3)
+            head.bias.fill_(-0.2)
+        config = ValidityConfig(
+            probe_ids=probe_ids,
+            probe_text="?!",
+            target=describe_target(model),
+            cut_policy={"kind": "tokens", "every": 4, "max_cuts": 32},
+            threshold=0.5,
+        )
+        lora = ProbeLoRA.from_peft(peft_config, tensors, model)
+        return ValidityAdapter(config, head.requires_grad_(False), lora, peft_config, tensors)
+
+    return make
