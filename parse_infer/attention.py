@@ -176,8 +176,6 @@ def layer_windows(model: PreTrainedModel) -> dict[str, int | None]:
     name, config = type(model).__name__, text_config(model)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder: PARSE needs a decoder-only language model")
-    if getattr(model, "_is_stateful", False):
-        raise ValueError(f"{name} keeps a recurrent state, which cannot be cropped to a cut: choose another model")
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         raise ValueError(f"{name} attends in both directions: PARSE needs a causal language model")
     if getattr(config, "num_kv_shared_layers", 0):
@@ -190,6 +188,8 @@ def layer_windows(model: PreTrainedModel) -> dict[str, int | None]:
                 f"{name} has {kind} layers, whose cache cannot be cropped to a cut exactly: choose a model with full "
                 "or sliding-window attention"
             )
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(f"{name} keeps a recurrent state, which cannot be cropped to a cut: choose another model")
     windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
     for module in model.modules():
         own = getattr(module, "sliding_window", None)
