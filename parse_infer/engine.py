@@ -175,6 +175,8 @@ class ParseEngine:
         Raises ValueError for an empty prompt or response, and for more tokens than the context window holds.
         """
         self._require_judge()
+        if not isinstance(response, str) or not response.strip():
+            raise ValueError(f"The response is {response!r}; give the text to score.")
         prompt_ids = self.target.render(prompt)
         drafter = TextDrafter(response, self.target, finished)
         draft = drafter.propose([], sys.maxsize).ids

@@ -75,12 +75,12 @@ def load_language_model(
     A target gets the split attention that verification passes need. Raises ValueError or OSError with one sentence
     for anything that is missing, incomplete or unsupported: a model is never run with weights it did not load.
     """
+    place, numbers = _device(device), _dtype(dtype)
     path = resolve(name)
     if isinstance(path, Path):
         _check_folder(path)
     tokenizer = _load_tokenizer(name, path, trust_remote_code)
-    model = _load_weights(name, path, dtype, trust_remote_code).eval()
-    model.to(torch.device(device) if device else torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    model = _load_weights(name, path, numbers, trust_remote_code).eval().to(place)
     if role == "target":
         enable_split_attention(model)
     return LanguageModel(str(name), model, tokenizer, template_options or {})
@@ -103,7 +103,7 @@ def resolve(name: str | Path) -> Path | str:
             raise FileNotFoundError(f"{text!r} is not part of this installation (no folder {folder}); reinstall it.")
         return folder
     folder = Path(text).expanduser()
-    if folder.is_dir():
+    if text and folder.is_dir():
         return folder
     if isinstance(name, Path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or not text:
         raise FileNotFoundError(f"There is no folder {text!r}: give an existing folder or a Hugging Face id.")
@@ -146,6 +146,26 @@ def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bo
     return a.get_vocab() == b.get_vocab() and (
         a.encode(sample, add_special_tokens=False) == b.encode(sample, add_special_tokens=False)
     )
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
+        raise ValueError(
+            f"The device {str(device)!r} is not available here: use 'cpu', or 'cuda' with a GPU."
+        ) from error
+
+
+def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    if dtype == "auto" or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, str(dtype), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}; it must be 'auto', 'float32', 'bfloat16' or 'float16'.")
+    return found
 
 
 def _check_folder(folder: Path) -> None:

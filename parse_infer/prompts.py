@@ -14,9 +14,9 @@ Prompt = str | Sequence[Message]
 
 def is_batch(prompts: Any) -> bool:
     """True for a list of prompts, False for one prompt (a text, or a list of messages)."""
-    if not isinstance(prompts, Sequence):
-        raise ValueError(f"A prompt is a text or a list of chat messages, not {prompts!r}.")
-    return not isinstance(prompts, str) and not (prompts and isinstance(prompts[0], Mapping))
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        return False
+    return not (prompts and isinstance(prompts[0], Mapping))
 
 
 def render_prompt(
@@ -32,7 +32,7 @@ def render_prompt(
 
     Raises ValueError for an empty prompt, for messages without a template and for those that the template refuses.
     """
-    _check_not_empty(prompt)
+    _check(prompt)
     if tokenizer.chat_template is None:
         if not isinstance(prompt, str):
             raise ValueError(
@@ -54,9 +54,11 @@ def render_prompt(
     return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has written them already
 
 
-def _check_not_empty(prompt: Prompt) -> None:
+def _check(prompt: Prompt) -> None:
     if isinstance(prompt, str):
         empty = not prompt.strip()
+    elif not isinstance(prompt, Sequence):
+        raise ValueError(f"A prompt is a text or a list of chat messages, not {prompt!r}.")
     else:
         for message in prompt:
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):

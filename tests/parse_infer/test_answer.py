@@ -1,0 +1,76 @@
+"""Text of growing token lists, and where an answer ends."""
+
+from __future__ import annotations
+
+import random
+
+from parse_infer.answer import Answer
+from parse_infer.detokenizer import Detokenizer, complete_text, encode_continuation
+from tests.parse_infer.language_models import word_tokenizer
+
+
+def test_text_is_exact_however_the_tokens_arrive(tokenizer):
+    rng = random.Random(0)
+    for words in (tokenizer, word_tokenizer()):
+        for _ in range(200):
+            ids = [rng.randrange(len(words)) for _ in range(rng.randint(1, 40))]  # mostly broken characters
+            ids += words.encode("é 数学 {x²} ", add_special_tokens=False)[: rng.randint(0, 12)]
+            detokenizer, text, i = Detokenizer(words), "", 0
+            while i < len(ids):
+                step = rng.choice([1, 1, 2, 7])
+                text += detokenizer.add(ids[i : i + step])
+                i += step
+            text += detokenizer.flush()
+            assert text == detokenizer.text == words.decode(ids, skip_special_tokens=True)
+
+
+def test_a_character_is_held_back_until_it_is_complete(tokenizer):
+    ids = tokenizer.encode("a数b")
+    detokenizer = Detokenizer(tokenizer)
+    assert [detokenizer.add([i]) for i in ids] == ["a", "", "", "数", "b"]
+    assert Detokenizer(tokenizer).add(ids[:3]) == "a"  # several tokens at once: what is complete comes out
+    assert complete_text(tokenizer, ids[:3]) == "a"
+
+
+def test_a_continuation_keeps_its_own_spaces(tokenizer):
+    for words in (tokenizer, word_tokenizer()):
+        for text in ("38 students", " students", "\n\nSo"):
+            assert words.decode(encode_continuation(words, "There are", text)) == text
+
+
+def test_nothing_of_a_draft_behind_its_end_is_kept(tokenizer):
+    answer = Answer(tokenizer, {258}, ["o."], max_tokens=20)
+    ids = tokenizer.encode("One two. Three")
+    assert tokenizer.decode(answer.clip(ids, 99)) == "One two."
+    assert answer.clip(ids, 5) == ids[:5]
+    assert answer.clip([*ids[:3], 258, 65], 99) == [*ids[:3], 258]
+    assert answer.clip(ids * 3, 99) == answer.clip(ids, 99)
+    assert len(Answer(tokenizer, {258}, [], 20).clip(ids * 3, 99)) == 20
+    assert answer.clip(ids, -1) == [] and answer.ids == [] and answer.open
+
+
+def test_a_stop_string_ends_the_text_inside_a_token():
+    words = word_tokenizer()
+    word = words.encode(" students", add_special_tokens=False)
+    assert len(word) == 1
+    answer = Answer(words, {0}, ["ude"], max_tokens=20)
+    assert answer.add(word, "target") == " stude"
+    assert (answer.text, answer.finish_reason, answer.spans[0].text) == (" stude", "stop", " stude")
+
+
+def test_the_stop_string_that_is_complete_first_counts(tokenizer):
+    answer = Answer(tokenizer, {258}, ["two. T", "o.", "One three"], max_tokens=50)
+    answer.add(answer.clip(tokenizer.encode("One two. Three"), 50), "draft", 0.9)
+    assert answer.text == "One two."
+
+
+def test_what_is_held_back_comes_out_at_the_end(tokenizer):
+    half = tokenizer.encode("a数")[:3]
+    budget = Answer(tokenizer, {258}, [], max_tokens=3)
+    assert budget.add(half[:2], "draft", 0.9) == "a"
+    budget.add(half[2:], "target")
+    assert budget.finish_reason == "length"
+    assert "".join(s.text for s in budget.spans) == budget.text == tokenizer.decode(half)
+    ended = Answer(tokenizer, {258}, [], max_tokens=9)
+    ended.add([*half, 258], "draft", 0.9)
+    assert (ended.finish_reason, ended.text) == ("eos", tokenizer.decode(half))

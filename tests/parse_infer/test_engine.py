@@ -1,0 +1,610 @@
+"""The engine's promises, on tiny random models: what is kept, what follows it, where it ends, and what it costs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from parse_infer.decoder import Decoder
+from parse_infer.engine import ParseEngine
+from parse_infer.generation import Accepted, Done, Drafted, GenerationSettings, Resumed, Verified
+from parse_infer.policy import maximal_valid_prefix
+from parse_infer.sampling import Sampling
+from parse_infer.segments import CutPolicy
+from parse_infer.zero_shot import ZeroShotJudge
+from tests.parse_infer.language_models import TokenCount, language_model, printable, resembling, word_tokenizer
+
+PROMPT = "Tom has 5 apples."
+PROBE_LEN = 2  # of the random adapter
+
+
+@pytest.fixture
+def make_engine(make_model, tokenizer, random_adapter) -> Callable[..., ParseEngine]:
+    """`make_engine(noise=…)`: a random target and adapter with a draft model that resembles the target."""
+
+    def make(noise: float = 0.1, draft_window: int = 2048, **options) -> ParseEngine:
+        model = printable(make_model("llama"), tokenizer)
+        adapter = random_adapter(model)
+        draft = printable(resembling(make_model, model, noise), tokenizer)
+        draft.config.max_position_embeddings = draft_window
+        target_model, draft_model = (
+            language_model(model, tokenizer, "target"),
+            language_model(draft, tokenizer, "draft"),
+        )
+        return ParseEngine(target_model, draft_model, adapter, **options)
+
+    return make
+
+
+@pytest.fixture
+def engine(make_engine) -> ParseEngine:
+    return make_engine()
+
+
+def greedy(engine: ParseEngine, ids: list[int], n: int) -> list[int]:
+    """The target's greedy continuation of any context, by a decoder of its own."""
+    decoder = Decoder(engine.target.model, engine.target.eos_ids)
+    decoder.seek(ids)
+    return list(decoder.decode(n))
+
+
+def partial_threshold(engine: ParseEngine, rule: str = "first_failure", **options) -> float:
+    """A threshold at which the engine keeps some segments of its first draft, but not all."""
+    _, verified, *_ = itertools.islice(engine.stream(PROMPT, **{"max_new_tokens": 40, **options}), 2)
+    validity = [segment.validity for segment in verified.segments]
+    for threshold in sorted(validity):
+        if 0 < maximal_valid_prefix(validity, threshold, rule) < len(validity):
+            return threshold
+    raise AssertionError(f"no threshold splits {validity}: choose another seed")
+
+
+# The answer is the target's own where that is promised
+
+
+@pytest.mark.parametrize("resume", ["finish", "hand_back"])
+@pytest.mark.parametrize("exact_tail", [True, False])
+def test_threshold_above_one_is_the_greedy_target(engine, resume, exact_tail):
+    alone = engine.generate_target(PROMPT, max_new_tokens=40)
+    ours = engine.generate(PROMPT, max_new_tokens=40, threshold=1.01, resume=resume, exact_tail=exact_tail)
+    assert ours.token_ids == alone.token_ids and len(ours.token_ids) == 40
+    assert ours.text == alone.text and ours.finish_reason == alone.finish_reason
+    if not exact_tail:
+        assert ours.stats.accepted_tokens == 0
+
+
+@pytest.mark.parametrize("resume", ["finish", "hand_back"])
+def test_exact_mode_is_the_greedy_target_for_fewer_forwards(engine, resume):
+    alone = engine.generate_target(PROMPT, max_new_tokens=40)
+    ours = engine.generate(PROMPT, max_new_tokens=40, mode="exact", resume=resume)
+    assert ours.token_ids == alone.token_ids
+    assert 0 < ours.stats.acceptance_rate < 1
+    assert ours.stats.target_forwards < alone.stats.target_forwards
+    if resume == "hand_back":
+        assert ours.stats.rounds > 1
+
+
+def test_exact_mode_needs_no_judge(make_engine):
+    engine = make_engine()
+    bare = ParseEngine(engine.target, engine.draft)
+    ours = bare.generate(PROMPT, max_new_tokens=30, mode="exact")
+    assert ours.token_ids == bare.generate_target(PROMPT, max_new_tokens=30).token_ids
+    with pytest.raises(ValueError, match="nothing to judge"):
+        bare.generate(PROMPT)
+
+
+# What is kept of the draft, and what follows
+
+
+@pytest.mark.parametrize("rule", ["first_failure", "longest"])
+def test_the_target_resumes_behind_the_maximal_valid_prefix(engine, rule):
+    draft = engine.generate_draft(PROMPT, max_new_tokens=36 if rule == "longest" else 40).token_ids
+    text = engine.target.tokenizer.decode(draft)
+    threshold = partial_threshold(engine, rule, draft_text=text, max_new_tokens=50)
+    options = {"max_new_tokens": 50, "exact_tail": False, "acceptance": rule, "threshold": threshold}
+    _, verified, accepted, *_, done = engine.stream(PROMPT, draft_text=text, **options)
+    kept = maximal_valid_prefix([s.validity for s in verified.segments], threshold, rule)
+    cut = sum(s.n_tokens for s in verified.segments[:kept])
+    assert 0 < cut < len(draft) and accepted.n_tokens == cut
+    result = done.generation
+    assert result.token_ids[:cut] == draft[:cut]
+    prompt = engine.target.render(PROMPT)
+    assert result.token_ids[cut:] == greedy(engine, prompt + draft[:cut], 50 - cut)
+    assert [span.validity for span in result.spans[:kept]] == [s.validity for s in verified.segments[:kept]]
+    assert (result.spans[kept].source, result.spans[kept].validity) == ("target", None)
+
+
+def test_the_rules_differ_where_a_failure_lies_in_the_middle(engine):
+    *_, done = engine.stream(PROMPT, max_new_tokens=40, threshold=0.0)
+    validity = [span.validity for span in done.generation.spans]
+    threshold = validity[-1]  # the whole draft holds
+    assert min(validity) < threshold
+    first = engine.generate(PROMPT, max_new_tokens=40, threshold=threshold, exact_tail=False)
+    longest = engine.generate(PROMPT, max_new_tokens=40, threshold=threshold, exact_tail=False, acceptance="longest")
+    assert first.stats.accepted_tokens < longest.stats.accepted_tokens == 40
+
+
+def test_a_draft_accepted_as_a_whole_costs_one_forward(engine):
+    draft = engine.generate_draft(PROMPT, max_new_tokens=40)
+    ours = engine.generate(PROMPT, max_new_tokens=40, threshold=0.0)
+    assert ours.token_ids == draft.token_ids and ours.text == draft.text
+    assert (ours.stats.target_forwards, ours.stats.acceptance_rate) == (1, 1.0)
+
+
+def test_the_exact_tail_changes_no_token_and_saves_forwards(engine):
+    own = engine.generate_target(PROMPT, max_new_tokens=40).text
+    text = own[:38] + ("x" if own[38] != "x" else "y")  # the target's own answer but for its last letter
+    threshold = partial_threshold(engine, draft_text=text)
+    settings = GenerationSettings(max_new_tokens=40, threshold=threshold)
+    without = engine.generate(PROMPT, settings.override(exact_tail=False), draft_text=text)
+    with_tail = engine.generate(PROMPT, settings, draft_text=text)
+    saved = 38 - without.stats.accepted_tokens
+    assert 0 < saved < 38 and with_tail.stats.exact_tail_tokens == saved
+    assert with_tail.stats.accepted_tokens == 38
+    assert with_tail.token_ids == without.token_ids
+    assert with_tail.stats.target_forwards == without.stats.target_forwards - saved
+    tail = next(span for span in with_tail.spans if span.validity is None)
+    assert (tail.source, tail.n_tokens) == ("draft", saved)
+
+
+def test_no_exact_tail_where_the_target_samples(engine):
+    sampled = engine.generate(
+        PROMPT, max_new_tokens=40, threshold=1.5, resume_sampling=Sampling(temperature=1.0, seed=3)
+    )
+    assert sampled.stats.accepted_tokens == 0
+
+
+# Costs
+
+
+def test_the_first_resumed_token_costs_no_forward(engine):
+    result = engine.generate(PROMPT, max_new_tokens=30, threshold=1.5, exact_tail=False)
+    assert result.stats.target_forwards == 1 + (30 - 1)  # the pass, then one for each token but the first
+
+
+def test_a_shared_prompt_is_not_prefilled_again(engine):
+    prompt = engine.target.render(PROMPT)
+    settings = GenerationSettings(max_new_tokens=24, threshold=1.5, exact_tail=False)
+    probes = 24 // 4 * PROBE_LEN
+    for again, context in ((PROMPT, 1), (PROMPT[:-1] + "!", 2)):  # only what differs, and the end of the prompt
+        engine.generate(PROMPT, settings)
+        with TokenCount(engine.target.model) as target, TokenCount(engine.draft.model) as draft:
+            engine.generate(again, settings)
+        assert target.widths[0] == context + 24 + probes < len(prompt) + 24 + probes
+        assert draft.widths[0] == context
+
+
+def test_consecutive_rounds_read_only_what_is_new(engine):
+    settings = GenerationSettings(max_new_tokens=40, threshold=1.5, exact_tail=False, resume="hand_back")
+    with TokenCount(engine.target.model) as target, TokenCount(engine.draft.model) as draft:
+        events = list(engine.stream(PROMPT, settings))
+    prompt = len(engine.target.render(PROMPT))
+    drafts = [event for event in events if isinstance(event, Drafted)]
+    passes = [width for width in target.widths if width > 1]
+    probes = [PROBE_LEN * -(-event.n_tokens // 4) for event in drafts]
+    expected = [event.n_tokens + n + 1 for event, n in zip(drafts, probes, strict=True)]  # 1: the last resumed token
+    expected[0] += prompt - 1
+    assert len(drafts) == 10 and passes == [width for width in expected if width > 1]
+    # The draft model reads the prompt once, then at most the segment that the target wrote (4 tokens).
+    assert draft.widths[0] == prompt and max(draft.widths[1:]) <= 4
+
+
+def test_statistics_count_what_happened(engine):
+    threshold = partial_threshold(engine)
+    with TokenCount(engine.target.model) as target, TokenCount(engine.draft.model) as draft:
+        events = list(engine.stream(PROMPT, max_new_tokens=40, resume="hand_back", threshold=threshold))
+    stats, drafted = events[-1].generation.stats, [e for e in events if isinstance(e, Drafted)]
+    assert stats.rounds == len(drafted) > 1
+    assert stats.draft_tokens == sum(e.n_tokens for e in drafted)
+    assert stats.accepted_tokens == sum(e.n_tokens for e in events if isinstance(e, Accepted))
+    assert stats.verification_passes == sum(e.n_tokens > 0 for e in drafted)
+    assert stats.target_forwards == len(target.widths)
+    assert stats.draft_forwards == len(draft.widths)
+
+
+# Where an answer ends
+
+
+def test_max_new_tokens_bounds_a_draft_that_never_ends(engine):
+    result = engine.generate(PROMPT, max_new_tokens=17, threshold=0.0)
+    assert (len(result.token_ids), result.finish_reason) == (17, "length")
+    assert result.stats.draft_tokens == 17 and result.stats.target_forwards == 1
+
+
+@pytest.mark.parametrize("resume", ["finish", "hand_back"])
+def test_the_target_goes_on_where_the_draft_models_window_ends(make_engine, resume):
+    prompt = make_engine().target.render(PROMPT)
+    engine = make_engine(draft_window=len(prompt) + 12)
+    result = engine.generate(PROMPT, max_new_tokens=30, threshold=0.0, resume=resume)
+    assert [(s.source, s.n_tokens) for s in result.spans] == [("draft", 4)] * 3 + [("target", 18)]
+    assert result.token_ids[12:] == greedy(engine, prompt + result.token_ids[:12], 18)
+    assert result.stats.target_forwards == 1 + 17
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.5])
+def test_the_targets_window_bounds_answer_and_probes(make_engine, threshold):
+    engine = make_engine()
+    room = 20
+    engine.target.window = len(engine.target.render(PROMPT)) + room
+    with TokenCount(engine.target.model) as target:
+        drafted, *_, done = engine.stream(PROMPT, threshold=threshold, exact_tail=False)
+    assert drafted.n_tokens == room - PROBE_LEN
+    assert (len(done.generation.token_ids), done.generation.finish_reason) == (room, "length")
+    assert done.generation.token_ids[room - PROBE_LEN :] == greedy(
+        engine, engine.target.render(PROMPT) + done.generation.token_ids[: room - PROBE_LEN], PROBE_LEN
+    )
+    assert len(target.widths) == done.generation.stats.target_forwards
+
+
+def end_with(engine: ParseEngine, token: int) -> ParseEngine:
+    """The same engine with another token as the end of an answer."""
+    for part in (engine.target, engine.draft):
+        part.model.generation_config.eos_token_id = token
+    target = language_model(engine.target.model, engine.target.tokenizer)
+    draft = language_model(engine.draft.model, engine.draft.tokenizer)
+    return ParseEngine(target, draft, engine.judge)
+
+
+def test_an_end_token_in_the_draft_ends_the_answer(engine):
+    draft = engine.generate_draft(PROMPT, max_new_tokens=40)
+    token = draft.token_ids[20]
+    first = draft.token_ids.index(token)
+    result = end_with(engine, token).generate(PROMPT, max_new_tokens=40, threshold=0.0)
+    assert result.token_ids == [*draft.token_ids[:first], 258]  # a draft ends with the end token of the tokenizer
+    assert (result.text, result.finish_reason) == (draft.text[:first], "eos")
+    assert result.stats.target_forwards == 1
+
+
+def test_an_end_token_of_the_target_ends_the_answer(engine):
+    alone = engine.generate_target(PROMPT, max_new_tokens=40)
+    token = alone.token_ids[20]
+    first = alone.token_ids.index(token)
+    ending = end_with(engine, token)
+    result = ending.generate(PROMPT, max_new_tokens=40, threshold=1.5)
+    assert result.token_ids == alone.token_ids[: first + 1]
+    assert (result.text, result.finish_reason) == (alone.text[:first], "eos")
+    assert ending.generate_target(PROMPT, max_new_tokens=40).token_ids == result.token_ids
+
+
+def fresh_substring(text: str, position: int, before: int = 3, after: int = 3) -> str:
+    """The text around `position`, which must not occur earlier."""
+    stop = text[position - before : position + after]
+    assert len(stop) == before + after and text.index(stop) == position - before, (
+        f"{stop!r} occurs earlier in {text!r}"
+    )
+    return stop
+
+
+def check_stop(result, full: str, stop: str) -> None:
+    assert result.text == full[: full.index(stop) + len(stop)]
+    assert result.finish_reason == "stop"
+    assert "".join(span.text for span in result.spans) == result.text
+    assert sum(span.n_tokens for span in result.spans) == len(result.token_ids) == len(result.text)  # 1 token a letter
+
+
+def test_a_stop_string_inside_the_draft(engine):
+    full = engine.generate(PROMPT, max_new_tokens=40, threshold=0.0)
+    stop = fresh_substring(full.text, 10)
+    with TokenCount(engine.draft.model) as draft:
+        result = engine.generate(PROMPT, max_new_tokens=40, threshold=0.0, stop=stop)
+    check_stop(result, full.text, stop)
+    assert len(draft.widths) == len(result.text) < 40  # the draft model does not write on either
+    assert result.stats.target_forwards == 1
+
+
+def test_a_stop_string_inside_a_text_draft(engine):
+    result = engine.generate(PROMPT, draft_text="One two.\nThree four.", threshold=0.0, stop=["four", "o."])
+    check_stop(result, "One two.\nThree four.", "o.")
+
+
+def test_a_stop_string_across_the_seam(engine):
+    settings = GenerationSettings(max_new_tokens=40, threshold=partial_threshold(engine), exact_tail=False)
+    full = engine.generate(PROMPT, settings)
+    seam = full.stats.accepted_tokens
+    stop = fresh_substring(full.text, seam)  # three letters of the draft and three of the target
+    check_stop(engine.generate(PROMPT, settings.override(stop=stop)), full.text, stop)
+
+
+def test_a_stop_string_in_the_resumed_part(engine):
+    settings = GenerationSettings(max_new_tokens=40, threshold=partial_threshold(engine), exact_tail=False)
+    full = engine.generate(PROMPT, settings)
+    position = next(
+        p for p in range(full.stats.accepted_tokens + 3, 38) if full.text.index(full.text[p - 3 : p + 3]) == p - 3
+    )
+    stop = fresh_substring(full.text, position)
+    check_stop(engine.generate(PROMPT, settings.override(stop=stop)), full.text, stop)
+
+
+def test_a_stop_string_from_the_target_into_the_next_draft(engine):
+    settings = GenerationSettings(max_new_tokens=40, threshold=1.5, resume="hand_back")
+    full = engine.generate(PROMPT, settings)
+    assert [span.source for span in full.spans[:2]] == ["draft", "target"], full.spans  # the exact tail, the target
+    back = next(i for i in range(1, len(full.spans)) if full.spans[i].source == "draft")
+    stop = fresh_substring(full.text, sum(span.n_tokens for span in full.spans[:back]))
+    check_stop(engine.generate(PROMPT, settings.override(stop=stop)), full.text, stop)
+
+
+def test_a_stop_string_in_the_rejected_part_ends_nothing(engine):
+    draft = engine.generate_draft(PROMPT, max_new_tokens=40).text
+    full = engine.generate(PROMPT, max_new_tokens=40, threshold=1.5, exact_tail=False)
+    position = next(p for p in range(1, 38) if draft[p - 1 : p + 2] not in full.text)
+    result = engine.generate(
+        PROMPT, max_new_tokens=40, threshold=1.5, exact_tail=False, stop=draft[position - 1 : position + 2]
+    )
+    assert result.text == full.text and result.finish_reason == "length"
+
+
+# Spans and events
+
+
+@pytest.mark.parametrize("resume", ["finish", "hand_back"])
+@pytest.mark.parametrize("letters", [True, False])
+def test_spans_and_events_add_up_to_the_text(make_engine, make_model, tokenizer, random_adapter, resume, letters):
+    if letters:
+        engine = make_engine()
+    else:  # every byte may come, so that characters break at seams and many are no characters at all
+        model = make_model("llama")
+        draft = resembling(make_model, model, 0.2)
+        engine = ParseEngine(language_model(model, tokenizer), language_model(draft, tokenizer), random_adapter(model))
+    events = list(engine.stream(PROMPT, max_new_tokens=40, resume=resume, threshold=partial_threshold(engine)))
+    assert [type(e) for e in events[:3]] == [Drafted, Verified, Accepted] and isinstance(events[-1], Done)
+    result = events[-1].generation
+    assert result.text == tokenizer.decode(result.token_ids, skip_special_tokens=True) != ""
+    assert "".join(span.text for span in result.spans) == result.text
+    assert sum(span.n_tokens for span in result.spans) == len(result.token_ids)
+    assert {span.source for span in result.spans} == {"draft", "target"}
+    assert "".join(e.text for e in events if isinstance(e, (Accepted, Resumed))) == result.text
+    resumed = [e.token_id for e in events if isinstance(e, Resumed)]
+    assert len(resumed) == sum(span.n_tokens for span in result.spans if span.source == "target")
+    drafted, verified, accepted = events[:3]
+    if letters:
+        assert "".join(s.text for s in verified.segments) == drafted.text == accepted.text + accepted.rejected
+
+
+def test_hand_back_alternates_by_segments(engine):
+    settings = GenerationSettings(max_new_tokens=30, threshold=1.5, exact_tail=False, resume="hand_back")
+    events = list(engine.stream(PROMPT, settings))
+    written = [sum(isinstance(e, Resumed) and e.round == r for e in events) for r in range(1, 9)]
+    assert written == [4] * 7 + [2]  # the adapter's cut policy: 4 tokens a segment
+    few = engine.generate(PROMPT, settings.override(max_rounds=2))
+    assert few.stats.rounds == 2 and few.token_ids == events[-1].generation.token_ids
+
+
+def test_handing_back_continues_from_the_targets_text(engine):
+    settings = GenerationSettings(max_new_tokens=30, threshold=1.5, exact_tail=False, resume="hand_back")
+    answer: list[int] = []
+    for event in engine.stream(PROMPT, settings):
+        if isinstance(event, Drafted) and event.n_tokens:
+            decoder = Decoder(engine.draft.model, engine.draft.eos_ids)
+            decoder.seek(engine.draft.render(PROMPT) + answer)
+            own = list(decoder.decode(30 - len(answer)))
+            assert event.text == engine.draft.tokenizer.decode(own)
+        elif isinstance(event, Resumed):
+            answer.append(event.token_id)
+
+
+# Requests
+
+
+def test_a_list_of_prompts_keeps_its_order(engine):
+    prompts = ["One.", [{"role": "user", "content": "Two."}], "Three."]
+    settings = GenerationSettings(max_new_tokens=10, threshold=0.45)
+    together = engine.generate(prompts, settings)
+    assert [r.token_ids for r in together] == [engine.generate(p, settings).token_ids for p in prompts]
+    assert together[1].token_ids == engine.generate("Two.", settings).token_ids
+    assert len({r.text for r in together}) == 3
+    assert engine.generate([], settings) == []
+
+
+def test_draft_texts_belong_to_prompts_one_by_one(engine):
+    results = engine.generate(["One.", "Two."], draft_text=["It is 1.", "It is 2."], threshold=0.0)
+    assert [r.text for r in results] == ["It is 1.", "It is 2."]
+    assert all(r.finish_reason == "eos" and r.stats.draft_forwards == 0 for r in results)
+    with pytest.raises(ValueError, match="one each"):
+        engine.generate(["One.", "Two."], draft_text="It is 1.")
+    with pytest.raises(ValueError, match="draft text is"):
+        engine.generate("One.", draft_text=" ")
+
+
+def test_a_rejected_draft_text_leaves_the_greedy_target(engine):
+    alone = engine.generate_target(PROMPT, max_new_tokens=20)
+    for resume in ("finish", "hand_back"):
+        ours = engine.generate(PROMPT, draft_text="No.", threshold=1.5, max_new_tokens=20, resume=resume)
+        assert ours.token_ids == alone.token_ids
+        assert ours.stats.target_forwards == 20
+
+
+def test_sampling_is_reproducible_by_its_seed(engine):
+    def texts(seed: int) -> tuple[str, str]:
+        hot = Sampling(temperature=1.5, seed=seed)
+        drafted, *_, done = engine.stream(
+            PROMPT, max_new_tokens=12, draft_sampling=hot, resume_sampling=hot, threshold=1.5
+        )
+        return drafted.text, done.generation.text
+
+    assert texts(1) == texts(1)
+    assert texts(1)[0] != texts(2)[0] and texts(1)[1] != texts(2)[1]
+
+
+def test_a_segment_is_not_sampled_with_the_same_randomness_again(engine):
+    hot = Sampling(temperature=50.0, seed=1)  # nearly uniform: the same random numbers would give the same tokens
+    settings = GenerationSettings(max_new_tokens=16, threshold=1.5, resume="hand_back", resume_sampling=hot)
+    ids = engine.generate(PROMPT, settings).token_ids
+    assert ids[:4] != ids[4:8]
+
+
+def test_another_request_ends_an_open_stream(engine):
+    stream = engine.stream(PROMPT, max_new_tokens=20, threshold=1.5, exact_tail=False)
+    next(event for event in stream if isinstance(event, Resumed))
+    alone = engine.generate_target("Other.", max_new_tokens=5)
+    with pytest.raises(RuntimeError, match="another request"):
+        list(stream)
+    assert engine.generate_target("Other.", max_new_tokens=5).token_ids == alone.token_ids
+
+
+def test_a_dropped_stream_leaves_the_engine_usable(engine):
+    stream = engine.stream(PROMPT, max_new_tokens=20, threshold=1.5, exact_tail=False)
+    next(event for event in stream if isinstance(event, Resumed))
+    stream.close()
+    expected = engine.generate_target(PROMPT, max_new_tokens=10).token_ids
+    assert engine.generate(PROMPT, max_new_tokens=10, threshold=1.5).token_ids == expected
+
+
+# Bad input is found before any work
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt is empty"),
+        (" \n", "prompt is empty"),
+        ([{"role": "user", "content": ""}], "prompt is empty"),
+        ("x" * 3000, "3002 tokens for 'target', whose context window is 2048"),
+        ([{"role": "user"}], "not a chat message"),
+        (7, "not 7"),
+    ],
+)
+def test_a_bad_prompt_is_one_clear_sentence_before_any_work(engine, prompt, message):
+    before = engine.target.decoder.forwards, engine.draft.decoder.forwards
+    for call in (
+        lambda: engine.generate(prompt),
+        lambda: engine.generate([PROMPT, prompt]),
+        lambda: engine.stream(prompt),
+        lambda: engine.generate_target(prompt),
+        lambda: engine.score(prompt, "It is 1."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert (engine.target.decoder.forwards, engine.draft.decoder.forwards) == before
+
+
+def test_a_prompt_beyond_the_draft_models_window_names_it(make_engine):
+    engine = make_engine(draft_window=10)
+    with pytest.raises(ValueError, match="'draft', whose context window is 10"):
+        engine.generate(["a", PROMPT])
+    assert engine.target.decoder.forwards == engine.draft.decoder.forwards == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"treshold": 0.5}, "did you mean 'threshold'"),
+        ({"threshold": -0.1}, "-0.1"),
+        ({"threshold": float("nan")}, "nan"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"mode": "fast"}, "validity, exact"),
+        ({"acceptance": "all"}, "first_failure, longest"),
+        ({"resume": "stop"}, "finish, hand_back"),
+        ({"stop": ("",)}, "stop string"),
+        ({"draft_sampling": 0.7}, "Sampling"),
+        ({"mode": "exact", "resume_sampling": Sampling(temperature=1.0)}, "greedy"),
+    ],
+)
+def test_bad_settings_are_one_clear_sentence(engine, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        engine.generate(PROMPT, **overrides)
+
+
+def test_no_draft_model(make_engine):
+    engine = make_engine()
+    alone = ParseEngine(engine.target, judge=engine.judge)
+    for call in (alone.generate, alone.stream, alone.generate_draft):
+        with pytest.raises(ValueError, match="no draft model"):
+            call(PROMPT)
+    assert alone.generate(PROMPT, draft_text="Fine.", threshold=0.0).text == "Fine."
+
+
+# Thresholds, scores, judges
+
+
+def test_the_threshold_comes_from_the_adapter_unless_given(make_engine):
+    engine = make_engine()
+    engine.judge.config.threshold = 0.25
+    parts = engine.target, engine.draft, engine.judge
+    assert ParseEngine(*parts).threshold == 0.25
+    assert ParseEngine(*parts, threshold=0.75).threshold == 0.75
+    engine.judge.config.threshold = None
+    assert ParseEngine(*parts).threshold == 0.5
+    with pytest.raises(ValueError, match="-1"):
+        ParseEngine(*parts, threshold=-1)
+    strict = ParseEngine(*parts, threshold=2.0)
+    assert strict.generate(PROMPT, max_new_tokens=8, exact_tail=False).stats.accepted_tokens == 0
+    assert strict.generate(PROMPT, max_new_tokens=8, threshold=0.0).stats.accepted_tokens == 8
+
+
+def test_score_judges_a_response_as_a_draft_is_judged(engine):
+    response = "There are 2 x 3 = 6.\nSo é 6."
+    _, verified, *_ = engine.stream(PROMPT, draft_text=response, threshold=0.0)
+    score = engine.score(PROMPT, response)
+    assert [s.validity for s in score.segments] == pytest.approx([s.validity for s in verified.segments], abs=1e-5)
+    assert "".join(s.text for s in score.segments) == response
+    assert score.validity == score.segments[-1].validity and score.threshold == 0.5
+    below = [i for i, s in enumerate(score.segments) if s.validity < 0.5]
+    assert score.first_error == (below[0] if below else None)
+    lines = engine.score(PROMPT, response, cut_policy=CutPolicy("step"))
+    assert [s.text for s in lines.segments] == ["There are 2 x 3 = 6.\n", "So é 6."]
+    assert lines.validity == pytest.approx(score.validity, abs=1e-5)
+    unfinished = engine.score(PROMPT, response, finished=False)
+    assert unfinished.validity != pytest.approx(score.validity, abs=1e-5)
+
+
+def test_score_refuses_what_it_cannot_judge(engine):
+    with pytest.raises(ValueError, match="context window of 'target'"):
+        engine.score(PROMPT, "x" * 2100)
+    with pytest.raises(ValueError, match="response is ''"):
+        engine.score(PROMPT, "")
+    with pytest.raises(ValueError, match="nothing to judge"):
+        ParseEngine(engine.target, engine.draft).score(PROMPT, "Fine.")
+
+
+def test_zero_shot_needs_no_adapter(engine):
+    judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, words=("yes", "no"))
+    zero = ParseEngine(engine.target, engine.draft, judge)
+    assert zero.threshold == 0.5
+    result = zero.generate(PROMPT, draft_text="One.\nTwo.\nThree.", threshold=0.0)
+    assert [s.text for s in result.spans] == ["One.\n", "Two.\n", "Three."]
+    assert all(0 < s.validity < 1 for s in result.spans)
+    alone = zero.generate_target(PROMPT, max_new_tokens=12)
+    assert zero.generate(PROMPT, max_new_tokens=12, threshold=1.5).token_ids == alone.token_ids
+
+
+# Another tokenizer for the draft model
+
+
+@pytest.fixture
+def mixed_engine(make_engine, make_model) -> ParseEngine:
+    """The target of `engine` with a draft model that has other tokens and another chat template."""
+    words = word_tokenizer()
+    draft = printable(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words)
+    engine = make_engine()
+    return ParseEngine(engine.target, language_model(draft, words, "draft"), engine.judge)
+
+
+@pytest.mark.parametrize("resume", ["finish", "hand_back"])
+def test_other_tokens_the_answer_is_still_the_targets(mixed_engine, resume):
+    alone = mixed_engine.generate_target(PROMPT, max_new_tokens=24)
+    for options in ({"threshold": 1.5}, {"mode": "exact"}):
+        ours = mixed_engine.generate(PROMPT, max_new_tokens=24, resume=resume, **options)
+        assert ours.token_ids == alone.token_ids
+
+
+def test_other_tokens_an_accepted_draft_is_the_draft_models_text(mixed_engine):
+    draft = mixed_engine.generate_draft(PROMPT, max_new_tokens=40)
+    ours = mixed_engine.generate(PROMPT, max_new_tokens=40, threshold=0.0)
+    assert ours.text == draft.text[:40] and len(ours.token_ids) == 40  # one target token a letter
+    assert ours.stats.target_forwards == 1
+
+
+def test_other_tokens_handing_back_continues_from_the_targets_text(mixed_engine):
+    draft, words = mixed_engine.draft, mixed_engine.draft.tokenizer
+    settings = GenerationSettings(max_new_tokens=16, threshold=1.5, exact_tail=False, resume="hand_back")
+    written = ""
+    for event in mixed_engine.stream(PROMPT, settings):
+        if isinstance(event, Drafted) and event.n_tokens:
+            decoder = Decoder(draft.model, draft.eos_ids)
+            decoder.seek(draft.render(PROMPT) + words.encode(written, add_special_tokens=False))
+            own = words.decode(list(decoder.decode(16 - len(written))))
+            assert event.text == own[: 16 - len(written)]
+        elif isinstance(event, Resumed):
+            written += event.text
