@@ -41,6 +41,16 @@ class LanguageModelConfig(TrainingArguments):
     )
     task: str = field(default="gsm_symbolic", metadata={"help": "Task whose worked answers are learnt."})
     task_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "Options of the task."})
+    initial_model: str | None = field(
+        default=None,
+        metadata={"help": "Start from these weights (folder or Hugging Face id) instead of random ones; same width."},
+    )
+    initial_layers: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Which layers of initial_model become this model's layers, in order; all of them by default."
+        },
+    )
     row_length: int = field(default=320, metadata={"help": "Tokens in a packed row."})
     drill_share: float = field(
         default=0.25, metadata={"help": "Share of arithmetic drills among the samples at the start."}
@@ -171,6 +181,8 @@ def main(config: LanguageModelConfig) -> None:
         **fields,
     )
     model = AutoModelForCausalLM.from_config(architecture)
+    if config.initial_model is not None:
+        start_from(model, config.initial_model, config.initial_layers)
     if config.torch_compile_backbone:
         model.model.compile()
     trainer = LanguageModelTrainer(
@@ -192,3 +204,27 @@ def save_half(model: PreTrainedModel, folder: str) -> None:
     config = AutoConfig.from_pretrained(folder)
     config.dtype = torch.float32
     config.save_pretrained(folder)
+
+
+def start_from(model: PreTrainedModel, name: str, layers: list[int] | None) -> None:
+    """Copy embedding, norm, head and the chosen `layers` of the model called `name` into `model` (in place).
+
+    A shallow draft model that starts from layers of its target learns several times faster than from scratch.
+
+    Raises:
+        ValueError: a layer that `name` does not have, or weights of another shape.
+    """
+    source = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    chosen = list(range(len(source.model.layers))) if layers is None else layers
+    if len(chosen) != len(model.model.layers) or not all(0 <= i < len(source.model.layers) for i in chosen):
+        raise ValueError(
+            f"initial_layers {chosen} do not fill {len(model.model.layers)} layers from the "
+            f"{len(source.model.layers)} of {name}; name one layer for each"
+        )
+    source.model.layers = torch.nn.ModuleList(source.model.layers[i] for i in chosen)
+    try:
+        model.load_state_dict(source.state_dict())
+    except RuntimeError as error:
+        raise ValueError(
+            f"the weights of {name} do not fit model_config: {str(error).splitlines()[-1].strip()}"
+        ) from error

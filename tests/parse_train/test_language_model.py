@@ -12,7 +12,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from parse_train.language_model import IGNORED, LanguageModelConfig, PackedSamples, collate
+from parse_train.language_model import IGNORED, LanguageModelConfig, PackedSamples, collate, start_from
 from parse_train.muon import MuonWithAdamW
 from parse_train.tokenizer import TokenizerConfig, train_tokenizer
 
