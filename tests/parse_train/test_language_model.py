@@ -120,6 +120,21 @@ def test_a_tiny_run_from_the_recipe_saves_a_model_that_loads(tokenizer_folder, t
     assert model.config.eos_token_id == AutoTokenizer.from_pretrained(tmp_path / "run" / "final").eos_token_id
 
 
+def test_a_draft_model_starts_from_layers_of_its_target(tmp_path):
+    target = tiny_model(64)
+    target.save_pretrained(tmp_path)
+    fields = {key: value for key, value in ARCHITECTURE.items() if key != "model_type"} | {"num_hidden_layers": 1}
+    draft = LlamaForCausalLM(LlamaConfig(vocab_size=64, **fields))
+    start_from(draft, str(tmp_path), [1])
+    torch.testing.assert_close(draft.model.layers[0].mlp.up_proj.weight, target.model.layers[1].mlp.up_proj.weight)
+    torch.testing.assert_close(draft.lm_head.weight, target.lm_head.weight)
+    with pytest.raises(ValueError, match="name one layer for each"):
+        start_from(draft, str(tmp_path), [0, 1])
+    other = LlamaForCausalLM(LlamaConfig(vocab_size=65, **fields))
+    with pytest.raises(ValueError, match="do not fit model_config"):
+        start_from(other, str(tmp_path), [0])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
