@@ -21,9 +21,9 @@ RECIPES = {
 
 
 class RecipeParser(TrlParser):
-    """TRL's parser with complete option names only, mistakes raised as `ValueError`, and mappings as YAML on the command line."""
+    """TRL's parser with complete option names, mistakes raised as `ValueError`, and mappings as YAML text."""
 
-    def __init__(self, dataclass_types: Iterable[type], recipe: str | Path) -> None:
+    def __init__(self, dataclass_types: Iterable[Any], recipe: str | Path) -> None:
         super().__init__(dataclass_types=dataclass_types, prog=f"python -m parse_train {recipe}", allow_abbrev=False)
         self.recipe = recipe
         types = {name: kind for cls in self.dataclass_types for name, kind in get_type_hints(cls).items()}
@@ -33,6 +33,16 @@ class RecipeParser(TrlParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{self.recipe}: {message}")
+
+    def check_choices(self, values: dict[str, Any]) -> None:
+        """What argparse checks on the command line only. A single value stands for a list of one (in place)."""
+        for action in self._actions:
+            value = values.get(action.dest)
+            if action.nargs == "+" and value is not None and not isinstance(value, list):
+                values[action.dest] = [value]
+            elif action.choices is not None and action.dest in values and value not in action.choices:
+                choices = ", ".join(map(str, action.choices))
+                self.error(f"{action.dest} is {value!r}; choose one of {choices}")
 
     def known_keys(self) -> list[str]:
         return sorted({action.dest for action in self._actions} - {"help"})
@@ -85,6 +95,7 @@ def parse_recipe(path: str | Path, overrides: Sequence[str], types: Sequence[typ
         key: str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
         for key, value in values.items()
     }
+    parser.check_choices(numbers_as_text)
     unused = parser.set_defaults_with_config(**numbers_as_text)
     _refuse_unknown(parser, path, unused[::2])
     *configs, rest = parser.parse_args_into_dataclasses(

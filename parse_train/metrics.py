@@ -1,0 +1,180 @@
+"""How good scores of prefixes are: ranking, calibration, first errors, and what an acceptance policy makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from sklearn.metrics import average_precision_score, brier_score_loss, roc_auc_score
+
+IGNORED = -100
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ScoredDrafts:
+    """Scores of N drafts with up to K cuts each, as arrays [N, K].
+
+    scores  float64, higher means more likely valid (validities, or a baseline's score)
+    labels  1 valid, 0 not valid, -100 padding on the right
+    cuts    token offsets in the draft, rising; the last one is the draft's length
+    """
+
+    scores: Floats
+    labels: NDArray[np.int64]
+    cuts: NDArray[np.int64]
+
+    @classmethod
+    def from_prediction(cls, logits: Any, label_ids: Any) -> ScoredDrafts:
+        """From `Trainer`'s predictions: logits [N, K], and (labels, cuts)."""
+        labels, cuts = label_ids
+        real = np.asarray(labels) != IGNORED
+        # Clipped because exp() of the padding and of saturated logits would overflow.
+        validity = 1 / (1 + np.exp(-np.clip(np.asarray(logits, dtype=np.float64), -60, 60)))
+        return cls(np.where(real, validity, 0.0), np.asarray(labels), np.asarray(cuts))
+
+    @classmethod
+    def from_rows(
+        cls, scores: Sequence[Sequence[float]], labels: Sequence[Sequence[bool]], cuts: Sequence[Sequence[int]]
+    ) -> ScoredDrafts:
+        """From lists of unequal length."""
+        shape = (len(labels), max(map(len, labels)))
+        arrays = np.zeros(shape), np.full(shape, IGNORED), np.full(shape, IGNORED)
+        for i, row in enumerate(zip(scores, labels, cuts, strict=True)):
+            for array, values in zip(arrays, row, strict=True):
+                array[i, : len(values)] = values
+        return cls(*arrays)
+
+    @property
+    def real(self) -> NDArray[np.bool_]:
+        """[N, K], False in padding."""
+        return self.labels != IGNORED
+
+    @property
+    def flat(self) -> tuple[Floats, NDArray[np.int64]]:
+        """Scores and labels of all cuts of all drafts, [sum of K]."""
+        return self.scores[self.real], self.labels[self.real]
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What first-failure acceptance does at one threshold, per draft: [N]."""
+
+    accepted: NDArray[np.int64]
+    """Number of accepted cuts."""
+    tokens: NDArray[np.int64]
+    """Number of accepted tokens."""
+    wrong: NDArray[np.bool_]
+    """Whether something is accepted and its last prefix is not valid (a false accept)."""
+
+
+def accept(drafts: ScoredDrafts, threshold: float) -> Acceptance:
+    """Apply `parse_infer.policy.maximal_valid_prefix` with the rule "first_failure" to every draft."""
+    accepted = np.cumprod((drafts.scores >= threshold) & drafts.real, axis=1).sum(axis=1)
+    rows, last = np.arange(len(accepted)), np.maximum(accepted - 1, 0)
+    some = accepted > 0
+    tokens = np.where(some, drafts.cuts[rows, last], 0)
+    return Acceptance(accepted, tokens, some & (drafts.labels[rows, last] == 0))
+
+
+def acceptance_curve(drafts: ScoredDrafts, thresholds: ArrayLike) -> tuple[Floats, Floats]:
+    """False-accept rate (share of drafts) and acceptance rate (share of draft tokens) at each threshold, as `accept`.
+
+    A draft's first k cuts are what is accepted at every threshold above the lowest score of its first k + 1 cuts and
+    up to the lowest of its first k. Adding up these intervals costs the same for one threshold or thousands.
+    """
+    thresholds = np.asarray(thresholds, dtype=np.float64)
+    order = np.argsort(thresholds)
+    lowest = np.minimum.accumulate(np.where(drafts.real, drafts.scores, -np.inf), axis=1)
+    beyond = np.full((len(lowest), 1), -np.inf)
+    first = np.searchsorted(thresholds[order], np.concatenate([lowest[:, 1:], beyond], axis=1), side="right")
+    after = np.searchsorted(thresholds[order], lowest, side="right")
+    curves = []
+    for value in (drafts.labels == 0, drafts.cuts):
+        steps = np.zeros(len(thresholds) + 1)
+        np.add.at(steps, first[drafts.real], value[drafts.real])
+        np.subtract.at(steps, after[drafts.real], value[drafts.real])
+        curve = np.empty(len(thresholds))
+        curve[order] = np.cumsum(steps)[:-1]
+        curves.append(curve)
+    return curves[0] / len(lowest), curves[1] / drafts.cuts.max(axis=1).sum()
+
+
+def score_thresholds(drafts: ScoredDrafts, limit: int = 500) -> Floats:
+    """Thresholds at which some decision changes (an even subset of `limit` of them), and one that accepts nothing."""
+    distinct = np.unique(drafts.flat[0])
+    if len(distinct) > limit:
+        distinct = distinct[np.linspace(0, len(distinct) - 1, limit).round().astype(int)]
+    return np.append(distinct, np.nextafter(distinct[-1], np.inf))
+
+
+def acceptance_at_risk(drafts: ScoredDrafts, alpha: float) -> float:
+    """Highest acceptance rate whose false-accept rate is at most `alpha` (on these very drafts: no guarantee)."""
+    wrong, acceptance = acceptance_curve(drafts, score_thresholds(drafts))
+    return float(acceptance[wrong <= alpha].max())
+
+
+def expected_calibration_error(probabilities: Floats, labels: NDArray[np.int64], n_bins: int = 15) -> float:
+    """Mean gap between probability and frequency over equal-width bins, weighted by size (Guo et al., 2017)."""
+    bins = np.minimum((probabilities * n_bins).astype(int), n_bins - 1)
+    size = np.bincount(bins, minlength=n_bins)
+    gap = np.abs(np.bincount(bins, probabilities, n_bins) - np.bincount(bins, labels, n_bins))
+    return float(gap[size > 0].sum() / len(labels))
+
+
+def first_error(labels_ok: NDArray[np.bool_], real: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Index of the first cut that is not ok in each row, -1 where all are."""
+    wrong = ~labels_ok & real
+    return np.where(wrong.any(axis=1), wrong.argmax(axis=1), -1)
+
+
+def first_error_f1(drafts: ScoredDrafts, threshold: float) -> dict[str, float]:
+    """Finding the first error, as ProcessBench counts it (arXiv 2412.06559).
+
+    A draft's prediction is its first cut below the threshold, or "no error". Exact hits are counted separately among
+    drafts with an error and without; `f1` is the harmonic mean of both accuracies. A kind that does not occur, and f1
+    with it, is left out.
+    """
+    truth = first_error(drafts.labels == 1, drafts.real)
+    hit = first_error(drafts.scores >= threshold, drafts.real) == truth
+    result = {}
+    for name, rows in (("erroneous", truth >= 0), ("correct", truth < 0)):
+        if rows.any():
+            result[f"accuracy_{name}"] = float(hit[rows].mean())
+    if len(result) == 2:
+        a, b = result.values()
+        result["f1"] = 2 * a * b / (a + b) if a + b else 0.0
+    return result
+
+
+def ranking_metrics(drafts: ScoredDrafts, alpha: float) -> dict[str, float]:
+    """What can be said of scores on any scale; the thresholds are the best ones for these drafts.
+
+    AUPRC takes valid prefixes as positives, `auprc_error` the others. Left out where only one class occurs.
+    """
+    scores, labels = drafts.flat
+    result = {"acceptance_at_risk": acceptance_at_risk(drafts, alpha)}
+    if len(np.unique(labels)) == 2:
+        result["auroc"] = float(roc_auc_score(labels, scores))
+        result["auprc"] = float(average_precision_score(labels, scores))
+        result["auprc_error"] = float(average_precision_score(1 - labels, -scores))
+    best = [first_error_f1(drafts, float(t)).get("f1") for t in score_thresholds(drafts, limit=100)]
+    if best[0] is not None:
+        result["best_first_error_f1"] = max(value for value in best if value is not None)
+    return result
+
+
+def headline_metrics(drafts: ScoredDrafts, threshold: float = 0.5, alpha: float = 0.05) -> dict[str, float]:
+    """All figures for validities (probabilities): ranking, calibration, and decisions at `threshold`."""
+    validity, labels = drafts.flat
+    result = ranking_metrics(drafts, alpha)
+    result["brier"] = float(brier_score_loss(labels, validity, pos_label=1))
+    result["ece"] = expected_calibration_error(validity, labels)
+    result.update({f"first_error_{name}": value for name, value in first_error_f1(drafts, threshold).items()})
+    wrong, acceptance = acceptance_curve(drafts, [threshold])
+    result["false_accept_rate"], result["acceptance_rate"] = float(wrong[0]), float(acceptance[0])
+    result["valid_share"] = float(labels.mean())
+    return result

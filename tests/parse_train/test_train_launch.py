@@ -1,0 +1,142 @@
+"""Training as users start it: one process, two, DeepSpeed ZeRO-2, a recipe as a program, and after an interruption.
+
+However it is started, the same recipe learns the same adapter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIGS = REPOSITORY / "recipes" / "accelerate"
+
+
+def run(arguments: Sequence[str | Path], timeout: int = 600) -> subprocess.CompletedProcess[str]:
+    """Run a program of this Python environment outside of any distributed run."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "WANDB_"))}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    environment["PYTHONPATH"] = str(REPOSITORY)
+    environment["OMP_NUM_THREADS"] = "1"
+    return subprocess.run(
+        [str(a) for a in arguments], env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def launch(config: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    port = str(29_600 + os.getpid() % 2_000)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS / config]
+    return run([*command, "--main_process_port", port, *arguments])
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    adapter = output / "adapter"
+    return load_file(adapter / "adapter_model.safetensors") | load_file(adapter / "validity_head.safetensors")
+
+
+def assert_same_adapter(one: Path, other: Path, tolerance: float) -> None:
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(training_folder: Path) -> Path:
+    """Output of the recipe in one process, with a threshold, baselines and a tracker that has no key."""
+    output = training_folder / "uninterrupted"
+    result = launch(
+        "cpu.yaml",
+        "-m",
+        "parse_train",
+        training_folder / "recipe.yaml",
+        "--output_dir",
+        output,
+        "--report_to",
+        "wandb",
+    )
+    assert result.returncode == 0, result.stderr
+    (training_folder / "log").write_text(result.stdout)
+    return output
+
+
+def test_one_process(uninterrupted: Path, training_folder: Path) -> None:
+    assert sorted(path.name for path in uninterrupted.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (2, 4, 6)]
+    state = load_file(uninterrupted / "checkpoint-2" / "model.safetensors")
+    assert all("lora_" in name or name.startswith("head.") for name in state)
+    b = [value for name, value in weights(uninterrupted).items() if "lora_B" in name]
+    assert all(tensor.abs().max() > 0 for tensor in b)  # every update starts at zero
+    log = (training_folder / "log").read_text()
+    assert log.count("wandb has no API key") == 1
+    for name in ("trained head", "zero-shot judge", "log-probability of the segment", "adapter exported to"):
+        assert name in log
+    assert (uninterrupted / "wandb").is_dir()
+
+
+def test_two_processes_learn_what_one_learns(uninterrupted: Path, training_folder: Path) -> None:
+    output = training_folder / "two"
+    result = launch(
+        "cpu-2.yaml",
+        *("-m", "parse_train", training_folder / "recipe.yaml", "--output_dir", output),
+        *("--per_device_train_batch_size", "2"),
+    )
+    assert result.returncode == 0, result.stderr
+    assert_same_adapter(output, uninterrupted, tolerance=2e-4)
+
+
+def test_a_recipe_is_a_program_that_goes_on_where_it_was_interrupted(
+    uninterrupted: Path, training_folder: Path
+) -> None:
+    """What a kill leaves behind: a complete checkpoint, and one that was being written."""
+    output = training_folder / "killed"
+    output.mkdir()
+    shutil.copy(uninterrupted / "recipe.json", output)
+    shutil.copytree(uninterrupted / "checkpoint-2", output / "checkpoint-2")
+    shutil.copytree(uninterrupted / "checkpoint-4", output / "checkpoint-4")
+    half_written = output / "checkpoint-4" / "model.safetensors"
+    half_written.write_bytes(half_written.read_bytes()[:1000])
+    result = launch("cpu.yaml", "--no_python", training_folder / "recipe.yaml", "--output_dir", output)
+    assert result.returncode == 0, result.stderr
+    assert re.search("resuming from .*checkpoint-2", result.stdout)
+    assert_same_adapter(output, uninterrupted, tolerance=0)
+
+
+def test_another_recipe_does_not_continue_a_training(uninterrupted: Path, training_folder: Path) -> None:
+    recipe = training_folder / "recipe.yaml"  # itself a program
+    result = run([recipe, "--output_dir", uninterrupted, "--lora_rank", "2"])
+    assert result.returncode == 2
+    assert result.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert "lora_rank 4, now it is 2: choose another output_dir" in result.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles its CPU communication with g++")
+def test_deepspeed_learns_the_same_and_resumes(uninterrupted: Path, training_folder: Path) -> None:
+    output = training_folder / "zero2"
+    arguments = ("-m", "parse_train", training_folder / "recipe.yaml", "--output_dir", output)
+    options = ("--per_device_train_batch_size", "2", "--baselines", "false")
+    result = launch("deepspeed-zero2.yaml", *arguments, *options)
+    assert result.returncode == 0, result.stderr
+    assert_same_adapter(output, uninterrupted, tolerance=2e-4)
+    frozen = sum(path.stat().st_size for path in (training_folder / "target").glob("*.safetensors"))
+    saved = torch.load(output / "checkpoint-4" / "global_step4" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert sum(t.numel() * 4 for t in saved["module"].values()) < frozen
+
+    before = weights(output)
+    shutil.rmtree(output / "checkpoint-6")
+    shutil.rmtree(output / "adapter")
+    result = launch("deepspeed-zero2.yaml", *arguments, *options)
+    assert result.returncode == 0, result.stderr
+    assert re.search("resuming from .*checkpoint-4", result.stdout)
+    for name, value in weights(output).items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=1e-5)

@@ -1,0 +1,111 @@
+"""Recipes: keys are fields, the command line overrides them, mistakes are one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from parse_train.__main__ import main
+from parse_train.recipe import load_recipe, parse_recipe
+from parse_train.validity_config import ValidityTrainingConfig
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPES = sorted(REPOSITORY.glob("recipes/**/train.yaml"))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("recipe: validity\ntarget: some/target\ndata: rows.jsonl\noutput_dir: out\nlearning_rate: 3e-4\n")
+    return path
+
+
+def parse(recipe: Path, *overrides: str) -> ValidityTrainingConfig:
+    (config,) = parse_recipe(recipe, ["--report_to", "none", *overrides], [ValidityTrainingConfig])
+    return config
+
+
+def test_keys_are_fields_and_the_command_line_wins(recipe: Path) -> None:
+    config = parse(
+        recipe, "--lora-rank", "8", "--cut_policy", "{kind: sentence}", "--lora_target_modules", "q_proj", "o_proj"
+    )
+    assert config.learning_rate == 3e-4  # YAML reads 3e-4 as text; the field's type decides
+    assert (config.lora_rank, config.cut_policy) == (8, {"kind": "sentence"})
+    assert config.lora_target_modules == ["q_proj", "o_proj"]
+    assert parse(recipe, "--learning_rate", "1e-2").learning_rate == 1e-2
+    assert config.adapter_dir == "out/adapter"
+
+
+def test_environment_variables_come_from_the_recipe(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARSE_TEST_VARIABLE", "before")
+    recipe.write_text(recipe.read_text() + "env: {PARSE_TEST_VARIABLE: 7}\n")
+    parse(recipe)
+    assert os.environ["PARSE_TEST_VARIABLE"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("learning_rat: 1", "unknown key learning_rat; did you mean learning_rate?"),
+        ("lora_rank: many", "argument --lora_rank/--lora-rank: invalid int value: 'many'"),
+        ("lora_rank: 1.5", "invalid int value: '1.5'"),
+        ("lora_rank: 0", "lora_rank is 0; it must be at least 1"),
+        ("class_weighting: some", "class_weighting is 'some'; choose one of none, balanced"),
+        ("eval_share: 1.5", "eval_share is 1.5; it must lie between 0 and 1"),
+        ("cut_policy: {kind: word}", "unknown cut policy 'word'"),
+        ("fp16: true", "fp16 is not supported here: use bf16"),
+        ("recipe: validty", "unknown recipe validty; did you mean validity?"),
+        ("target: ''", "the recipe needs the key target"),
+        ("a: [", "is not valid YAML in line"),
+        ("env: 3", "env must be a mapping"),
+    ],
+)
+def test_a_mistake_is_one_sentence(recipe: Path, capsys: pytest.CaptureFixture[str], line: str, sentence: str) -> None:
+    values = [text for text in recipe.read_text().splitlines() if text.split(":")[0] != line.split(":")[0]]
+    recipe.write_text("\n".join([*values, line]) + "\n")
+    assert main([str(recipe)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and sentence in error
+    assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--lora-rnk", "3"], "unknown key lora_rnk; did you mean lora_rank?"),
+        (["--lora_rnk=3"], "did you mean lora_rank?"),
+        (["stray"], "'stray' belongs to no key"),
+        (["--target", "/nowhere/target"], "There is no folder '/nowhere/target'"),
+    ],
+)
+def test_a_mistake_on_the_command_line(
+    recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    assert main([str(recipe), "--report_to", "none", *arguments]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--lora_rank", "3"], ["/nowhere.yaml"]])
+def test_without_a_recipe(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert main(arguments) == 2
+    assert "recipe" in capsys.readouterr().err
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "validity" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_the_recipes_of_the_repository_are_programs(path: Path) -> None:
+    assert path.stat().st_mode & stat.S_IXUSR
+    assert path.read_text().splitlines()[0] == "#!/usr/bin/env -S python -m parse_train"
+    _, config = load_recipe(path, ["--report_to", "none"])
+    given: dict[str, Any] = yaml.safe_load(path.read_text())
+    assert config.learning_rate == float(given["learning_rate"])
+    assert config.lora_rank == given["lora_rank"]
