@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -61,13 +62,18 @@ class Detokenizer:
     def _decode(self, ids: list[int]) -> str:
         if not ids:
             return ""
-        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return decode(self._tokenizer, ids)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Text of the tokens without special tokens, spaces as they are."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return cast("str", text)
 
 
 def complete_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Text of the tokens without special tokens and without an incomplete last character."""
-    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return text.rstrip(_INCOMPLETE)
+    return decode(tokenizer, ids).rstrip(_INCOMPLETE)
 
 
 def encode_continuation(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:

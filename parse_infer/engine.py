@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -31,7 +32,7 @@ from parse_infer.generation import (
 )
 from parse_infer.loading import LanguageModel, load_language_model, resolve
 from parse_infer.policy import check_threshold, maximal_valid_prefix
-from parse_infer.prompts import Prompt, is_batch
+from parse_infer.prompts import Prompt, as_batch
 from parse_infer.request import Request
 from parse_infer.sampling import Sampling
 from parse_infer.segments import CutPolicy, Segmenter
@@ -77,7 +78,7 @@ class ParseEngine:
         if cut_policy is None:
             cut_policy = CutPolicy.from_dict(judge.config.cut_policy) if judge is not None else CutPolicy()
         self.segmenter = Segmenter(target.tokenizer, cut_policy)
-        self.verifier = Verifier(target.decoder, judge or _NoJudge(), self.segmenter)
+        self.verifier = Verifier(target.decoder, cast("Judge", judge or _NoJudge()), self.segmenter)
         self._current: Request | None = None
 
     @classmethod
@@ -107,21 +108,23 @@ class ParseEngine:
             raise ValueError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
         if threshold is not None:
             check_threshold(threshold)
-        options = {
-            "device": device,
-            "dtype": dtype,
-            "template_options": template_options,
-            "trust_remote_code": trust_remote_code,
-        }
+        for name in (target, draft, adapter):
+            if name is not None:
+                resolve(name)  # a wrong name is found before the first model is loaded
+        load = partial(
+            load_language_model,
+            device=device,
+            dtype=dtype,
+            template_options=template_options,
+            trust_remote_code=trust_remote_code,
+        )
+        loaded = load(target, role="target")
+        judge: Any = None
         if adapter is not None:
-            adapter = resolve(adapter)
-        loaded = load_language_model(target, role="target", **options)
-        judge: Judge | None = None
-        if adapter is not None:
-            judge = ValidityAdapter.from_pretrained(adapter, loaded.model)
+            judge = ValidityAdapter.from_pretrained(resolve(adapter), loaded.model)
         elif zero_shot:
             judge = ZeroShotJudge(loaded.model, loaded.tokenizer)
-        draft_model = load_language_model(draft, role="draft", **options) if draft is not None else None
+        draft_model = load(draft, role="draft") if draft is not None else None
         return cls(loaded, draft_model, judge, threshold=threshold, cut_policy=cut_policy)
 
     def generate(
@@ -142,13 +145,13 @@ class ParseEngine:
         the prompts.
         """
         settings = self._settings(settings, overrides)
-        if not is_batch(prompts):
-            return self._finish(*self._prepare(prompts, settings, draft_text))
-        drafts = [draft_text] * len(prompts) if draft_text is None else draft_text
-        if isinstance(drafts, str) or len(drafts) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts need as many draft texts, one each, or none.")
-        prepared = [self._prepare(p, settings, d) for p, d in zip(prompts, drafts, strict=True)]
-        return [self._finish(*each) for each in prepared]
+        batch, is_list = as_batch(prompts)
+        drafts: Any = [None] * len(batch) if draft_text is None else draft_text if is_list else [draft_text]
+        if isinstance(drafts, str) or len(drafts) != len(batch):
+            raise ValueError(f"{len(batch)} prompts need as many draft texts, one each, or none.")
+        prepared = [self._prepare(p, settings, d) for p, d in zip(batch, drafts, strict=True)]
+        results = [self._finish(*each) for each in prepared]
+        return results if is_list else results[0]
 
     def stream(
         self,
@@ -174,13 +177,13 @@ class ParseEngine:
 
         Raises ValueError for an empty prompt or response, and for more tokens than the context window holds.
         """
-        self._require_judge()
+        judge = self._require_judge()
         if not isinstance(response, str) or not response.strip():
             raise ValueError(f"The response is {response!r}; give the text to score.")
         prompt_ids = self.target.render(prompt)
         drafter = TextDrafter(response, self.target, finished)
         draft = drafter.propose([], sys.maxsize).ids
-        needed = len(prompt_ids) + len(draft) + len(self.judge.probe.ids)
+        needed = len(prompt_ids) + len(draft) + len(judge.probe.ids)
         if needed > self.target.window:
             raise ValueError(
                 f"Prompt, response and probe have {needed} tokens, beyond the context window of {self.target.name!r} "
@@ -262,6 +265,7 @@ class ParseEngine:
 
     def _finish(self, request: Request, drafter: Drafter) -> Generation:
         *_, done = self._serve(request, drafter)
+        assert isinstance(done, Done)
         return done.generation
 
     def _prepare(
@@ -285,8 +289,8 @@ class ParseEngine:
         settings: GenerationSettings,
         sampling: Sampling,
     ) -> Generation | list[Generation]:
-        batch = is_batch(prompts)
-        requests = [Request(p, model, settings, sampling) for p in (prompts if batch else [prompts])]
+        batch, is_list = as_batch(prompts)
+        requests = [Request(prompt, model, settings, sampling) for prompt in batch]
         results = []
         for request in requests:
             self._current = request
@@ -299,7 +303,7 @@ class ParseEngine:
                     break
             setattr(request.stats, f"{source}_forwards", model.decoder.forwards - before)
             results.append(request.result())
-        return results if batch else results[0]
+        return results if is_list else results[0]
 
     def _decode(self, model: LanguageModel, request: Request) -> Iterator[int]:
         """Tokens of `model` for the rest of the answer; what the consumer does in between is not timed."""
@@ -316,18 +320,19 @@ class ParseEngine:
 
     def _draft_room(self, request: Request) -> int:
         """Tokens a draft may have: the budget, and what the window holds besides context and one probe."""
-        probe_len = len(self.judge.probe.ids) if request.settings.mode == "validity" else 0
+        probe_len = len(self._require_judge().probe.ids) if request.settings.mode == "validity" else 0
         return min(request.answer.room, self.target.window - probe_len - len(request.context))
 
     def _threshold(self, settings: GenerationSettings) -> float:
         return self.threshold if settings.threshold is None else settings.threshold
 
-    def _require_judge(self) -> None:
+    def _require_judge(self) -> Judge:
         if self.judge is None:
             raise ValueError(
                 "This engine has nothing to judge drafts with: pass adapter=… or zero_shot=True to from_pretrained, "
                 "or generate with mode='exact'."
             )
+        return self.judge
 
     @staticmethod
     def _settings(settings: GenerationSettings | None, overrides: Mapping[str, Any]) -> GenerationSettings:

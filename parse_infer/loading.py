@@ -11,11 +11,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from parse_infer.attention import enable_split_attention
 from parse_infer.decoder import Decoder
@@ -40,6 +41,11 @@ class LanguageModel:
         self.eos_ids: set[int] = end_tokens(self.model, self.tokenizer)
         self.window: int = context_window(self.model)
         self.decoder = Decoder(self.model, self.eos_ids)
+
+    @property
+    def n_embeddings(self) -> int:
+        """Number of tokens the model embeds, which may be more than its tokenizer knows (padding)."""
+        return cast("torch.Tensor", self.model.get_input_embeddings().weight).shape[0]
 
     @property
     def end_token(self) -> int | None:
@@ -80,7 +86,8 @@ def load_language_model(
     if isinstance(path, Path):
         _check_folder(path)
     tokenizer = _load_tokenizer(name, path, trust_remote_code)
-    model = _load_weights(name, path, numbers, trust_remote_code).eval().to(place)
+    model = _load_weights(name, path, numbers, trust_remote_code).eval()
+    model.to(place)  # type: ignore[arg-type]
     if role == "target":
         enable_split_attention(model)
     return LanguageModel(str(name), model, tokenizer, template_options or {})
@@ -127,12 +134,11 @@ def context_window(model: PreTrainedModel) -> int:
 
 def check_vocabulary(lm: LanguageModel) -> None:
     """ValueError if the tokenizer can produce a token that the model has no embedding for."""
-    size = lm.model.get_input_embeddings().weight.shape[0]
     highest = max(lm.tokenizer.get_vocab().values(), default=0)
-    if highest >= size:
+    if highest >= lm.n_embeddings:
         raise ValueError(
-            f"The tokenizer of {lm.name!r} goes up to token {highest}, but the model embeds only {size} tokens: "
-            f"they do not belong together."
+            f"The tokenizer of {lm.name!r} goes up to token {highest}, but the model embeds only "
+            f"{lm.n_embeddings} tokens: they do not belong together."
         )
 
 
@@ -184,12 +190,16 @@ def _load_tokenizer(name: str | Path, path: Path | str, trust_remote_code: bool)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # each tokenizer backend has exceptions of its own
-        raise _LOAD_ERROR(f"The tokenizer of {str(name)!r} cannot be loaded: {_sentence(error)}") from error
+        raise OSError(f"The tokenizer of {str(name)!r} cannot be loaded: {_sentence(error)}") from error
 
 
-def _load_weights(name: str | Path, path: Path | str, dtype: str | torch.dtype, trust_remote_code: bool) -> Any:
+def _load_weights(
+    name: str | Path, path: Path | str, dtype: str | torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report on missing tensors is a page; the sentence below says it
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
     except SafetensorError as error:
@@ -198,7 +208,10 @@ def _load_weights(name: str | Path, path: Path | str, dtype: str | torch.dtype, 
             f"Delete them and download or save the model again."
         ) from error
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise _LOAD_ERROR(f"The model {str(name)!r} cannot be loaded: {_sentence(error)}") from error
+        raise OSError(f"The model {str(name)!r} cannot be loaded: {_sentence(error)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(
@@ -206,9 +219,6 @@ def _load_weights(name: str | Path, path: Path | str, dtype: str | torch.dtype, 
             f"{missing[0]!r}; download or save the model again."
         )
     return model
-
-
-_LOAD_ERROR = OSError
 
 
 def _sentence(error: Exception) -> str:

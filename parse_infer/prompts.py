@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -12,11 +12,15 @@ Message = Mapping[str, str]
 Prompt = str | Sequence[Message]
 
 
-def is_batch(prompts: Any) -> bool:
-    """True for a list of prompts, False for one prompt (a text, or a list of messages)."""
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-        return False
-    return not (prompts and isinstance(prompts[0], Mapping))
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """The prompts as a list, and whether they were a list (rather than one text or one list of messages)."""
+    if isinstance(prompts, Sequence) and not isinstance(prompts, str) and not _are_messages(prompts):
+        return cast("list[Prompt]", list(prompts)), True
+    return [cast("Prompt", prompts)], False
+
+
+def _are_messages(prompts: Sequence[Any]) -> bool:
+    return len(prompts) > 0 and isinstance(prompts[0], Mapping)
 
 
 def render_prompt(
@@ -54,15 +58,15 @@ def render_prompt(
     return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has written them already
 
 
-def _check(prompt: Prompt) -> None:
+def _check(prompt: Any) -> None:
     if isinstance(prompt, str):
-        empty = not prompt.strip()
-    elif not isinstance(prompt, Sequence):
-        raise ValueError(f"A prompt is a text or a list of chat messages, not {prompt!r}.")
-    else:
+        contents = [prompt]
+    elif isinstance(prompt, Sequence):
         for message in prompt:
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
                 raise ValueError(f"{message!r} is not a chat message: it needs the keys 'role' and 'content'.")
-        empty = not any(str(message["content"]).strip() for message in prompt)
-    if empty:
+        contents = [str(message["content"]) for message in prompt]
+    else:
+        raise ValueError(f"A prompt is a text or a list of chat messages, not {prompt!r}.")
+    if not any(content.strip() for content in contents):
         raise ValueError("The prompt is empty: give a text, or chat messages with some content.")

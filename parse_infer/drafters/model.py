@@ -48,7 +48,7 @@ class ModelDrafter:
         if not self.shares_tokens:
             text = complete_text(self.target.tokenizer, answer_ids)
             written = self.draft.tokenizer.encode(text, add_special_tokens=False)
-        elif max(written, default=0) >= _n_embeddings(self.draft):  # padding ids, which only untrained models write
+        elif max(written, default=0) >= self.draft.n_embeddings:  # padding ids, which only untrained models write
             return Draft([])
         context = self._prompt_ids + written
         room = min(max_new_tokens, self.draft.window - len(context))
@@ -67,19 +67,16 @@ class ModelDrafter:
 
     def _in_target_tokens(self, answer: Answer, n_before: int, before: str) -> Draft:
         ids = answer.ids[n_before:]
-        finished = answer.finish_reason == "eos" and self.target.end_token is not None
         if not self.shares_tokens:
             text = answer.text[len(before) :].rstrip("\ufffd")  # a budget may end inside a character
             ids = encode_continuation(self.target.tokenizer, before, text)
         else:
             if answer.finish_reason == "eos":
                 ids = ids[:-1]
-            known = _n_embeddings(self.target)
-            unknown = next((i for i, token in enumerate(ids) if token >= known), None)
+            unknown = next((i for i, token in enumerate(ids) if token >= self.target.n_embeddings), None)
             if unknown is not None:
                 return Draft(ids[:unknown])
-        return Draft([*ids, self.target.end_token] if finished else ids, finished)
-
-
-def _n_embeddings(model: LanguageModel) -> int:
-    return model.model.get_input_embeddings().weight.shape[0]
+        end = self.target.end_token
+        if answer.finish_reason == "eos" and end is not None:
+            return Draft([*ids, end], finished=True)
+        return Draft(ids)

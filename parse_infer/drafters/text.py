@@ -25,13 +25,12 @@ class TextDrafter:
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"The draft text is {text!r}; give some text, or none to let the draft model write.")
         ids = target.tokenizer.encode(text, add_special_tokens=False)
-        self._finished = finished and target.end_token is not None
-        self._ids = [*ids, target.end_token] if self._finished else ids
+        end = target.end_token if finished else None
+        self._draft = Draft(ids) if end is None else Draft([*ids, end], finished=True)
 
     def reset(self, prompt: Prompt, sampling: Sampling, stop: Sequence[str] = ()) -> None:
         pass
 
     def propose(self, answer_ids: Sequence[int], max_new_tokens: int) -> Draft:
-        if answer_ids:  # the target has taken another way, which this text knows nothing of
-            return Draft([])
-        return Draft(list(self._ids), self._finished)
+        # Behind an answer that has begun the target has taken another way, which this text knows nothing of.
+        return Draft([]) if answer_ids else self._draft

@@ -23,10 +23,12 @@ def printable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Pre
     return model
 
 
-def resembling(make_model: Any, target: PreTrainedModel, noise: float = 0.05, seed: int = 5) -> PreTrainedModel:
-    """A model that mostly agrees with `target`: the same weights plus noise."""
-    other = make_model("llama")
-    generator = torch.Generator().manual_seed(seed)
+def resembling(
+    make_model: Any, target: PreTrainedModel, noise: float = 0.05, architecture: str = "llama"
+) -> PreTrainedModel:
+    """A model that mostly agrees with `target`, which is of this architecture: the same weights plus noise."""
+    other = make_model(architecture)
+    generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for mine, its in zip(other.parameters(), target.parameters(), strict=True):
             mine.copy_(its + noise * its.std() * torch.randn(its.shape, generator=generator))

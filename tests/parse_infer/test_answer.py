@@ -53,7 +53,7 @@ def test_a_stop_string_ends_the_text_inside_a_token():
     words = word_tokenizer()
     word = words.encode(" students", add_special_tokens=False)
     assert len(word) == 1
-    answer = Answer(words, {0}, ["ude"], max_tokens=20)
+    answer = Answer(words, {0}, ["dents", "ude"], max_tokens=20)
     assert answer.add(word, "target") == " stude"
     assert (answer.text, answer.finish_reason, answer.spans[0].text) == (" stude", "stop", " stude")
 

@@ -94,6 +94,17 @@ def test_exact_mode_needs_no_judge(make_engine):
         bare.generate(PROMPT)
 
 
+def test_every_architecture_keeps_both_promises(make_model, tokenizer, random_adapter, architecture):
+    model = make_model(architecture)
+    draft = language_model(resembling(make_model, model, 0.1, architecture), tokenizer)
+    engine = ParseEngine(language_model(model, tokenizer), draft, random_adapter(model))
+    alone = engine.generate_target(PROMPT, max_new_tokens=20)  # prompt and answer are longer than any sliding window
+    for options in ({"threshold": 1.5, "exact_tail": False}, {"mode": "exact"}):
+        ours = engine.generate(PROMPT, max_new_tokens=20, resume="hand_back", **options)
+        assert ours.token_ids == alone.token_ids
+        assert ours.stats.rounds > 1 or "mode" in options  # an exact draft may be right throughout
+
+
 # What is kept of the draft, and what follows
 
 
