@@ -1,0 +1,195 @@
+"""The modes of a benchmark: different ways to answer the same prompt with the same models, measured alike."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from parse_infer.bench_assisted import TransformersGeneration
+from parse_infer.bench_sequential import SequentialVerification
+from parse_infer.engine import ParseEngine
+from parse_infer.generation import Generation, GenerationSettings
+from parse_infer.loading import same_tokenizer
+from parse_infer.policy import check_threshold
+from parse_infer.prompts import Prompt
+from parse_infer.zero_shot import ZeroShotJudge
+
+MODES = {
+    "target": "the target alone",
+    "draft": "the draft model alone",
+    "parse": "PARSE with the trained adapter",
+    "parse-zero-shot": "PARSE, the target itself asked whether each prefix is right",
+    "sequential": "one segment at a time, each verified before the next (SpecReason), trained adapter",
+    "assisted": "transformers' assisted generation with the same draft model",
+    "transformers": "the target alone in transformers' own decode loop",
+}
+DEFAULT_MODES = tuple(name for name in MODES if name != "transformers")
+SWEPT = ("parse", "parse-zero-shot")  # modes that a sweep runs at every threshold
+NEEDS_DRAFT = frozenset(MODES) - {"target", "transformers"}
+NEEDS_ADAPTER = frozenset({"parse", "sequential"})
+DRAFTING = NEEDS_DRAFT - {"draft"}  # modes that accept or reject a draft
+
+
+class BenchProblem(Protocol):
+    """What the benchmark needs of a problem."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def prompt(self) -> Prompt: ...
+
+    @property
+    def reference(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to answer. `name` is a key of `MODES`, with "@threshold" behind it in a sweep."""
+
+    name: str
+    generate: Callable[[Prompt], Generation]
+
+
+def check_modes(names: Iterable[str]) -> tuple[str, ...]:
+    """The names without repetitions; ValueError for one that is no mode, with the closest one, and for none at all."""
+    chosen = tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
+    for name in chosen:
+        if name not in MODES:
+            close = difflib.get_close_matches(name, MODES, n=1, cutoff=0.5)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ValueError(f"unknown mode {name!r}{hint}; modes: {', '.join(MODES)}")
+    if not chosen:
+        raise ValueError(f"no mode to run; modes: {', '.join(MODES)}")
+    return chosen
+
+
+def make_modes(
+    engine: ParseEngine,
+    names: Sequence[str],
+    *,
+    max_new_tokens: int = 512,
+    threshold: float | None = None,
+    zero_shot_threshold: float | None = None,
+    thresholds: Sequence[float] = (),
+) -> list[Mode]:
+    """The named modes, then "parse@0.5" and so on for every threshold of a sweep; all greedy, with `engine`'s models.
+
+    Args:
+        threshold: for "parse" and "sequential"; None: the adapter's own.
+        zero_shot_threshold: for "parse-zero-shot"; None: 0.5.
+        thresholds: of the sweep; it covers those of `SWEPT` that are among the names.
+
+    Raises:
+        ValueError: an unknown mode, a threshold out of range, or a part that a mode needs and the engine lacks.
+    """
+    names = check_modes(names)
+    for name in names:
+        if name in NEEDS_DRAFT and engine.draft is None:
+            raise ValueError(f"mode {name!r} needs a draft model: give one, or leave the mode out")
+        if name in NEEDS_ADAPTER and engine.judge is None:
+            raise ValueError(f"mode {name!r} needs an adapter: give one, or leave the mode out")
+    for value in [*thresholds, *(t for t in (threshold, zero_shot_threshold) if t is not None)]:
+        check_threshold(value)
+    plain = GenerationSettings(max_new_tokens=max_new_tokens)
+    judged = plain.override(threshold=threshold)
+    zero_shot = _zero_shot(engine, zero_shot_threshold) if "parse-zero-shot" in names else None
+
+    def make(name: str) -> Callable[[Prompt], Generation]:
+        if name == "target":
+            return lambda prompt: engine.generate_target(prompt, plain)  # type: ignore[return-value]
+        if name == "draft":
+            return _draft_alone(engine, plain)
+        if name == "sequential":
+            sequential = SequentialVerification(engine)
+            return lambda prompt: sequential.generate(prompt, judged)
+        if name in ("assisted", "transformers"):
+            own_loop = TransformersGeneration(engine.target, engine.draft if name == "assisted" else None)
+            return lambda prompt: own_loop.generate(prompt, plain)
+        if name == "parse":
+            return lambda prompt: engine.generate(prompt, judged)  # type: ignore[return-value]
+        assert zero_shot is not None
+        return lambda prompt: zero_shot.generate(prompt, plain)  # type: ignore[return-value]
+
+    modes = [Mode(name, make(name)) for name in names]
+    for name in (n for n in names if n in SWEPT):
+        judge = engine if name == "parse" else zero_shot
+        assert judge is not None
+        modes += [Mode(f"{name}@{t}", _at(judge, plain.override(threshold=t))) for t in thresholds]
+    return modes
+
+
+def _at(engine: ParseEngine, settings: GenerationSettings) -> Callable[[Prompt], Generation]:
+    return lambda prompt: engine.generate(prompt, settings)  # type: ignore[return-value]
+
+
+def timed(engine: ParseEngine, mode: Mode, prompt: Prompt) -> tuple[Generation, float]:
+    """An answer and the seconds it took, from empty caches: no mode profits from what another has read."""
+    forget(engine)
+    _synchronise(engine)
+    start = time.perf_counter()
+    generation = mode.generate(prompt)
+    _synchronise(engine)
+    return generation, time.perf_counter() - start
+
+
+def forget(engine: ParseEngine) -> None:
+    """Empty the caches of both models."""
+    engine.target.decoder.seek([])
+    if engine.draft is not None:
+        engine.draft.decoder.seek([])
+
+
+@torch.inference_mode()
+def read_draft(engine: ParseEngine, prompt: Prompt, draft: Sequence[int]) -> tuple[float, int]:
+    """What the target needs to read prompt and draft once, and how much of the draft it would have written itself.
+
+    Returns:
+        Seconds of one target forward over both, from an empty cache; the number of leading draft tokens (target
+        tokens) that equal the target's greedy choice, which is what token-exact verification would keep.
+    """
+    forget(engine)
+    decoder = engine.target.decoder
+    prompt_ids = engine.target.render(prompt)
+    draft = list(draft[: engine.target.window - len(prompt_ids)])
+    _synchronise(engine)
+    start = time.perf_counter()
+    decoder.seek(prompt_ids)
+    output = decoder.forward(draft)
+    _synchronise(engine)
+    seconds = time.perf_counter() - start
+    own = decoder.logits(output.hidden[:-1]).argmax(-1).tolist()
+    return seconds, next((i for i, (a, b) in enumerate(zip(own, draft, strict=True)) if a != b), len(draft))
+
+
+def _zero_shot(engine: ParseEngine, threshold: float | None) -> ParseEngine:
+    """The same loaded models with the untrained judge, and the same cuts."""
+    judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, engine.segmenter.policy)
+    return ParseEngine(engine.target, engine.draft, judge, threshold=threshold)
+
+
+def _draft_alone(engine: ParseEngine, settings: GenerationSettings) -> Callable[[Prompt], Generation]:
+    """The draft model alone, its tokens counted as target tokens, as all others are."""
+    assert engine.draft is not None
+    target = engine.target
+    if same_tokenizer(engine.draft.tokenizer, target.tokenizer):
+        return lambda prompt: engine.generate_draft(prompt, settings)  # type: ignore[return-value]
+
+    def generate(prompt: Prompt) -> Generation:
+        own: Generation = engine.generate_draft(prompt, settings)  # type: ignore[assignment]
+        ids = target.tokenizer.encode(own.text, add_special_tokens=False)
+        if own.finish_reason == "eos" and target.end_token is not None:
+            ids = [*ids, target.end_token]
+        return replace(own, token_ids=ids)
+
+    return generate
+
+
+def _synchronise(engine: ParseEngine) -> None:
+    if engine.target.model.device.type == "cuda":
+        torch.cuda.synchronize()
