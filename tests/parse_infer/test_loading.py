@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
 from parse_infer import loading
@@ -45,10 +46,10 @@ def broken(saved, tmp_path) -> Path:
 
 def test_an_engine_from_folders(saved, random_adapter, tmp_path):
     target = load_language_model(saved / "target", role="target", device="cpu")
+    assert target.model.config._attn_implementation == SPLIT_ATTENTION
     adapter = random_adapter(target.model).save_pretrained(tmp_path / "adapter")
     engine = ParseEngine.from_pretrained(str(saved / "target"), saved / "draft", str(adapter), device="cpu")
     assert engine.threshold == engine.judge.config.threshold == 0.5
-    assert engine.target.model.config._attn_implementation == SPLIT_ATTENTION
     assert engine.draft.model.config._attn_implementation != SPLIT_ATTENTION
     alone = engine.generate_target(PROMPT, max_new_tokens=12)
     assert engine.generate(PROMPT, max_new_tokens=12, threshold=1.5).token_ids == alone.token_ids
@@ -201,6 +202,17 @@ def test_prompts_are_rendered_by_the_chat_template_where_there_is_one(make_model
     assert base.render("Hi") == ids("Hi") and end not in base.render("Hi")
     with pytest.raises(ValueError, match="no chat template"):
         base.render(turns)
+
+
+def test_a_beginning_token_stands_once(make_model, tokenizer):
+    """Tokenizers that put a token in front of every text do so for plain prompts; a chat template writes its own."""
+    core = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    core.post_processor = processors.TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", 256)])
+    own = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
+    model = language_model(make_model("llama"), own)
+    assert model.render("Hi") == [256, *tokenizer.encode("Hi")]
+    own.chat_template = tokenizer.chat_template
+    assert model.render("Hi") == [256, *tokenizer.encode("Hi"), 257]
 
 
 def test_the_template_gets_its_switches_and_may_refuse(make_model, tokenizer):
