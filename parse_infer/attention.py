@@ -70,12 +70,13 @@ def _causal(
     """Causal attention aligned to the end of the keys ([B, T, heads, D]); never a mask of T x T."""
     n_queries, n_keys = query.shape[2], key.shape[2]
     past = n_keys - n_queries
-    windowed = window is not None and window < n_keys
-    if n_queries == 1 or (past == 0 and not windowed):
-        first = n_keys - window if windowed and n_queries == 1 else 0
+    if window is not None and window >= n_keys:
+        window = None  # it reaches back to the first key
+    if n_queries == 1 or (past == 0 and window is None):
+        first = 0 if window is None else n_keys - window
         key, value = key[:, :, first:], value[:, :, first:]
         return sdpa_attention_forward(module, query, key, value, None, dropout, scaling, is_causal=True)[0]
-    if query.device.type == "cuda" and not windowed:
+    if query.device.type == "cuda" and window is None:
         groups = getattr(module, "num_key_value_groups", 1)
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         out = nn.functional.scaled_dot_product_attention(
@@ -85,9 +86,9 @@ def _causal(
     parts = []
     for start in range(0, n_queries, CHUNK_ROWS):
         stop = min(start + CHUNK_ROWS, n_queries)
-        first = max(0, past + start - window + 1) if windowed else 0
+        first = 0 if window is None else max(0, past + start - window + 1)
         last = past + stop
-        mask = _band(past + start, past + stop, first, last, window if windowed else None, query.device)
+        mask = _band(past + start, past + stop, first, last, window, query.device)
         chunk = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
         parts.append(sdpa_attention_forward(module, *chunk, mask, dropout, scaling)[0])
     return torch.cat(parts, dim=1)

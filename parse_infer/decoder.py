@@ -115,7 +115,7 @@ class Decoder:
         edits = self._edits
         for count in range(1, max_new_tokens + 1):
             token = choose(logits, sampling, generator)
-            token_id = token.item()
+            token_id = int(token)  # synchronises with the device: the loop's exit test
             self.ids.append(token_id)
             self._next_logits = None
             yield token_id

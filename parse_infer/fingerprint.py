@@ -24,9 +24,9 @@ def fingerprint(model: PreTrainedModel) -> str:
     are left out ("-"). Reads 96 numbers from the device.
     """
     backbone = getattr(model, model.base_model_prefix)
-    linears = [m.weight for m in backbone.modules() if isinstance(m, nn.Linear)]
-    tensors = [model.get_input_embeddings().weight, *linears[:1], *linears[-1:]]
-    return ":".join([_VERSION, *(_sample(tensor.detach()) for tensor in tensors)])
+    linears = [module for module in backbone.modules() if isinstance(module, nn.Linear)]
+    layers: list[Any] = [model.get_input_embeddings(), *linears[:1], *linears[-1:]]
+    return ":".join([_VERSION, *(_sample(layer.weight.detach()) for layer in layers)])
 
 
 def same_weights(one: str, other: str) -> bool:

@@ -128,7 +128,8 @@ class Segmenter:
         """Offsets after the token that holds the last character of a sentence."""
         text = "".join(texts)
         marks = [m for m in _SENTENCE_END.finditer(text) if not _LIST_NUMBER.search(text[: m.start()][-24:])]
-        ends, token, consumed = [], 0, 0
+        ends: list[int] = []
+        token = consumed = 0
         for mark in marks:
             while consumed < mark.end():
                 consumed += len(texts[token])

@@ -244,3 +244,23 @@ def test_a_window_that_the_configuration_does_not_list_is_refused(make_model):
     model.model.layers[0].self_attn.sliding_window = 99
     with pytest.raises(ValueError, match="window 99"):
         enable_split_attention(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(("past", "causal"), [(0, 300), (200, 100), (299, 1)])
+@pytest.mark.parametrize("window", [None, 50])
+def test_split_equals_dense_on_the_gpu(past, causal, window, groups, dtype):
+    """There the lower-right causal kernel takes the place of chunks."""
+    torch.manual_seed(0)
+    visible = torch.tensor([[past + causal, 40]], device="cuda")
+    query = torch.randn(1, 4, causal + 6, 64, device="cuda", dtype=dtype)
+    key, value = (torch.randn(1, 4 // groups, past + causal + 6, 64, device="cuda", dtype=dtype) for _ in range(2))
+    mask = probe_mask(visible, 3, past + causal, window)
+    with torch.inference_mode():
+        split, _ = split_attention_forward(Groups(groups), query, key, value, mask, scaling=0.1, sliding_window=window)
+        dense = reference(query, key, value, dense_mask(past, causal, visible, 3, window), 0.1)
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    assert torch.allclose(split.float(), dense, atol=tolerance, rtol=tolerance)

@@ -220,7 +220,6 @@ def test_zero_shot_shows_the_end_token_once(make_model, tokenizer, make_verifier
     judge = ZeroShotJudge(model, tokenizer)
     verifier = make_verifier(model, judge)
     context, draft = tokenizer.encode("<|user|>?<|assistant|>"), tokenizer.encode("5")
-    verifier.decoder.eos_ids = frozenset({tokenizer.eos_token_id})
     validity = []
     for ids in (draft, [*draft, tokenizer.eos_token_id]):
         verifier.decoder.seek(context)
