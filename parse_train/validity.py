@@ -15,6 +15,7 @@ from parse_infer.segments import CutPolicy
 from parse_infer.validity import ValidityHead, describe_target, verbalizer_ids
 from parse_train import checkpoints, tracking
 from parse_train.baselines import baseline_scores
+from parse_train.build_info import read_build_info
 from parse_train.collator import ValidityCollator
 from parse_train.export import AdapterFacts, export_adapter
 from parse_train.figures import acceptance_figure, reliability_diagram
@@ -31,10 +32,14 @@ TRAINED = "trained head"
 def main(config: ValidityTrainingConfig) -> None:
     """Run the recipe; every process of a distributed run calls it."""
     set_seed(config.seed)
+    build = read_build_info(config.data)
+    config.cut_policy = config.cut_policy or build.cut_policy
+    config.template_options = config.template_options or build.template_options
     lm = load_target(config)
+    build.check_target(lm.model, config.data)
     train, evaluation, counts = load_datasets(config, encoder_for(config, lm))
     resume = checkpoints.checkpoint_to_resume(config, len(train))
-    facts = describe(config, lm, counts)
+    facts = describe(config, lm, counts, build.label)
     model = build_model(config, lm)
     with config.main_process_first(local=False):  # the others wait until old checkpoints are gone
         if config.process_index == 0:
@@ -97,7 +102,9 @@ def pad_id(lm: LanguageModel) -> int:
     return lm.tokenizer.pad_token_id or 0
 
 
-def describe(config: ValidityTrainingConfig, lm: LanguageModel, counts: dict[str, int]) -> AdapterFacts:
+def describe(
+    config: ValidityTrainingConfig, lm: LanguageModel, counts: dict[str, int], label: dict[str, Any]
+) -> AdapterFacts:
     """What the adapter folder will say; the target must not be wrapped yet."""
     target = describe_target(lm.model)
     if config.target.startswith("zoo:"):
@@ -105,7 +112,7 @@ def describe(config: ValidityTrainingConfig, lm: LanguageModel, counts: dict[str
     settings = ("lora_rank", "lora_alpha", "learning_rate", "num_train_epochs", "seed", "template_options")
     provenance: dict[str, Any] = {"data": config.data, **counts, **{name: getattr(config, name) for name in settings}}
     provenance["parse_engine"] = importlib.metadata.version("parse-engine") if _installed() else "source"
-    label = {"kind": "soft" if config.soft_labels else "hard", "class_weighting": config.class_weighting}
+    label = {"kind": "soft" if config.soft_labels else "hard", **label, "class_weighting": config.class_weighting}
     return AdapterFacts(
         target,
         config.probe_text,

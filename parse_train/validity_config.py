@@ -56,7 +56,8 @@ class ValidityTrainingConfig(TrainingArguments):
         default="\n", metadata={"help": "Put after each segment of rows without draft_ids that has no line break."}
     )
     template_options: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "Switches of the chat template, for example enable_thinking: false."}
+        default_factory=dict,
+        metadata={"help": "Switches of the chat template (enable_thinking: false); by default those of the build."},
     )
     cut_policy: dict[str, Any] = field(
         default_factory=dict,

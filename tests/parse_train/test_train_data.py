@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from parse_infer.validity import describe_target
+from parse_train.build_info import BuildInfo, read_build_info
 from parse_train.collator import IGNORED, ValidityCollator
 from parse_train.labelled_drafts import LabelledDraft, check_row, load_rows, split_by_problem
 from parse_train.validity_data import Encoder, encode_rows
@@ -146,3 +148,22 @@ def test_a_batch_is_padded_on_the_right(tokenizer: PreTrainedTokenizerFast, buil
         assert batch["visible"][i, k - 1] == example.length
         assert batch["labels"][i].tolist() == [int(x) for x in example.labels] + [IGNORED] * (most - k)
         torch.testing.assert_close(batch["targets"][i, :k], torch.tensor(example.targets))
+
+
+def test_a_build_says_how_it_was_made(make_model: Callable[..., Any], tmp_path: Path) -> None:
+    model = make_model("llama")
+    assert read_build_info(str(tmp_path)) == BuildInfo()
+    content = {
+        "config": {"cut_policy": {"kind": "sentence"}, "rollouts": 4, "margin": 0.25, "template_options": {"a": 1}},
+        "models": {"target": describe_target(model)},
+    }
+    (tmp_path / "build.json").write_text(json.dumps(content))
+    info = read_build_info(str(tmp_path))
+    assert (info.cut_policy, info.template_options) == ({"kind": "sentence"}, {"a": 1})
+    assert info.label == {"rollouts": 4, "margin": 0.25}
+    info.check_target(model, "here")
+    with pytest.raises(ValueError, match="here was labelled by rollouts of"):
+        info.check_target(make_model("llama", seed=1), "here")
+    (tmp_path / "build.json").write_text("{")
+    with pytest.raises(ValueError, match="build.json is damaged"):
+        read_build_info(str(tmp_path))

@@ -249,7 +249,7 @@ def test_the_real_recipe_builds_on_a_tiny_model_of_its_kind(
     assert (config.lora_rank, config.bf16, config.target_dtype) == (32, True, "bfloat16")
     lm = load_target(config)
     assert lm.model.dtype == torch.bfloat16
-    assert describe(config, lm, {}).target["model_type"] == "qwen3"
+    assert describe(config, lm, {}, {}).target["model_type"] == "qwen3"
     validity = build_model(config, lm).train()
     adapted = {name.split(".")[-4] for name, p in validity.named_parameters() if "lora_A" in name}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
