@@ -1,0 +1,115 @@
+"""KV memory of a batch of rows, each at its own position.
+
+Slot j of a row holds the key and value of the row's token j, so slot and position are the same number: a row may start
+anywhere in a copied context, rows of different lengths share a batch, and sliding windows are exact. What lies beyond
+a row's last token is stale and hidden by the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+GROWTH = 64  # slots added at a time; also keeps the key length a multiple of what fused attention likes
+
+
+class KVRows(Cache):
+    """One `KVLayer` for each layer of a model, all with the same rows and slots."""
+
+    def __init__(self, layers: Sequence[KVLayer]) -> None:
+        super().__init__(layers=list(layers))
+
+    @property
+    def n_rows(self) -> int:
+        return self.layers[0].keys.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Slots of each row."""
+        return self.layers[0].keys.shape[2]
+
+    def place(self, slots: Tensor, n_keys: int) -> None:
+        """The next forward writes its tokens to `slots` [B, n] and attends the first `n_keys` slots of each row."""
+        rows = torch.arange(self.n_rows, device=slots.device)[:, None]
+        self.reserve(n_keys)
+        for layer in self.layers:
+            layer.rows, layer.slots, layer.n_keys = rows, slots, n_keys
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for at least `capacity` slots."""
+        missing = capacity - self.capacity
+        if missing > 0:
+            added = -(-missing // GROWTH) * GROWTH
+            self._replace(lambda old: torch.cat([old, old.new_zeros(*old.shape[:2], added, old.shape[3])], dim=2))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows only, in this order."""
+        index = torch.tensor(rows, device=self.layers[0].keys.device)
+        self._replace(lambda old: old.index_select(0, index))
+
+    def load(self, rows: Sequence[int], source: KVRows, source_rows: Sequence[int], n_slots: int) -> None:
+        """Overwrite the first `n_slots` slots of `rows` with those of `source_rows` of `source`."""
+        self.reserve(n_slots)
+        device = self.layers[0].keys.device
+        to, of = torch.tensor(rows, device=device), torch.tensor(source_rows, device=device)
+        for mine, theirs in zip(self.layers, source.layers, strict=True):
+            mine.keys[to, :, :n_slots] = theirs.keys[of, :, :n_slots]
+            mine.values[to, :, :n_slots] = theirs.values[of, :, :n_slots]
+
+    def select(self, rows: Sequence[int], capacity: int) -> KVRows:
+        """A copy of these rows (with repetition) with room for `capacity` slots."""
+        copy = self.empty(len(rows), capacity)
+        copy.load(range(len(rows)), self, rows, min(capacity, self.capacity))
+        return copy
+
+    def empty(self, n_rows: int, capacity: int) -> KVRows:
+        """Rows of the same kind without content. Zeros, not uninitialised memory: a hidden NaN would still spread."""
+        capacity = -(-capacity // GROWTH) * GROWTH
+
+        def blank(old: Tensor) -> Tensor:
+            return old.new_zeros(n_rows, old.shape[1], capacity, old.shape[3])
+
+        return KVRows([KVLayer(blank(layer.keys), blank(layer.values)) for layer in self.layers])
+
+    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        for layer in self.layers:
+            layer.keys = change(layer.keys)  # one at a time, so that at most one tensor exists twice
+            layer.values = change(layer.values)
+
+
+class KVLayer(CacheLayerMixin):
+    """Keys and values of one layer, [rows, kv heads, slots, head size]."""
+
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+        self.rows, self.slots, self.n_keys = torch.empty(0, 1), torch.empty(0, 0), 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the memory comes with the constructor."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write new keys and values [B, heads, n, D] to the placed slots; return those to attend."""
+        self.keys[self.rows, :, self.slots] = key_states.transpose(1, 2)
+        self.values[self.rows, :, self.slots] = value_states.transpose(1, 2)
+        return self.keys[:, :, : self.n_keys], self.values[:, :, : self.n_keys]
+
+    # Sizes that transformers asks for. They serve its own masks, which are never used with these rows.
+    def get_seq_length(self) -> int:
+        return max(self.n_keys - 1, 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.n_keys, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
