@@ -1,0 +1,99 @@
+"""The command `parse-data`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Annotated
+
+import typer
+
+from data_tools.build_config import BuildConfig
+
+app = typer.Typer(
+    help="Labelled data for PARSE: drafts of one model, cut into prefixes, labelled by rollouts of another.",
+    epilog="PARSE_TRACEBACK=1 shows where an error arose.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+# Recent versions of typer bring a click of their own; the base of all its usage errors, wherever it lives.
+_ClickException: type[Exception] = typer.BadParameter.__mro__[2]
+
+_BUILD_HELP = f"""Build a data set, or go on with one that was interrupted.
+
+\b
+  parse-data build recipes/data.yaml
+  parse-data build recipes/data.yaml --limit 50 --output_dir data/try
+  parse-data build recipes/data.yaml --temperatures 0.5 1.0 --task_options '{{max_number: 100}}'
+
+Keys of the recipe, each also an option that overrides it:
+
+\b
+{chr(10).join(f"  --{f.name:<24}{f.metadata['help']}" for f in fields(BuildConfig))}"""
+
+_INSPECT_HELP = """Print class balance, where the errors are, and examples in colour.
+
+\b
+  parse-data inspect data/validity
+  parse-data inspect data/validity --examples 10 --seed 1"""
+
+
+_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True, "max_content_width": 119}
+
+
+@app.command(help=_BUILD_HELP, context_settings=_OVERRIDES)
+def build(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file of keys and values.")],
+) -> None:
+    from rich.console import Console
+
+    from data_tools.build import build as run_build
+    from data_tools.inspect import counts_table
+    from data_tools.recipe import parse_recipe
+
+    if recipe.startswith("-"):
+        raise ValueError("name the recipe first: parse-data build recipes/data.yaml [--key value ...]")
+    config = parse_recipe(recipe, context.args, BuildConfig)
+    summary = run_build(config)
+    Console().print(counts_table(summary, config.output_dir))
+
+
+@app.command(help=_INSPECT_HELP)
+def inspect(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The output_dir of a build.")],
+    examples: Annotated[int, typer.Option(min=0, help="Number of drafts shown.")] = 3,
+    seed: Annotated[int, typer.Option(help="Which drafts are shown.")] = 0,
+) -> None:
+    from data_tools.inspect import inspect_folder
+
+    inspect_folder(folder, examples, seed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `parse-data`; returns the exit code: 2 for a mistake of the user's, told in one sentence on stderr."""
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        result = app(arguments, prog_name="parse-data", standalone_mode=False)
+    except _ClickException as error:
+        return _fail(error.format_message())  # type: ignore[attr-defined]
+    except (ValueError, OSError) as error:
+        if os.environ.get("PARSE_TRACEBACK"):
+            raise
+        return _fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        return 130
+    return result if isinstance(result, int) else 0
+
+
+def _fail(sentence: str) -> int:
+    print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Progress of a build: a bar with rate and time left on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+LINE_EVERY = 30.0  # seconds, where there is no terminal
+
+
+class BuildProgress:
+    """A context manager. Problems of earlier runs count as done, but not into the rate."""
+
+    def __init__(self, name: str, total: int | None, done: int, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self.total, self.before, self.done = total, done, done
+        self.rows = self.n_rollouts = 0
+        self.started = self.last_line = time.monotonic()
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.fields[of]} problems  {task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("[dim]{task.fields[activity]}"),
+            console=self.console,
+            speed_estimate_period=900,
+            disable=not self.console.is_terminal,
+        )
+        of = "?" if total is None else str(total)
+        self._task = self._bar.add_task(name, total=total, completed=done, of=of, rate="", activity="")
+        self._line(f"{name}: {done} of {of} problems are done" if done else f"{name}: {of} problems")
+
+    def __enter__(self) -> BuildProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.update(self._task, activity="")
+        self._bar.stop()
+        if self.done > self.before:
+            self._line(self._state())
+
+    def activity(self, text: str) -> None:
+        self._bar.update(self._task, activity=text)
+
+    def advance(self, rows: int) -> None:
+        """One more problem is finished, with this many rows."""
+        self.done += 1
+        self.rows += rows
+        self._bar.update(self._task, advance=1, rate=self._rate())
+        if time.monotonic() - self.last_line > LINE_EVERY:
+            self._line(self._state())
+
+    def rollouts(self, total: int) -> None:
+        """Rollouts of this run so far."""
+        self.n_rollouts = total
+        self._bar.update(self._task, rate=self._rate())
+
+    def _rate(self) -> str:
+        seconds = max(time.monotonic() - self.started, 1e-6)
+        return f"{self.rows} rows  {self.rows / seconds:.1f} rows/s  {self.n_rollouts / seconds:.1f} rollouts/s"
+
+    def _state(self) -> str:
+        text = f"{self.done}/{self.total or '?'} problems  {self._rate()}"
+        if self.total:
+            seconds = (time.monotonic() - self.started) / max(self.done - self.before, 1) * (self.total - self.done)
+            text += f"  {seconds / 60:.1f} min left"
+        return text
+
+    def _line(self, text: str) -> None:
+        self.last_line = time.monotonic()
+        if not self.console.is_terminal:
+            self.console.print(text, highlight=False, soft_wrap=True)

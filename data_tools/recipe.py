@@ -1,0 +1,119 @@
+"""Read a recipe: a YAML file whose keys are the fields of a dataclass, each overridable on the command line.
+
+TRL's `TrlParser` does the parsing; this adds errors of one sentence that name the closest known key, complete option
+names only, and types that are checked in the file as they are on the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
+
+import yaml
+from trl.scripts.utils import TrlParser
+
+Config = TypeVar("Config")
+
+
+class RecipeParser(TrlParser):
+    """TRL's parser with complete option names, mistakes raised as `ValueError`, and mappings as YAML text."""
+
+    def __init__(self, dataclass_types: Iterable[type], recipe: str | Path) -> None:
+        super().__init__(dataclass_types=dataclass_types, allow_abbrev=False)
+        self.recipe = recipe
+        types = {name: kind for cls in self.dataclass_types for name, kind in get_type_hints(cls).items()}
+        for action in self._actions:
+            if get_origin(types.get(action.dest)) is dict:
+                action.type = mapping
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{self.recipe}: {message}")
+
+    def check_values(self, values: dict[str, Any]) -> None:
+        """What argparse checks on the command line only. A single value stands for a list of one (in place)."""
+        for action in self._actions:
+            value = values.get(action.dest)
+            if value is None:
+                continue
+            if action.nargs == "+":
+                items = value if isinstance(value, list) else [value]
+                try:
+                    values[action.dest] = [self._get_value(action, str(item)) for item in items]
+                except argparse.ArgumentError as error:
+                    self.error(str(error))
+            elif isinstance(value, list) or (isinstance(value, dict) and action.type is not mapping):
+                self.error(f"{action.dest} is {value!r}; it takes one value")
+            elif action.choices is not None and value not in action.choices:
+                self.error(f"{action.dest} is {value!r}; choose one of {', '.join(map(str, action.choices))}")
+
+    def known_keys(self) -> list[str]:
+        return sorted({action.dest for action in self._actions} - {"help"})
+
+
+def parse_recipe(path: str | Path, overrides: Sequence[str], config_type: type[Config]) -> Config:
+    """An instance of the dataclass `config_type` from the recipe at `path` and `--key value` overrides.
+
+    A mapping under the key `env` sets environment variables, as in TRL.
+
+    Raises:
+        FileNotFoundError: no such recipe.
+        ValueError: no YAML mapping, an unknown key (names the closest known one), or a value of the wrong type.
+    """
+    values = read_recipe(path)
+    environment = values.pop("env", None) or {}
+    if not isinstance(environment, dict):
+        raise ValueError(f"{path}: env must be a mapping of variable names to values, not {environment!r}")
+    os.environ.update({str(key): str(value) for key, value in environment.items()})
+    parser = RecipeParser([config_type], path)
+    # argparse checks the types of texts alone, so numbers go in as text.
+    as_text = {
+        key: str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+        for key, value in values.items()
+    }
+    unused = parser.set_defaults_with_config(**as_text)
+    _refuse_unknown(parser, path, unused[::2])
+    parser.check_values(as_text)
+    parser.set_defaults_with_config(**as_text)
+    _, rest = parser.parse_known_args(list(overrides))
+    _refuse_unknown(parser, "command line", [word.split("=")[0] for word in rest if word.startswith("--")])
+    if rest:
+        raise ValueError(f"command line: {rest[0]!r} belongs to no key; write --key value")
+    (config,) = parser.parse_args_into_dataclasses(args=list(overrides), look_for_args_file=False)
+    return config
+
+
+def read_recipe(path: str | Path) -> dict[str, Any]:
+    """The YAML mapping at `path`; FileNotFoundError or ValueError (with the line) if there is none."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no recipe {path}; the project's own recipes are in the folder recipes/")
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}" if mark is not None else ""
+        raise ValueError(f"{path} is not valid YAML{where}: {getattr(error, 'problem', error)}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must be a YAML mapping of keys to values, for example `margin: 0.25`")
+    return {str(key): value for key, value in values.items()}
+
+
+def closest(name: str, known: Sequence[str]) -> str:
+    """The entry of `known` most like `name`."""
+    return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+
+
+def _refuse_unknown(parser: RecipeParser, where: str | Path, keys: Sequence[str]) -> None:
+    for key in keys:
+        name = key.lstrip("-").replace("-", "_")
+        raise ValueError(f"{where}: unknown key {name}; did you mean {closest(name, parser.known_keys())}?")
+
+
+def mapping(text: str) -> dict[str, Any]:
+    value = yaml.safe_load(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value

@@ -1,0 +1,104 @@
+"""Counts over labelled rows, in one pass: for the data set card and for `parse-data inspect`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+BINS = 10  # of the position of the first error
+
+
+@dataclass
+class Summary:
+    """What a data set of labelled drafts holds."""
+
+    rows: int = 0
+    prefixes: int = 0
+    valid: int = 0
+    measured: int = 0
+    """Prefixes with a value of their own; the labels of the others were inferred."""
+    correct: int = 0
+    unfinished: int = 0
+    with_error: int = 0
+    error_position: list[int] = field(default_factory=lambda: [0] * BINS)
+    """First invalid segment k of K, in bins of k / K."""
+    error_segment: Counter[int] = field(default_factory=Counter)
+    """The same by index."""
+    temperatures: dict[float, tuple[int, int]] = field(default_factory=dict)
+    """Drafts, and right ones among them, by temperature."""
+    target_values: dict[str, float | None] = field(default_factory=dict)
+    """By problem."""
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Count one row. Only `prompt`, `completions` and `labels` have to be there."""
+        labels = row["labels"]
+        self.rows += 1
+        self.prefixes += len(labels)
+        self.valid += sum(map(bool, labels))
+        self.measured += sum(value is not None for value in row.get("values") or ())
+        correct = bool(row.get("draft_correct"))
+        self.correct += correct
+        self.unfinished += row.get("finished") is False
+        error = first_error(labels)
+        if error is not None:
+            self.with_error += 1
+            self.error_position[error * BINS // len(labels)] += 1
+            self.error_segment[error] += 1
+        if row.get("temperature") is not None:
+            drafts, right = self.temperatures.get(row["temperature"], (0, 0))
+            self.temperatures[row["temperature"]] = (drafts + 1, right + correct)
+        problem = str(row.get("problem_id") or hash(json.dumps(row["prompt"], sort_keys=True)))
+        self.target_values[problem] = row.get("target_value")
+
+    @property
+    def problems(self) -> int:
+        return len(self.target_values)
+
+    @property
+    def target_value(self) -> float | None:
+        """Mean over the problems whose target value is known."""
+        known = [value for value in self.target_values.values() if value is not None]
+        return sum(known) / len(known) if known else None
+
+    @property
+    def unsolved(self) -> int:
+        """Problems that the target never answered right from the bare prompt."""
+        return sum(value == 0 for value in self.target_values.values())
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Names and figures for a table."""
+        table = [
+            ("drafts", f"{self.rows:,}"),
+            ("problems with drafts", f"{self.problems:,}"),
+            ("prefixes", f"{self.prefixes:,}"),
+            ("valid prefixes", _share(self.valid, self.prefixes)),
+            ("prefixes with a value", _share(self.measured, self.prefixes)),
+            ("drafts without error", _share(self.rows - self.with_error, self.rows)),
+            ("drafts with a right answer", _share(self.correct, self.rows)),
+            ("unfinished drafts", _share(self.unfinished, self.rows)),
+        ]
+        if self.target_value is not None:
+            table.append(("mean target value", f"{self.target_value:.3f}"))
+            table.append(("problems with target value 0", _share(self.unsolved, self.problems)))
+        for temperature, (drafts, right) in sorted(self.temperatures.items()):
+            table.append((f"right at temperature {temperature:g}", _share(right, drafts)))
+        return table
+
+
+def summarise(rows: Iterable[Mapping[str, Any]]) -> Summary:
+    summary = Summary()
+    for row in rows:
+        summary.add(row)
+    return summary
+
+
+def first_error(labels: Iterable[Any]) -> int | None:
+    """Index of the first prefix that is not valid."""
+    return next((k for k, label in enumerate(labels) if not label), None)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,} ({part / whole:.1%})" if whole else f"{part:,}"
