@@ -110,6 +110,7 @@ def test_a_tiny_run_from_the_recipe_saves_a_model_that_loads(tokenizer_folder, t
     fields = yaml.safe_load(Path("recipes/zoo/draft.yaml").read_text())
     fields |= {"tokenizer": tokenizer_folder, "output_dir": str(tmp_path / "run"), "model_config": ARCHITECTURE}
     fields |= {"max_steps": 3, "per_device_train_batch_size": 2, "row_length": 192, "torch_compile_backbone": False}
+    fields |= {"initial_model": None, "initial_layers": None}
     recipe.write_text(yaml.safe_dump(fields | {"bf16": False, "save_steps": 2}))
     run = subprocess.run(
         [sys.executable, "-m", "parse_train", str(recipe)], capture_output=True, text=True, timeout=240
