@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from random import Random
 
 from data_tools.wording import show
@@ -41,9 +42,7 @@ def equation(rng: Random, max_number: int) -> str:
 
 
 def _decimal(hundredths: int) -> str:
-    from fractions import Fraction
-
-    return str(show(Fraction(hundredths, 100)))
+    return show(Fraction(hundredths, 100))
 
 
 def drill(rng: Random, max_number: int = 300, n_equations: int = 6) -> str:

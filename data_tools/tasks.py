@@ -238,7 +238,7 @@ class Jsonl:
         return CHECKS[self.check_with](problem.reference, completion)
 
 
-TASKS: dict[str, type] = {"gsm_symbolic": GsmSymbolic, "gsm8k": Gsm8k, "jsonl": Jsonl}
+TASKS: dict[str, Any] = {"gsm_symbolic": GsmSymbolic, "gsm8k": Gsm8k, "jsonl": Jsonl}
 
 
 def load_task(name: str, **options: Any) -> Task:

@@ -8,6 +8,7 @@ again with other operators, operand orders, connectives and sentence forms.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ _TOKEN = re.compile(
     r"|(?P<currency>[$€£])"
     r"|(?P<other>\S)"
 )
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 _OPERATORS = {"×": "*", "x": "*", "÷": "/"}
 # Numbers a reader supplies without being told: dozens, days, months, minutes, halves and quarters, percent.
 _COMMON = {Fraction(n) for n in (1, 2, 3, 4, 7, 10, 12, 24, 30, 52, 60, 100)} | {
@@ -79,14 +81,16 @@ class Step:
     after: str
 
 
-def show(value: Fraction) -> str | None:
-    """Decimal notation of `value`, or None when it needs more than two decimals."""
-    if value.denominator == 1:
-        return str(value.numerator)
-    hundredths = value * 100
-    if hundredths.denominator != 1:
-        return None
-    return f"{float(value):.2f}".rstrip("0")
+def is_short(value: Fraction) -> bool:
+    """Whether `value` can be written with at most two decimals."""
+    return (value * 100).denominator == 1
+
+
+def show(value: Fraction) -> str:
+    """Decimal notation of a short value; ValueError for one that needs more than two decimals."""
+    if not is_short(value):
+        raise ValueError(f"{value} needs more than two decimals")
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.2f}".rstrip("0")
 
 
 def numbers(text: str) -> list[Fraction]:
@@ -100,9 +104,7 @@ def evaluate(terms: Iterable[Fraction], operators: Iterable[str]) -> Fraction:
     while operators:
         at = next((i for i, op in enumerate(operators) if op in "*/"), 0)
         left, right, op = terms[at], terms[at + 1], operators[at]
-        terms[at : at + 2] = [
-            {"+": left + right, "-": left - right, "*": left * right}.get(op) if op != "/" else left / right
-        ]
+        terms[at : at + 2] = [_OPERATIONS[op](left, right)]
         del operators[at]
     return terms[0]
 
@@ -200,7 +202,7 @@ def reduction(step: Step, rng: Random, limit: Fraction | None) -> list[tuple[lis
             del operators[at]
             chain.append((list(terms), list(operators)))
         values = [term for row, _ in chain for term in row]
-        if all(show(v) is not None and v >= 0 and (limit is None or v <= limit) for v in values):
+        if all(is_short(v) and v >= 0 and (limit is None or v <= limit) for v in values):
             return chain
     return None
 
@@ -223,7 +225,7 @@ def write(steps: list[Step], answer: str, rng: Random, limit: float | None = Non
     lines = []
     for i, step in enumerate(steps):
         chain = reduction(step, rng, bound)
-        if chain is None or show(step.value) is None or (bound is not None and step.value > bound):
+        if chain is None or not is_short(step.value) or (bound is not None and step.value > bound):
             return None
         rows = []
         for terms, operators in chain:

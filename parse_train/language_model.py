@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import IterableDataset
@@ -151,10 +151,12 @@ class LanguageModelTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            self.optimizer = MuonWithAdamW(self.model, self.args.learning_rate, self.args.weight_decay)
+            self.optimizer = MuonWithAdamW(
+                cast(PreTrainedModel, self.model), self.args.learning_rate, self.args.weight_decay
+            )
         return self.optimizer
 
-    def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool = False, **_: Any) -> Any:
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:  # type: ignore[override]
         labels = inputs.pop("labels")[:, 1:]
         core = self.accelerator.unwrap_model(model)
         with torch.autocast(labels.device.type, torch.bfloat16, enabled=self.args.bf16):
@@ -200,7 +202,7 @@ def main(config: LanguageModelConfig) -> None:
 
 def save_half(model: PreTrainedModel, folder: str) -> None:
     """Save bfloat16 weights (half the bytes to ship) under a configuration that loads them as float32."""
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
     config.dtype = torch.float32
     config.save_pretrained(folder)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -16,7 +17,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Both parts share this object's `param_groups`, so learning-rate schedulers act on both.
     """
 
-    def __init__(self, model: nn.Module, lr: float, weight_decay: float = 0.0) -> None:
+    def __init__(self, model: PreTrainedModel, lr: float, weight_decay: float = 0.0) -> None:
         embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
         trained = [p for p in model.parameters() if p.requires_grad]
         matrices = [p for p in trained if p.ndim == 2 and id(p) not in embeddings]
@@ -25,7 +26,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             matrices = [p for p in matrices if p is not head.weight]
         rest = [p for p in trained if not any(p is m for m in matrices)]
         # match_rms_adamw scales the update so that one learning rate serves both parts.
-        self.parts = {
+        self.parts: dict[str, torch.optim.Optimizer] = {
             "muon": torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
             "adamw": torch.optim.AdamW(rest, lr=lr, weight_decay=0.0, betas=(0.9, 0.95)),
         }
@@ -33,7 +34,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.param_groups = [group for part in self.parts.values() for group in part.param_groups]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = closure() if closure is not None else None
         for part in self.parts.values():
             part.step()
