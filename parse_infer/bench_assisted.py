@@ -45,8 +45,10 @@ class TransformersGeneration:
         budget = max(1, min(settings.max_new_tokens, window - len(prompt_ids)))
         tokens = torch.tensor([prompt_ids], device=target.model.device)
         stats = Statistics()
-        with _counted(target.model) as target_calls, _counted(self._draft and self._draft.model) as draft_calls:
-            output = target.model.generate(
+        draft_model = self._draft.model if self._draft is not None else None
+        model: Any = target.model  # `generate` comes from a mixin that the base class does not declare
+        with _counted(model) as target_calls, _counted(draft_model) as draft_calls:
+            output = model.generate(
                 input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=budget, **self._options
             )
         ids = output[0, len(prompt_ids) :].tolist()

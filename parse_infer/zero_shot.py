@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
+from parse_infer.lora import ProbeLoRA
 from parse_infer.segments import CutPolicy
 from parse_infer.validity import Probe, ValidityConfig, ValidityHead, describe_target, verbalizer_ids
 
@@ -49,7 +50,7 @@ class ZeroShotJudge:
         yes_id, no_id = verbalizer_ids(tokenizer, text, words)
         self.probe = Probe(tuple(tokenizer.encode(text, add_special_tokens=False)), text, closes_turn=chat)
         self.head = ValidityHead.from_verbalizer(model, yes_id, no_id).requires_grad_(False).eval()
-        self.lora = None
+        self.lora: ProbeLoRA | None = None
         self.config = ValidityConfig(
             probe_ids=self.probe.ids,
             probe_text=text,
