@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,6 +44,18 @@ class Contexts:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+@dataclass
+class _Run:
+    """A row while it is decoded: the token it runs next, and the slot (its position) for it."""
+
+    row: Row
+    token: int
+    slot: int
+    uniform: list[float]
+    ended: bool
+    written: list[int] = field(default_factory=list)
 
 
 class BatchDecoder:
@@ -86,7 +99,7 @@ class BatchDecoder:
         for group in self._groups(ids):
             cache = DynamicCache()  # without a config every layer keeps all tokens; windows come from the mask
             self._backbone(input_ids=self._pad([ids[i] for i in group]), past_key_values=cache, use_cache=True)
-            part = KVRows([KVLayer(layer.keys, layer.values) for layer in cache.layers])
+            part = KVRows([KVLayer(layer.keys, layer.values) for layer in cast("list[Any]", cache.layers)])
             if len(group) == len(ids):
                 return Contexts(ids, part)  # groups are in order of length, one group keeps the given order
             kv = kv or part.empty(len(ids), max(map(len, ids)))
@@ -117,62 +130,58 @@ class BatchDecoder:
 
         One synchronisation with the device per step: reading the chosen tokens.
         """
-        for row in rows:
-            if not 1 <= row.length <= len(contexts.ids[row.context]):
-                n = len(contexts.ids[row.context])
-                raise ValueError(f"a row must start after 1 to {n} tokens of its context, not {row.length}")
-        uniform = [draw(row.sampling, row.max_new_tokens) for row in rows]
-        written: list[list[int]] = [[] for _ in rows]
-        queue = [i for i, row in enumerate(rows) if row.max_new_tokens > 0]
-        waiting = deque(sorted(queue, key=lambda i: rows[i].length))
-        if not waiting or contexts.kv is None:
-            return written
+        runs = [self._run(contexts, row) for row in rows]
+        waiting = deque(sorted((run for run in runs if not run.ended), key=lambda run: run.row.length))
+        if waiting and contexts.kv is not None:
+            seats = [waiting.popleft() for _ in range(min(self.batch_size, len(waiting)))]
+            kv = contexts.kv.select([run.row.context for run in seats], seats[-1].row.length)
+            while seats:
+                sampling = RowSampling([run.row.sampling for run in seats], self.device)
+                enough = max(1, FREE_SHARE * len(seats))
+                while sum(run.ended for run in seats) < enough:
+                    self._step(kv, seats, sampling)
+                seats = self._reseat(kv, seats, waiting, contexts.kv)
+        return [run.written for run in runs]
 
-        n_seats = min(self.batch_size, len(waiting))
-        kv = contexts.kv.empty(n_seats, rows[waiting[n_seats - 1]].length + 1)
-        seats: list[int | None] = [None] * n_seats  # the row in each seat
-        tokens, slots = [0] * n_seats, [0] * n_seats  # what each seat runs next, and where
-        sampling = RowSampling([], self.device)
-        while True:
-            free = [seat for seat, row in enumerate(seats) if row is None]
-            if len(free) == len(seats) and not waiting:
-                return written
-            if free and (len(free) >= FREE_SHARE * len(seats)):
-                arriving = [(seat, waiting.popleft()) for seat in free[: len(waiting)]]
-                self._seat(kv, contexts, rows, arriving)
-                for seat, row in arriving:
-                    start = rows[row].length - 1  # the last token is run again, for its logits
-                    seats[seat], slots[seat], tokens[seat] = row, start, contexts.ids[rows[row].context][start]
-                if None in seats:
-                    kept = [seat for seat, row in enumerate(seats) if row is not None]
-                    kv.keep(kept)
-                    seats, tokens, slots = ([state[seat] for seat in kept] for state in (seats, tokens, slots))
-                sampling = RowSampling([rows[row].sampling for row in seats if row is not None], self.device)
+    def _run(self, contexts: Contexts, row: Row) -> _Run:
+        ids = contexts.ids[row.context]
+        if not 1 <= row.length <= len(ids):
+            raise ValueError(f"a row must start after 1 to {len(ids)} tokens of its context, not {row.length}")
+        # The last token is run again, for its logits.
+        start = row.length - 1
+        uniform = draw(row.sampling, row.max_new_tokens)
+        return _Run(row, token=ids[start], slot=start, uniform=uniform, ended=row.max_new_tokens < 1)
 
-            placed = torch.tensor([tokens, slots], device=self.device)
-            n_keys = -(-(max(slots) + 1) // KEY_MULTIPLE) * KEY_MULTIPLE
-            logits = self._forward(self.model, kv, placed[0, :, None], placed[1, :, None], n_keys).logits[:, -1]
-            numbers = [uniform[row][len(written[row])] if row is not None and uniform[row] else 0.0 for row in seats]
-            chosen = sampling.choose(logits, numbers).tolist()
-            self.steps += 1
-            for seat, (row, token) in enumerate(zip(seats, chosen, strict=True)):
-                if row is None:
-                    continue
-                written[row].append(token)
-                tokens[seat], slots[seat] = token, slots[seat] + 1
+    def _step(self, kv: KVRows, seats: Sequence[_Run], sampling: RowSampling) -> None:
+        """One more token for every seat; seats whose row has ended run on the spot."""
+        placed = torch.tensor([[run.token, run.slot] for run in seats], device=self.device)
+        n_keys = -(-(max(run.slot for run in seats) + 1) // KEY_MULTIPLE) * KEY_MULTIPLE
+        logits = self._forward(self.model, kv, placed[:, :1], placed[:, 1:], n_keys).logits[:, -1]
+        numbers = [run.uniform[len(run.written)] if run.uniform and not run.ended else 0.0 for run in seats]
+        chosen = sampling.choose(logits, numbers).tolist()
+        self.steps += 1
+        for run, token in zip(seats, chosen, strict=True):
+            if not run.ended:
                 self.tokens += 1
-                if token in self.eos_ids or len(written[row]) == rows[row].max_new_tokens:
-                    seats[seat] = None
+                run.written.append(token)
+                run.token, run.slot = token, run.slot + 1
+                run.ended = token in self.eos_ids or len(run.written) == run.row.max_new_tokens
 
-    def _seat(self, kv: KVRows, contexts: Contexts, rows: Sequence[Row], arriving: Sequence[tuple[int, int]]) -> None:
-        """Copy the contexts of rows that get a seat."""
+    def _reseat(self, kv: KVRows, seats: list[_Run], waiting: deque[_Run], source: KVRows) -> list[_Run]:
+        """Give the seats of ended rows to waiting ones; remove seats that nobody waits for."""
+        free = [seat for seat, run in enumerate(seats) if run.ended]
+        arriving = {seat: waiting.popleft() for seat in free[: len(waiting)]}
         if arriving:
-            assert contexts.kv is not None
-            seats = [seat for seat, _ in arriving]
-            longest = max(rows[row].length for _, row in arriving)
-            kv.load(seats, contexts.kv, [rows[row].context for _, row in arriving], longest)
+            runs = list(arriving.values())
+            longest = max(run.row.length for run in runs)
+            kv.load(list(arriving), source, [run.row.context for run in runs], longest)
+            seats = [arriving.get(seat, run) for seat, run in enumerate(seats)]
+        kept = [seat for seat, run in enumerate(seats) if not run.ended]
+        if len(kept) < len(seats):
+            kv.keep(kept)
+        return [seats[seat] for seat in kept]
 
-    def _forward(self, part: torch.nn.Module, kv: KVRows, tokens: Tensor, slots: Tensor, n_keys: int):
+    def _forward(self, part: torch.nn.Module, kv: KVRows, tokens: Tensor, slots: Tensor, n_keys: int) -> Any:
         """Run `tokens` [B, n] at `slots` [B, n] with `part`, the model or its backbone."""
         keys = torch.arange(n_keys, device=self.device)
 

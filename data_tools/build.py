@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,7 +22,7 @@ from data_tools.progress import BuildProgress
 from data_tools.rollouts import Place, PrefixValues, is_right
 from data_tools.shards import ShardWriter, check_identity, shard_rows
 from data_tools.summary import Summary, summarise
-from data_tools.tasks import Problem, Task, load_task
+from data_tools.tasks import Problem, Split, Task, load_task
 from parse_infer.fingerprint import describe_target
 from parse_infer.loading import LanguageModel, load_language_model
 from parse_infer.segments import Segmenter
@@ -201,7 +201,7 @@ class Labeller:
 
 def _groups(task: Task, config: BuildConfig) -> Iterator[tuple[int, list[Problem]]]:
     """Problems in groups of `problems_per_group`, each with the number of its first problem."""
-    problems = task.problems(config.split, config.seed, config.limit)
+    problems = task.problems(cast(Split, config.split), config.seed, config.limit)
     start = 0
     while group := list(islice(problems, config.problems_per_group)):
         yield start, group

@@ -48,11 +48,11 @@ def write_card(folder: Path, config: BuildConfig, summary: Summary, n_problems: 
 
 
 def _header(config: BuildConfig, folder: Path) -> dict[str, Any]:
-    prompt = {"name": "prompt", "dtype": "string"}
+    prompt: dict[str, Any] = {"name": "prompt", "dtype": "string"}
     if _has_messages(folder):
         keys = [{"name": key, "dtype": "string"} for key in ("role", "content")]
         prompt = {"name": "prompt", "list": keys}
-    features = [prompt]
+    features: list[dict[str, Any]] = [prompt]
     features += [{"name": name, "list": kind} for name, kind in _LISTS.items()]
     features += [{"name": name, "dtype": kind} for name, kind in _SCALARS.items()]
     return {

@@ -18,13 +18,15 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-# Recent versions of typer bring a click of their own; the base of all its usage errors, wherever it lives.
-_ClickException: type[Exception] = typer.BadParameter.__mro__[2]
+# Not exported by typer; its module has moved between versions.
+_ClickException: type[Exception] = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 
 _BUILD_HELP = f"""Build a data set, or go on with one that was interrupted.
 
 \b
+Examples:
   parse-data build recipes/data.yaml
   parse-data build recipes/data.yaml --limit 50 --output_dir data/try
   parse-data build recipes/data.yaml --temperatures 0.5 1.0 --task_options '{{max_number: 100}}'
@@ -37,11 +39,17 @@ Keys of the recipe, each also an option that overrides it:
 _INSPECT_HELP = """Print class balance, where the errors are, and examples in colour.
 
 \b
+Examples:
   parse-data inspect data/validity
   parse-data inspect data/validity --examples 10 --seed 1"""
 
 
-_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True, "max_content_width": 119}
+_OVERRIDES = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "max_content_width": 119,
+    "help_option_names": ["-h", "--help"],
+}
 
 
 @app.command(help=_BUILD_HELP, context_settings=_OVERRIDES)

@@ -45,6 +45,8 @@ class DraftSampler:
         self.draft, self.target = draft, target
         self.settings, self.max_new_tokens, self.seed = list(settings), max_new_tokens, seed
         self.shares_tokens = same_tokenizer(draft.tokenizer, target.tokenizer)
+        if self.shares_tokens and draft.tokenizer.chat_template is None:  # a base model next to a chat model
+            draft.tokenizer.chat_template = target.tokenizer.chat_template
         # A draft model that ends with another token of the same tokenizer ends the answer all the same.
         end_ids = draft.eos_ids | target.eos_ids if self.shares_tokens else draft.eos_ids
         self.decoder = BatchDecoder(draft.model, end_ids, batch_size)

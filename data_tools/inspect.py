@@ -39,8 +39,8 @@ def inspect_folder(folder: str | Path, n_examples: int = 3, seed: int = 0, conso
     console.print(balance_bar(summary))
     console.print(histogram("first error, position in the draft", position_bars(summary)))
     console.print(histogram("first error, segment number", segment_bars(summary)))
-    for row in examples:
-        console.print(example_panel(row))
+    for example in examples:
+        console.print(example_panel(example))
     return summary
 
 

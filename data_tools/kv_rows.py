@@ -22,21 +22,22 @@ class KVRows(Cache):
 
     def __init__(self, layers: Sequence[KVLayer]) -> None:
         super().__init__(layers=list(layers))
+        self.kv = list(layers)
 
     @property
     def n_rows(self) -> int:
-        return self.layers[0].keys.shape[0]
+        return self.kv[0].keys.shape[0]
 
     @property
     def capacity(self) -> int:
         """Slots of each row."""
-        return self.layers[0].keys.shape[2]
+        return self.kv[0].keys.shape[2]
 
     def place(self, slots: Tensor, n_keys: int) -> None:
         """The next forward writes its tokens to `slots` [B, n] and attends the first `n_keys` slots of each row."""
         rows = torch.arange(self.n_rows, device=slots.device)[:, None]
         self.reserve(n_keys)
-        for layer in self.layers:
+        for layer in self.kv:
             layer.rows, layer.slots, layer.n_keys = rows, slots, n_keys
 
     def reserve(self, capacity: int) -> None:
@@ -48,15 +49,15 @@ class KVRows(Cache):
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows only, in this order."""
-        index = torch.tensor(rows, device=self.layers[0].keys.device)
+        index = torch.tensor(rows, device=self.kv[0].keys.device, dtype=torch.long)
         self._replace(lambda old: old.index_select(0, index))
 
     def load(self, rows: Sequence[int], source: KVRows, source_rows: Sequence[int], n_slots: int) -> None:
         """Overwrite the first `n_slots` slots of `rows` with those of `source_rows` of `source`."""
         self.reserve(n_slots)
-        device = self.layers[0].keys.device
+        device = self.kv[0].keys.device
         to, of = torch.tensor(rows, device=device), torch.tensor(source_rows, device=device)
-        for mine, theirs in zip(self.layers, source.layers, strict=True):
+        for mine, theirs in zip(self.kv, source.kv, strict=True):
             mine.keys[to, :, :n_slots] = theirs.keys[of, :, :n_slots]
             mine.values[to, :, :n_slots] = theirs.values[of, :, :n_slots]
 
@@ -73,10 +74,10 @@ class KVRows(Cache):
         def blank(old: Tensor) -> Tensor:
             return old.new_zeros(n_rows, old.shape[1], capacity, old.shape[3])
 
-        return KVRows([KVLayer(blank(layer.keys), blank(layer.values)) for layer in self.layers])
+        return KVRows([KVLayer(blank(layer.keys), blank(layer.values)) for layer in self.kv])
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
-        for layer in self.layers:
+        for layer in self.kv:
             layer.keys = change(layer.keys)  # one at a time, so that at most one tensor exists twice
             layer.values = change(layer.values)
 
@@ -85,6 +86,8 @@ class KVLayer(CacheLayerMixin):
     """Keys and values of one layer, [rows, kv heads, slots, head size]."""
 
     is_sliding = False
+    keys: Tensor  # type: ignore[assignment]  # never None here, unlike in the base class
+    values: Tensor  # type: ignore[assignment]
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()

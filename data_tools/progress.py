@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 LINE_EVERY = 30.0  # seconds, where there is no terminal
 
@@ -18,32 +19,32 @@ class BuildProgress:
         self.total, self.before, self.done = total, done, done
         self.rows = self.n_rollouts = 0
         self.started = self.last_line = time.monotonic()
-        self._bar = Progress(
+        columns: list[ProgressColumn] = [
             SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.fields[of]} problems  {task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("[dim]{task.fields[activity]}"),
-            console=self.console,
-            speed_estimate_period=900,
-            disable=not self.console.is_terminal,
+            BarColumn(bar_width=12),
+            _text("{task.completed:.0f}/{task.fields[of]} problems"),
+            _text("{task.fields[rate]}"),
+            TimeRemainingColumn(elapsed_when_finished=True, table_column=Column(no_wrap=True, min_width=7)),
+            _text("{task.fields[left]}"),
+        ]
+        if self.console.width >= 100:
+            columns.append(_text("[dim]{task.fields[activity]}"))
+        self._bar = Progress(
+            *columns, console=self.console, speed_estimate_period=900, disable=not self.console.is_terminal
         )
         of = "?" if total is None else str(total)
-        self._task = self._bar.add_task(name, total=total, completed=done, of=of, rate="", activity="")
-        self._line(f"{name}: {done} of {of} problems are done" if done else f"{name}: {of} problems")
+        self._task = self._bar.add_task(name, total=total, completed=done, of=of, rate="", left="left", activity="")
+        self._print(f"{name}: {done} of {of} problems are done" if done else f"{name}: {of} problems")
 
     def __enter__(self) -> BuildProgress:
         self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bar.update(self._task, activity="")
+        self._bar.update(self._task, left="" if self.done == self.total else "left", activity="")
         self._bar.stop()
-        if self.done > self.before:
-            self._line(self._state())
+        if self.done > self.before and not self.console.is_terminal:
+            self._print(self._state())
 
     def activity(self, text: str) -> None:
         self._bar.update(self._task, activity=text)
@@ -53,8 +54,8 @@ class BuildProgress:
         self.done += 1
         self.rows += rows
         self._bar.update(self._task, advance=1, rate=self._rate())
-        if time.monotonic() - self.last_line > LINE_EVERY:
-            self._line(self._state())
+        if not self.console.is_terminal and time.monotonic() - self.last_line > LINE_EVERY:
+            self._print(self._state())
 
     def rollouts(self, total: int) -> None:
         """Rollouts of this run so far."""
@@ -63,16 +64,19 @@ class BuildProgress:
 
     def _rate(self) -> str:
         seconds = max(time.monotonic() - self.started, 1e-6)
-        return f"{self.rows} rows  {self.rows / seconds:.1f} rows/s  {self.n_rollouts / seconds:.1f} rollouts/s"
+        return f"{self.rows / seconds:.1f} rows/s  {self.n_rollouts / seconds:.1f} rollouts/s"
 
     def _state(self) -> str:
-        text = f"{self.done}/{self.total or '?'} problems  {self._rate()}"
+        text = f"{self.done}/{self.total or '?'} problems  {self.rows} rows  {self._rate()}"
         if self.total:
             seconds = (time.monotonic() - self.started) / max(self.done - self.before, 1) * (self.total - self.done)
             text += f"  {seconds / 60:.1f} min left"
         return text
 
-    def _line(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self.last_line = time.monotonic()
-        if not self.console.is_terminal:
-            self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+
+def _text(template: str) -> TextColumn:
+    return TextColumn(template, table_column=Column(no_wrap=True))

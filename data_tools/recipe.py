@@ -11,7 +11,7 @@ import difflib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, cast, get_origin, get_type_hints
 
 import yaml
 from trl.scripts.utils import TrlParser
@@ -23,7 +23,7 @@ class RecipeParser(TrlParser):
     """TRL's parser with complete option names, mistakes raised as `ValueError`, and mappings as YAML text."""
 
     def __init__(self, dataclass_types: Iterable[type], recipe: str | Path) -> None:
-        super().__init__(dataclass_types=dataclass_types, allow_abbrev=False)
+        super().__init__(dataclass_types=cast(Any, dataclass_types), allow_abbrev=False)
         self.recipe = recipe
         types = {name: kind for cls in self.dataclass_types for name, kind in get_type_hints(cls).items()}
         for action in self._actions:

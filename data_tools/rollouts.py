@@ -9,6 +9,7 @@ from data_tools.batching import BatchDecoder, Row
 from data_tools.drafts import render
 from data_tools.row_sampling import seed_of
 from data_tools.tasks import Problem, Task
+from parse_infer.detokenizer import decode
 from parse_infer.loading import LanguageModel
 from parse_infer.sampling import Sampling
 
@@ -119,4 +120,4 @@ def is_right(target: LanguageModel, task: Task, problem: Problem, answer: Sequen
     """Whether these target tokens are a complete answer (they end with an end token) and a right one."""
     if not answer or answer[-1] not in target.eos_ids:
         return False
-    return task.check(problem, target.tokenizer.decode(answer, skip_special_tokens=True))
+    return task.check(problem, decode(target.tokenizer, answer))

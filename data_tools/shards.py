@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
@@ -53,7 +53,8 @@ class ShardWriter:
         self.split, self.problems_per_shard = split, problems_per_shard
         self.done: list[str] = []
         self._journal_path = self.folder / ".build" / "journal"
-        self._shard = self._journal = None
+        self._shard: BinaryIO | None = None
+        self._journal: BinaryIO | None = None
         check_identity(self.folder, identity)
         (self.folder / ".build").mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self.folder / ".build" / "lock")
@@ -129,12 +130,8 @@ class ShardWriter:
         if self._journal_path.exists():
             with self._journal_path.open("rb") as journal:
                 for line in journal:
-                    try:
-                        entry = json.loads(line)
-                        complete = line.endswith(b"\n")
-                    except ValueError:
-                        complete = False
-                    if not complete:
+                    entry = _entry(line)
+                    if entry is None:
                         if journal.read(1):
                             raise ValueError(
                                 f"{self._journal_path} is damaged after problem {len(self.done)}: build anew into "
@@ -153,6 +150,16 @@ class ShardWriter:
             if not path.is_file() or path.stat().st_size < end:
                 raise ValueError(f"{path} is shorter than when it was written: build anew into another output_dir")
             os.truncate(path, end)
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """A line of the journal; None if it is not complete."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    complete = line.endswith(b"\n") and isinstance(entry, dict) and {"problem", "shard", "end"} <= set(entry)
+    return entry if complete else None
 
 
 def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
@@ -228,7 +235,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def _sync(file: Any) -> None:
+def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
 

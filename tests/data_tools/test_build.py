@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,12 +18,14 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from data_tools.build import Labeller, build
 from data_tools.build_config import BuildConfig
 from data_tools.card import write_card
 from data_tools.cli import main
+from data_tools.progress import BuildProgress
 from data_tools.recipe import parse_recipe
 from data_tools.shards import ShardWriter, shard_rows
 from data_tools.summary import summarise
@@ -265,6 +269,22 @@ def test_load_dataset_knows_the_columns(make_config: Make, tmp_path: Path, monke
         assert data["labels"] == [[True, False], [True]]
         assert data["values"] == [[None, None], [0.5]]
         assert data.features["values"].feature.dtype == "float64"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_rate_and_time_left_in_80_columns(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_tools.progress.LINE_EVERY", 0.0)
+    stream = io.StringIO()
+    console = Console(file=stream, width=80, force_terminal=terminal, color_system=None)
+    with BuildProgress("data", total=2000, done=1500, console=console) as progress:
+        progress.rollouts(7)
+        for _ in range(3):
+            time.sleep(0.01)
+            progress.advance(rows=2)
+    text = stream.getvalue()
+    assert "1500 of 2000 problems are done" in text
+    last = [line for line in re.split("[\r\n]", text) if "1503/2000" in line][-1]
+    assert "rows/s" in last and "rollouts/s" in last and "left" in last and "…" not in last
 
 
 @pytest.mark.parametrize(("name", "target"), [("data.yaml", "zoo:target"), ("real/data.yaml", "Qwen/Qwen3-8B")])
