@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu, softplus
 from transformers import PreTrainedModel
 
 from parse_infer.adapter_files import read_adapter, write_adapter
@@ -43,20 +44,59 @@ class Probe:
             raise ValueError("a probe needs at least one token")
 
 
-class ValidityHead(nn.Module):
-    """Validity logit w · h + b of a probe's final-norm hidden state h; computed in float32."""
+class TokenDoubt(nn.Module):
+    """What each draft token says against the prefixes that hold it.
 
-    def __init__(self, hidden_size: int) -> None:
+    The hidden state before a token says what the target expected there, the token's embedding what the draft wrote. A
+    small network compares the two, so that a wrong digit counts and another wording does not. Both are there after the
+    verification pass: no output layer, no further forward. (Judge Decoding, arXiv 2501.19309, reads single tokens too;
+    here they are pooled over a prefix and learnt from labels of prefixes alone.)
+    """
+
+    WIDTH = 64
+
+    def __init__(self, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.expected = nn.Linear(hidden_size, rank, bias=False)
+        self.written = nn.Linear(hidden_size, rank, bias=False)
+        self.compare = nn.Linear(3 * rank, self.WIDTH)
+        self.out = nn.Linear(self.WIDTH, 1)
+        nn.init.constant_(self.out.bias, -4.0)  # little doubt at first
+
+    def forward(self, expected: Tensor, written: Tensor) -> Tensor:
+        """Doubt [..., T] in float32, from the final-norm states before T tokens and their embeddings, [..., T, H]."""
+        a = self.expected(rms_norm(expected.float(), expected.shape[-1:]))
+        b = self.written(rms_norm(written.float(), written.shape[-1:]))
+        return self.out(silu(self.compare(torch.cat([a, b, a * b], dim=-1))))[..., 0]
+
+    @staticmethod
+    def of_prefixes(doubt: Tensor, ends: Tensor) -> Tensor:
+        """Pool the doubt [..., T] of tokens over prefixes of `ends` [..., K] tokens: log(1 + sum of exp), [..., K]."""
+        pooled = softplus(doubt.logcumsumexp(-1)).gather(-1, (ends - 1).clamp_min(0))
+        return pooled * (ends > 0)
+
+
+class ValidityHead(nn.Module):
+    """Validity logit w · h + b of a probe's final-norm hidden state h, less the doubt about the prefix; float32.
+
+    Args:
+        hidden_size: H.
+        token_rank: inner size of `TokenDoubt`; 0: the probe alone decides.
+    """
+
+    def __init__(self, hidden_size: int, token_rank: int = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(hidden_size))
         self.bias = nn.Parameter(torch.zeros(()))
+        self.tokens = TokenDoubt(hidden_size, token_rank) if token_rank else None
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [...]"""
-        return hidden.float() @ self.weight.float() + self.bias.float()
+    def forward(self, hidden: Tensor, doubt: Tensor | None = None) -> Tensor:
+        """Hidden states [..., H] of probes, and the doubt [...] about their prefixes -> logits [...]"""
+        logits = hidden.float() @ self.weight.float() + self.bias.float()
+        return logits if doubt is None else logits - doubt
 
     @classmethod
-    def from_verbalizer(cls, model: PreTrainedModel, yes_id: int, no_id: int) -> ValidityHead:
+    def from_verbalizer(cls, model: PreTrainedModel, yes_id: int, no_id: int, token_rank: int = 0) -> ValidityHead:
         """The head whose validity is the model's own choice between two tokens: w = lm_head[yes] - lm_head[no].
 
         A final soft-cap of the logits is left out (it bends both logits alike).
@@ -68,7 +108,7 @@ class ValidityHead(nn.Module):
             raise ValueError(f"the two verbalizer tokens must differ, both are {yes_id}: choose other words")
         output, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-        head = cls(output.weight.shape[1]).to(output.weight.device)
+        head = cls(output.weight.shape[1], token_rank).to(output.weight.device)
         with torch.no_grad():
             head.weight.copy_((output.weight[yes_id].float() - output.weight[no_id].float()) * scale)
             if getattr(output, "bias", None) is not None:
@@ -82,6 +122,7 @@ class ValidityConfig:
 
     Attributes:
         probe_ids, probe_text: the probe.
+        token_rank: of the head's `TokenDoubt`; 0: it has none.
         verbalizer: the words (valid, not valid) that the head was initialised from.
         cut_policy: `CutPolicy.to_dict()` of the cuts the adapter was trained on.
         target: `describe_target(model)`: name, model_type, hidden_size, num_hidden_layers, vocab_size, fingerprint.
@@ -95,6 +136,7 @@ class ValidityConfig:
     probe_ids: tuple[int, ...]
     probe_text: str
     target: dict[str, Any]
+    token_rank: int = 0
     verbalizer: tuple[str, str] | None = None
     cut_policy: dict[str, Any] = field(default_factory=dict)
     label: dict[str, Any] = field(default_factory=dict)
@@ -159,7 +201,7 @@ class ValidityAdapter:
         peft_config = dict(self.peft_config)
         peft_config["base_model_name_or_path"] = self.config.target.get("name")
         peft_config["alora_invocation_tokens"] = list(self.config.probe_ids)
-        head = {"weight": self.head.weight.detach().float(), "bias": self.head.bias.detach().float()}
+        head = {name: tensor.float() for name, tensor in self.head.state_dict().items()}
         return write_adapter(Path(folder), peft_config, self.tensors, head, self.config.to_dict())
 
     @classmethod
@@ -174,9 +216,9 @@ class ValidityAdapter:
         config = ValidityConfig.from_dict(files.validity_config)
         check_target(str(name_or_path), config.target, target)
         _check_probe(config.probe_ids, target)
-        head = ValidityHead(config.target["hidden_size"])
+        head = ValidityHead(config.target["hidden_size"], config.token_rank)
         shapes = {key: tuple(tensor.shape) for key, tensor in files.head.items()}
-        if shapes != {"weight": tuple(head.weight.shape), "bias": ()}:
+        if shapes != {key: tuple(tensor.shape) for key, tensor in head.state_dict().items()}:
             raise ValueError(f"the validity head of {name_or_path} holds {shapes}: its files do not go together")
         head.load_state_dict(files.head)
         head.to(target.device).requires_grad_(False)

@@ -16,7 +16,7 @@ from parse_infer.attention import enable_split_attention, text_config
 from parse_infer.decoder import Decoder
 from parse_infer.lora import ProbeLoRA
 from parse_infer.segments import Segmenter
-from parse_infer.validity import Probe, ValidityConfig, ValidityHead
+from parse_infer.validity import Probe, TokenDoubt, ValidityConfig, ValidityHead
 
 
 class Judge(Protocol):
@@ -66,6 +66,7 @@ class Verifier:
         self.judge = judge
         self.segmenter = segmenter
         self._probe = judge.probe
+        self._embed = decoder.model.get_input_embeddings()
 
     @torch.inference_mode()
     def verify(self, draft_ids: Sequence[int], cuts: Sequence[int] | None = None) -> Verification:
@@ -92,7 +93,13 @@ class Verifier:
         lora = self.judge.lora
         with lora.applied(probed) if lora is not None and probed else nullcontext():
             output = self.decoder.forward(draft_ids, probe_ids=self._probe.ids, visible=visible)
-        validity = torch.sigmoid(self.judge.head(output.probe_hidden)).tolist() if cuts else []
+        validity = []
+        if cuts:
+            head, doubt = self.judge.head, None
+            if head.tokens is not None:
+                ids, ends = (torch.tensor(values, device=self.decoder.device) for values in (draft_ids, cuts))
+                doubt = TokenDoubt.of_prefixes(head.tokens(output.hidden[:-1], self._embed(ids)), ends)
+            validity = torch.sigmoid(head(output.probe_hidden, doubt)).tolist()
         return Verification(cuts=cuts, validity=validity, hidden=output.hidden)
 
     @torch.inference_mode()

@@ -16,7 +16,7 @@ RECIPE_FILE = "recipe.json"
 # A different value of any of these makes a different training.
 DECISIVE = (
     *("target", "target_dtype", "data", "eval_data", "eval_share", "max_length", "step_separator", "template_options"),
-    *("probe_text", "verbalizer_yes", "verbalizer_no", "lora_rank", "lora_alpha", "lora_dropout"),
+    *("probe_text", "verbalizer_yes", "verbalizer_no", "lora_rank", "lora_alpha", "lora_dropout", "token_rank"),
     *("lora_target_modules", "soft_labels", "class_weighting", "learning_rate", "lr_scheduler_type", "warmup_steps"),
     *("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "optim"),
     *("weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "bf16", "train_sampling_strategy", "seed"),

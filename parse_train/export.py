@@ -47,6 +47,7 @@ def export_adapter(
     """
     config = ValidityConfig(
         probe_ids=model.probe_ids,
+        token_rank=model.token_rank,
         **asdict(facts),
         threshold=None if risk is None else risk.threshold,
         risk=None if risk is None else risk.to_dict(),

@@ -7,6 +7,7 @@ tokens alone (questions are mostly names and numbers drawn at random). Data is s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, cast
@@ -48,7 +49,8 @@ class LanguageModelConfig(TrainingArguments):
     initial_layers: list[int] | None = field(
         default=None,
         metadata={
-            "help": "Which layers of initial_model become this model's layers, in order; all of them by default."
+            "help": "Which layers of initial_model become this model's layers, in order; all of them by default. "
+            "A layer named again starts as one that changes nothing."
         },
     )
     row_length: int = field(default=320, metadata={"help": "Tokens in a packed row."})
@@ -211,7 +213,9 @@ def save_half(model: PreTrainedModel, folder: str) -> None:
 def start_from(model: PreTrainedModel, name: str, layers: list[int] | None) -> None:
     """Copy embedding, norm, head and the chosen `layers` of the model called `name` into `model` (in place).
 
-    A shallow draft model that starts from layers of its target learns several times faster than from scratch.
+    A shallow draft model that starts from layers of its target learns several times faster than from scratch. A layer
+    that `layers` names again is a copy whose output matrices are zero: the deeper model starts as the one it grew from
+    (LLaMA Pro, arXiv 2401.02415).
 
     Raises:
         ValueError: a layer that `name` does not have, or weights of another shape.
@@ -223,7 +227,12 @@ def start_from(model: PreTrainedModel, name: str, layers: list[int] | None) -> N
             f"initial_layers {chosen} do not fill {len(model.model.layers)} layers from the "
             f"{len(source.model.layers)} of {name}; name one layer for each"
         )
-    source.model.layers = torch.nn.ModuleList(source.model.layers[i] for i in chosen)
+    source.model.layers = torch.nn.ModuleList(deepcopy(source.model.layers[i]) for i in chosen)
+    for position, i in enumerate(chosen):
+        if i in chosen[:position]:
+            layer = source.model.layers[position]
+            torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+            torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     try:
         model.load_state_dict(source.state_dict())
     except RuntimeError as error:

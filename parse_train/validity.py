@@ -84,7 +84,8 @@ def build_model(config: ValidityTrainingConfig, lm: LanguageModel) -> ValidityMo
     if not probe_ids:
         raise ValueError(f"probe_text {config.probe_text!r} has no token")
     words = (config.verbalizer_yes, config.verbalizer_no)
-    head = ValidityHead.from_verbalizer(lm.model, *verbalizer_ids(lm.tokenizer, config.probe_text, words))
+    yes_id, no_id = verbalizer_ids(lm.tokenizer, config.probe_text, words)
+    head = ValidityHead.from_verbalizer(lm.model, yes_id, no_id, config.token_rank)
     return ValidityModel(
         lm.model,
         probe_ids,
@@ -109,7 +110,7 @@ def describe(
     target = describe_target(lm.model)
     if config.target.startswith("zoo:"):
         target["name"] = config.target
-    settings = ("lora_rank", "lora_alpha", "learning_rate", "num_train_epochs", "seed", "template_options")
+    settings = ("lora_rank", "lora_alpha", "token_rank", "learning_rate", "num_train_epochs", "seed", "template_options")
     provenance: dict[str, Any] = {"data": config.data, **counts, **{name: getattr(config, name) for name in settings}}
     provenance["parse_engine"] = importlib.metadata.version("parse-engine") if _installed() else "source"
     label = {"kind": "soft" if config.soft_labels else "hard", **label, "class_weighting": config.class_weighting}

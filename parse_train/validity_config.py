@@ -74,6 +74,10 @@ class ValidityTrainingConfig(TrainingArguments):
     verbalizer_yes: str = field(default="Correct", metadata={"help": "Word whose first token starts the head: valid."})
     verbalizer_no: str = field(default="Incorrect", metadata={"help": "Word whose first token starts it: not valid."})
     lora_rank: int = field(default=16, metadata={"help": "Rank of the low-rank update."})
+    token_rank: int = field(
+        default=64,
+        metadata={"help": "Inner size of the network that compares draft tokens with what the target expected; 0: none."},
+    )
     lora_alpha: int = field(default=32, metadata={"help": "The update is scaled by lora_alpha / lora_rank."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout in front of the low-rank update."})
     lora_target_modules: list[str] = field(
@@ -162,6 +166,8 @@ class ValidityTrainingConfig(TrainingArguments):
         for key in ("max_length", "lora_rank"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 1")
+        if self.token_rank < 0:
+            raise ValueError(f"token_rank is {self.token_rank}; it must be at least 0")
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout is {self.lora_dropout}; it must be at least 0 and below 1")
         CutPolicy.from_dict(self.cut_policy)  # names a wrong key or value

@@ -13,8 +13,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from parse_infer.attention import enable_split_attention, layer_masks, layer_windows
 from parse_infer.packing import probe_mask, probe_positions, readout_index
-from parse_infer.validity import ValidityHead
+from parse_infer.validity import TokenDoubt, ValidityHead
 from parse_train.trailing_lora import attach_trailing_lora
+
+_NO_DOUBT = -1e4  # finite: the gradient of logcumsumexp has no answer for a row of -inf
 
 
 class ValidityModel(nn.Module):
@@ -90,27 +92,41 @@ class ValidityModel(nn.Module):
                 module.train(mode)
         return self
 
-    def forward(self, input_ids: Tensor, visible: Tensor) -> dict[str, Tensor]:
+    def forward(self, input_ids: Tensor, visible: Tensor, cuts: Tensor) -> dict[str, Tensor]:
         """Logits of validity.
 
         Args:
             input_ids: int64 [B, T], prompt and draft, padded on the right.
             visible: int64 [B, K], tokens in front of each probe; 0 for padding.
+            cuts: int64 [B, K], the same counted from the start of the draft.
 
         Returns:
             {"logits": float32 [B, K]}; arbitrary where `visible` is 0.
         """
         if self.backprop_context:
-            hidden = self._packed(input_ids, visible)
+            context, hidden = self._packed(input_ids, visible)
         else:
-            hidden = self._probe(self._prefill(input_ids)[1], visible, self.probe_ids, adapter=True)
-        return {"logits": self._read(self.head, hidden)}
+            context, cache = self._prefill(input_ids)
+            hidden = self._probe(cache, visible, self.probe_ids, adapter=True)
+        with torch.autocast(hidden.device.type, enabled=False):  # the read-out is float32 at inference too
+            doubt = None if self.head.tokens is None else self._doubt(context, input_ids, visible, cuts)
+            return {"logits": self.head(hidden, doubt)}
+
+    def _doubt(self, context: Tensor, input_ids: Tensor, visible: Tensor, cuts: Tensor) -> Tensor:
+        """Doubt [B, K] about each prefix, from the hidden states [B, T, H] of prompt and draft."""
+        with torch.no_grad():
+            written = cast(nn.Module, self.base.get_input_embeddings())(input_ids[:, 1:])
+        doubt = self.head.tokens(context[:, :-1], written)  # of tokens 1 to T-1
+        start = (visible - cuts)[:, :1]  # the first cut is never padding
+        prompt = torch.arange(1, input_ids.shape[1], device=input_ids.device) < start
+        return TokenDoubt.of_prefixes(doubt.masked_fill(prompt, _NO_DOUBT), visible - 1)
 
     @torch.no_grad()
     def judge(self, input_ids: Tensor, visible: Tensor, probe_ids: Sequence[int], head: nn.Module) -> Tensor:
         """Logits [B, K] of the target alone with another probe and head: the zero-shot judge."""
         hidden = self._probe(self._prefill(input_ids)[1], visible, probe_ids, adapter=False)
-        return self._read(head, hidden)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return head(hidden)
 
     @torch.no_grad()
     def context_hidden(self, input_ids: Tensor) -> Tensor:
@@ -136,7 +152,7 @@ class ValidityModel(nn.Module):
             )
         return output.last_hidden_state[:, readout_index(k, p).to(visible.device)]
 
-    def _packed(self, input_ids: Tensor, visible: Tensor) -> Tensor:
+    def _packed(self, input_ids: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         """The same in one pass over prompt, draft and probes."""
         (b, k), p, n_keys = visible.shape, len(self.probe_ids), input_ids.shape[1]
         context = torch.arange(n_keys, device=input_ids.device).expand(b, -1)
@@ -148,18 +164,19 @@ class ValidityModel(nn.Module):
                 attention_mask=layer_masks(self.windows, lambda window: probe_mask(visible, p, n_keys, window)),
                 use_cache=False,
             )
-        return output.last_hidden_state[:, n_keys + readout_index(k, p).to(visible.device)]
-
-    @staticmethod
-    def _read(head: nn.Module, hidden: Tensor) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):  # the read-out is float32 at inference too
-            return head(hidden)
+        hidden = output.last_hidden_state
+        return hidden[:, :n_keys], hidden[:, n_keys + readout_index(k, p).to(visible.device)]
 
     def exported_head(self) -> ValidityHead:
         """The head as it is saved: on the CPU, in float32."""
-        head = ValidityHead(len(self.head.weight))
-        head.load_state_dict({"weight": self.head.weight.detach(), "bias": self.head.bias.detach().reshape(())})
+        state = {name: tensor.detach().float().cpu() for name, tensor in self.head.state_dict().items()}
+        head = ValidityHead(len(self.head.weight), self.token_rank)
+        head.load_state_dict(state | {"bias": state["bias"].reshape(())})
         return head
+
+    @property
+    def token_rank(self) -> int:
+        return 0 if self.head.tokens is None else self.head.tokens.expected.out_features
 
     def adapter_tensors(self) -> dict[str, Tensor]:
         """The adapter's tensors under peft's own names, on the CPU in float32."""

@@ -94,7 +94,7 @@ class ValidityTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Mean weighted cross-entropy per cut; `num_items_in_batch` counts those of the whole optimiser step."""
-        outputs = model(inputs["input_ids"], inputs["visible"])
+        outputs = model(inputs["input_ids"], inputs["visible"], inputs["cuts"])
         labels = inputs["labels"]
         real = labels != IGNORED
         targets = inputs["targets"].float()

@@ -133,7 +133,9 @@ def random_adapter() -> Callable[..., Any]:
     from parse_infer.lora import ProbeLoRA
     from parse_infer.validity import ValidityAdapter, ValidityConfig, ValidityHead, describe_target
 
-    def make(model: PreTrainedModel, probe_ids: tuple[int, ...] = (7, 9), rank: int = 4, seed: int = 1) -> Any:
+    def make(
+        model: PreTrainedModel, probe_ids: tuple[int, ...] = (7, 9), rank: int = 4, seed: int = 1, token_rank: int = 3
+    ) -> Any:
         generator = torch.Generator().manual_seed(seed)
         tensors, targets = {}, set()
         for path, module in model.named_modules():
@@ -153,14 +155,19 @@ def random_adapter() -> Callable[..., Any]:
             "bias": "none",
             "alora_invocation_tokens": list(probe_ids),
         }
-        head = ValidityHead(model.config.hidden_size)
+        head = ValidityHead(model.config.hidden_size, token_rank)
         with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            if head.tokens is not None:
+                head.tokens.out.bias.fill_(-3.0)
             head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * 0.3)
             head.bias.fill_(-0.2)
         config = ValidityConfig(
             probe_ids=probe_ids,
             probe_text="?!",
             target=describe_target(model),
+            token_rank=token_rank,
             cut_policy={"kind": "tokens", "every": 4, "max_cuts": 32},
             threshold=0.5,
         )

@@ -29,7 +29,7 @@ def make_verifier(tokenizer, random_adapter):
 @torch.no_grad()
 def separate_passes(model, judge, context: list[int], draft: list[int], cuts: list[int]) -> list[float]:
     """One ordinary forward per cut over [context, draft up to the cut, probe], LoRA on the probe alone, no cache."""
-    validity = []
+    validity, doubt = [], None
     for cut in cuts:
         tokens = torch.tensor([[*context, *draft[:cut], *judge.probe.ids]])
         if judge.lora is None:
@@ -37,7 +37,12 @@ def separate_passes(model, judge, context: list[int], draft: list[int], cuts: li
         else:
             with judge.lora.applied(len(judge.probe.ids)):
                 hidden = model.base_model(tokens, use_cache=False).last_hidden_state
-        validity.append(torch.sigmoid(judge.head(hidden[0, -1])).item())
+        if judge.head.tokens is not None:
+            start = len(context)
+            written = model.get_input_embeddings()(tokens[0, start : start + cut])
+            each = judge.head.tokens(hidden[0, start - 1 : start + cut - 1], written)
+            doubt = (1 + each.exp().sum()).log()
+        validity.append(torch.sigmoid(judge.head(hidden[0, -1], doubt)).item())
     return validity
 
 

@@ -131,6 +131,11 @@ def test_a_draft_model_starts_from_layers_of_its_target(tmp_path):
     torch.testing.assert_close(draft.lm_head.weight, target.lm_head.weight)
     with pytest.raises(ValueError, match="name one layer for each"):
         start_from(draft, str(tmp_path), [0, 1])
+    deeper = LlamaForCausalLM(LlamaConfig(vocab_size=64, **fields | {"num_hidden_layers": 4})).eval()
+    start_from(deeper, str(tmp_path), [0, 0, 1, 1])
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(deeper(ids).logits, target.eval()(ids).logits)
     other = LlamaForCausalLM(LlamaConfig(vocab_size=65, **fields))
     with pytest.raises(ValueError, match="do not fit model_config"):
         start_from(other, str(tmp_path), [0])

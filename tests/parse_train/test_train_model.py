@@ -32,7 +32,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def trained(target: PreTrainedModel, **options: Any) -> ValidityModel:
     """A model whose adapter and head really do something, as after training."""
-    head = ValidityHead.from_verbalizer(target, 67, 73)
+    head = ValidityHead.from_verbalizer(target, 67, 73, token_rank=3)
     model = ValidityModel(target, PROBE, head, lora_rank=4, lora_alpha=8, **options)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -40,6 +40,7 @@ def trained(target: PreTrainedModel, **options: Any) -> ValidityModel:
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
         model.head.bias.fill_(0.3)
+        model.head.tokens.out.weight.mul_(3)
     return model
 
 
@@ -61,7 +62,7 @@ def batch(examples: list[ValidityExample]) -> dict[str, Tensor]:
 
 
 def loss_of(model: ValidityModel, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(batch["input_ids"], batch["visible"])["logits"]
+    logits = model(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
     return logits[batch["visible"] > 0].tanh().sum()
 
 
@@ -105,7 +106,7 @@ def test_training_and_inference_agree(
     facts = AdapterFacts(describe_target(model), "?!", ("C", "I"), {"kind": "step"})
     validity = trained(model)
     with torch.no_grad():
-        expected = validity.eval()(batch["input_ids"], batch["visible"])["logits"].sigmoid()
+        expected = validity.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"].sigmoid()
     export_adapter(tmp_path / "adapter", validity, facts, {"auroc": 0.9})
 
     target = make_model(architecture)  # loaded anew: nothing of the training is left in it
@@ -125,6 +126,7 @@ def test_the_update_is_pefts_activated_lora(
     """peft itself, given the exported folder and the offset of the probe, computes the same hidden state."""
     facts = AdapterFacts(describe_target(make_model("llama")), "?!", ("C", "I"), {})
     validity = trained(make_model("llama"))
+    validity.head.tokens = None  # it reads no update
     export_adapter(tmp_path / "adapter", validity, facts, {})
     peft_model = PeftModel.from_pretrained(make_model("llama"), tmp_path / "adapter").eval()
     example = examples[0]
@@ -136,7 +138,7 @@ def test_the_update_is_pefts_activated_lora(
         peft_model(input_ids=ids, alora_offsets=[len(PROBE)])
         expected = validity.head(hidden["last"])[0]
         batch = ValidityCollator()([example])
-        ours = validity.eval()(batch["input_ids"], batch["visible"])["logits"][0, -1]
+        ours = validity.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"][0, -1]
     handle.remove()
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
 
@@ -157,10 +159,10 @@ def test_padding_changes_nothing(
 ) -> None:
     validity = trained(make_model("llama_gqa")).eval()
     with torch.no_grad():
-        together = validity(batch["input_ids"], batch["visible"])["logits"]
+        together = validity(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
         for i, example in enumerate(examples):
             alone = ValidityCollator()([example])
-            logits = validity(alone["input_ids"], alone["visible"])["logits"][0]
+            logits = validity(alone["input_ids"], alone["visible"], alone["cuts"])["logits"][0]
             torch.testing.assert_close(together[i, : len(example.cuts)], logits, rtol=1e-4, atol=1e-5)
     assert probe_positions(batch["visible"], 2).shape == (3, 6)
 
@@ -173,7 +175,7 @@ def test_the_untrained_head_is_the_verbalizer(
     judge = ZeroShotJudge(target, tokenizer)
     validity = ValidityModel(target, judge.probe.ids, judge.head.requires_grad_(True), lora_rank=4)
     with torch.no_grad():
-        logits = validity.eval()(batch["input_ids"], batch["visible"])["logits"]
+        logits = validity.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
     zero_shot = validity.judge(batch["input_ids"], batch["visible"], judge.probe.ids, judge.head)
     real = batch["visible"] > 0
     torch.testing.assert_close(logits[real], zero_shot[real])
@@ -182,15 +184,15 @@ def test_the_untrained_head_is_the_verbalizer(
 def test_the_state_is_adapter_and_head(make_model: Callable[..., PreTrainedModel], batch: dict[str, Tensor]) -> None:
     one, other = (
         trained(make_model("llama")),
-        ValidityModel(make_model("llama"), PROBE, ValidityHead(32), lora_rank=4, lora_alpha=8),
+        ValidityModel(make_model("llama"), PROBE, ValidityHead(32, token_rank=3), lora_rank=4, lora_alpha=8),
     )
     state = one.state_dict()
     assert all("lora_" in name or name.startswith("head.") for name in state)
     assert set(state) == {name for name, p in one.named_parameters() if p.requires_grad}
     other.load_state_dict(state)  # strict: the frozen target is not missed
     with torch.no_grad():
-        expected = one.eval()(batch["input_ids"], batch["visible"])["logits"]
-        torch.testing.assert_close(other.eval()(batch["input_ids"], batch["visible"])["logits"], expected)
+        expected = one.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
+        torch.testing.assert_close(other.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"], expected)
     with pytest.raises(RuntimeError, match="head.weight"):
         other.load_state_dict({name: value for name, value in state.items() if name != "head.weight"})
 
@@ -198,11 +200,11 @@ def test_the_state_is_adapter_and_head(make_model: Callable[..., PreTrainedModel
 def test_dropout_is_the_adapters_alone(make_model: Callable[..., PreTrainedModel], batch: dict[str, Tensor]) -> None:
     target = make_model("llama", attention_dropout=0.5)
     validity = trained(target, lora_dropout=0.5).train()
-    first, second = (validity(batch["input_ids"], batch["visible"])["logits"] for _ in range(2))
+    first, second = (validity(batch["input_ids"], batch["visible"], batch["cuts"])["logits"] for _ in range(2))
     assert not torch.equal(first, second)
     assert torch.equal(validity.context_hidden(batch["input_ids"]), validity.context_hidden(batch["input_ids"]))
     validity.eval()
-    first, second = (validity(batch["input_ids"], batch["visible"])["logits"] for _ in range(2))
+    first, second = (validity(batch["input_ids"], batch["visible"], batch["cuts"])["logits"] for _ in range(2))
     assert torch.equal(first, second)
 
 
