@@ -65,7 +65,7 @@ def build(
 
     if recipe.startswith("-"):
         raise ValueError("name the recipe first: parse-data build recipes/data.yaml [--key value ...]")
-    config = parse_recipe(recipe, context.args, BuildConfig)
+    (config,) = parse_recipe(recipe, context.args, [BuildConfig], "parse-data build")
     summary = run_build(config)
     Console().print(counts_table(summary, config.output_dir))
 

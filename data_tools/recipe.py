@@ -11,19 +11,17 @@ import difflib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast, get_origin, get_type_hints
+from typing import Any, NoReturn, cast, get_origin, get_type_hints
 
 import yaml
 from trl.scripts.utils import TrlParser
-
-Config = TypeVar("Config")
 
 
 class RecipeParser(TrlParser):
     """TRL's parser with complete option names, mistakes raised as `ValueError`, and mappings as YAML text."""
 
-    def __init__(self, dataclass_types: Iterable[type], recipe: str | Path) -> None:
-        super().__init__(dataclass_types=cast(Any, dataclass_types), allow_abbrev=False)
+    def __init__(self, dataclass_types: Iterable[type], recipe: str | Path, command: str) -> None:
+        super().__init__(dataclass_types=cast(Any, dataclass_types), prog=f"{command} {recipe}", allow_abbrev=False)
         self.recipe = recipe
         types = {name: kind for cls in self.dataclass_types for name, kind in get_type_hints(cls).items()}
         for action in self._actions:
@@ -54,21 +52,22 @@ class RecipeParser(TrlParser):
         return sorted({action.dest for action in self._actions} - {"help"})
 
 
-def parse_recipe(path: str | Path, overrides: Sequence[str], config_type: type[Config]) -> Config:
-    """An instance of the dataclass `config_type` from the recipe at `path` and `--key value` overrides.
+def parse_recipe(path: str | Path, overrides: Sequence[str], types: Sequence[type], command: str) -> tuple[Any, ...]:
+    """One instance of each of the dataclasses `types`, from the recipe at `path` and `--key value` overrides.
 
-    A mapping under the key `env` sets environment variables, as in TRL.
+    A mapping under the key `env` sets environment variables, as in TRL. `command` is for the help text.
 
     Raises:
         FileNotFoundError: no such recipe.
         ValueError: no YAML mapping, an unknown key (names the closest known one), or a value of the wrong type.
     """
     values = read_recipe(path)
+    values.pop("recipe", None)  # which kind of recipe it is; `parse_train` reads it
     environment = values.pop("env", None) or {}
     if not isinstance(environment, dict):
         raise ValueError(f"{path}: env must be a mapping of variable names to values, not {environment!r}")
     os.environ.update({str(key): str(value) for key, value in environment.items()})
-    parser = RecipeParser([config_type], path)
+    parser = RecipeParser(types, path, command)
     # argparse checks the types of texts alone, so numbers go in as text.
     as_text = {
         key: str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
@@ -82,8 +81,7 @@ def parse_recipe(path: str | Path, overrides: Sequence[str], config_type: type[C
     _refuse_unknown(parser, "command line", [word.split("=")[0] for word in rest if word.startswith("--")])
     if rest:
         raise ValueError(f"command line: {rest[0]!r} belongs to no key; write --key value")
-    (config,) = parser.parse_args_into_dataclasses(args=list(overrides), look_for_args_file=False)
-    return config
+    return parser.parse_args_into_dataclasses(args=list(overrides), look_for_args_file=False)
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:

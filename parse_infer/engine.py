@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -36,7 +36,7 @@ from parse_infer.prompts import Prompt, as_batch
 from parse_infer.request import Request
 from parse_infer.sampling import Sampling
 from parse_infer.segments import CutPolicy, Segmenter
-from parse_infer.validity import Probe, ValidityAdapter
+from parse_infer.validity import ValidityAdapter
 from parse_infer.verifier import Judge, Verification, Verifier
 from parse_infer.zero_shot import ZeroShotJudge
 
@@ -78,7 +78,7 @@ class ParseEngine:
         if cut_policy is None:
             cut_policy = CutPolicy.from_dict(judge.config.cut_policy) if judge is not None else CutPolicy()
         self.segmenter = Segmenter(target.tokenizer, cut_policy)
-        self.verifier = Verifier(target.decoder, cast("Judge", judge or _NoJudge()), self.segmenter)
+        self.verifier = Verifier(target.decoder, judge, self.segmenter)
         self._current: Request | None = None
 
     @classmethod
@@ -337,13 +337,6 @@ class ParseEngine:
     @staticmethod
     def _settings(settings: GenerationSettings | None, overrides: Mapping[str, Any]) -> GenerationSettings:
         return (settings or GenerationSettings()).override(**overrides)
-
-
-class _NoJudge:
-    """Fills the judge's place where none is loaded. Mode "exact" runs its passes without probes, so nobody asks it."""
-
-    probe = Probe((0,), "")
-    lora = None
 
 
 def _wants_tail(settings: GenerationSettings) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from parse_infer.attention import enable_split_attention, text_config
@@ -51,7 +52,7 @@ class Verifier:
 
     Args:
         decoder: the target's decoder. Split attention is enabled on its model.
-        judge: adapter or zero-shot judge.
+        judge: adapter or zero-shot judge; None: passes without cuts only, as mode "exact" runs them.
         segmenter: finds the cuts.
 
     Raises:
@@ -59,14 +60,14 @@ class Verifier:
             tokens).
     """
 
-    def __init__(self, decoder: Decoder, judge: Judge, segmenter: Segmenter) -> None:
+    def __init__(self, decoder: Decoder, judge: Judge | None, segmenter: Segmenter) -> None:
         enable_split_attention(decoder.model)
         _check_packed_pass(decoder.model)
         self.decoder = decoder
         self.judge = judge
         self.segmenter = segmenter
-        self._probe = judge.probe
-        self._embed = decoder.model.get_input_embeddings()
+        self._probe = Probe((0,), "") if judge is None else judge.probe
+        self._embeddings = cast(nn.Embedding, decoder.model.get_input_embeddings())
 
     @torch.inference_mode()
     def verify(self, draft_ids: Sequence[int], cuts: Sequence[int] | None = None) -> Verification:
@@ -80,25 +81,30 @@ class Verifier:
             cuts: strictly increasing offsets in 0..len(draft); by default the segmenter's.
 
         Raises:
-            ValueError: cuts out of order or range, or an empty context.
+            ValueError: cuts out of order or range, cuts without a judge, or an empty context.
         """
         cuts = self.segmenter.cuts(draft_ids) if cuts is None else list(cuts)
         if any(not 0 <= c <= len(draft_ids) for c in cuts) or any(
             b <= a for a, b in zip(cuts, cuts[1:], strict=False)
         ):
             raise ValueError(f"cuts must increase strictly within 0..{len(draft_ids)}, not {cuts}")
+        judge = self.judge
+        if judge is None and cuts:
+            raise ValueError("this verifier has no judge, so it can verify drafts without cuts only")
         start = len(self.decoder.ids)
         visible = [start + cut - self._repeats_end(draft_ids, cut) for cut in cuts]
         probed = len(cuts) * len(self._probe.ids)
-        lora = self.judge.lora
+        lora = None if judge is None else judge.lora
         with lora.applied(probed) if lora is not None and probed else nullcontext():
             output = self.decoder.forward(draft_ids, probe_ids=self._probe.ids, visible=visible)
         validity = []
-        if cuts:
-            head, doubt = self.judge.head, None
+        if judge is not None and cuts:
+            head, doubt = judge.head, None
             if head.tokens is not None:
                 ids, ends = (torch.tensor(values, device=self.decoder.device) for values in (draft_ids, cuts))
-                doubt = TokenDoubt.of_prefixes(head.tokens(output.hidden[:-1], self._embed(ids)), ends)
+                doubt = TokenDoubt.of_prefixes(
+                    head.tokens(output.hidden[:-1], embedding(ids, self._embeddings.weight)), ends
+                )
             validity = torch.sigmoid(head(output.probe_hidden, doubt)).tolist()
         return Verification(cuts=cuts, validity=validity, hidden=output.hidden)
 

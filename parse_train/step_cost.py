@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
+from data_tools.recipe import parse_recipe
 from parse_train.collator import ValidityCollator
-from parse_train.recipe import parse_recipe
 from parse_train.validity import build_model, encoder_for, load_target, pad_id
 from parse_train.validity_config import ValidityTrainingConfig
 from parse_train.validity_data import load_datasets
@@ -115,7 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not arguments or arguments[0].startswith("-"):
             raise ValueError("name a recipe first: python -m parse_train.step_cost recipes/train.yaml [--rounds 12]")
-        config, how = parse_recipe(arguments[0], arguments[1:], [ValidityTrainingConfig, StepCostArguments])
+        types = [ValidityTrainingConfig, StepCostArguments]
+        config, how = parse_recipe(arguments[0], arguments[1:], types, "python -m parse_train.step_cost")
         if how.rounds < 1:
             raise ValueError(f"rounds is {how.rounds}; it must be at least 1")
         print(run(config, how.rounds))

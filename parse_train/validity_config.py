@@ -76,7 +76,7 @@ class ValidityTrainingConfig(TrainingArguments):
     lora_rank: int = field(default=16, metadata={"help": "Rank of the low-rank update."})
     token_rank: int = field(
         default=64,
-        metadata={"help": "Inner size of the network that compares draft tokens with what the target expected; 0: none."},
+        metadata={"help": "Inner size of the network that compares draft tokens with the target's own; 0: none."},
     )
     lora_alpha: int = field(default=32, metadata={"help": "The update is scaled by lora_alpha / lora_rank."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout in front of the low-rank update."})

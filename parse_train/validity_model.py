@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 from transformers import DynamicCache, PreTrainedModel
 
 from parse_infer.attention import enable_split_attention, layer_masks, layer_windows
@@ -115,7 +116,7 @@ class ValidityModel(nn.Module):
     def _doubt(self, context: Tensor, input_ids: Tensor, visible: Tensor, cuts: Tensor) -> Tensor:
         """Doubt [B, K] about each prefix, from the hidden states [B, T, H] of prompt and draft."""
         with torch.no_grad():
-            written = cast(nn.Module, self.base.get_input_embeddings())(input_ids[:, 1:])
+            written = embedding(input_ids[:, 1:], cast(nn.Embedding, self.base.get_input_embeddings()).weight)
         doubt = self.head.tokens(context[:, :-1], written)  # of tokens 1 to T-1
         start = (visible - cuts)[:, :1]  # the first cut is never padding
         prompt = torch.arange(1, input_ids.shape[1], device=input_ids.device) < start

@@ -290,7 +290,8 @@ def test_progress_shows_rate_and_time_left_in_80_columns(terminal: bool, monkeyp
 @pytest.mark.parametrize(("name", "target"), [("data.yaml", "zoo:target"), ("real/data.yaml", "Qwen/Qwen3-8B")])
 def test_the_recipes_of_the_project_are_read(name: str, target: str) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / name
-    config = parse_recipe(recipe, ["--limit", "7", "--temperatures", "0.5", "1", "--exhaustive"], BuildConfig)
+    overrides = ["--limit", "7", "--temperatures", "0.5", "1", "--exhaustive"]
+    (config,) = parse_recipe(recipe, overrides, [BuildConfig], "parse-data build")
     assert (config.target, config.limit, config.temperatures, config.exhaustive) == (target, 7, [0.5, 1.0], True)
     assert config.policy.kind == "step"
 

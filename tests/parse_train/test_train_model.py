@@ -192,7 +192,9 @@ def test_the_state_is_adapter_and_head(make_model: Callable[..., PreTrainedModel
     other.load_state_dict(state)  # strict: the frozen target is not missed
     with torch.no_grad():
         expected = one.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
-        torch.testing.assert_close(other.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"], expected)
+        torch.testing.assert_close(
+            other.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"], expected
+        )
     with pytest.raises(RuntimeError, match="head.weight"):
         other.load_state_dict({name: value for name, value in state.items() if name != "head.weight"})
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from data_tools.recipe import parse_recipe
 from parse_train.__main__ import main
-from parse_train.recipe import load_recipe, parse_recipe
+from parse_train.recipe import load_recipe
 from parse_train.validity_config import ValidityTrainingConfig
 
 REPOSITORY = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def parse(recipe: Path, *overrides: str) -> ValidityTrainingConfig:
-    (config,) = parse_recipe(recipe, ["--report_to", "none", *overrides], [ValidityTrainingConfig])
+    (config,) = parse_recipe(recipe, ["--report_to", "none", *overrides], [ValidityTrainingConfig], "parse_train")
     return config
 
 
