@@ -99,14 +99,19 @@ class Verifier:
             output = self.decoder.forward(draft_ids, probe_ids=self._probe.ids, visible=visible)
         validity = []
         if judge is not None and cuts:
-            head, doubt = judge.head, None
-            if head.tokens is not None:
-                ids, ends = (torch.tensor(values, device=self.decoder.device) for values in (draft_ids, cuts))
-                doubt = TokenDoubt.of_prefixes(
-                    head.tokens(output.hidden[:-1], embedding(ids, self._embeddings.weight)), ends
-                )
-            validity = torch.sigmoid(head(output.probe_hidden, doubt)).tolist()
+            doubt = self._doubt(judge.head.tokens, draft_ids, output.hidden, cuts)
+            validity = torch.sigmoid(judge.head(output.probe_hidden, doubt)).tolist()
         return Verification(cuts=cuts, validity=validity, hidden=output.hidden)
+
+    def _doubt(
+        self, tokens: TokenDoubt | None, draft_ids: Sequence[int], hidden: Tensor, cuts: Sequence[int]
+    ) -> Tensor | None:
+        """What the draft's tokens say against each prefix, [K], from the hidden states of the same pass."""
+        if tokens is None:
+            return None
+        ids, ends = (torch.tensor(values, device=hidden.device) for values in (draft_ids, cuts))
+        # A lookup in the matrix, not a call of the module: some models scale there, and the reader normalises anyway.
+        return TokenDoubt.of_prefixes(tokens(hidden[:-1], embedding(ids, self._embeddings.weight)), ends)
 
     @torch.inference_mode()
     def greedy_match(self, draft_ids: Sequence[int], verification: Verification, start: int = 0) -> int:

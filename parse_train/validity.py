@@ -110,16 +110,9 @@ def describe(
     target = describe_target(lm.model)
     if config.target.startswith("zoo:"):
         target["name"] = config.target
-    settings = (
-        "lora_rank",
-        "lora_alpha",
-        "token_rank",
-        "learning_rate",
-        "num_train_epochs",
-        "seed",
-        "template_options",
-    )
-    provenance: dict[str, Any] = {"data": config.data, **counts, **{name: getattr(config, name) for name in settings}}
+    settings = ("lora_rank", "lora_alpha", "token_rank", "learning_rate", "num_train_epochs", "seed")
+    provenance: dict[str, Any] = {"data": config.data, **counts, "template_options": config.template_options}
+    provenance |= {name: getattr(config, name) for name in settings}
     provenance["parse_engine"] = importlib.metadata.version("parse-engine") if _installed() else "source"
     label = {"kind": "soft" if config.soft_labels else "hard", **label, "class_weighting": config.class_weighting}
     return AdapterFacts(
