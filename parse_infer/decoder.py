@@ -6,7 +6,7 @@ layers, whose window then comes from the mask), so that cropping back to any tok
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from parse_infer.attention import SPLIT_ATTENTION, layer_masks, layer_windows, text_config
-from parse_infer.packing import probe_mask, probe_positions
+from parse_infer.packing import probe_mask, probe_positions, tree_mask
 from parse_infer.sampling import Sampling, choose
 
 __all__ = ["Decoder", "PassOutput", "Sampling"]
@@ -44,6 +44,7 @@ class Decoder:
         ids: the context; `ids[:cached]` are in the cache.
         cached: number of tokens in the cache.
         forwards: model forwards so far.
+        edits: changes of the context from outside decode() so far.
 
     Raises:
         ValueError: the cache of this model cannot be cropped exactly, or its logits are not
@@ -65,7 +66,8 @@ class Decoder:
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self._cache = DynamicCache()
         self._next_logits: Tensor | None = None
-        self._edits = 0  # counts changes of the context from outside decode()
+        self._guessed: list[int] = []  # between look_ahead() and keep()
+        self.edits = 0  # counts changes of the context from outside decode()
         self._check_logits()
 
     @property
@@ -80,13 +82,13 @@ class Decoder:
         ids = list(ids)
         if ids == self.ids:
             return
-        common = min(self.cached, len(ids))
+        common = min(self.cached, len(self.ids), len(ids))
         if ids[:common] != self.ids[:common]:
             common = next(i for i in range(common) if ids[i] != self.ids[i])
         self._crop(common)
         self.ids = ids
         self._next_logits = None
-        self._edits += 1
+        self.edits += 1
 
     @torch.inference_mode()
     def decode(
@@ -109,24 +111,24 @@ class Decoder:
             generator = sampling.generator(self.device)
         if max_new_tokens <= 0:
             return
-        logits = self._next_logits if self._next_logits is not None else self.logits(self._run([])[-1])
+        logits = self.next_logits()
         position = torch.tensor([[len(self.ids)]], device=self.device)
-        self._edits += 1
-        edits = self._edits
+        self.edits += 1
+        edits = self.edits
         for count in range(1, max_new_tokens + 1):
             token = choose(logits, sampling, generator)
             token_id = int(token)  # synchronises with the device: the loop's exit test
             self.ids.append(token_id)
             self._next_logits = None
             yield token_id
-            if self._edits != edits:
+            if self.edits != edits:
                 raise RuntimeError("the context was changed during decode(): start a new decode() after seek()")
             if token_id in self.eos_ids or count == max_new_tokens:
                 return
             if self.cached == len(self.ids) - 1:
                 hidden = self._step(token.view(1, 1), position)[0, 0]
             else:  # next logits were given while context tokens were still missing from the cache
-                hidden, edits = self._run([])[-1], self._edits
+                hidden, edits = self._run([])[-1], self.edits
             logits = self.logits(hidden)
             position = position + 1
 
@@ -152,8 +154,18 @@ class Decoder:
             raise ValueError("a probe needs at least one token")
         if any(not 0 < v <= total for v in visible):
             raise ValueError(f"a probe sees between 1 and {total} tokens here, not {list(visible)}")
-        hidden = self._run(extra_ids, probe_ids, visible)
         probed = len(visible) * len(probe_ids)
+        if probed:
+            cuts, p = torch.tensor([list(visible)], device=self.device), len(probe_ids)
+            hidden = self._run(
+                extra_ids,
+                list(probe_ids) * len(visible),
+                probe_positions(cuts, p)[0],
+                lambda window: probe_mask(cuts, p, total, window),
+            )
+            self._crop(total)
+        else:
+            hidden = self._run(extra_ids)
         text, probes = hidden[: len(hidden) - probed], hidden[len(hidden) - probed :]
         readout = probes[len(probe_ids) - 1 :: len(probe_ids)] if probed else probes
         return PassOutput(hidden=text[len(text) - 1 - len(extra_ids) :], probe_hidden=readout)
@@ -166,33 +178,96 @@ class Decoder:
             logits = logits * self._multiplier
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
+    @property
+    def knows_next(self) -> bool:
+        """Whether `next_logits` needs no forward."""
+        return self._next_logits is not None
+
+    @torch.inference_mode()
+    def next_logits(self) -> Tensor:
+        """Logits [V] of the token after the context; runs a forward unless they are known."""
+        if self._next_logits is None:
+            self._next_logits = self.logits(self._run([])[-1])
+        return self._next_logits
+
+    @torch.inference_mode()
+    def look_ahead(self, tokens: Sequence[int], parents: Sequence[int]) -> Tensor:
+        """One forward over [context tokens not cached yet, a tree of guessed tokens]; `keep` must follow.
+
+        Args:
+            tokens: n token ids.
+            parents: for each the index of the token it follows, -1 the context's last; parents stand before children.
+
+        Returns:
+            [1 + n, H]: the final-norm state after the last context token and after every guessed token.
+
+        Raises:
+            ValueError: an empty context, or a tree with branches on a model whose attention is not split.
+        """
+        n, chain = len(tokens), list(parents) == list(range(-1, len(tokens) - 1))
+        if chain:
+            hidden = self._run(tokens)
+            del self.ids[len(self.ids) - n :]
+        else:
+            depth = [0] * n
+            sees = torch.eye(n, dtype=torch.bool)
+            for i, parent in enumerate(parents):
+                if parent >= 0:
+                    depth[i] = depth[parent] + 1
+                    sees[i] |= sees[parent]
+            start = len(self.ids)
+            steps, sees = torch.tensor(depth, device=self.device), sees.to(self.device)
+            hidden = self._run([], tokens, start + steps, lambda window: tree_mask(sees, steps, start, window))
+        self._guessed = list(tokens)
+        return hidden[len(hidden) - n - 1 :]
+
+    @torch.inference_mode()
+    def keep(self, path: Sequence[int]) -> None:
+        """Append the guessed tokens on this path (from the root down) to the context and drop the others."""
+        start = len(self.ids)
+        for position, node in enumerate(path, start):
+            if start + node != position:  # a chain stands where it belongs already
+                for layer in self._cache.layers:
+                    for kept in (layer.keys, layer.values):
+                        kept[:, :, position] = kept[:, :, start + node]
+        self.ids.extend(self._guessed[node] for node in path)
+        self._crop(len(self.ids))
+        self._next_logits = None
+        self.edits += 1
+
     def set_next_logits(self, logits: Tensor) -> None:
         """Let the next `decode` choose its first token from these logits [V] instead of running a forward."""
         self._next_logits = logits
 
-    def _run(self, extra_ids: Sequence[int], probe_ids: Sequence[int] = (), visible: Sequence[int] = ()) -> Tensor:
-        """The pass behind `forward`; hidden states of all its tokens, [T, H]."""
+    def _run(
+        self,
+        extra_ids: Sequence[int],
+        trailing_ids: Sequence[int] = (),
+        trailing_positions: Tensor | None = None,
+        trailing_mask: Callable[[int | None], Tensor] | None = None,
+    ) -> Tensor:
+        """One forward over [context tokens not cached yet, extra_ids, trailing_ids]; hidden states of all, [T, H].
+
+        `extra_ids` join the context. The trailing tokens (probes, a tree) have positions [n] and a mask of their own
+        for each sliding window; they stay in the cache behind the context until it is cropped.
+        """
         if not self.ids:
             raise ValueError("the context is empty: seek() to a prompt of at least one token first")
         if self.cached == len(self.ids):
             self._crop(self.cached - 1)  # the last context token's hidden state is asked for
         past, text = self.cached, [*self.ids[self.cached :], *extra_ids]
-        n_keys, device = past + len(text), self.device
-        tokens = torch.tensor([[*text, *list(probe_ids) * len(visible)]], device=device)
-        positions = torch.arange(past, n_keys, device=device)[None]
+        tokens = torch.tensor([[*text, *trailing_ids]], device=self.device)
+        positions = torch.arange(past, past + len(text), device=self.device)
         mask = None
-        if len(visible):
+        if trailing_positions is not None and trailing_mask is not None:
             if text_config(self.model)._attn_implementation != SPLIT_ATTENTION:
-                raise ValueError("probes need split attention: call enable_split_attention(model) first")
-            cuts = torch.tensor([list(visible)], device=device)
-            p = len(probe_ids)
-            positions = torch.cat([positions, probe_positions(cuts, p)], dim=1)
-            mask = layer_masks(self._windows, lambda window: probe_mask(cuts, p, n_keys, window))
-        hidden = self._step(tokens, positions, mask)[0]
+                raise ValueError("probes and trees need split attention: call enable_split_attention(model) first")
+            positions = torch.cat([positions, trailing_positions])
+            mask = layer_masks(self._windows, trailing_mask)
+        hidden = self._step(tokens, positions[None], mask)[0]
         self.ids.extend(extra_ids)
-        self._crop(n_keys)
         self._next_logits = None
-        self._edits += 1
+        self.edits += 1
         return hidden
 
     def _step(self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor] | None = None) -> Tensor:

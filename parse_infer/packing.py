@@ -59,6 +59,25 @@ def probe_mask(visible: Tensor, probe_len: int, n_keys: int, window: int | None 
     return torch.cat([before, own.expand(b, -1, -1)], dim=-1).unsqueeze(1)
 
 
+def tree_mask(sees: Tensor, depth: Tensor, n_keys: int, window: int | None = None) -> Tensor:
+    """What the n tokens of a tree may attend to (True): every key before it, their ancestors and themselves.
+
+    Args:
+        sees: bool [n, n], sees[i, j]: token j is token i or an ancestor of it.
+        depth: int64 [n], 0 for a child of the root; token i stands at position n_keys + depth[i].
+        n_keys: keys in front of the tree.
+        window: sliding window of the layer, or None.
+
+    Returns:
+        bool [1, 1, n, n_keys + n].
+    """
+    before = torch.ones(len(depth), n_keys, dtype=torch.bool, device=sees.device)
+    if window is not None:
+        before = n_keys + depth[:, None] - torch.arange(n_keys, device=sees.device) < window
+        sees = sees & (depth[:, None] - depth < window)
+    return torch.cat([before, sees], dim=-1)[None, None]
+
+
 def readout_index(n_probes: int, probe_len: int) -> Tensor:
     """Index of each probe's last token among the K*P probe tokens: int64 [K]."""
     return torch.arange(1, n_probes + 1) * probe_len - 1

@@ -50,8 +50,6 @@ class Sampling:
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
     """Token chosen from logits, row by row; no synchronisation with the device.
 
-    The order is transformers': temperature, then top-k, then top-p on what is left.
-
     Args:
         logits: [..., V].
         generator: random generator on the logits' device; unused when greedy.
@@ -61,6 +59,30 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
     """
     if sampling.greedy:
         return logits.argmax(-1)
+    probabilities, ids = _candidates(logits, sampling)
+    chosen = draw(probabilities, generator)[..., None]
+    return (chosen if ids is None else ids.gather(-1, chosen)).squeeze(-1)
+
+
+def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The probabilities [..., V] (float32) that `choose` draws from; sampling must not be greedy."""
+    probabilities, ids = _candidates(logits, sampling)
+    if ids is not None:
+        probabilities = torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, ids, probabilities)
+    return probabilities / probabilities.sum(-1, keepdim=True)
+
+
+def draw(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One index [...] for each row of probabilities [..., V], which need not add up to 1."""
+    flat = probabilities.reshape(-1, probabilities.shape[-1])
+    return torch.multinomial(flat, 1, generator=generator).view(probabilities.shape[:-1])
+
+
+def _candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
+    """Probabilities of the tokens that may be chosen, and their ids (None: all in order).
+
+    The order is transformers': temperature, then top-k, then top-p on what is left.
+    """
     scores, ids = logits.float() / sampling.temperature, None
     if 0 < sampling.top_k < scores.shape[-1]:
         scores, ids = scores.topk(sampling.top_k, dim=-1)
@@ -70,6 +92,4 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
     if sampling.top_p < 1:
         mass_before = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities.masked_fill(mass_before >= sampling.top_p, 0.0)
-    flat = probabilities.reshape(-1, probabilities.shape[-1])
-    chosen = torch.multinomial(flat, 1, generator=generator).view(*probabilities.shape[:-1], 1)
-    return (chosen if ids is None else ids.gather(-1, chosen)).squeeze(-1)
+    return probabilities, ids

@@ -1,0 +1,61 @@
+"""A draft model as a token-level drafter: classical speculative decoding (arXiv 2211.17192)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from parse_infer.loading import LanguageModel, same_tokenizer
+from parse_infer.sampling import Sampling, distribution, draw
+from parse_infer.speculation import Guess
+
+
+class ModelTokenDrafter:
+    """Lets `draft` write a chain of the next few tokens; its cache follows the context by itself.
+
+    Args:
+        draft: the small model.
+        model: the model whose tokens are guessed.
+        tokens: the length of a chain.
+
+    Raises:
+        ValueError: the two have different tokenizers, or `tokens` is below 1.
+    """
+
+    def __init__(self, draft: LanguageModel, model: LanguageModel, tokens: int = 5) -> None:
+        if not same_tokenizer(draft.tokenizer, model.tokenizer):
+            raise ValueError(
+                f"{draft.name!r} cannot guess tokens of {model.name!r}: their tokenizers differ; token-level "
+                "speculation needs a draft model with the same tokenizer"
+            )
+        if tokens < 1:
+            raise ValueError(f"a chain needs at least 1 token, not {tokens}")
+        self.draft, self.tokens = draft, tokens
+        self._vocabulary = min(draft.n_embeddings, model.n_embeddings)
+        self._columns = model.model.config.get_text_config(decoder=True).vocab_size
+
+    @property
+    def forwards(self) -> int:
+        return self.draft.decoder.forwards
+
+    @torch.inference_mode()
+    def guess(self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
+        size = min(self.tokens, limit, self.draft.window - len(ids))
+        if size < 1 or max(ids) >= self.draft.n_embeddings:  # padding ids, which only untrained models write
+            return Guess.chain(())
+        decoder, tokens, drawn_from = self.draft.decoder, [], []
+        decoder.seek(ids)
+        for _ in range(size):
+            logits = decoder.next_logits()[: self._vocabulary]
+            if sampling.greedy:
+                token = int(logits.argmax())
+            else:
+                q = distribution(logits, sampling)
+                token = int(draw(q, generator))
+                drawn_from.append(torch.nn.functional.pad(q, (0, self._columns - len(q))))
+            tokens.append(token)
+            if token in decoder.eos_ids:
+                break
+            decoder.seek([*decoder.ids, token])
+        return Guess.chain(tokens, torch.stack(drawn_from) if drawn_from else None)

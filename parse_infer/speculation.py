@@ -1,0 +1,148 @@
+"""Token-level speculation: several tokens per forward of one model, and not one token other than it would write alone.
+
+A token drafter guesses a tree of next tokens, one forward of the model looks at all of them, and a walk from the root
+keeps what the model itself would have chosen. Greedy: the very same tokens. Sampling: the very same distribution
+(chains: Leviathan et al., arXiv 2211.17192; siblings drawn at random: recursive rejection, SpecInfer, arXiv
+2305.09781). `speculate` stands in for `Decoder.decode` wherever a model writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parse_infer.decoder import Decoder
+from parse_infer.sampling import Sampling, distribution, draw
+
+ROOT = -1
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A tree of guessed tokens behind the context.
+
+    Attributes:
+        tokens: n token ids of the guided model.
+        parents: for each the index of the token it follows, `ROOT` the context's last; parents stand before children,
+            and siblings differ unless they were drawn at random.
+        drawn_from: float32 [n, V], the distribution each token was drawn from, the same for siblings; None for tokens
+            that were chosen without chance.
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    drawn_from: Tensor | None = None
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], drawn_from: Tensor | None = None) -> Guess:
+        return cls(tokens, range(ROOT, len(tokens) - 1), drawn_from)
+
+
+class TokenDrafter(Protocol):
+    """Guesses the next few tokens of one model. It is told the whole context every time and keeps up by itself."""
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of the drafter's own model so far (0 without one)."""
+        ...
+
+    def guess(self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
+        """Guess what follows `ids`, at most `limit` tokens deep; an empty guess where there is nothing to say.
+
+        Args:
+            sampling: what the model samples with; a drafter that draws its tokens should draw them alike.
+            generator: random generator on the model's device.
+        """
+        ...
+
+
+def speculate(
+    decoder: Decoder,
+    drafter: TokenDrafter,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[int]:
+    """Yield new tokens as `decoder.decode` does, after fewer forwards.
+
+    The context may run ahead of what has been yielded: `seek` before using the decoder for anything else.
+
+    Raises:
+        ValueError: the context is empty.
+        RuntimeError: the context was changed while this iterator was still in use.
+    """
+    sampling = sampling or Sampling()
+    if generator is None:
+        generator = sampling.generator(decoder.device)
+    room = max_new_tokens
+    # The first choice needs no guess where its logits are known already, as after a verification pass.
+    logits = decoder.next_logits()[None] if room > 0 and decoder.knows_next else None
+    while room > 0:
+        guess = Guess((), ())
+        if logits is None:
+            guess = drafter.guess(decoder.ids, room - 1, sampling, generator)
+            logits = decoder.logits(decoder.look_ahead(guess.tokens, guess.parents))
+        path, last = walk(logits, guess, sampling, generator)
+        logits = None
+        decoder.keep(path) if guess.tokens else None
+        new = [*(guess.tokens[node] for node in path), last]
+        decoder.seek([*decoder.ids, last])
+        edits = decoder.edits
+        for token in new[:room]:
+            yield token
+            if decoder.edits != edits:
+                raise RuntimeError("the context was changed during speculate(): start anew after seek()")
+            if token in decoder.eos_ids:
+                return
+        room -= len(new)
+
+
+@torch.inference_mode()
+def walk(
+    logits: Tensor, guess: Guess, sampling: Sampling, generator: torch.Generator | None = None
+) -> tuple[list[int], int]:
+    """The guessed tokens that hold, as a path from the root, and the token that the model itself puts behind them.
+
+    Args:
+        logits: [1 + n, V]: of the model after the context, and after every guessed token.
+    """
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(guess.parents):
+        children.setdefault(parent, []).append(node)
+    path: list[int] = []
+    at = ROOT
+    if sampling.greedy:
+        choice = logits.argmax(-1).tolist()  # the one synchronisation of a block
+        while True:
+            token = choice[at + 1]
+            at = next((node for node in children.get(at, ()) if guess.tokens[node] == token), ROOT)
+            if at == ROOT:
+                return path, token
+            path.append(at)
+    while True:
+        kept, token = _choose_child(distribution(logits[at + 1], sampling), children.get(at, ()), guess, generator)
+        if kept is None:
+            return path, token
+        path.append(kept)
+        at = kept
+
+
+def _choose_child(
+    p: Tensor, children: Sequence[int], guess: Guess, generator: torch.Generator | None
+) -> tuple[int | None, int]:
+    """A token distributed as `p` [V], and the child that holds it (None: no child was accepted)."""
+    if guess.drawn_from is None:  # chosen without chance: draw from p and look whether it is there
+        token = int(draw(p, generator))
+        return next((node for node in children if guess.tokens[node] == token), None), token
+    for node in children:
+        token, q = guess.tokens[node], guess.drawn_from[node]
+        if torch.rand((), device=p.device, generator=generator) * q[token] < p[token]:
+            return node, token
+        rest = (p - q).clamp_min(0)
+        # Rounding may leave nothing where p and q are equal; then the token was as good as accepted.
+        p = rest / rest.sum() if rest.sum() > 0 else p
+    return None, int(draw(p, generator))
