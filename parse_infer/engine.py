@@ -18,6 +18,7 @@ from parse_infer.answer import Answer
 from parse_infer.drafters import Drafter
 from parse_infer.drafters.model import ModelDrafter
 from parse_infer.drafters.text import TextDrafter
+from parse_infer.drafters.token_drafters import check_token_drafters, load_token_drafter
 from parse_infer.generation import (
     Done,
     Drafted,
@@ -36,6 +37,7 @@ from parse_infer.prompts import Prompt, as_batch
 from parse_infer.request import Request
 from parse_infer.sampling import Sampling
 from parse_infer.segments import CutPolicy, Segmenter
+from parse_infer.speculation import TokenDrafter, write
 from parse_infer.validity import ValidityAdapter
 from parse_infer.verifier import Judge, Verification, Verifier
 from parse_infer.zero_shot import ZeroShotJudge
@@ -65,13 +67,17 @@ class ParseEngine:
         judge: Judge | None = None,
         *,
         drafter: Drafter | None = None,
+        target_drafter: TokenDrafter | None = None,
+        draft_drafter: TokenDrafter | None = None,
         threshold: float | None = None,
         cut_policy: CutPolicy | None = None,
     ) -> None:
         self.target = target
         self.draft = draft
         self.judge = judge
-        self.drafter = ModelDrafter(draft, target) if drafter is None and draft is not None else drafter
+        self.target_drafter = target_drafter
+        self.draft_drafter = draft_drafter
+        self.drafter = ModelDrafter(draft, target, draft_drafter) if drafter is None and draft is not None else drafter
         calibrated = judge.config.threshold if judge is not None else None
         self.threshold = next(t for t in (threshold, calibrated, DEFAULT_THRESHOLD) if t is not None)
         check_threshold(self.threshold)
@@ -89,6 +95,8 @@ class ParseEngine:
         adapter: str | Path | None = None,
         *,
         zero_shot: bool = False,
+        target_drafter: str | None = None,
+        draft_drafter: str | None = None,
         threshold: float | None = None,
         cut_policy: CutPolicy | None = None,
         device: str | torch.device | None = None,
@@ -101,6 +109,8 @@ class ParseEngine:
 
         Without an adapter, `zero_shot=True` asks the target itself whether a prefix is right; without either, only
         mode "exact" generates. `template_options` are switches of the chat templates (`{"enable_thinking": False}`).
+        `target_drafter` and `draft_drafter` speed up what each model writes itself, without changing it: "lookup", or
+        for the target "draft" (see `parse_infer.drafters.token_drafters`).
 
         Raises ValueError or OSError with one sentence for whatever is missing, damaged or does not fit.
         """
@@ -111,6 +121,7 @@ class ParseEngine:
         for name in (target, draft, adapter):
             if name is not None:
                 resolve(name)  # a wrong name is found before the first model is loaded
+        check_token_drafters(target_drafter, draft_drafter, has_draft=draft is not None)
         load = partial(
             load_language_model,
             device=device,
@@ -125,7 +136,19 @@ class ParseEngine:
         elif zero_shot:
             judge = ZeroShotJudge(loaded.model, loaded.tokenizer)
         draft_model = load(draft, role="draft") if draft is not None else None
-        return cls(loaded, draft_model, judge, threshold=threshold, cut_policy=cut_policy)
+        token_drafters = (
+            load_token_drafter(target_drafter, loaded, draft_model),
+            load_token_drafter(draft_drafter, draft_model, None),
+        )
+        return cls(
+            loaded,
+            draft_model,
+            judge,
+            target_drafter=token_drafters[0],
+            draft_drafter=token_drafters[1],
+            threshold=threshold,
+            cut_policy=cut_policy,
+        )
 
     def generate(
         self,
@@ -307,7 +330,8 @@ class ParseEngine:
 
     def _decode(self, model: LanguageModel, request: Request) -> Iterator[int]:
         """Tokens of `model` for the rest of the answer; what the consumer does in between is not timed."""
-        tokens = model.decoder.decode(request.answer.room, request.sampling, request.generator)
+        drafter = self.target_drafter if model is self.target else self.draft_drafter
+        tokens = write(model.decoder, drafter, request.answer.room, request.sampling, request.generator)
         field = "resume_s" if model is self.target else "draft_s"
         while True:
             with request.timed(field):

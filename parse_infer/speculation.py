@@ -60,6 +60,19 @@ class TokenDrafter(Protocol):
         ...
 
 
+def write(
+    decoder: Decoder,
+    drafter: TokenDrafter | None,
+    max_new_tokens: int,
+    sampling: Sampling,
+    generator: torch.Generator | None = None,
+) -> Iterator[int]:
+    """New tokens one after the other, with a token drafter or without."""
+    if drafter is None:
+        return decoder.decode(max_new_tokens, sampling, generator)
+    return speculate(decoder, drafter, max_new_tokens, sampling, generator)
+
+
 def speculate(
     decoder: Decoder,
     drafter: TokenDrafter,

@@ -12,6 +12,7 @@ from parse_infer.drafters import Draft
 from parse_infer.loading import LanguageModel, same_tokenizer
 from parse_infer.prompts import Prompt
 from parse_infer.sampling import Sampling
+from parse_infer.speculation import TokenDrafter, write
 
 
 class ModelDrafter:
@@ -20,11 +21,13 @@ class ModelDrafter:
     The prompt is rendered by the draft model's own chat template. With the target's tokenizer (`shares_tokens`) token
     ids pass straight through; with another one the answer so far reaches the draft model as text, and its draft
     reaches the target as text. Its cache is kept from round to round and from prompt to prompt (`Decoder.seek`).
+    `token_drafter` lets the draft model write several tokens per forward of its own.
     """
 
-    def __init__(self, draft: LanguageModel, target: LanguageModel) -> None:
+    def __init__(self, draft: LanguageModel, target: LanguageModel, token_drafter: TokenDrafter | None = None) -> None:
         self.draft = draft
         self.target = target
+        self.token_drafter = token_drafter
         self.shares_tokens = same_tokenizer(draft.tokenizer, target.tokenizer)
         self._end_ids = draft.eos_ids | target.eos_ids if self.shares_tokens else draft.eos_ids
         if self.shares_tokens and draft.tokenizer.chat_template is None:  # a base model next to a chat model
@@ -59,7 +62,7 @@ class ModelDrafter:
         answer.add(written, "target")
         before = answer.text
         self.draft.decoder.seek(context)
-        for token in self.draft.decoder.decode(room, self._sampling, self._generator):
+        for token in write(self.draft.decoder, self.token_drafter, room, self._sampling, self._generator):
             answer.add([token], "draft")
             if not answer.open:
                 break

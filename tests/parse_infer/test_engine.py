@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 
 import pytest
 
 from parse_infer.decoder import Decoder
+from parse_infer.drafters.token_drafters import load_token_drafter
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import Accepted, Done, Drafted, GenerationSettings, Resumed, Verified
 from parse_infer.policy import maximal_valid_prefix
@@ -619,3 +621,47 @@ def test_other_tokens_handing_back_continues_from_the_targets_text(mixed_engine)
             assert event.text == own[: 16 - len(written)]
         elif isinstance(event, Resumed):
             written += event.text
+
+
+# Token drafters change the cost and nothing else
+
+
+@pytest.mark.parametrize("resume", ["finish", "hand_back"])
+@pytest.mark.parametrize("name", ["lookup", "draft"])
+def test_token_drafters_change_no_span(engine, name, resume):
+    settings = {"max_new_tokens": 60, "resume": resume, "threshold": partial_threshold(engine)}
+    plain = engine.generate(PROMPT, **settings)
+    faster = ParseEngine(
+        engine.target,
+        engine.draft,
+        engine.judge,
+        target_drafter=load_token_drafter(name, engine.target, engine.draft),
+        draft_drafter=load_token_drafter("lookup", engine.draft, None),
+    )
+    for _ in range(2):  # also with everything that a first answer left in the caches
+        ours = faster.generate(PROMPT, **settings)
+        assert [(s.text, s.source, s.n_tokens) for s in ours.spans] == [
+            (s.text, s.source, s.n_tokens) for s in plain.spans
+        ]
+        validity = [s.validity for s in plain.spans if s.validity is not None]
+        assert [s.validity for s in ours.spans if s.validity is not None] == pytest.approx(validity, abs=1e-4)
+    alone = engine.generate_target(PROMPT, max_new_tokens=60)
+    guided = faster.generate_target(PROMPT, max_new_tokens=60)
+    assert guided.token_ids == alone.token_ids
+    if name == "draft":
+        assert guided.stats.target_forwards < alone.stats.target_forwards
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"target_drafter": "lokup"}, "target_drafter is 'lokup'; did you mean 'lookup'?"),
+        ({"draft": "zoo:draft", "draft_drafter": "draft"}, "cannot guess its own tokens"),
+        ({"target_drafter": "draft"}, "needs a draft model, and none was given"),
+        ({"draft_drafter": "lookup"}, "no draft model that it could speed up"),
+    ],
+)
+def test_a_wrong_token_drafter_is_found_before_anything_is_loaded(arguments, message, monkeypatch):
+    monkeypatch.setattr("parse_infer.engine.load_language_model", lambda *a, **k: pytest.fail("a model was loaded"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ParseEngine.from_pretrained("zoo:target", **arguments)

@@ -12,8 +12,8 @@ from scipy.stats import chisquare
 
 from parse_infer.attention import enable_split_attention
 from parse_infer.decoder import Decoder
+from parse_infer.drafters.draft_tokens import ModelTokenDrafter
 from parse_infer.drafters.lookup import LookupDrafter
-from parse_infer.drafters.tokens import ModelTokenDrafter
 from parse_infer.sampling import Sampling, choose, distribution, draw
 from parse_infer.speculation import ROOT, Guess, speculate, walk
 from tests.parse_infer.language_models import language_model, resembling, word_tokenizer
