@@ -34,6 +34,7 @@ from parse_infer.bench_records import Record, RecordStore, write_text
 from parse_infer.bench_report import summarise
 from parse_infer.bench_tables import markdown
 from parse_infer.engine import ParseEngine
+from parse_infer.generation import GenerationSettings, Resume
 from parse_infer.policy import check_threshold
 
 THRESHOLDS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99)
@@ -49,6 +50,8 @@ class BenchSettings:
     """For the trained judge; None: the adapter's own."""
     zero_shot_threshold: float | None = None
     """For the zero-shot judge; None: 0.5."""
+    resume: Resume = "finish"
+    """What follows a rejected draft, in the PARSE modes; see `GenerationSettings.resume`."""
     thresholds: tuple[float, ...] = THRESHOLDS
     """Thresholds of the sweep behind the figure; () for none."""
     sweep_limit: int = 100
@@ -61,6 +64,7 @@ class BenchSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "modes", check_modes(self.modes))
         object.__setattr__(self, "thresholds", tuple(sorted({float(t) for t in self.thresholds})))
+        GenerationSettings(resume=self.resume)  # names a wrong value
         for name in ("max_new_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -109,6 +113,7 @@ def run_bench(
         max_new_tokens=settings.max_new_tokens,
         threshold=settings.threshold,
         zero_shot_threshold=settings.zero_shot_threshold,
+        resume=settings.resume,
         thresholds=settings.thresholds if settings.sweep_limit else (),
     )
     environment = {**describe_machine(), **describe_models(engine), "task": task, "problems": len(problems)}
@@ -195,6 +200,7 @@ def _as_config(settings: BenchSettings) -> dict[str, Any]:
         "max_new_tokens": settings.max_new_tokens,
         "threshold": settings.threshold,
         "zero_shot_threshold": settings.zero_shot_threshold,
+        "resume": settings.resume,
         "thresholds": list(settings.thresholds) if swept else [],
         "sweep_limit": settings.sweep_limit if swept else 0,
         "repeats": settings.repeats,

@@ -13,7 +13,7 @@ import torch
 from parse_infer.bench_assisted import TransformersGeneration
 from parse_infer.bench_sequential import SequentialVerification
 from parse_infer.engine import ParseEngine
-from parse_infer.generation import Generation, GenerationSettings
+from parse_infer.generation import Generation, GenerationSettings, Resume
 from parse_infer.loading import same_tokenizer
 from parse_infer.policy import check_threshold
 from parse_infer.prompts import Prompt
@@ -76,6 +76,7 @@ def make_modes(
     max_new_tokens: int = 512,
     threshold: float | None = None,
     zero_shot_threshold: float | None = None,
+    resume: Resume = "finish",
     thresholds: Sequence[float] = (),
 ) -> list[Mode]:
     """The named modes, then "parse@0.5" and so on for every threshold of a sweep; all greedy, with `engine`'s models.
@@ -83,6 +84,7 @@ def make_modes(
     Args:
         threshold: for "parse" and "sequential"; None: the adapter's own.
         zero_shot_threshold: for "parse-zero-shot"; None: 0.5.
+        resume: what follows a rejected draft, in the PARSE modes.
         thresholds: of the sweep; it covers those of `SWEPT` that are among the names.
 
     Raises:
@@ -96,7 +98,7 @@ def make_modes(
             raise ValueError(f"mode {name!r} needs an adapter: give one, or leave the mode out")
     for value in [*thresholds, *(t for t in (threshold, zero_shot_threshold) if t is not None)]:
         check_threshold(value)
-    plain = GenerationSettings(max_new_tokens=max_new_tokens)
+    plain = GenerationSettings(max_new_tokens=max_new_tokens, resume=resume)
     judged = plain.override(threshold=threshold)
     zero_shot = _zero_shot(engine, zero_shot_threshold) if "parse-zero-shot" in names else None
 

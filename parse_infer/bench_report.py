@@ -116,7 +116,7 @@ def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int) -
         figures |= {
             "accuracy_diff": (sum(right) - sum(r.correct for r in target)) / n,
             "accuracy_diff_ci": difference_interval(right, [r.correct for r in target], seed=seed),
-            "speedup": rate * sum(their_seconds) / sum(their_tokens),
+            "speedup": rate / (sum(their_tokens) / sum(their_seconds)),
             "speedup_ci": rate_ratio_interval(tokens, seconds, their_tokens, their_seconds, seed=seed),
             "time_speedup": sum(their_seconds) / sum(seconds),
             "time_speedup_ci": rate_ratio_interval(ones, seconds, ones, their_seconds, seed=seed),

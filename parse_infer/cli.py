@@ -85,6 +85,9 @@ def bench(
     max_new_tokens: options.MaxNewTokens = 256,
     threshold: options.Threshold = None,
     zero_shot_threshold: Annotated[float | None, typer.Option(help="For the zero-shot judge; default 0.5.")] = None,
+    resume: Annotated[
+        str, typer.Option(help="After a rejected draft, in the PARSE modes: finish or hand_back.")
+    ] = "finish",
     thresholds: Annotated[
         str | None, typer.Option(metavar="A,B,…|none", help="Thresholds of the figure; default: 0.05 to 0.99.")
     ] = None,
@@ -127,6 +130,7 @@ def bench(
         max_new_tokens=max_new_tokens,
         threshold=threshold,
         zero_shot_threshold=zero_shot_threshold,
+        resume=resume,  # type: ignore[arg-type]
         thresholds=THRESHOLDS if thresholds is None else read_numbers(thresholds, "--thresholds"),
         sweep_limit=sweep_limit,
         repeats=repeats,
