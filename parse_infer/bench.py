@@ -185,6 +185,7 @@ def _run(
         finish_reason=generation.finish_reason,
         target_forwards=stats.target_forwards,
         draft_forwards=stats.draft_forwards,
+        drafter_forwards=stats.drafter_forwards,
         draft_tokens=stats.draft_tokens if drafted else None,
         accepted_tokens=stats.accepted_tokens if drafted else None,
         exact_tail_tokens=stats.exact_tail_tokens if drafted else None,

@@ -12,6 +12,7 @@ import torch
 
 from parse_infer.bench_assisted import TransformersGeneration
 from parse_infer.bench_sequential import SequentialVerification
+from parse_infer.drafters.token_drafters import NAMES, load_token_drafter
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import Generation, GenerationSettings, Resume
 from parse_infer.loading import same_tokenizer
@@ -27,12 +28,16 @@ MODES = {
     "sequential": "one segment at a time, each verified before the next (SpecReason), trained adapter",
     "assisted": "transformers' assisted generation with the same draft model",
     "transformers": "the target alone in transformers' own decode loop",
+    **{f"target+{name}": f"the target alone, tokens guessed by {name}" for name in NAMES},
+    **{f"parse+{name}": f"PARSE, the target's own tokens guessed by {name}" for name in NAMES},
 }
-DEFAULT_MODES = tuple(name for name in MODES if name != "transformers")
+DEFAULT_MODES = tuple(name for name in MODES if name != "transformers" and "+" not in name)
 SWEPT = ("parse", "parse-zero-shot")  # modes that a sweep runs at every threshold
-NEEDS_DRAFT = frozenset(MODES) - {"target", "transformers"}
-NEEDS_ADAPTER = frozenset({"parse", "sequential"})
-DRAFTING = NEEDS_DRAFT - {"draft"}  # modes that accept or reject a draft
+NEEDS_DRAFT = frozenset(MODES) - {"target", "transformers", "target+lookup"}
+NEEDS_ADAPTER = frozenset(name for name in MODES if name in ("parse", "sequential") or name.startswith("parse+"))
+DRAFTING = frozenset(
+    n for n in NEEDS_DRAFT if n != "draft" and not n.startswith("target+")
+)  # modes that accept or reject a draft
 
 
 class BenchProblem(Protocol):
@@ -115,6 +120,11 @@ def make_modes(
             return lambda prompt: own_loop.generate(prompt, plain)
         if name == "parse":
             return lambda prompt: engine.generate(prompt, judged)  # type: ignore[return-value]
+        base, _, drafter = name.partition("+")
+        if drafter:
+            guided = _guided(engine, drafter)
+            alone = base == "target"
+            return lambda prompt: guided.generate_target(prompt, plain) if alone else guided.generate(prompt, judged)  # type: ignore[return-value]
         assert zero_shot is not None
         return lambda prompt: zero_shot.generate(prompt, plain)  # type: ignore[return-value]
 
@@ -173,6 +183,12 @@ def _zero_shot(engine: ParseEngine, threshold: float | None) -> ParseEngine:
     """The same loaded models with the untrained judge, and the same cuts."""
     judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, engine.segmenter.policy)
     return ParseEngine(engine.target, engine.draft, judge, threshold=threshold)
+
+
+def _guided(engine: ParseEngine, drafter: str) -> ParseEngine:
+    """The same loaded models, with a token drafter for what the target writes itself."""
+    guess = load_token_drafter(drafter, engine.target, engine.draft)
+    return ParseEngine(engine.target, engine.draft, engine.judge, target_drafter=guess, threshold=engine.threshold)
 
 
 def _draft_alone(engine: ParseEngine, settings: GenerationSettings) -> Callable[[Prompt], Generation]:

@@ -31,6 +31,7 @@ class Record:
     finish_reason: str
     target_forwards: int
     draft_forwards: int | None = None
+    drafter_forwards: int | None = None
     draft_tokens: int | None = None
     accepted_tokens: int | None = None
     exact_tail_tokens: int | None = None

@@ -8,7 +8,8 @@
 - speedup, speedup_ci: its tokens_per_s / the target's, paired bootstrap. Fair to a mode that answers at other length;
 - time_speedup, time_speedup_ci: the target's time per answer / its own. What a user waits for;
 - acceptance_rate: accepted / proposed draft tokens;
-- target_forwards: forwards of the target per answer;
+- target_forwards, drafter_forwards: forwards of the target, and of token drafters, per answer;
+- acceptance_length: tokens per forward of the target;
 - limit_share: its tokens_per_s / those of the limit, which is the draft model alone plus one target forward that reads
   prompt and draft: no method that lets the target read each draft once can be faster.
 
@@ -102,6 +103,8 @@ def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int) -
         "time_speedup_ci": None,
         "acceptance_rate": None,
         "target_forwards": sum(r.target_forwards for r in rows) / n,
+        "drafter_forwards": sum(r.drafter_forwards or 0 for r in rows) / n,
+        "acceptance_length": sum(tokens) / max(1, sum(r.target_forwards for r in rows)),
         "limit_share": None,
         "seconds_per_answer": sum(seconds) / n,
         "seconds_median": float(np.median(seconds)),

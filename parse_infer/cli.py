@@ -78,9 +78,7 @@ def bench(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Number of test problems.")] = 300,
     seed: Annotated[int, typer.Option(min=0, help="Which test problems; also the bootstrap's seed.")] = 0,
-    modes: Annotated[
-        str | None, typer.Option(metavar="A,B,…", help="Default: all but transformers; see below for the names.")
-    ] = None,
+    modes: Annotated[str | None, typer.Option(metavar="A,B,…", help="Default: the first six below.")] = None,
     out: Annotated[str, typer.Option(metavar="DIR", help="Results; a run continues there.")] = "runs/bench",
     max_new_tokens: options.MaxNewTokens = 256,
     threshold: options.Threshold = None,
@@ -114,6 +112,9 @@ def bench(
       sequential        one segment at a time, each verified before the next (SpecReason)
       assisted          transformers' assisted generation with the same draft model
       transformers      the target alone in transformers' own decode loop
+      target+lookup     the target alone, with token-level guesses by prompt lookup
+      target+draft      the target alone, with token-level guesses by the draft model
+      parse+lookup, parse+draft   PARSE, with such guesses for what the target writes
 
     \b
     Examples:

@@ -277,13 +277,14 @@ class ParseEngine:
     def _serve(self, request: Request, drafter: Drafter) -> Iterator[Event]:
         """All events of a request, with its costs counted."""
         settings, stats, target = request.settings, request.stats, self.target.decoder
-        target_before, draft_before = target.forwards, drafter.forwards
+        target_before, draft_before, drafter_before = target.forwards, drafter.forwards, self._drafter_forwards()
         self._current = request
         request.start()
         drafter.reset(request.prompt, settings.draft_sampling, settings.stop)
         yield from self._rounds(request, drafter)
         stats.target_forwards = target.forwards - target_before
         stats.draft_forwards = drafter.forwards - draft_before
+        stats.drafter_forwards = self._drafter_forwards() - drafter_before
         yield Done(request.result())
 
     def _finish(self, request: Request, drafter: Drafter) -> Generation:
@@ -318,13 +319,14 @@ class ParseEngine:
         for request in requests:
             self._current = request
             request.start()
-            before = model.decoder.forwards
+            before, drafter_before = model.decoder.forwards, self._drafter_forwards()
             model.decoder.seek(request.prompt_ids)
             for token in self._decode(model, request):
                 request.answer.add([token], source)
                 if not request.answer.open:
                     break
             setattr(request.stats, f"{source}_forwards", model.decoder.forwards - before)
+            request.stats.drafter_forwards = self._drafter_forwards() - drafter_before
             results.append(request.result())
         return results if is_list else results[0]
 
@@ -346,6 +348,9 @@ class ParseEngine:
         """Tokens a draft may have: the budget, and what the window holds besides context and one probe."""
         probe_len = len(self._require_judge().probe.ids) if request.settings.mode == "validity" else 0
         return min(request.answer.room, self.target.window - probe_len - len(request.context))
+
+    def _drafter_forwards(self) -> int:
+        return sum(drafter.forwards for drafter in (self.target_drafter, self.draft_drafter) if drafter is not None)
 
     def _threshold(self, settings: GenerationSettings) -> float:
         return self.threshold if settings.threshold is None else settings.threshold

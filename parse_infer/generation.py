@@ -112,6 +112,8 @@ class Statistics:
     target_forwards: int = 0
     """All forwards of the target, verification passes included."""
     draft_forwards: int = 0
+    drafter_forwards: int = 0
+    """Of token drafters; where the draft model is one, also part of `draft_forwards`."""
     verification_passes: int = 0
 
     @property

@@ -163,14 +163,19 @@ def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_p
     assert (tmp_path / "records.jsonl").read_text().startswith(before)
     rows = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     keys = {(r["problem_id"], r["mode"], r["repeat"]) for r in rows}
-    assert len(keys) == len(rows) == 2 * (2 * 7 + 1 * 2)
+    assert len(keys) == len(rows) == 2 * (2 * len(MODES) + 1 * 2)
     assert calls == len(rows) + 1
 
     assert json.loads((tmp_path / "results.json").read_text()) == json.loads(json.dumps(results))
     assert list(results["modes"]) == list(MODES)
     assert all(KEYS <= set(figures) for figures in results["modes"].values())
     assert results["modes"]["target"]["speedup"] == 1 and results["modes"]["target"]["accuracy_diff"] == 0
-    assert results["modes"]["assisted"]["accuracy_diff_ci"] == (0, 0)
+    for lossless in ("assisted", "target+lookup", "target+draft"):
+        assert results["modes"][lossless]["accuracy_diff_ci"] == (0, 0), lossless
+    for name in ("lookup", "draft"):  # what is guessed changes no answer of PARSE either
+        texts = {mode: [r["text"] for r in rows if r["mode"] == mode] for mode in ("parse", f"parse+{name}")}
+        assert texts["parse"] == texts[f"parse+{name}"]
+    assert results["modes"]["target+draft"]["drafter_forwards"] > 0
     assert 0 <= results["acceptance"]["token_exact"] <= 1
     assert results["sweep"]["problems"] == 1 and len(results["sweep"]["points"]) == 2
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
