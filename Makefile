@@ -26,9 +26,10 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 
-# The embedded models, from nothing: about an hour and a half on two CPU cores. Each step resumes if it is interrupted.
+# The embedded models, from nothing: about two and a half hours on two CPU cores. Each step resumes if it is interrupted.
 zoo: setup
 	$(BIN)/python -m parse_train recipes/zoo/tokenizer.yaml
+	$(BIN)/python -m parse_train recipes/zoo/base.yaml
 	$(BIN)/python -m parse_train recipes/zoo/target.yaml
 	$(BIN)/python -m parse_train recipes/zoo/draft.yaml
 	$(BIN)/parse-data build recipes/data.yaml --target runs/zoo/target/final --draft runs/zoo/draft/final --output_dir runs/zoo/data

@@ -48,6 +48,8 @@ def demo(
     target: options.Target = None,
     draft: options.Draft = None,
     adapter: options.Adapter = None,
+    target_drafter: options.TargetDrafter = None,
+    draft_drafter: options.DraftDrafter = None,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
@@ -60,7 +62,16 @@ def demo(
     """
     task = _task("gsm_symbolic", None)
     problems = _test_problems(task, seed, limit)
-    engine = load_engine(target, draft, adapter, threshold=threshold, device=device, dtype=dtype)
+    engine = load_engine(
+        target,
+        draft,
+        adapter,
+        target_drafter=target_drafter,
+        draft_drafter=draft_drafter,
+        threshold=threshold,
+        device=device,
+        dtype=dtype,
+    )
     from parse_infer.demo import run_demo
 
     run_demo(engine, problems, task.check, Console(highlight=False), max_new_tokens=max_new_tokens)

@@ -45,6 +45,15 @@ ZeroShot = Annotated[
     typer.Option("--zero-shot", help="No adapter: ask the target itself whether each prefix is right."),
 ]
 
+TargetDrafter = Annotated[
+    str | None,
+    typer.Option(metavar="lookup|draft", help="Guess tokens of what the target writes itself; changes no answer."),
+]
+DraftDrafter = Annotated[
+    str | None,
+    typer.Option(metavar="lookup", help="Guess tokens of what the draft model writes; changes no draft."),
+]
+
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -56,6 +65,8 @@ def load_engine(
     needs_draft: bool = True,
     needs_judge: bool = True,
     zero_shot: bool = False,
+    target_drafter: str | None = None,
+    draft_drafter: str | None = None,
     threshold: float | None = None,
     device: str | None = None,
     dtype: str = "auto",
@@ -94,6 +105,8 @@ def load_engine(
         draft,
         adapter,
         zero_shot=zero_shot,
+        target_drafter=target_drafter,
+        draft_drafter=draft_drafter,
         threshold=threshold,
         device=_check_device(device),
         dtype=dtype,
