@@ -47,11 +47,11 @@ ZeroShot = Annotated[
 
 TargetDrafter = Annotated[
     str | None,
-    typer.Option(metavar="lookup|draft", help="Guess tokens of what the target writes itself; changes no answer."),
+    typer.Option(metavar="lookup|draft|EAGLE", help="Guess tokens of what the target writes; changes no answer."),
 ]
 DraftDrafter = Annotated[
     str | None,
-    typer.Option(metavar="lookup", help="Guess tokens of what the draft model writes; changes no draft."),
+    typer.Option(metavar="lookup|EAGLE", help="Guess tokens of what the draft model writes; changes no draft."),
 ]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")

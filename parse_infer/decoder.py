@@ -59,14 +59,13 @@ class Decoder:
         self.forwards = 0
         self._windows = layer_windows(model)
         self._backbone = getattr(model, model.base_model_prefix)
-        self._lm_head = model.get_output_embeddings()
-        config = text_config(model)
-        # Cohere multiplies its logits, Granite divides them, Gemma caps them.
-        self._multiplier = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-        self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._output_layer = output_layer(model)
         self._cache = DynamicCache()
         self._next_logits: Tensor | None = None
         self._guessed: list[int] = []  # between look_ahead() and keep()
+        self._taps: tuple[int, ...] = ()
+        self._tapped: list[Tensor] = []  # of the tokens from _tapped_from to cached
+        self._tapped_from = 0
         self.edits = 0  # counts changes of the context from outside decode()
         self._check_logits()
 
@@ -173,10 +172,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] of final-norm hidden states [..., H], with the model's own scale and cap."""
-        logits = self._lm_head(hidden)
-        if self._multiplier != 1:
-            logits = logits * self._multiplier
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        return self._output_layer(hidden)
 
     @property
     def knows_next(self) -> bool:
@@ -221,6 +217,33 @@ class Decoder:
         self._guessed = list(tokens)
         return hidden[len(hidden) - n - 1 :]
 
+    def tap(self, layers: Sequence[int]) -> None:
+        """From now on keep what stands behind these layers (0: the embeddings) for every token read, until `drain`.
+
+        The cache is emptied, so that no token of a context is missing.
+
+        Raises:
+            ValueError: a layer that the model does not have.
+        """
+        deepest = text_config(self.model).num_hidden_layers
+        wrong = [layer for layer in layers if not 0 <= layer <= deepest]
+        if wrong:
+            raise ValueError(
+                f"{type(self.model).__name__} has layers 0 to {deepest}, so layer {wrong[0]} is not there"
+            )
+        self.seek([])
+        self._taps = tuple(layers)
+
+    def drain(self) -> tuple[int, Tensor | None]:
+        """What `tap` kept since the last call: position of the first token, and [n, len(layers) * H] (None: nothing).
+
+        Tokens that have left the context are not among them; a first position below the one that the last call ended
+        at says that the context was cut back to there.
+        """
+        start, kept = self._tapped_from, self._tapped
+        self._tapped_from, self._tapped = self.cached, []
+        return start, torch.cat(kept) if kept else None
+
     @torch.inference_mode()
     def keep(self, path: Sequence[int]) -> None:
         """Append the guessed tokens on this path (from the root down) to the context and drop the others."""
@@ -230,6 +253,11 @@ class Decoder:
                 for layer in self._cache.layers:
                     for kept in (layer.keys, layer.values):
                         kept[:, :, position] = kept[:, :, start + node]
+        if self._tapped:  # the path first, so that the crop drops the rest
+            rows, first = torch.cat(self._tapped), start - self._tapped_from
+            order = torch.arange(len(rows), device=rows.device)
+            order[first : first + len(path)] = first + torch.tensor(path, dtype=torch.long, device=rows.device)
+            self._tapped = [rows[order]]
         self.ids.extend(self._guessed[node] for node in path)
         self._crop(len(self.ids))
         self._next_logits = None
@@ -279,12 +307,16 @@ class Decoder:
                 attention_mask=mask,
                 past_key_values=self._cache,
                 use_cache=True,
+                output_hidden_states=bool(self._taps),
             )
         except BaseException:  # interrupted or out of memory: some layers may have grown, others not
             self._cache, self.cached = DynamicCache(), 0
+            self._tapped, self._tapped_from = [], 0
             raise
         self.forwards += 1
         self.cached += tokens.shape[1]
+        if self._taps:
+            self._tapped.append(torch.cat([output.hidden_states[layer][0] for layer in self._taps], dim=-1))
         return output.last_hidden_state
 
     def _crop(self, length: int) -> None:
@@ -293,6 +325,14 @@ class Decoder:
             self._cache = DynamicCache()
         elif length < self.cached:
             self._cache.crop(length - self.cached)  # transformers counts the tokens to remove, as a negative number
+        dropped = self.cached - length
+        while dropped > 0 and self._tapped:
+            left = len(self._tapped[-1]) - dropped
+            if left > 0:
+                self._tapped[-1] = self._tapped[-1][:left]
+                break
+            dropped -= len(self._tapped.pop())
+        self._tapped_from = min(self._tapped_from, length)
         self.cached = length
 
     @torch.inference_mode()
@@ -308,3 +348,19 @@ class Decoder:
                 f"{type(self.model).__name__} computes its logits in a way PARSE does not know "
                 "(not lm_head of the final hidden state): choose another model"
             )
+
+
+def output_layer(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """From final-norm hidden states [..., H] to logits [..., V], with the model's own scale and cap."""
+    lm_head, config = model.get_output_embeddings(), text_config(model)
+    # Cohere multiplies its logits, Granite divides them, Gemma caps them.
+    multiplier = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    softcap = getattr(config, "final_logit_softcapping", None)
+
+    def logits(hidden: Tensor) -> Tensor:
+        result = lm_head(hidden)
+        if multiplier != 1:
+            result = result * multiplier
+        return result if softcap is None else torch.tanh(result / softcap) * softcap
+
+    return logits

@@ -109,8 +109,8 @@ class ParseEngine:
 
         Without an adapter, `zero_shot=True` asks the target itself whether a prefix is right; without either, only
         mode "exact" generates. `template_options` are switches of the chat templates (`{"enable_thinking": False}`).
-        `target_drafter` and `draft_drafter` speed up what each model writes itself, without changing it: "lookup", or
-        for the target "draft" (see `parse_infer.drafters.token_drafters`).
+        `target_drafter` and `draft_drafter` speed up what each model writes itself, without changing it: "lookup", the
+        folder of an EAGLE-3 head, or for the target "draft" (see `parse_infer.drafters.token_drafters`).
 
         Raises ValueError or OSError with one sentence for whatever is missing, damaged or does not fit.
         """

@@ -6,14 +6,14 @@ On disk it is a folder of safetensors and JSON: `adapter_config.json` and `adapt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu, softplus
+from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedModel
 
 from parse_infer.adapter_files import read_adapter, write_adapter
@@ -47,33 +47,56 @@ class Probe:
 class TokenDoubt(nn.Module):
     """What each draft token says against the prefixes that hold it.
 
-    The hidden state before a token says what the target expected there, the token's embedding what the draft wrote. A
-    small network compares the two, so that a wrong digit counts and another wording does not. Both are there after the
-    verification pass: no output layer, no further forward. (Judge Decoding, arXiv 2501.19309, reads single tokens too;
-    here they are pooled over a prefix and learnt from labels of prefixes alone.)
+    The hidden state before a token says what the target expected there, the token's embedding what the draft wrote,
+    and the target's own probabilities how surprising that is. A small network weighs the three, so that a wrong digit
+    counts and another wording does not. The verification pass has the states already; only the output layer runs once
+    more, on the draft. (Judge Decoding, arXiv 2501.19309, reads single tokens too; here they are pooled over a prefix
+    and learnt from labels of prefixes alone.)
     """
 
     WIDTH = 64
+    SURPRISE = 3  # log-probability, entropy, log-probability less the highest
 
     def __init__(self, hidden_size: int, rank: int) -> None:
         super().__init__()
         self.expected = nn.Linear(hidden_size, rank, bias=False)
         self.written = nn.Linear(hidden_size, rank, bias=False)
-        self.compare = nn.Linear(3 * rank, self.WIDTH)
+        self.weigh = nn.Linear(3 * rank + self.SURPRISE, self.WIDTH)
         self.out = nn.Linear(self.WIDTH, 1)
-        nn.init.constant_(self.out.bias, -4.0)  # little doubt at first
+        nn.init.zeros_(self.out.bias)
 
-    def forward(self, expected: Tensor, written: Tensor) -> Tensor:
-        """Doubt [..., T] in float32, from the final-norm states before T tokens and their embeddings, [..., T, H]."""
+    def forward(self, expected: Tensor, written: Tensor, surprise: Tensor) -> Tensor:
+        """Doubt [..., T] in float32, from the final-norm states before T tokens, the tokens' embeddings (both
+        [..., T, H]) and their `surprise` [..., T, 3]."""
         a = self.expected(rms_norm(expected.float(), expected.shape[-1:]))
         b = self.written(rms_norm(written.float(), written.shape[-1:]))
-        return self.out(silu(self.compare(torch.cat([a, b, a * b], dim=-1))))[..., 0]
+        return self.out(silu(self.weigh(torch.cat([a, b, a * b, surprise / 3], dim=-1))))[..., 0]
 
     @staticmethod
     def of_prefixes(doubt: Tensor, ends: Tensor) -> Tensor:
-        """Pool the doubt [..., T] of tokens over prefixes of `ends` [..., K] tokens: log(1 + sum of exp), [..., K]."""
-        pooled = softplus(doubt.logcumsumexp(-1)).gather(-1, (ends - 1).clamp_min(0))
-        return pooled * (ends > 0)
+        """Pool the doubt [..., T] of tokens over prefixes of `ends` [..., K] tokens: log of the sum of exp, [..., K];
+        0 for an empty prefix."""
+        return doubt.logcumsumexp(-1).gather(-1, (ends - 1).clamp_min(0)) * (ends > 0)
+
+
+@torch.no_grad()
+def surprise(hidden: Tensor, tokens: Tensor, logits: Callable[[Tensor], Tensor], rows: int = 128) -> Tensor:
+    """How surprising each token is to the target: log-probability, entropy, log-probability less the highest.
+
+    Args:
+        hidden: [T, H], the final-norm states before the tokens.
+        tokens: int64 [T].
+        logits: the output layer, [n, H] -> [n, V]; it runs on `rows` tokens at a time, which bounds the memory.
+
+    Returns:
+        float32 [T, 3].
+    """
+    parts = []
+    for states, ids in zip(hidden.split(rows), tokens.split(rows), strict=True):
+        log_p = logits(states).float().log_softmax(-1)
+        own = log_p.gather(-1, ids[:, None])[:, 0]
+        parts.append(torch.stack([own, -(log_p.exp() * log_p).sum(-1), own - log_p.amax(-1)], dim=-1))
+    return torch.cat(parts) if parts else hidden.new_zeros(0, TokenDoubt.SURPRISE, dtype=torch.float32)
 
 
 class ValidityHead(nn.Module):

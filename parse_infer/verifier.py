@@ -17,7 +17,7 @@ from parse_infer.attention import enable_split_attention, text_config
 from parse_infer.decoder import Decoder
 from parse_infer.lora import ProbeLoRA
 from parse_infer.segments import Segmenter
-from parse_infer.validity import Probe, TokenDoubt, ValidityConfig, ValidityHead
+from parse_infer.validity import Probe, TokenDoubt, ValidityConfig, ValidityHead, surprise
 
 
 class Judge(Protocol):
@@ -110,8 +110,10 @@ class Verifier:
         if tokens is None:
             return None
         ids, ends = (torch.tensor(values, device=hidden.device) for values in (draft_ids, cuts))
+        before = hidden[:-1]
         # A lookup in the matrix, not a call of the module: some models scale there, and the reader normalises anyway.
-        return TokenDoubt.of_prefixes(tokens(hidden[:-1], embedding(ids, self._embeddings.weight)), ends)
+        written = embedding(ids, self._embeddings.weight)
+        return TokenDoubt.of_prefixes(tokens(before, written, surprise(before, ids, self.decoder.logits)), ends)
 
     @torch.inference_mode()
     def greedy_match(self, draft_ids: Sequence[int], verification: Verification, start: int = 0) -> int:

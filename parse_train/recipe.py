@@ -14,6 +14,7 @@ RECIPES = {
     "validity": "parse_train.validity",
     "language_model": "parse_train.language_model",
     "tokenizer": "parse_train.tokenizer",
+    "eagle": "parse_train.eagle",
 }
 
 

@@ -13,8 +13,9 @@ from torch.nn.functional import embedding
 from transformers import DynamicCache, PreTrainedModel
 
 from parse_infer.attention import enable_split_attention, layer_masks, layer_windows
+from parse_infer.decoder import output_layer
 from parse_infer.packing import probe_mask, probe_positions, readout_index
-from parse_infer.validity import TokenDoubt, ValidityHead
+from parse_infer.validity import TokenDoubt, ValidityHead, surprise
 from parse_train.trailing_lora import attach_trailing_lora
 
 _NO_DOUBT = -1e4  # finite: the gradient of logcumsumexp has no answer for a row of -inf
@@ -55,6 +56,7 @@ class ValidityModel(nn.Module):
         enable_split_attention(target)
         self.windows = layer_windows(target)
         self.backbone_name = target.base_model_prefix
+        self._output_layer = output_layer(target)  # the adapter leaves it as it is
         self.target, self._lora = attach_trailing_lora(
             target,
             probe_ids,
@@ -115,12 +117,16 @@ class ValidityModel(nn.Module):
 
     def _doubt(self, context: Tensor, input_ids: Tensor, visible: Tensor, cuts: Tensor) -> Tensor:
         """Doubt [B, K] about each prefix, from the hidden states [B, T, H] of prompt and draft."""
+        start, end = (visible - cuts)[:, :1], visible.amax(dim=1, keepdim=True)  # the first cut is never padding
+        place = torch.arange(1, input_ids.shape[1], device=input_ids.device)
+        drafted = (place >= start) & (place < end)  # [B, T - 1]
+        before, ids = context[:, :-1][drafted], input_ids[:, 1:][drafted]
         with torch.no_grad():
-            written = embedding(input_ids[:, 1:], cast(nn.Embedding, self.base.get_input_embeddings()).weight)
-        doubt = self.head.tokens(context[:, :-1], written)  # of tokens 1 to T-1
-        start = (visible - cuts)[:, :1]  # the first cut is never padding
-        prompt = torch.arange(1, input_ids.shape[1], device=input_ids.device) < start
-        return TokenDoubt.of_prefixes(doubt.masked_fill(prompt, _NO_DOUBT), visible - 1)
+            written = embedding(ids, cast(nn.Embedding, self.base.get_input_embeddings()).weight)
+            surprised = surprise(before, ids, self._output_layer)
+        each = self.head.tokens(before, written, surprised)
+        doubt = each.new_full(drafted.shape, _NO_DOUBT).masked_scatter(drafted, each)  # of tokens 1 to T - 1
+        return TokenDoubt.of_prefixes(doubt, visible - 1) * (cuts > 0)
 
     @torch.no_grad()
     def judge(self, input_ids: Tensor, visible: Tensor, probe_ids: Sequence[int], head: nn.Module) -> Tensor:

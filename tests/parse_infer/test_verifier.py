@@ -40,8 +40,12 @@ def separate_passes(model, judge, context: list[int], draft: list[int], cuts: li
         if judge.head.tokens is not None:
             start = len(context)
             written = model.get_input_embeddings()(tokens[0, start : start + cut])
-            each = judge.head.tokens(hidden[0, start - 1 : start + cut - 1], written)
-            doubt = (1 + each.exp().sum()).log()
+            before = hidden[0, start - 1 : start + cut - 1]
+            log_p = model(tokens, use_cache=False).logits[0, start - 1 : start + cut - 1].log_softmax(-1)
+            own = log_p.gather(-1, tokens[0, start : start + cut, None])[:, 0]
+            surprised = torch.stack([own, -(log_p.exp() * log_p).sum(-1), own - log_p.amax(-1)], dim=-1)
+            each = judge.head.tokens(before, written, surprised)
+            doubt = each.exp().sum().log() if cut else torch.zeros(())
         validity.append(torch.sigmoid(judge.head(hidden[0, -1], doubt)).item())
     return validity
 
@@ -272,18 +276,23 @@ def test_a_model_that_ignores_position_ids_is_refused(make_model, make_verifier)
         make_verifier(model.eval())
 
 
-def test_the_output_layer_runs_only_where_it_is_asked(make_model, make_verifier, random_ids):
-    """A vocabulary of 150,000 over a whole draft would cost more than the probes do."""
+def test_the_output_layer_runs_only_where_it_is_asked(make_model, make_verifier, random_adapter, random_ids):
+    """Over a large vocabulary it costs more than the probes do: without `TokenDoubt` the pass does not need it."""
     model = make_model("llama")
-    verifier = make_verifier(model)
+    verifier = make_verifier(model, random_adapter(model, token_rank=0))
     rows: list[int] = []
     handle = model.lm_head.register_forward_hook(lambda m, args, out: rows.append(out.shape[0]))
     verifier.decoder.seek(random_ids(5))
     result = verifier.verify(random_ids(40))
     assert rows == []
     verifier.greedy_match(random_ids(40), result, 0)
-    handle.remove()
     assert rows[0] == 8 and sum(rows) <= 40
+    rows.clear()
+    verifier = make_verifier(model)
+    verifier.decoder.seek(random_ids(5))
+    verifier.verify(random_ids(300))
+    handle.remove()
+    assert rows == [128, 128, 44], "the logits of a long draft must not all be there at once"
 
 
 def test_no_device_synchronisation_per_layer(make_model, make_verifier, random_ids):

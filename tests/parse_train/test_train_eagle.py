@@ -1,0 +1,121 @@
+"""Training of EAGLE heads sees what drafting does, learns, resumes, and writes a head that the drafter loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import EvalPrediction
+
+from parse_infer.drafters.eagle import EagleDrafter
+from parse_infer.sampling import Sampling
+from parse_train.eagle import IGNORED, EagleModel, collate, head_metrics
+from tests.parse_infer.language_models import language_model
+from tests.parse_infer.test_eagle import make_head
+
+
+@pytest.fixture
+def lm(make_model, tokenizer):
+    return language_model(make_model("llama_gqa"), tokenizer, "target")
+
+
+def forced_chain(lm, head, ids: list[int], length: int, steps: int) -> list[torch.Tensor]:
+    """Logits of the drafter's chain behind ids[:length], fed with the true tokens instead of its own guesses."""
+    drafter, logits = EagleDrafter(head, lm, tokens=steps), []
+    lm.decoder.seek(ids[: length - 1])
+    lm.decoder.forward()
+    lm.decoder.seek(ids[:length])
+    read = head.logits
+
+    def note(output: torch.Tensor) -> torch.Tensor:
+        found = read(output)
+        logits.append(found)
+        if head.config.parallel_drafting:
+            return found
+        forced = torch.full_like(found, -1.0)
+        token = ids[length + len(logits) - 1]
+        forced[:, (torch.arange(len(head.d2t)) + head.d2t).tolist().index(token)] = 1.0
+        return forced
+
+    head.logits = note
+    try:
+        drafter.guess(lm.decoder.ids, steps, Sampling(), None)
+    finally:
+        head.logits = read
+    return [row for block in logits for row in block]
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_training_sees_what_drafting_sees(lm, random_ids, parallel):
+    head = make_head(lm, parallel, vocabulary=260)
+    ids, steps = random_ids(18), 4
+    ids = [i % 250 for i in ids]
+    model = EagleModel(lm, head, steps, 0.9, 0.8).eval()
+    with torch.no_grad():
+        states = lm.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        features = torch.cat([states[i] for i in head.config.eagle_aux_hidden_state_layer_ids], dim=-1)
+        embeddings = lm.model.get_input_embeddings()(torch.tensor([ids]))
+        guesses = (model._block if parallel else model._unroll)(features, embeddings)
+    for length in (6, 11):
+        expected = forced_chain(lm, head, ids, length, steps)
+        anchor = length - 2  # the last place whose following token is known
+        for step, (logits, places) in enumerate(guesses):
+            place = anchor + (0 if parallel else step)
+            row = places.tolist().index(place)
+            torch.testing.assert_close(logits[0, row], expected[step], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_head_learns_what_comes_next(lm, random_ids, parallel):
+    torch.manual_seed(0)
+    head = make_head(lm, parallel, vocabulary=260).train()
+    rows = [{"ids": random_ids(6, seed) * 4, "start": 4} for seed in range(4)]
+    model = EagleModel(lm, head, 3, 0.9, 0.8)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(60):
+        output = model(**collate(rows))
+        optimizer.zero_grad()
+        output["loss"].backward()
+        optimizer.step()
+        losses.append(output["loss"].item())
+    assert losses[-1] < 0.7 * losses[0], losses[::10]
+    assert all(p.grad is None for p in lm.model.parameters())
+    assert set(model.state_dict()) == {f"head.{name}" for name in head.state_dict()}
+
+
+def test_acceptance_length_is_that_of_chains():
+    right = np.array([[[1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1], [IGNORED, IGNORED, IGNORED], [1, 1, IGNORED]]])
+    metrics = head_metrics(EvalPrediction(predictions=right, label_ids=None))
+    assert metrics["accuracy_1"] == pytest.approx(4 / 5)
+    assert metrics["accuracy_3"] == pytest.approx(3 / 4)
+    assert metrics["acceptance_length"] == pytest.approx(1 + (2 + 1 + 0 + 3) / 4)
+
+
+@pytest.mark.parametrize("recipe", ["eagle3", "parallel"])
+def test_the_recipe_runs_resumes_and_writes_a_head(recipe, tmp_path: Path, capsys):
+    from parse_infer.loading import load_language_model
+    from parse_train.__main__ import main
+
+    arguments = [f"recipes/{recipe}.yaml", "--output_dir", str(tmp_path), "--report_to", "none"]
+    arguments += ["--n_problems", "6", "--n_eval_problems", "3", "--num_train_epochs", "1", "--save_steps", "1"]
+    arguments += ["--per_device_train_batch_size", "3", "--max_answer_tokens", "24", "--steps", "3"]
+    assert main(arguments) == 0, capsys.readouterr().err
+    answers = (tmp_path / "answers-train.jsonl").read_text()
+    assert len(answers.splitlines()) == 7
+    (tmp_path / "answers-train.jsonl").write_text(answers[:-20])  # the last line cut off, as by a kill
+    assert main([*arguments, "--num_train_epochs", "2"]) == 0, capsys.readouterr().err
+    assert (tmp_path / "answers-train.jsonl").read_text() == answers
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["global_step"] == 4
+    target = load_language_model("zoo:target", role="target", device="cpu")
+    from parse_infer.drafters.eagle import EagleHead
+
+    head = EagleHead.from_pretrained(tmp_path / "head", target)
+    assert head.config.parallel_drafting == (recipe == "parallel")
+    assert "accuracy_1" in capsys.readouterr().out
+    assert main([*arguments, "--seed", "5"]) == 2
+    assert "choose another output_dir" in capsys.readouterr().err
