@@ -2,8 +2,8 @@
 
 The model writes its own answers to the task's prompts once (an interrupted run continues), features come from its
 frozen forward on line, and the head learns the model's distribution. EAGLE-3: "training-time test" (arXiv 2503.01840):
-the head is run on its own output, `steps` times, as it will be when it drafts. P-EAGLE (arXiv 2602.01469): all depths of
-a block in one forward, deeper ones at a shrinking share of the places.
+the head is run on its own output, `steps` times, as it will be when it drafts. P-EAGLE (arXiv 2602.01469): all depths
+of a block in one forward, deeper ones at a shrinking share of the places.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ class EagleModel(nn.Module):
     def _unroll(self, features: Tensor, embeddings: Tensor) -> list[tuple[Tensor, Tensor]]:
         """EAGLE-3's training-time test: logits [B, n, V'] and places [n] of each step.
 
-        At step k, place i stands for draft token k behind a context that ends at i - k: it sees the true features up to
-        there, and the head's own k later ones.
+        At step k, place i stands for draft token k behind a context that ends at i - k: it sees the true features up
+        to there, and the head's own k later ones.
         """
         t = features.shape[1] - 1
         device = features.device
