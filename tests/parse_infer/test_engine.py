@@ -28,7 +28,7 @@ def make_engine(make_model, tokenizer, random_adapter) -> Callable[..., ParseEng
 
     def make(noise: float = 0.1, draft_window: int = 2048, **options) -> ParseEngine:
         model = printable(make_model("llama"), tokenizer)
-        adapter = random_adapter(model)
+        adapter = random_adapter(model, token_rank=0)  # so that validity may rise again after a failure
         draft = printable(resembling(make_model, model, noise), tokenizer)
         draft.config.max_position_embeddings = draft_window
         target_model, draft_model = (

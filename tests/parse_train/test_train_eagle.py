@@ -82,7 +82,7 @@ def test_a_head_learns_what_comes_next(lm, random_ids, parallel):
         output["loss"].backward()
         optimizer.step()
         losses.append(output["loss"].item())
-    assert losses[-1] < 0.7 * losses[0], losses[::10]
+    assert losses[-1] < losses[0] - 1, losses[::10]  # the floor is the entropy of what it imitates
     assert all(p.grad is None for p in lm.model.parameters())
     assert set(model.state_dict()) == {f"head.{name}" for name in head.state_dict()}
 
