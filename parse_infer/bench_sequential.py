@@ -34,6 +34,7 @@ class SequentialVerification:
     def __init__(self, engine: ParseEngine) -> None:
         if engine.draft is None or engine.judge is None:
             raise ValueError("sequential verification needs a draft model and an adapter: give both")
+        self._probe_len = len(engine.judge.probe.ids)
         self._engine = engine
         self._drafter = ModelDrafter(_one_segment_at_a_time(engine.draft, engine), engine.target)
 
@@ -48,7 +49,7 @@ class SequentialVerification:
         drafter.reset(prompt, Sampling(), settings.stop)
         request.start()
         while answer.open:
-            room = min(answer.room, engine.target.window - len(verifier.judge.probe.ids) - len(request.context))
+            room = min(answer.room, engine.target.window - self._probe_len - len(request.context))
             draft = answer.clip(drafter.propose(answer.ids, room).ids, room) if room > 0 else []
             target.seek(request.context)
             verification = verifier.verify(draft, cuts=[len(draft)] if draft else [])

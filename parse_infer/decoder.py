@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -251,7 +252,7 @@ class Decoder:
         for position, node in enumerate(path, start):
             if start + node != position:  # a chain stands where it belongs already
                 for layer in self._cache.layers:
-                    for kept in (layer.keys, layer.values):
+                    for kept in (cast(Any, layer).keys, cast(Any, layer).values):
                         kept[:, :, position] = kept[:, :, start + node]
         if self._tapped:  # the path first, so that the crop drops the rest
             rows, first = torch.cat(self._tapped), start - self._tapped_from

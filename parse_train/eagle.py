@@ -243,7 +243,7 @@ class EagleModel(nn.Module):
         places = torch.cat(kept)
         depth = torch.cat([torch.full_like(k, d) for d, k in enumerate(kept)])
         ahead = len(places) - t
-        weight = cast(Tensor, self._frozen[0].model.get_input_embeddings().weight)
+        weight = cast(Tensor, self._frozen[0].model.get_input_embeddings().weight).detach()
         mask_token = weight[self.head.config.ptd_token_id or 0].expand(b, ahead, -1)
         mask_hidden = self.head.mask_hidden.expand(b, ahead, -1)
         hidden = self.head.fc(torch.cat([features[:, :-1], mask_hidden.to(features.dtype)], dim=1))
@@ -258,9 +258,6 @@ class EagleModel(nn.Module):
 
 class EagleTrainer(Trainer):
     """transformers' Trainer for a head; evaluation reports accuracy by step and the simulated acceptance length."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, compute_metrics=head_metrics, **kwargs)
 
     def compute_loss(self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any) -> Any:  # type: ignore[override]
         output = model(inputs["input_ids"], inputs["labels"])
@@ -305,7 +302,7 @@ def make_head(lm: LanguageModel, config: EagleTrainingConfig, answers: Answers) 
             rope_theta=float(rope.get("rope_theta", 10000.0)),
             max_position_embeddings=lm.window,
             parallel_drafting=config.parallel,
-            ptd_token_id=int(ptd or 0) if config.parallel else None,
+            ptd_token_id=int(cast(int, ptd) or 0) if config.parallel else None,
         )
     )
     counts = Counter(token for row in answers.rows for token in row["ids"][row["start"] :])
@@ -328,7 +325,7 @@ def main(config: EagleTrainingConfig) -> None:
         template_options=config.template_options,
     )
     lm.model.requires_grad_(False)
-    folder = Path(config.output_dir)
+    folder = Path(str(config.output_dir))
     with config.main_process_first(local=False):
         train = write_answers(lm, config, "train", config.n_problems, folder / "answers-train.jsonl")
         evaluation = write_answers(
@@ -336,7 +333,14 @@ def main(config: EagleTrainingConfig) -> None:
         )
     model = EagleModel(lm, make_head(lm, config, train), config.steps, config.step_decay, config.depth_share)
     tracking.start(config)  # type: ignore[arg-type]
-    trainer = EagleTrainer(model, config, train_dataset=train, eval_dataset=evaluation, data_collator=collate)
+    trainer = EagleTrainer(
+        model,
+        config,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        data_collator=collate,
+        compute_metrics=head_metrics,
+    )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(config.output_dir))
     metrics = trainer.evaluate()
     if config.process_index == 0:

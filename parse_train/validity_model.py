@@ -112,10 +112,11 @@ class ValidityModel(nn.Module):
             context, cache = self._prefill(input_ids)
             hidden = self._probe(cache, visible, self.probe_ids, adapter=True)
         with torch.autocast(hidden.device.type, enabled=False):  # the read-out is float32 at inference too
-            doubt = None if self.head.tokens is None else self._doubt(context, input_ids, visible, cuts)
+            tokens = self.head.tokens
+            doubt = None if tokens is None else self._doubt(tokens, context, input_ids, visible, cuts)
             return {"logits": self.head(hidden, doubt)}
 
-    def _doubt(self, context: Tensor, input_ids: Tensor, visible: Tensor, cuts: Tensor) -> Tensor:
+    def _doubt(self, tokens: TokenDoubt, context: Tensor, input_ids: Tensor, visible: Tensor, cuts: Tensor) -> Tensor:
         """Doubt [B, K] about each prefix, from the hidden states [B, T, H] of prompt and draft."""
         start, end = (visible - cuts)[:, :1], visible.amax(dim=1, keepdim=True)  # the first cut is never padding
         place = torch.arange(1, input_ids.shape[1], device=input_ids.device)
@@ -124,7 +125,7 @@ class ValidityModel(nn.Module):
         with torch.no_grad():
             written = embedding(ids, cast(nn.Embedding, self.base.get_input_embeddings()).weight)
             surprised = surprise(before, ids, self._output_layer)
-        each = self.head.tokens(before, written, surprised)
+        each = tokens(before, written, surprised)
         doubt = each.new_full(drafted.shape, _NO_DOUBT).masked_scatter(drafted, each)  # of tokens 1 to T - 1
         return TokenDoubt.of_prefixes(doubt, visible - 1) * (cuts > 0)
 

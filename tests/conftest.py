@@ -157,12 +157,12 @@ def random_adapter() -> Callable[..., Any]:
         }
         head = ValidityHead(model.config.hidden_size, token_rank)
         with torch.no_grad():
-            for parameter in head.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-            if head.tokens is not None:
-                head.tokens.out.bias.fill_(-3.0)
             head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * 0.3)
             head.bias.fill_(-0.2)
+            if head.tokens is not None:
+                for parameter in head.tokens.parameters():
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+                head.tokens.out.bias.fill_(-3.0)
         config = ValidityConfig(
             probe_ids=probe_ids,
             probe_text="?!",
