@@ -213,7 +213,6 @@ class EagleModel(nn.Module):
         positions = torch.arange(t, device=device)
         rows, columns = positions[:, None], positions[None, :]
         past: tuple[Tensor, Tensor] | None = None
-        blocks: list[Tensor] = []
         results = []
         for step in range(self.steps):
             # Keys of step m stand at every place; place i at this step sees those of its own draft: i - (step - m).

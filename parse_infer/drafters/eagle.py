@@ -280,7 +280,6 @@ class EagleDrafter:
         self.forwards = 0
         self._embeddings: Tensor = model.model.get_input_embeddings().weight  # type: ignore[assignment]
         self._past: tuple[Tensor, Tensor] | None = None
-        self._length = 0  # tokens the head has read
         model.decoder.tap(head.config.eagle_aux_hidden_state_layer_ids)
 
     @torch.inference_mode()
@@ -311,7 +310,7 @@ class EagleDrafter:
         mask_token = self._embed([self.head.config.ptd_token_id or 0]).expand(ahead, -1)
         hidden = self.head.fc(torch.cat([features, self.head.mask_hidden.expand(ahead, -1)]))
         output = self._run(hidden, torch.cat([following, mask_token]), causal=True)
-        self._crop(self._length - ahead)
+        self._crop(self._past_length - ahead)
         if size < 1:
             return Guess.chain(())
         return self._draw(self.head.logits(output[-size:]), sampling, generator)
@@ -384,19 +383,18 @@ class EagleDrafter:
             positions = before + depth
             mask = torch.cat([seen.new_ones(n, before), seen], dim=1)
         output, self._past = self.head(hidden[None], following[None], positions[None], mask[None, None], self._past)
-        self._length = past + n
         self.forwards += 1
         return output[0]
 
     @property
     def _past_length(self) -> int:
+        """Tokens the head has read."""
         return 0 if self._past is None else self._past[0].shape[2]
 
     def _crop(self, length: int) -> None:
         if self._past is not None and length < self._past_length:
             keys, values = self._past
             self._past = (keys[:, :, :length], values[:, :, :length])
-        self._length = self._past_length
 
     def _embed(self, ids: Sequence[int]) -> Tensor:
         return self._embeddings[torch.tensor(list(ids), device=self._embeddings.device)]
