@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +13,10 @@ import torch
 
 from parse_infer.bench_assisted import TransformersGeneration
 from parse_infer.bench_sequential import SequentialVerification
-from parse_infer.drafters.token_drafters import NAMES, load_token_drafter
+from parse_infer.drafters.token_drafters import check_token_drafter, load_token_drafter
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import Generation, GenerationSettings, Resume
-from parse_infer.loading import same_tokenizer
+from parse_infer.loading import LanguageModel, same_tokenizer
 from parse_infer.policy import check_threshold
 from parse_infer.prompts import Prompt
 from parse_infer.zero_shot import ZeroShotJudge
@@ -28,16 +29,13 @@ MODES = {
     "sequential": "one segment at a time, each verified before the next (SpecReason), trained adapter",
     "assisted": "transformers' assisted generation with the same draft model",
     "transformers": "the target alone in transformers' own decode loop",
-    **{f"target+{name}": f"the target alone, tokens guessed by {name}" for name in NAMES},
-    **{f"parse+{name}": f"PARSE, the target's own tokens guessed by {name}" for name in NAMES},
 }
-DEFAULT_MODES = tuple(name for name in MODES if name != "transformers" and "+" not in name)
+# Behind "target+" and "parse+" stands any token drafter, by name or folder.
+GUIDED = ("target", "parse")
+DEFAULT_MODES = tuple(name for name in MODES if name != "transformers")
 SWEPT = ("parse", "parse-zero-shot")  # modes that a sweep runs at every threshold
-NEEDS_DRAFT = frozenset(MODES) - {"target", "transformers", "target+lookup"}
-NEEDS_ADAPTER = frozenset(name for name in MODES if name in ("parse", "sequential") or name.startswith("parse+"))
-DRAFTING = frozenset(
-    n for n in NEEDS_DRAFT if n != "draft" and not n.startswith("target+")
-)  # modes that accept or reject a draft
+NEEDS_ADAPTER = ("parse", "sequential")
+DRAFTING = ("parse", "parse-zero-shot", "sequential", "assisted")  # modes that accept or reject a draft
 
 
 class BenchProblem(Protocol):
@@ -55,16 +53,30 @@ class BenchProblem(Protocol):
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to answer. `name` is a key of `MODES`, with "@threshold" behind it in a sweep."""
+    """One way to answer.
+
+    Attributes:
+        name: a key of `MODES`, with "@threshold" behind it in a sweep or "+drafter" with a token drafter.
+        models: those with caches of their own, beside the engine's.
+    """
 
     name: str
     generate: Callable[[Prompt], Generation]
+    models: tuple[LanguageModel, ...] = ()
+
+    @property
+    def base(self) -> str:
+        """The key of `MODES`."""
+        return re.split("[@+]", self.name)[0]
 
 
 def check_modes(names: Iterable[str]) -> tuple[str, ...]:
     """The names without repetitions; ValueError for one that is no mode, with the closest one, and for none at all."""
     chosen = tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
     for name in chosen:
+        base, plus, drafter = name.partition("+")
+        if plus and drafter and base in GUIDED:
+            continue
         if name not in MODES:
             close = difflib.get_close_matches(name, MODES, n=1, cutoff=0.5)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
@@ -72,6 +84,29 @@ def check_modes(names: Iterable[str]) -> tuple[str, ...]:
     if not chosen:
         raise ValueError(f"no mode to run; modes: {', '.join(MODES)}")
     return chosen
+
+
+def describe(name: str) -> str:
+    """What a mode is, in a few words."""
+    base, _, drafter = name.partition("+")
+    return f"{MODES[base]}, the target's own tokens guessed by {drafter}" if drafter else MODES[base]
+
+
+def needs(names: Sequence[str]) -> tuple[bool, bool]:
+    """Whether these modes need a draft model, and whether they need an adapter."""
+    bases = {name.partition("+")[0] for name in names}
+    draft = bases & {*DRAFTING, "draft"} or any(name.endswith("+draft") or "+draft:" in name for name in names)
+    return bool(draft), bool(bases & {*NEEDS_ADAPTER})
+
+
+def check_guides(names: Sequence[str], draft_drafter: str | None, target: str, draft: str | None) -> None:
+    """Raises ValueError for a token drafter that these models (by name) cannot have; runs before they are loaded."""
+    for name in names:
+        drafter = name.partition("+")[2]
+        if drafter:
+            check_token_drafter(f"the token drafter of mode {name!r}", drafter, target, has_draft=draft is not None)
+    if draft_drafter is not None and draft is not None:
+        check_token_drafter("draft_drafter", draft_drafter, draft, has_draft=False)
 
 
 def make_modes(
@@ -82,6 +117,7 @@ def make_modes(
     threshold: float | None = None,
     zero_shot_threshold: float | None = None,
     resume: Resume = "finish",
+    draft_drafter: str | None = None,
     thresholds: Sequence[float] = (),
 ) -> list[Mode]:
     """The named modes, then "parse@0.5" and so on for every threshold of a sweep; all greedy, with `engine`'s models.
@@ -90,6 +126,7 @@ def make_modes(
         threshold: for "parse" and "sequential"; None: the adapter's own.
         zero_shot_threshold: for "parse-zero-shot"; None: 0.5.
         resume: what follows a rejected draft, in the PARSE modes.
+        draft_drafter: token drafter of the draft model in the modes "parse+…"; None: none.
         thresholds: of the sweep; it covers those of `SWEPT` that are among the names.
 
     Raises:
@@ -97,10 +134,12 @@ def make_modes(
     """
     names = check_modes(names)
     for name in names:
-        if name in NEEDS_DRAFT and engine.draft is None:
+        draft, adapter = needs([name])
+        if draft and engine.draft is None:
             raise ValueError(f"mode {name!r} needs a draft model: give one, or leave the mode out")
-        if name in NEEDS_ADAPTER and engine.judge is None:
+        if adapter and engine.judge is None:
             raise ValueError(f"mode {name!r} needs an adapter: give one, or leave the mode out")
+    check_guides(names, draft_drafter, engine.target.name, engine.draft.name if engine.draft else None)
     for value in [*thresholds, *(t for t in (threshold, zero_shot_threshold) if t is not None)]:
         check_threshold(value)
     plain = GenerationSettings(max_new_tokens=max_new_tokens, resume=resume)
@@ -120,15 +159,18 @@ def make_modes(
             return lambda prompt: own_loop.generate(prompt, plain)
         if name == "parse":
             return lambda prompt: engine.generate(prompt, judged)  # type: ignore[return-value]
-        base, _, drafter = name.partition("+")
-        if drafter:
-            guided = _guided(engine, drafter)
-            alone = base == "target"
-            return lambda prompt: guided.generate_target(prompt, plain) if alone else guided.generate(prompt, judged)  # type: ignore[return-value]
         assert zero_shot is not None
         return lambda prompt: zero_shot.generate(prompt, plain)  # type: ignore[return-value]
 
-    modes = [Mode(name, make(name)) for name in names]
+    def guide(name: str) -> Mode:
+        base, _, drafter = name.partition("+")
+        guided = _guided(engine, drafter, draft_drafter if base == "parse" else None)
+        models = tuple(lm for lm in (guided.target, guided.draft) if lm is not None)
+        if base == "target":
+            return Mode(name, lambda prompt: guided.generate_target(prompt, plain), models)  # type: ignore[arg-type,return-value]
+        return Mode(name, lambda prompt: guided.generate(prompt, judged), models)  # type: ignore[arg-type,return-value]
+
+    modes = [guide(name) if "+" in name else Mode(name, make(name)) for name in names]
     for name in (n for n in names if n in SWEPT):
         judge = engine if name == "parse" else zero_shot
         assert judge is not None
@@ -142,7 +184,7 @@ def _at(engine: ParseEngine, settings: GenerationSettings) -> Callable[[Prompt],
 
 def timed(engine: ParseEngine, mode: Mode, prompt: Prompt) -> tuple[Generation, float]:
     """An answer and the seconds it took, from empty caches: no mode profits from what another has read."""
-    forget(engine)
+    forget(engine, mode)
     _synchronise(engine)
     start = time.perf_counter()
     generation = mode.generate(prompt)
@@ -150,11 +192,11 @@ def timed(engine: ParseEngine, mode: Mode, prompt: Prompt) -> tuple[Generation, 
     return generation, time.perf_counter() - start
 
 
-def forget(engine: ParseEngine) -> None:
-    """Empty the caches of both models."""
-    engine.target.decoder.seek([])
-    if engine.draft is not None:
-        engine.draft.decoder.seek([])
+def forget(engine: ParseEngine, mode: Mode | None = None) -> None:
+    """Empty the caches of the engine's models, and of those that the mode has to itself."""
+    for lm in (engine.target, engine.draft, *(mode.models if mode is not None else ())):
+        if lm is not None:
+            lm.decoder.seek([])
 
 
 @torch.inference_mode()
@@ -185,10 +227,17 @@ def _zero_shot(engine: ParseEngine, threshold: float | None) -> ParseEngine:
     return ParseEngine(engine.target, engine.draft, judge, threshold=threshold)
 
 
-def _guided(engine: ParseEngine, drafter: str) -> ParseEngine:
-    """The same loaded models, with a token drafter for what the target writes itself."""
-    guess = load_token_drafter(drafter, engine.target, engine.draft)
-    return ParseEngine(engine.target, engine.draft, engine.judge, target_drafter=guess, threshold=engine.threshold)
+def _guided(engine: ParseEngine, target_drafter: str, draft_drafter: str | None) -> ParseEngine:
+    """The same weights with decoders of their own (heads have them keep features), and token drafters."""
+    target, draft = replace(engine.target), replace(engine.draft) if engine.draft is not None else None
+    return ParseEngine(
+        target,
+        draft,
+        engine.judge,
+        target_drafter=load_token_drafter(target_drafter, target, draft),
+        draft_drafter=load_token_drafter(draft_drafter, draft) if draft_drafter and draft is not None else None,
+        threshold=engine.threshold,
+    )
 
 
 def _draft_alone(engine: ParseEngine, settings: GenerationSettings) -> Callable[[Prompt], Generation]:

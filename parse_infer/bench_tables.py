@@ -8,7 +8,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from parse_infer.bench_modes import MODES
+from parse_infer.bench_modes import describe
 
 HEADER = (
     "mode",
@@ -76,7 +76,7 @@ def markdown(results: dict[str, Any]) -> str:
         *_table(HEADER, rows(results["modes"])),
         "",
     ]
-    lines += [f"- {name}: {MODES[name]}" for name in results["modes"]]
+    lines += [f"- {name}: {describe(name)}" for name in results["modes"]]
     lines += ["", *_notes(results), ""]
     if results["sweep"]:
         sweep = results["sweep"]

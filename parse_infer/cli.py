@@ -97,6 +97,9 @@ def bench(
     resume: Annotated[
         str, typer.Option(help="After a rejected draft, in the PARSE modes: finish or hand_back.")
     ] = "finish",
+    draft_drafter: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Guesses tokens of the draft model in the modes parse+NAME.")
+    ] = None,
     thresholds: Annotated[
         str | None, typer.Option(metavar="A,B,…|none", help="Thresholds of the figure; default: 0.05 to 0.99.")
     ] = None,
@@ -123,18 +126,18 @@ def bench(
       sequential        one segment at a time, each verified before the next (SpecReason)
       assisted          transformers' assisted generation with the same draft model
       transformers      the target alone in transformers' own decode loop
-      target+lookup     the target alone, with token-level guesses by prompt lookup
-      target+draft      the target alone, with token-level guesses by the draft model
-      parse+lookup, parse+draft   PARSE, with such guesses for what the target writes
+      target+NAME       the target alone, its tokens guessed by lookup, draft, eagle3, parallel, medusa or a folder
+      parse+NAME        PARSE, with such guesses for what the target writes (and see --draft-drafter)
 
     \b
     Examples:
       parse-infer bench --limit 300 --out runs/bench
+      parse-infer bench --modes target,target+eagle3,parse,parse+eagle3 --draft-drafter parallel --out runs/tokens
       parse-infer bench --task jsonl --task-option path=problems.jsonl --modes target,parse --out runs/mine
     """
     loaded_task = _task(task, task_option)
     from parse_infer.bench import THRESHOLDS, BenchSettings, run_bench
-    from parse_infer.bench_modes import DEFAULT_MODES, NEEDS_ADAPTER, NEEDS_DRAFT
+    from parse_infer.bench_modes import DEFAULT_MODES, check_guides, needs
     from parse_infer.bench_tables import acceptance_note, terminal_tables
 
     settings = BenchSettings(
@@ -143,18 +146,23 @@ def bench(
         threshold=threshold,
         zero_shot_threshold=zero_shot_threshold,
         resume=resume,  # type: ignore[arg-type]
+        draft_drafter=draft_drafter,
         thresholds=THRESHOLDS if thresholds is None else read_numbers(thresholds, "--thresholds"),
         sweep_limit=sweep_limit,
         repeats=repeats,
         seed=seed,
+    )
+    needs_draft, needs_judge = needs(settings.modes)
+    check_guides(
+        settings.modes, draft_drafter, target or "zoo:target", (draft or "zoo:draft") if needs_draft else None
     )
     problems = _test_problems(loaded_task, seed, limit)
     engine = load_engine(
         target,
         draft,
         adapter,
-        needs_draft=bool(NEEDS_DRAFT & set(settings.modes)),
-        needs_judge=bool(NEEDS_ADAPTER & set(settings.modes)),
+        needs_draft=needs_draft,
+        needs_judge=needs_judge,
         device=device,
         dtype=dtype,
         trust_remote_code=trust_remote_code,

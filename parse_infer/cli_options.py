@@ -47,11 +47,18 @@ ZeroShot = Annotated[
 
 TargetDrafter = Annotated[
     str | None,
-    typer.Option(metavar="lookup|draft|EAGLE", help="Guess tokens of what the target writes; changes no answer."),
+    typer.Option(
+        metavar="NAME",
+        help="Guess tokens of what the target writes; changes no answer. lookup, draft, eagle3, parallel, "
+        "medusa, or the folder of a head; sizes behind it as in eagle3:tokens=4:top_k=3.",
+    ),
 ]
 DraftDrafter = Annotated[
     str | None,
-    typer.Option(metavar="lookup|EAGLE", help="Guess tokens of what the draft model writes; changes no draft."),
+    typer.Option(
+        metavar="NAME",
+        help="Guess tokens of what the draft model writes; changes no draft. lookup, parallel, or a folder.",
+    ),
 ]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -18,7 +18,7 @@ from parse_infer.answer import Answer
 from parse_infer.drafters import Drafter
 from parse_infer.drafters.model import ModelDrafter
 from parse_infer.drafters.text import TextDrafter
-from parse_infer.drafters.token_drafters import check_token_drafters, load_token_drafter
+from parse_infer.drafters.token_drafters import check_token_drafter, load_token_drafter
 from parse_infer.generation import (
     Done,
     Drafted,
@@ -110,7 +110,7 @@ class ParseEngine:
         Without an adapter, `zero_shot=True` asks the target itself whether a prefix is right; without either, only
         mode "exact" generates. `template_options` are switches of the chat templates (`{"enable_thinking": False}`).
         `target_drafter` and `draft_drafter` speed up what each model writes itself, without changing it: "lookup", the
-        folder of an EAGLE-3 head, or for the target "draft" (see `parse_infer.drafters.token_drafters`).
+        folder or name of a head, or for the target "draft" (see `parse_infer.drafters.token_drafters`).
 
         Raises ValueError or OSError with one sentence for whatever is missing, damaged or does not fit.
         """
@@ -121,7 +121,12 @@ class ParseEngine:
         for name in (target, draft, adapter):
             if name is not None:
                 resolve(name)  # a wrong name is found before the first model is loaded
-        check_token_drafters(target_drafter, draft_drafter, has_draft=draft is not None)
+        if draft_drafter is not None and draft is None:
+            raise ValueError(f"draft_drafter is {draft_drafter!r}, but there is no draft model that it could speed up")
+        if target_drafter is not None:
+            check_token_drafter("target_drafter", target_drafter, str(target), has_draft=draft is not None)
+        if draft_drafter is not None:
+            check_token_drafter("draft_drafter", draft_drafter, str(draft), has_draft=False)
         load = partial(
             load_language_model,
             device=device,
@@ -136,16 +141,12 @@ class ParseEngine:
         elif zero_shot:
             judge = ZeroShotJudge(loaded.model, loaded.tokenizer)
         draft_model = load(draft, role="draft") if draft is not None else None
-        token_drafters = (
-            load_token_drafter(target_drafter, loaded, draft_model),
-            load_token_drafter(draft_drafter, draft_model, None),
-        )
         return cls(
             loaded,
             draft_model,
             judge,
-            target_drafter=token_drafters[0],
-            draft_drafter=token_drafters[1],
+            target_drafter=load_token_drafter(target_drafter, loaded, draft_model) if target_drafter else None,
+            draft_drafter=load_token_drafter(draft_drafter, draft_model) if draft_drafter and draft_model else None,
             threshold=threshold,
             cut_policy=cut_policy,
         )

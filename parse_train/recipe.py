@@ -15,6 +15,7 @@ RECIPES = {
     "language_model": "parse_train.language_model",
     "tokenizer": "parse_train.tokenizer",
     "eagle": "parse_train.eagle",
+    "medusa": "parse_train.medusa",
 }
 
 

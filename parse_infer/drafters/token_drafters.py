@@ -1,57 +1,108 @@
-"""Token drafters by name: "lookup", "draft", or the folder or Hugging Face id of an EAGLE-3 head."""
+"""Token drafters by name: NAME[:KEY=VALUE…].
+
+NAME is "lookup", "draft", an embedded head ("eagle3", "parallel", "medusa"), or the folder or Hugging Face id of an
+EAGLE-3 head or of Medusa heads. The keys are the sizes of the drafter's class, for example "eagle3:tokens=4:top_k=3".
+"""
 
 from __future__ import annotations
 
 import difflib
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+from parse_infer.attention import enable_split_attention
+from parse_infer.drafters import eagle_head, medusa
 from parse_infer.drafters.draft_tokens import ModelTokenDrafter
-from parse_infer.drafters.eagle import EagleDrafter, EagleHead
+from parse_infer.drafters.eagle import EagleDrafter
+from parse_infer.drafters.heads import CONFIG, WEIGHTS, read_config
 from parse_infer.drafters.lookup import LookupDrafter
-from parse_infer.loading import LanguageModel
+from parse_infer.drafters.medusa import MedusaDrafter, MedusaHead
+from parse_infer.loading import ZOO, LanguageModel
 from parse_infer.speculation import TokenDrafter
 
-NAMES = ("lookup", "draft")
+NAMES = ("lookup", "draft", "eagle3", "parallel", "medusa")
+# The embedded heads, for the model that each was trained for.
+_EMBEDDED = {
+    "zoo:target": {"eagle3": "eagle3", "parallel": "parallel", "medusa": "medusa"},
+    "zoo:draft": {"parallel": "parallel-draft"},
+}
 
 
-def check_token_drafters(target_drafter: str | None, draft_drafter: str | None, has_draft: bool) -> None:
+def split_name(name: str) -> tuple[str, dict[str, int]]:
+    """ "eagle3:tokens=4" -> ("eagle3", {"tokens": 4}). Raises ValueError for a value that is no whole number."""
+    parts = name.split(":")
+    first = next((i for i, part in enumerate(parts) if "=" in part), len(parts))
+    sizes = {}
+    for part in parts[first:]:
+        key, _, value = part.partition("=")
+        if not value.isdigit():
+            raise ValueError(f"{part!r} in the token drafter {name!r} is not KEY=NUMBER")
+        sizes[key] = int(value)
+    return ":".join(parts[:first]), sizes
+
+
+def check_token_drafter(role: str, name: str, model: str, has_draft: bool) -> None:
     """Find a wrong choice before anything is loaded.
 
-    Raises:
-        ValueError: an unknown name, or one that needs a draft model where there is none.
-    """
-    for role, name in (("target_drafter", target_drafter), ("draft_drafter", draft_drafter)):
-        if name is not None and name not in NAMES and not _is_folder_or_id(name):
-            close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(NAMES)}, or the folder of a head"
-            raise ValueError(f"{role} is {name!r}; {hint}")
-    if draft_drafter == "draft":
-        raise ValueError("draft_drafter is 'draft': the draft model cannot guess its own tokens; use lookup")
-    if not has_draft and target_drafter == "draft":
-        raise ValueError("target_drafter is 'draft', which needs a draft model, and none was given")
-    if not has_draft and draft_drafter is not None:
-        raise ValueError(f"draft_drafter is {draft_drafter!r}, but there is no draft model that it could speed up")
-
-
-def load_token_drafter(
-    name: str | None, model: LanguageModel | None, draft: LanguageModel | None
-) -> TokenDrafter | None:
-    """The token drafter called `name` for what `model` writes; "draft" lets `draft` guess. None without a name.
+    Args:
+        role: what the message calls it.
+        model: name of the guided model.
+        has_draft: whether there is another model that can guess ("draft").
 
     Raises:
-        FileNotFoundError, ValueError: a head that is missing, damaged or of another model.
+        ValueError: an unknown name, or one that needs what is not there.
     """
-    if name is None or model is None:
-        return None
-    if name == "lookup":
-        return LookupDrafter()
-    if name == "draft":
+    kind, _ = split_name(name)
+    if kind == "draft" and not has_draft:
+        raise ValueError(f"{role} is 'draft', which needs a draft model beside the model that it guides")
+    if kind in ("lookup", "draft") or kind in _EMBEDDED.get(model, ()):
+        return
+    if kind in NAMES:
+        raise ValueError(f"{role} is {kind!r}, and no such head is embedded for {model!r}: give the folder of one")
+    if not _is_folder_or_id(kind):
+        close = difflib.get_close_matches(kind, NAMES, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(NAMES)}, or the folder of a head"
+        raise ValueError(f"{role} is {kind!r}; {hint}")
+
+
+def load_token_drafter(name: str, model: LanguageModel, draft: LanguageModel | None = None) -> TokenDrafter:
+    """The token drafter called `name` for what `model` writes; "draft" lets `draft` guess.
+
+    Raises:
+        FileNotFoundError, ValueError: a head that is missing, damaged or of another model, or an unfit size.
+    """
+    kind, sizes = split_name(name)
+    if sizes.get("top_k", 1) > 1:
+        enable_split_attention(model.model)  # trees need it
+    if kind == "lookup":
+        return LookupDrafter(**_fit(LookupDrafter, sizes, name))
+    if kind == "draft":
         assert draft is not None
-        return ModelTokenDrafter(draft, model)
-    return EagleDrafter(EagleHead.from_pretrained(_locate(name), model), model)
+        return ModelTokenDrafter(draft, model, **_fit(ModelTokenDrafter, sizes, name))
+    embedded = _EMBEDDED.get(model.name, {}).get(kind)
+    folder = ZOO / embedded if embedded else _locate(kind)
+    architecture = (read_config(folder).get("architectures") or ["nothing"])[0]
+    if architecture in medusa.ARCHITECTURES:
+        options = _fit(MedusaDrafter, sizes, name)
+        return MedusaDrafter(MedusaHead.from_pretrained(folder, model), model, **options)
+    if architecture in eagle_head.ARCHITECTURES:
+        options = _fit(EagleDrafter, sizes, name)
+        return EagleDrafter(eagle_head.EagleHead.from_pretrained(folder, model), model, **options)
+    known = ", ".join(eagle_head.ARCHITECTURES + medusa.ARCHITECTURES)
+    raise ValueError(f"{folder} is no head for token drafting: its architecture is {architecture}, not one of {known}")
+
+
+def _fit(kind: Callable[..., object], sizes: Mapping[str, int], name: str) -> Mapping[str, int]:
+    """Raises ValueError for a size that this kind of drafter does not have."""
+    known = [p for p in inspect.signature(kind).parameters if p not in ("head", "model", "draft")]
+    for key in sizes:
+        if key not in known:
+            raise ValueError(f"{key!r} is no size of the token drafter {name!r}; it has: {', '.join(known)}")
+    return sizes
 
 
 def _is_folder_or_id(name: str) -> bool:
@@ -63,7 +114,7 @@ def _locate(name: str) -> Path:
     if folder.is_dir():
         return folder
     try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", "model.safetensors"]))
+        return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS]))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise FileNotFoundError(

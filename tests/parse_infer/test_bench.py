@@ -34,6 +34,7 @@ class Problem:
 
 PROBLEMS = [Problem(f"p{i}", f"What is {i} and {i}?") for i in range(4)]
 BUDGET = 12
+ALL_MODES = (*MODES, "target+lookup", "target+draft", "parse+lookup", "parse+draft")
 
 
 @pytest.fixture
@@ -142,7 +143,7 @@ def test_a_mode_without_its_part_is_refused(engine):
 
 
 def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_path: Path):
-    settings = BenchSettings(tuple(MODES), 6, thresholds=(0.5,), sweep_limit=1, repeats=2)
+    settings = BenchSettings(ALL_MODES, 6, thresholds=(0.5,), sweep_limit=1, repeats=2)
     calls = 0
 
     def check(problem: Problem, text: str) -> bool:
@@ -163,11 +164,11 @@ def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_p
     assert (tmp_path / "records.jsonl").read_text().startswith(before)
     rows = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     keys = {(r["problem_id"], r["mode"], r["repeat"]) for r in rows}
-    assert len(keys) == len(rows) == 2 * (2 * len(MODES) + 1 * 2)
+    assert len(keys) == len(rows) == 2 * (2 * len(ALL_MODES) + 1 * 2)
     assert calls == len(rows) + 1
 
     assert json.loads((tmp_path / "results.json").read_text()) == json.loads(json.dumps(results))
-    assert list(results["modes"]) == list(MODES)
+    assert list(results["modes"]) == list(ALL_MODES)
     assert all(KEYS <= set(figures) for figures in results["modes"].values())
     assert results["modes"]["target"]["speedup"] == 1 and results["modes"]["target"]["accuracy_diff"] == 0
     for lossless in ("assisted", "target+lookup", "target+draft"):
@@ -186,7 +187,7 @@ def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_p
     run_bench(engine, PROBLEMS[:2], check, tmp_path, settings)
     assert (tmp_path / "records.jsonl").stat().st_size == size
     with pytest.raises(ValueError, match=r"holds a benchmark with max_new_tokens 6 and this one has 13"):
-        run_bench(engine, PROBLEMS[:2], check, tmp_path, BenchSettings(tuple(MODES), 13, repeats=2))
+        run_bench(engine, PROBLEMS[:2], check, tmp_path, BenchSettings(ALL_MODES, 13, repeats=2))
     with pytest.raises(ValueError, match="digest|problems"):
         run_bench(engine, PROBLEMS[1:3], check, tmp_path, settings)
 

@@ -656,9 +656,11 @@ def test_token_drafters_change_no_span(engine, name, resume):
     ("arguments", "message"),
     [
         ({"target_drafter": "lokup"}, "target_drafter is 'lokup'; did you mean 'lookup'?"),
-        ({"draft": "zoo:draft", "draft_drafter": "draft"}, "cannot guess its own tokens"),
-        ({"target_drafter": "draft"}, "needs a draft model, and none was given"),
+        ({"draft": "zoo:draft", "draft_drafter": "draft"}, "needs a draft model beside the model that it guides"),
+        ({"target_drafter": "draft"}, "which needs a draft model"),
         ({"draft_drafter": "lookup"}, "no draft model that it could speed up"),
+        ({"draft": "zoo:draft", "draft_drafter": "eagle3"}, "no such head is embedded for 'zoo:draft'"),
+        ({"target_drafter": "lookup:tokens=x"}, "'tokens=x' in the token drafter 'lookup:tokens=x' is not KEY=NUMBER"),
     ],
 )
 def test_a_wrong_token_drafter_is_found_before_anything_is_loaded(arguments, message, monkeypatch):

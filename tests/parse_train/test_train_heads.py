@@ -11,10 +11,16 @@ import torch
 from transformers import EvalPrediction
 
 from parse_infer.drafters.eagle import EagleDrafter
+from parse_infer.drafters.medusa import MedusaDrafter
+from parse_infer.drafters.token_drafters import load_token_drafter
 from parse_infer.sampling import Sampling
-from parse_train.eagle import IGNORED, EagleModel, collate, head_metrics
+from parse_train.answers import IGNORED, collate
+from parse_train.eagle import EagleModel
+from parse_train.heads import head_metrics
+from parse_train.medusa import MedusaModel
 from tests.parse_infer.language_models import language_model
 from tests.parse_infer.test_eagle import make_head
+from tests.parse_infer.test_medusa import make_heads
 
 
 @pytest.fixture
@@ -56,16 +62,31 @@ def test_training_sees_what_drafting_sees(lm, random_ids, parallel):
     model = EagleModel(lm, head, steps, 0.9, 0.8).eval()
     with torch.no_grad():
         states = lm.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-        features = torch.cat([states[i] for i in head.config.eagle_aux_hidden_state_layer_ids], dim=-1)
         embeddings = lm.model.get_input_embeddings()(torch.tensor([ids]))
-        guesses = (model._block if parallel else model._unroll)(features, embeddings)
+        guesses = model.guesses(states, embeddings)
     for length in (6, 11):
         expected = forced_chain(lm, head, ids, length, steps)
         anchor = length - 2  # the last place whose following token is known
-        for step, (logits, places) in enumerate(guesses):
-            place = anchor + (0 if parallel else step)
-            row = places.tolist().index(place)
+        for step, (logits, anchors) in enumerate(guesses):
+            row = anchors.tolist().index(anchor)
             torch.testing.assert_close(logits[0, row], expected[step], atol=1e-4, rtol=1e-4)
+
+
+def test_medusa_training_sees_what_drafting_sees(lm, random_ids):
+    head, ids = make_heads(lm), random_ids(18)
+    drafter = MedusaDrafter(head, lm)
+    with torch.no_grad():
+        states = lm.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        guesses = MedusaModel(lm, head, 4, 0.9).guesses(states, lm.model.get_input_embeddings()(torch.tensor([ids])))
+    for length in (6, 11):
+        lm.decoder.seek(ids[: length - 1])
+        lm.decoder.forward()
+        lm.decoder.seek(ids[:length])
+        tokens = drafter.guess(lm.decoder.ids, 4, Sampling(), None).tokens
+        found = [
+            int(head.token_ids[logits[0, anchors.tolist().index(length - 2)].argmax()]) for logits, anchors in guesses
+        ]
+        assert found == list(tokens)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -95,7 +116,7 @@ def test_acceptance_length_is_that_of_chains():
     assert metrics["acceptance_length"] == pytest.approx(1 + (2 + 1 + 0 + 3) / 4)
 
 
-@pytest.mark.parametrize("recipe", ["eagle3", "parallel"])
+@pytest.mark.parametrize("recipe", ["eagle3", "parallel", "medusa"])
 def test_the_recipe_runs_resumes_and_writes_a_head(recipe, tmp_path: Path, capsys):
     from parse_infer.loading import load_language_model
     from parse_train.__main__ import main
@@ -112,10 +133,11 @@ def test_the_recipe_runs_resumes_and_writes_a_head(recipe, tmp_path: Path, capsy
     state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     assert state["global_step"] == 4
     target = load_language_model("zoo:target", role="target", device="cpu")
-    from parse_infer.drafters.eagle import EagleHead
-
-    head = EagleHead.from_pretrained(tmp_path / "head", target)
-    assert head.config.parallel_drafting == (recipe == "parallel")
+    drafter = load_token_drafter(str(tmp_path / "head"), target)
+    if recipe == "medusa":
+        assert drafter.head.config.num_heads == 3
+    else:
+        assert drafter.head.config.parallel_drafting == (recipe == "parallel")
     assert "accuracy_1" in capsys.readouterr().out
     assert main([*arguments, "--seed", "5"]) == 2
     assert "choose another output_dir" in capsys.readouterr().err

@@ -1,0 +1,59 @@
+"""Train Medusa heads (arXiv 2401.10774): `accelerate launch -m parse_train recipes/medusa.yaml`.
+
+"Medusa-1": the model stays as it is. Every head starts as a copy of the model's output layer, and learns the model's
+distribution for a token further ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from parse_infer.drafters.medusa import MedusaConfig, MedusaHead
+from parse_infer.loading import LanguageModel
+from parse_train.answers import Answers, commonest_tokens
+from parse_train.heads import HeadModel, HeadTrainingConfig, train_head
+
+
+@dataclass
+class MedusaTrainingConfig(HeadTrainingConfig):
+    """Fields of Medusa heads; `steps` is their number."""
+
+    head_layers: int = field(default=1, metadata={"help": "Residual blocks in each head."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_layers < 1:
+            raise ValueError(f"head_layers is {self.head_layers}; it must be at least 1")
+
+
+class MedusaModel(HeadModel):
+    """Guesses of Medusa heads behind every token."""
+
+    def guesses(self, states: Sequence[Tensor], embeddings: Tensor) -> list[tuple[Tensor, Tensor]]:
+        anchors = torch.arange(embeddings.shape[1] - 1, device=embeddings.device)
+        return [(logits, anchors) for logits in self.head(states[-1][:, :-1])]
+
+
+def make_head(lm: LanguageModel, config: MedusaTrainingConfig, answers: Answers) -> MedusaHead:
+    """Fresh heads for the model: residual blocks that change nothing, the model's own output layer."""
+    own = lm.model.config.get_text_config(decoder=True)
+    size = min(config.draft_vocab_size or own.vocab_size, own.vocab_size)
+    head = MedusaHead(MedusaConfig(own.hidden_size, own.vocab_size, config.steps, config.head_layers, size))
+    head.token_map.copy_(torch.tensor(commonest_tokens(answers, own.vocab_size, size)))
+    with torch.no_grad():
+        for block, lm_head in zip(head.blocks, head.lm_heads, strict=True):
+            for layer in block.layers:
+                layer.weight.zero_()
+            lm_head.weight.copy_(lm.model.get_output_embeddings().weight[head.token_ids].float().cpu())
+    return head
+
+
+def main(config: MedusaTrainingConfig) -> None:
+    """Train heads and write them to `output_dir`/head."""
+    train_head(
+        config, lambda lm, answers: MedusaModel(lm, make_head(lm, config, answers), config.steps, config.step_decay)
+    )
