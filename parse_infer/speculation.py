@@ -2,8 +2,9 @@
 
 A token drafter guesses a tree of next tokens, one forward of the model looks at all of them, and a walk from the root
 keeps what the model itself would have chosen. Greedy: the very same tokens. Sampling: the very same distribution
-(chains: Leviathan et al., arXiv 2211.17192; siblings drawn at random: recursive rejection, SpecInfer, arXiv
-2305.09781). `speculate` stands in for `Decoder.decode` wherever a model writes.
+(chains: block verification, arXiv 2403.10444, which keeps at least as much as the token-wise rule of Leviathan et al.,
+arXiv 2211.17192; siblings drawn at random: recursive rejection, SpecInfer, arXiv 2305.09781). `speculate` stands in
+for `Decoder.decode` wherever a model writes.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class Guess:
     @classmethod
     def chain(cls, tokens: Sequence[int], drawn_from: Tensor | None = None) -> Guess:
         return cls(tokens, range(ROOT, len(tokens) - 1), drawn_from)
+
+    @property
+    def is_chain(self) -> bool:
+        return list(self.parents) == list(range(ROOT, len(self.tokens) - 1))
 
 
 class TokenDrafter(Protocol):
@@ -136,12 +141,39 @@ def walk(
             if at == ROOT:
                 return path, token
             path.append(at)
+    if guess.drawn_from is not None and guess.is_chain:
+        return _walk_block(distribution(logits, sampling), guess.tokens, guess.drawn_from, generator)
     while True:
         kept, token = _choose_child(distribution(logits[at + 1], sampling), children.get(at, ()), guess, generator)
         if kept is None:
             return path, token
         path.append(kept)
         at = kept
+
+
+def _walk_block(
+    p: Tensor, tokens: Sequence[int], q: Tensor, generator: torch.Generator | None
+) -> tuple[list[int], int]:
+    """Block verification: how much of a chain drawn from q [n, V] holds under p [1 + n, V], judged as a whole.
+
+    A token that was too likely under q does not end the walk; it lowers the weight of all that follow it.
+    """
+    n = len(tokens)
+    steps, chosen = torch.arange(n, device=p.device), torch.tensor(list(tokens), device=p.device)
+    weights = [1.0]
+    for ratio in (p[steps, chosen] / q[steps, chosen]).tolist():
+        weights.append(min(weights[-1] * ratio, 1.0))
+    weight = torch.tensor(weights, device=p.device)[:, None]
+    surplus = (weight[:-1] * p[:-1] - q).clamp_min(0).sum(-1).tolist()  # what p still holds beyond q behind i tokens
+    kept = 0
+    for i, chance in enumerate(torch.rand(n, device=p.device, generator=generator).tolist(), 1):
+        left = surplus[i] if i < n else 0.0
+        # Where nothing is left and nothing is lost, p equals q, and a later token decides.
+        accept = weights[i] if i == n else left / (left + 1 - weights[i]) if left + 1 > weights[i] else 1.0
+        if chance < accept:
+            kept = i
+    rest = p[n] if kept == n else (weights[kept] * p[kept] - q[kept]).clamp_min(0)
+    return list(range(kept)), int(draw(rest if rest.sum() > 0 else p[kept], generator))
 
 
 def _choose_child(

@@ -147,8 +147,9 @@ def test_sampled_tokens_have_the_models_distribution(kind, sampling):
     counts: Counter[tuple[int, int]] = Counter()
     for _ in range(draws):
         if kind == "drawn chain":
-            tokens = [int(draw(q, generator)) for _ in range(2)]
-            guess = Guess.chain(tokens, q.expand(2, -1))
+            drawn_from = torch.stack([q, q.flip(0)])
+            tokens = draw(drawn_from, generator).tolist()
+            guess = Guess.chain(tokens, drawn_from)
         elif kind == "drawn siblings":
             tokens = [int(draw(q, generator)) for _ in range(3)]
             guess = Guess(tokens, [ROOT, ROOT, ROOT], q.expand(3, -1))
@@ -171,6 +172,22 @@ def test_sampled_tokens_have_the_models_distribution(kind, sampling):
     keep = pooled_expected > 0
     pooled_expected *= draws / pooled_expected.sum()
     assert chisquare(pooled_found[keep].numpy(), pooled_expected[keep].numpy()).pvalue > 1e-4
+
+
+def test_block_verification_keeps_more_than_token_by_token():
+    """The same chains, judged as a whole and token by token (Leviathan et al.)."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(5, 6, generator=generator).softmax(-1)
+    q = torch.randn(4, 6, generator=generator).softmax(-1)
+    whole = one_by_one = 0
+    for _ in range(4000):
+        tokens = draw(q, generator).tolist()
+        whole += len(walk(p.log(), Guess.chain(tokens, q), Sampling(1.0), generator)[0])
+        for i, token in enumerate(tokens):
+            if torch.rand((), generator=generator) * q[i, token] >= p[i, token]:
+                break
+            one_by_one += 1
+    assert whole > 1.02 * one_by_one, (whole, one_by_one)
 
 
 def test_sampling_through_a_draft_model_keeps_the_distribution(make_model, tokenizer, random_ids):
