@@ -26,7 +26,7 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 
-# The embedded models, from nothing: about two and a half hours on two CPU cores. Each step resumes if it is interrupted.
+# The embedded models, from nothing: about three and a half hours on two CPU cores. Each step resumes if it is interrupted.
 zoo: setup
 	$(BIN)/python -m parse_train recipes/zoo/tokenizer.yaml
 	$(BIN)/python -m parse_train recipes/zoo/base.yaml
@@ -34,6 +34,9 @@ zoo: setup
 	$(BIN)/python -m parse_train recipes/zoo/draft.yaml
 	$(BIN)/parse-data build recipes/data.yaml --target runs/zoo/target/final --draft runs/zoo/draft/final --output_dir runs/zoo/data
 	$(BIN)/python -m parse_train recipes/train.yaml --target runs/zoo/target/final --data runs/zoo/data --output_dir runs/zoo/validity
+	for head in eagle3 parallel medusa; do \
+	    $(BIN)/python -m parse_train recipes/$$head.yaml --model runs/zoo/target/final --output_dir runs/zoo/$$head || exit 1; done
+	$(BIN)/python -m parse_train recipes/parallel-draft.yaml --model runs/zoo/draft/final --output_dir runs/zoo/parallel-draft
 
 lint: setup
 	$(BIN)/ruff check .

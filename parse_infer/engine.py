@@ -17,6 +17,7 @@ import torch
 from parse_infer.answer import Answer
 from parse_infer.drafters import Drafter
 from parse_infer.drafters.model import ModelDrafter
+from parse_infer.drafters.rejected import RejectedDraft
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.drafters.token_drafters import check_token_drafter, load_token_drafter
 from parse_infer.generation import (
@@ -265,9 +266,12 @@ class ParseEngine:
             # resume: the target goes on from there; its first token comes out of the verification pass
             target.seek(request.context)
             target.set_next_logits(target.logits(verification.hidden[cut + tail]))
+            guesses = self.target_drafter
+            if guesses is None and _wants_tail(settings):
+                guesses = RejectedDraft(request.context, draft[cut + tail :])
             hands_back = settings.resume == "hand_back" and draft and round < settings.max_rounds
             resumed: list[int] = []
-            for token in self._decode(self.target, request):
+            for token in self._decode(self.target, request, guesses):
                 resumed.append(token)
                 yield Resumed(round, answer.add([token], "target"), token)
                 if not answer.open:
@@ -322,7 +326,8 @@ class ParseEngine:
             request.start()
             before, drafter_before = model.decoder.forwards, self._drafter_forwards()
             model.decoder.seek(request.prompt_ids)
-            for token in self._decode(model, request):
+            drafter = self.target_drafter if model is self.target else self.draft_drafter
+            for token in self._decode(model, request, drafter):
                 request.answer.add([token], source)
                 if not request.answer.open:
                     break
@@ -331,9 +336,8 @@ class ParseEngine:
             results.append(request.result())
         return results if is_list else results[0]
 
-    def _decode(self, model: LanguageModel, request: Request) -> Iterator[int]:
+    def _decode(self, model: LanguageModel, request: Request, drafter: TokenDrafter | None) -> Iterator[int]:
         """Tokens of `model` for the rest of the answer; what the consumer does in between is not timed."""
-        drafter = self.target_drafter if model is self.target else self.draft_drafter
         tokens = write(model.decoder, drafter, request.answer.room, request.sampling, request.generator)
         field = "resume_s" if model is self.target else "draft_s"
         while True:
@@ -370,7 +374,7 @@ class ParseEngine:
 
 
 def _wants_tail(settings: GenerationSettings) -> bool:
-    """Whether draft tokens that equal the target's greedy choice are kept behind the accepted cut."""
+    """Whether draft tokens that equal the target's greedy choice are used behind the accepted cut."""
     return settings.mode == "exact" or (settings.exact_tail and settings.resume_sampling.greedy)
 
 

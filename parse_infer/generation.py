@@ -32,8 +32,10 @@ class GenerationSettings:
     acceptance: Acceptance = "first_failure"
     """Up to the first prefix below the threshold, or the longest prefix that reaches it."""
     exact_tail: bool = True
-    """After the accepted cut, also keep the draft tokens that equal the target's greedy choice (they are free).
-    Applies only while `resume_sampling` is greedy."""
+    """Behind the accepted cut, use the draft tokens that equal the target's greedy choice: those right behind it are
+    kept (they are free), those after the first other token are guesses for what the target writes (several tokens in
+    one forward; see `parse_infer.drafters.rejected`). No answer changes. Applies only while `resume_sampling` is
+    greedy."""
     resume: Resume = "finish"
     """"finish": the target writes the rest. "hand_back": it writes one segment, then the draft model goes on."""
     draft_sampling: Sampling = field(default_factory=Sampling)

@@ -9,6 +9,7 @@ import torch
 
 from parse_infer.decoder import Decoder
 from parse_infer.drafters.model import ModelDrafter
+from parse_infer.drafters.rejected import RejectedDraft
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.loading import LanguageModel
 from parse_infer.sampling import Sampling
@@ -174,3 +175,18 @@ def test_a_text_draft_is_proposed_once(target):
     assert TextDrafter("It is", target, finished=False).propose([], 50).ids == target.tokenizer.encode("It is")
     with pytest.raises(ValueError, match="draft text"):
         TextDrafter("", target)
+
+
+def test_a_rejected_draft_is_aligned_with_what_is_written_instead():
+    context, rest = [1, 2], [50, 51, 52, 53, 54, 55, 52, 53, 56]
+    drafter = RejectedDraft(context, rest, tokens=3)
+
+    def guess(written: list[int], limit: int = 9) -> list[int]:
+        return list(drafter.guess([*context, *written], limit, GREEDY, None).tokens)
+
+    assert guess([90]) == [51, 52, 53]  # 50 was replaced
+    assert guess([90, 51]) == [52, 53, 54]
+    assert guess([90, 91, 51, 52]) == [53, 54, 55]  # one more token than the draft had: found again
+    assert guess([90, 91, 92, 93, 94, 52, 53]) == [56]  # of two places the nearest
+    assert guess([50]) == [51, 52, 53] and guess([90], limit=1) == [51]
+    assert guess([7] * 9) == [] == guess([7] * 20)
