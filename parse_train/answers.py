@@ -42,7 +42,7 @@ class AnswerConfig:
 
 
 class Answers(Dataset):
-    """The model's own answers: {"ids": prompt and answer, "start": where the answer begins}."""
+    """The model's own answers: {"input_ids": prompt and answer, "start": where the answer begins}."""
 
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         self.rows = list(rows)
@@ -86,7 +86,7 @@ def write_answers(lm: LanguageModel, config: AnswerConfig, seed: int, split: str
             group = problems[first : first + _GROUP]
             for problem, drafts in zip(group, sampler.sample(group), strict=True):
                 prompt = render(lm, problem)
-                row = {"ids": prompt + (drafts[0].ids if drafts else []), "start": len(prompt)}
+                row = {"input_ids": prompt + (drafts[0].ids if drafts else []), "start": len(prompt)}
                 rows.append(row)
                 file.write(json.dumps(row) + "\n")
             file.flush()
@@ -95,11 +95,11 @@ def write_answers(lm: LanguageModel, config: AnswerConfig, seed: int, split: str
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """input_ids [B, T] padded on the right with 0, labels [B, T]: the token at answer places, else -100; int64."""
-    length = max(len(row["ids"]) for row in rows)
+    length = max(len(row["input_ids"]) for row in rows)
     input_ids = torch.zeros(len(rows), length, dtype=torch.long)
     labels = torch.full((len(rows), length), IGNORED)
     for i, row in enumerate(rows):
-        ids = torch.tensor(row["ids"])
+        ids = torch.tensor(row["input_ids"])
         input_ids[i, : len(ids)] = ids
         labels[i, row["start"] : len(ids)] = ids[row["start"] :]
     return {"input_ids": input_ids, "labels": labels}
@@ -107,5 +107,5 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 def commonest_tokens(answers: Answers, vocab_size: int, size: int) -> list[int]:
     """The `size` tokens of a vocabulary that stand most often in answers, ascending."""
-    counts = Counter(token for row in answers.rows for token in row["ids"][row["start"] :])
+    counts = Counter(token for row in answers.rows for token in row["input_ids"][row["start"] :])
     return sorted(sorted(range(vocab_size), key=lambda token: (-counts[token], token))[:size])

@@ -21,6 +21,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from parse_infer.loading import LanguageModel, load_language_model
 from parse_train import tracking
 from parse_train.answers import IGNORED, AnswerConfig, Answers, collate, write_answers
+from parse_train.muon import MuonWithAdamW
 
 
 @dataclass
@@ -32,6 +33,7 @@ class HeadTrainingConfig(AnswerConfig, TrainingArguments):
     draft_vocab_size: int | None = field(
         default=None, metadata={"help": "The head guesses this many tokens, the commonest; by default all."}
     )
+    muon: bool = field(default=False, metadata={"help": "Muon for the layers' matrices, AdamW for the rest."})
     head_dtype: str = field(default="auto", metadata={"help": "Of the stored head: auto (the model's), or bfloat16."})
 
     def __post_init__(self) -> None:
@@ -60,7 +62,7 @@ class HeadModel(nn.Module, ABC):
     """A frozen model and the head that learns to guess its tokens. The state dict holds the head only.
 
     Args:
-        head: with `token_ids`, the model's token for each of its own, and `save_pretrained`.
+        head: with `token_ids`, the model's token for each of its own, `output_weights` and `save_pretrained`.
         steps: how many tokens ahead.
         step_decay: weight of a step, relative to the one before it.
     """
@@ -112,6 +114,15 @@ class HeadModel(nn.Module, ABC):
 
 class HeadTrainer(Trainer):
     """transformers' Trainer for a head; evaluation reports accuracy by step and the simulated acceptance length."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        args = cast(HeadTrainingConfig, self.args)
+        if not args.muon:
+            return super().create_optimizer()
+        if self.optimizer is None:
+            head = cast(HeadModel, self.model).head
+            self.optimizer = MuonWithAdamW(head, head.output_weights, args.learning_rate, args.weight_decay)
+        return self.optimizer
 
     def compute_loss(self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any) -> Any:  # type: ignore[override]
         output = model(inputs["input_ids"], inputs["labels"])

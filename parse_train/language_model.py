@@ -153,8 +153,9 @@ class LanguageModelTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
+            model = cast(PreTrainedModel, self.model)
             self.optimizer = MuonWithAdamW(
-                cast(PreTrainedModel, self.model), self.args.learning_rate, self.args.weight_decay
+                model, [model.get_output_embeddings().weight], self.args.learning_rate, self.args.weight_decay
             )
         return self.optimizer
 

@@ -185,6 +185,11 @@ class EagleHead(nn.Module):
         """int64 [draft_vocab_size]: the model's token for each of the head's."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
+    @property
+    def output_weights(self) -> list[Tensor]:
+        """The matrices that map to the vocabulary."""
+        return [self.lm_head.weight]
+
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write config.json and model.safetensors; each file is complete or not there."""
         return save_head(folder, self, self.config.to_dict())

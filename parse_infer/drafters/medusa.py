@@ -95,6 +95,11 @@ class MedusaHead(nn.Module):
         """int64 [truncated_vocab_size]: the model's token for each of the heads'."""
         return self.token_map
 
+    @property
+    def output_weights(self) -> list[Tensor]:
+        """The matrices that map to the vocabulary."""
+        return [cast(Tensor, lm_head.weight) for lm_head in self.lm_heads]
+
     def forward(self, states: Tensor) -> Tensor:
         """The model's final-norm states [..., H] -> logits [num_heads, ..., truncated_vocab_size]; head k speaks for
         the token k + 2 places after the one that was read."""

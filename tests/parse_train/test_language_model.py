@@ -86,11 +86,11 @@ def test_a_packed_row_equals_its_samples_alone(tokenizer_folder, tmp_path):
 def test_muon_takes_the_matrices_and_resumes():
     def run(steps: int, resume_at: int | None = None) -> torch.Tensor:
         model = tiny_model(64)
-        optimizer = MuonWithAdamW(model, lr=1e-2, weight_decay=0.1)
+        optimizer = MuonWithAdamW(model, [model.get_output_embeddings().weight], lr=1e-2, weight_decay=0.1)
         for step in range(steps):
             if step == resume_at:
                 state = optimizer.state_dict()
-                optimizer = MuonWithAdamW(model, lr=5.0)
+                optimizer = MuonWithAdamW(model, [model.get_output_embeddings().weight], lr=5.0)
                 optimizer.load_state_dict(state)
             torch.manual_seed(step)
             model(input_ids=torch.randint(0, 64, (2, 8)), labels=torch.randint(0, 64, (2, 8))).loss.backward()
@@ -99,7 +99,7 @@ def test_muon_takes_the_matrices_and_resumes():
         return torch.cat([p.flatten() for p in model.parameters()])
 
     model = tiny_model(64)
-    parts = MuonWithAdamW(model, lr=1e-2).parts
+    parts = MuonWithAdamW(model, [model.get_output_embeddings().weight], lr=1e-2).parts
     muon = {id(p) for group in parts["muon"].param_groups for p in group["params"]}
     assert muon == {id(p) for name, p in model.named_parameters() if name.endswith("proj.weight")}
     torch.testing.assert_close(run(4), run(4, resume_at=2), atol=0, rtol=0)

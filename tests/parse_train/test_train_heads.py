@@ -93,7 +93,7 @@ def test_medusa_training_sees_what_drafting_sees(lm, random_ids):
 def test_a_head_learns_what_comes_next(lm, random_ids, parallel):
     torch.manual_seed(0)
     head = make_head(lm, parallel, vocabulary=260).train()
-    rows = [{"ids": random_ids(6, seed) * 4, "start": 4} for seed in range(4)]
+    rows = [{"input_ids": random_ids(6, seed) * 4, "start": 4} for seed in range(4)]
     model = EagleModel(lm, head, 3, 0.9, 0.8)
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
     losses = []
