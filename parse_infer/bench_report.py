@@ -9,9 +9,9 @@
 - time_speedup, time_speedup_ci: the target's time per answer / its own. What a user waits for;
 - acceptance_rate: accepted / proposed draft tokens;
 - target_forwards, drafter_forwards: forwards of the target, and of token drafters, per answer;
-- acceptance_length: tokens per forward of the target;
+- acceptance_length: tokens per forward of the target (for the draft model alone it says nothing);
 - limit_share: its tokens_per_s / those of the limit, which is the draft model alone plus one target forward that reads
-  prompt and draft: no method that lets the target read each draft once can be faster.
+  prompt and draft. Only what speeds up the draft model itself can go beyond it.
 
 With repeats, the median time of a problem counts. Where the target (or the draft model) was not run, what compares
 with it is None.

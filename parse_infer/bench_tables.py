@@ -20,10 +20,11 @@ HEADER = (
     "s/answer",
     "accepted, %",
     "forwards",
+    "tokens each",
     "of limit, %",
 )
 SPEED_COLUMNS, COST_COLUMNS = range(1, 6), range(6, len(HEADER))
-WIDE = 110  # characters that all columns need
+WIDE = 122  # characters that all columns need
 
 
 def rows(modes: dict[str, dict[str, Any]]) -> list[list[str]]:
@@ -39,6 +40,7 @@ def rows(modes: dict[str, dict[str, Any]]) -> list[list[str]]:
             _number(m["seconds_per_answer"], 3),
             _percent(m["acceptance_rate"]),
             _number(m["target_forwards"], 1),
+            _number(m["acceptance_length"] if m["target_forwards"] else None, 2),
             _percent(m["limit_share"]),
         ]
         for name, m in modes.items()
@@ -130,7 +132,7 @@ def _environment(environment: dict[str, Any]) -> list[str]:
 
 def _notes(results: dict[str, Any]) -> list[str]:
     lines = [
-        "To target: difference in percentage points. Forwards: of the target, per answer. "
+        "To target: difference in percentage points. Forwards: of the target, per answer; tokens each: per such forward. "
         "Brackets: 95 % intervals (Wilson for accuracy; bootstrap over problems, paired, for differences and "
         "speed-ups). Speed-up: ratio of tokens per second, all tokens over all seconds; by time: ratio of seconds per "
         "answer. "
