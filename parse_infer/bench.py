@@ -52,8 +52,6 @@ class BenchSettings:
     """For the zero-shot judge; None: 0.5."""
     resume: Resume = "finish"
     """What follows a rejected draft, in the PARSE modes; see `GenerationSettings.resume`."""
-    draft_drafter: str | None = None
-    """Token drafter of the draft model in the modes "parse+…"; None: none."""
     thresholds: tuple[float, ...] = THRESHOLDS
     """Thresholds of the sweep behind the figure; () for none."""
     sweep_limit: int = 100
@@ -116,7 +114,6 @@ def run_bench(
         threshold=settings.threshold,
         zero_shot_threshold=settings.zero_shot_threshold,
         resume=settings.resume,
-        draft_drafter=settings.draft_drafter,
         thresholds=settings.thresholds if settings.sweep_limit else (),
     )
     environment = {**describe_machine(), **describe_models(engine), "task": task, "problems": len(problems)}
@@ -205,7 +202,6 @@ def _as_config(settings: BenchSettings) -> dict[str, Any]:
         "threshold": settings.threshold,
         "zero_shot_threshold": settings.zero_shot_threshold,
         "resume": settings.resume,
-        "draft_drafter": settings.draft_drafter,
         "thresholds": list(settings.thresholds) if swept else [],
         "sweep_limit": settings.sweep_limit if swept else 0,
         "repeats": settings.repeats,

@@ -13,7 +13,7 @@ import torch
 
 from parse_infer.bench_assisted import TransformersGeneration
 from parse_infer.bench_sequential import SequentialVerification
-from parse_infer.drafters.token_drafters import check_token_drafter, load_token_drafter
+from parse_infer.drafters.token_drafters import check_token_drafter, load_token_drafter, split_name
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import Generation, GenerationSettings, Resume
 from parse_infer.loading import LanguageModel, same_tokenizer
@@ -30,8 +30,9 @@ MODES = {
     "assisted": "transformers' assisted generation with the same draft model",
     "transformers": "the target alone in transformers' own decode loop",
 }
-# Behind "target+" and "parse+" stands any token drafter, by name or folder.
-GUIDED = ("target", "parse")
+# Token drafters stand behind these, by name or folder: target+DRAFTER, parse+DRAFTER, parse+DRAFTER+DRAFTER; the last
+# one speeds up the draft model.
+GUIDED = {"target": 1, "parse": 2}
 DEFAULT_MODES = tuple(name for name in MODES if name != "transformers")
 SWEPT = ("parse", "parse-zero-shot")  # modes that a sweep runs at every threshold
 NEEDS_ADAPTER = ("parse", "sequential")
@@ -56,7 +57,7 @@ class Mode:
     """One way to answer.
 
     Attributes:
-        name: a key of `MODES`, with "@threshold" behind it in a sweep or "+drafter" with a token drafter.
+        name: a key of `MODES`, with "@threshold" behind it in a sweep or token drafters after "+".
         models: those with caches of their own, beside the engine's.
     """
 
@@ -74,8 +75,8 @@ def check_modes(names: Iterable[str]) -> tuple[str, ...]:
     """The names without repetitions; ValueError for one that is no mode, with the closest one, and for none at all."""
     chosen = tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
     for name in chosen:
-        base, plus, drafter = name.partition("+")
-        if plus and drafter and base in GUIDED:
+        base, *drafters = name.split("+")
+        if 0 < len(drafters) <= GUIDED.get(base, 0) and all(drafters):
             continue
         if name not in MODES:
             close = difflib.get_close_matches(name, MODES, n=1, cutoff=0.5)
@@ -88,25 +89,24 @@ def check_modes(names: Iterable[str]) -> tuple[str, ...]:
 
 def describe(name: str) -> str:
     """What a mode is, in a few words."""
-    base, _, drafter = name.partition("+")
-    return f"{MODES[base]}, the target's own tokens guessed by {drafter}" if drafter else MODES[base]
+    base, *drafters = name.split("+")
+    whose = ("the target's own", "the draft model's")
+    return ", ".join([MODES[base], *(f"{w} tokens guessed by {d}" for w, d in zip(whose, drafters, strict=False))])
 
 
 def needs(names: Sequence[str]) -> tuple[bool, bool]:
     """Whether these modes need a draft model, and whether they need an adapter."""
-    bases = {name.partition("+")[0] for name in names}
-    draft = bases & {*DRAFTING, "draft"} or any(name.endswith("+draft") or "+draft:" in name for name in names)
-    return bool(draft), bool(bases & {*NEEDS_ADAPTER})
+    parts = [name.split("+") for name in names]
+    bases, guides = {p[0] for p in parts}, {split_name(drafter)[0] for p in parts for drafter in p[1:]}
+    return bool(bases & {*DRAFTING, "draft"} or "draft" in guides), bool(bases & {*NEEDS_ADAPTER})
 
 
-def check_guides(names: Sequence[str], draft_drafter: str | None, target: str, draft: str | None) -> None:
+def check_guides(names: Sequence[str], target: str, draft: str | None) -> None:
     """Raises ValueError for a token drafter that these models (by name) cannot have; runs before they are loaded."""
     for name in names:
-        drafter = name.partition("+")[2]
-        if drafter:
-            check_token_drafter(f"the token drafter of mode {name!r}", drafter, target, has_draft=draft is not None)
-    if draft_drafter is not None and draft is not None:
-        check_token_drafter("draft_drafter", draft_drafter, draft, has_draft=False)
+        for drafter, model in zip(name.split("+")[1:], (target, draft), strict=False):
+            has_draft = draft is not None and model is target
+            check_token_drafter(f"the token drafter of mode {name!r}", drafter, str(model), has_draft)
 
 
 def make_modes(
@@ -117,7 +117,6 @@ def make_modes(
     threshold: float | None = None,
     zero_shot_threshold: float | None = None,
     resume: Resume = "finish",
-    draft_drafter: str | None = None,
     thresholds: Sequence[float] = (),
 ) -> list[Mode]:
     """The named modes, then "parse@0.5" and so on for every threshold of a sweep; all greedy, with `engine`'s models.
@@ -126,7 +125,6 @@ def make_modes(
         threshold: for "parse" and "sequential"; None: the adapter's own.
         zero_shot_threshold: for "parse-zero-shot"; None: 0.5.
         resume: what follows a rejected draft, in the PARSE modes.
-        draft_drafter: token drafter of the draft model in the modes "parse+…"; None: none.
         thresholds: of the sweep; it covers those of `SWEPT` that are among the names.
 
     Raises:
@@ -139,7 +137,7 @@ def make_modes(
             raise ValueError(f"mode {name!r} needs a draft model: give one, or leave the mode out")
         if adapter and engine.judge is None:
             raise ValueError(f"mode {name!r} needs an adapter: give one, or leave the mode out")
-    check_guides(names, draft_drafter, engine.target.name, engine.draft.name if engine.draft else None)
+    check_guides(names, engine.target.name, engine.draft.name if engine.draft else None)
     for value in [*thresholds, *(t for t in (threshold, zero_shot_threshold) if t is not None)]:
         check_threshold(value)
     plain = GenerationSettings(max_new_tokens=max_new_tokens, resume=resume)
@@ -163,8 +161,8 @@ def make_modes(
         return lambda prompt: zero_shot.generate(prompt, plain)  # type: ignore[return-value]
 
     def guide(name: str) -> Mode:
-        base, _, drafter = name.partition("+")
-        guided = _guided(engine, drafter, draft_drafter if base == "parse" else None)
+        base, *drafters = name.split("+")
+        guided = _guided(engine, *drafters)
         models = tuple(lm for lm in (guided.target, guided.draft) if lm is not None)
         if base == "target":
             return Mode(name, lambda prompt: guided.generate_target(prompt, plain), models)  # type: ignore[arg-type,return-value]
@@ -227,7 +225,7 @@ def _zero_shot(engine: ParseEngine, threshold: float | None) -> ParseEngine:
     return ParseEngine(engine.target, engine.draft, judge, threshold=threshold)
 
 
-def _guided(engine: ParseEngine, target_drafter: str, draft_drafter: str | None) -> ParseEngine:
+def _guided(engine: ParseEngine, target_drafter: str, draft_drafter: str | None = None) -> ParseEngine:
     """The same weights with decoders of their own (heads have them keep features), and token drafters."""
     target, draft = replace(engine.target), replace(engine.draft) if engine.draft is not None else None
     return ParseEngine(

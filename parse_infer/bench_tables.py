@@ -132,8 +132,8 @@ def _environment(environment: dict[str, Any]) -> list[str]:
 
 def _notes(results: dict[str, Any]) -> list[str]:
     lines = [
-        "To target: difference in percentage points. Forwards: of the target, per answer; tokens each: per such forward. "
-        "Brackets: 95 % intervals (Wilson for accuracy; bootstrap over problems, paired, for differences and "
+        "To target: difference in percentage points. Forwards: of the target, per answer; tokens each: tokens per "
+        "forward. Brackets: 95 % intervals (Wilson for accuracy; bootstrap over problems, paired, for differences and "
         "speed-ups). Speed-up: ratio of tokens per second, all tokens over all seconds; by time: ratio of seconds per "
         "answer. "
         "Accepted: share of draft tokens that became part of the answer. "

@@ -97,9 +97,6 @@ def bench(
     resume: Annotated[
         str, typer.Option(help="After a rejected draft, in the PARSE modes: finish or hand_back.")
     ] = "finish",
-    draft_drafter: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Guesses tokens of the draft model in the modes parse+NAME.")
-    ] = None,
     thresholds: Annotated[
         str | None, typer.Option(metavar="A,B,…|none", help="Thresholds of the figure; default: 0.05 to 0.99.")
     ] = None,
@@ -127,12 +124,13 @@ def bench(
       assisted          transformers' assisted generation with the same draft model
       transformers      the target alone in transformers' own decode loop
       target+NAME       the target alone, its tokens guessed by lookup, draft, eagle3, parallel, medusa or a folder
-      parse+NAME        PARSE, with such guesses for what the target writes (and see --draft-drafter)
+      parse+NAME        PARSE, with such guesses for what the target writes
+      parse+NAME+NAME   the same, and the second for what the draft model writes
 
     \b
     Examples:
       parse-infer bench --limit 300 --out runs/bench
-      parse-infer bench --modes target,target+eagle3,parse,parse+eagle3 --draft-drafter parallel --out runs/tokens
+      parse-infer bench --modes target,target+eagle3,parse,parse+eagle3,parse+draft+parallel --out runs/bench-tokens
       parse-infer bench --task jsonl --task-option path=problems.jsonl --modes target,parse --out runs/mine
     """
     loaded_task = _task(task, task_option)
@@ -146,16 +144,13 @@ def bench(
         threshold=threshold,
         zero_shot_threshold=zero_shot_threshold,
         resume=resume,  # type: ignore[arg-type]
-        draft_drafter=draft_drafter,
         thresholds=THRESHOLDS if thresholds is None else read_numbers(thresholds, "--thresholds"),
         sweep_limit=sweep_limit,
         repeats=repeats,
         seed=seed,
     )
     needs_draft, needs_judge = needs(settings.modes)
-    check_guides(
-        settings.modes, draft_drafter, target or "zoo:target", (draft or "zoo:draft") if needs_draft else None
-    )
+    check_guides(settings.modes, target or "zoo:target", (draft or "zoo:draft") if needs_draft else None)
     problems = _test_problems(loaded_task, seed, limit)
     engine = load_engine(
         target,

@@ -32,6 +32,12 @@ class EagleTrainingConfig(HeadTrainingConfig):
     intermediate_size: int | None = field(
         default=None, metadata={"help": "Of the head's MLP; the model's by default."}
     )
+    num_attention_heads: int | None = field(
+        default=None, metadata={"help": "Of the head's attention; the model's by default."}
+    )
+    num_key_value_heads: int | None = field(
+        default=None, metadata={"help": "Of the head's attention; the model's by default."}
+    )
     ptd_token: str | None = field(
         default=None, metadata={"help": "P-EAGLE: token that fills the places ahead; by default the padding token."}
     )
@@ -121,8 +127,8 @@ def make_head(lm: LanguageModel, config: EagleTrainingConfig, answers: Answers) 
         EagleConfig(
             hidden_size=own.hidden_size,
             intermediate_size=config.intermediate_size or own.intermediate_size,
-            num_attention_heads=heads,
-            num_key_value_heads=getattr(own, "num_key_value_heads", heads),
+            num_attention_heads=config.num_attention_heads or heads,
+            num_key_value_heads=config.num_key_value_heads or getattr(own, "num_key_value_heads", heads),
             head_dim=getattr(own, "head_dim", None) or own.hidden_size // heads,
             vocab_size=own.vocab_size,
             draft_vocab_size=size,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from parse_infer.attention import enable_split_attention
 from parse_infer.drafters.eagle_head import EagleHead
 from parse_infer.drafters.heads import chain, check_sizes, embed, likeliest_tree
 from parse_infer.loading import LanguageModel
@@ -34,9 +35,11 @@ class EagleDrafter:
     """
 
     def __init__(
-        self, head: EagleHead, model: LanguageModel, tokens: int = 5, top_k: int = 1, tree_tokens: int = 16
+        self, head: EagleHead, model: LanguageModel, tokens: int = 5, top_k: int = 4, tree_tokens: int = 16
     ) -> None:
         check_sizes(model, tokens, top_k, tree_tokens)
+        if top_k > 1:
+            enable_split_attention(model.model)  # trees need it
         self.head, self.model = head, model
         self.tokens, self.top_k, self.tree_tokens = tokens, top_k, tree_tokens
         self.forwards = 0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from parse_infer.attention import enable_split_attention
 from parse_infer.drafters.heads import (
     chain,
     check_shape,
@@ -140,13 +141,15 @@ class MedusaDrafter:
     """
 
     def __init__(
-        self, head: MedusaHead, model: LanguageModel, tokens: int | None = None, top_k: int = 1, tree_tokens: int = 16
+        self, head: MedusaHead, model: LanguageModel, tokens: int | None = None, top_k: int = 4, tree_tokens: int = 16
     ) -> None:
         n_heads = head.config.num_heads
         self.tokens = n_heads if tokens is None else tokens
         check_sizes(model, self.tokens, top_k, tree_tokens)
         if self.tokens > n_heads:
             raise ValueError(f"{n_heads} Medusa heads guess at most {n_heads} tokens, not {tokens}")
+        if top_k > 1:
+            enable_split_attention(model.model)  # trees need it
         self.head, self.model, self.top_k, self.tree_tokens = head, model, top_k, tree_tokens
         self.forwards = 0
         model.decoder.tap([model.model.config.get_text_config(decoder=True).num_hidden_layers])

@@ -14,7 +14,6 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from parse_infer.attention import enable_split_attention
 from parse_infer.drafters import eagle_head, medusa
 from parse_infer.drafters.draft_tokens import ModelTokenDrafter
 from parse_infer.drafters.eagle import EagleDrafter
@@ -76,8 +75,6 @@ def load_token_drafter(name: str, model: LanguageModel, draft: LanguageModel | N
         FileNotFoundError, ValueError: a head that is missing, damaged or of another model, or an unfit size.
     """
     kind, sizes = split_name(name)
-    if sizes.get("top_k", 1) > 1:
-        enable_split_attention(model.model)  # trees need it
     if kind == "lookup":
         return LookupDrafter(**_fit(LookupDrafter, sizes, name))
     if kind == "draft":

@@ -98,7 +98,7 @@ def test_chain_tree_and_block_guess_what_the_head_says_without_a_cache(lm, rando
     ids = random_ids(15)
     for parallel in (False, True):
         head = make_head(lm, parallel)
-        drafter = EagleDrafter(head, lm, tokens=3)
+        drafter = EagleDrafter(head, lm, tokens=3, top_k=1)
         for length in (9, 15, 11):  # grows, and is cut back
             lm.decoder.seek(ids[:length])
             lm.decoder.seek(ids[: length - 1])
@@ -162,7 +162,7 @@ def test_a_head_that_knows_the_answer_saves_forwards(lm, random_ids, top_k, monk
 
 
 def test_sampling_through_a_head_draws_the_models_tokens(lm, random_ids):
-    drafter = EagleDrafter(make_head(lm), lm, tokens=3)
+    drafter = EagleDrafter(make_head(lm), lm, tokens=3, top_k=1)
     sampling, generator = Sampling(0.8, top_k=5), torch.Generator().manual_seed(0)
     prompt = random_ids(6)
     lm.decoder.seek(prompt)

@@ -49,7 +49,7 @@ def at_the_end_of(lm, ids: list[int]) -> None:
 
 def test_heads_read_the_last_state(lm, random_ids):
     head, ids = make_heads(lm), random_ids(15)
-    drafter = MedusaDrafter(head, lm)
+    drafter = MedusaDrafter(head, lm, top_k=1)
     for length in (9, 15, 11):  # grows, and is cut back
         lm.decoder.seek(ids[:length])
         at_the_end_of(lm, ids[:length])
@@ -96,7 +96,7 @@ def test_greedy_decoding_is_the_models_own(lm, random_ids, top_k):
 
 def test_heads_that_know_the_answer_save_forwards(lm, random_ids, monkeypatch):
     """Guards against guesses that never reach the model."""
-    drafter = MedusaDrafter(make_heads(lm, vocabulary=260), lm)
+    drafter = MedusaDrafter(make_heads(lm, vocabulary=260), lm, top_k=1)
     prompt = random_ids(11)
     lm.decoder.seek(prompt)
     truth = prompt + list(lm.decoder.decode(24))

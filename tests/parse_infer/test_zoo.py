@@ -10,7 +10,7 @@ from parse_infer.engine import ParseEngine
 from parse_infer.loading import ZOO
 
 DRAFTERS = ("lookup", "draft", "eagle3", "parallel", "medusa")
-TREES = ("eagle3:tokens=4:top_k=3:tree_tokens=12", "parallel:top_k=3:tree_tokens=12", "medusa:top_k=3:tree_tokens=12")
+CHAINS = ("eagle3:top_k=1", "parallel:tokens=4:top_k=1", "medusa:top_k=1")
 
 
 @pytest.fixture(scope="module")
@@ -28,27 +28,28 @@ def alone(engine, prompts):
     return engine.generate_target(prompts, max_new_tokens=200)
 
 
-@pytest.mark.parametrize("name", [*DRAFTERS, *TREES])
+@pytest.mark.parametrize("name", [*DRAFTERS, *CHAINS])
 def test_the_targets_answers_come_with_fewer_forwards(engine, prompts, alone, name):
     (mode,) = make_modes(engine, [f"target+{name}"], max_new_tokens=200)
     guided = [timed(engine, mode, prompt)[0] for prompt in prompts]
     assert [g.token_ids for g in guided] == [a.token_ids for a in alone]
     tokens, forwards = sum(len(a.token_ids) for a in alone), sum(g.stats.target_forwards for g in guided)
-    least = {"lookup": 1.0, "medusa": 1.5}.get(name.partition(":")[0], 2.5)
+    least = 1.0 if name == "lookup" else 2.0 if name in CHAINS else 2.5
     assert tokens / forwards >= least, f"{tokens} tokens in {forwards} forwards"
     if name == "parallel":  # a block in one forward
         assert sum(g.stats.drafter_forwards for g in guided) <= forwards
 
 
 def test_parse_writes_the_same_spans_with_and_without_drafters(engine, prompts):
-    names = ["parse", *(f"parse+{name}" for name in DRAFTERS)]
-    modes = make_modes(engine, names, max_new_tokens=200, resume="hand_back", draft_drafter="parallel")
+    names = ["parse", *(f"parse+{name}" for name in DRAFTERS), "parse+draft+parallel"]
+    modes = make_modes(engine, names, max_new_tokens=200, resume="hand_back")
     for prompt in prompts:
         plain, *others = (timed(engine, mode, prompt)[0] for mode in modes)
         for mode, other in zip(modes[1:], others, strict=True):
             spans = [[(s.text, s.source, s.n_tokens) for s in g.spans] for g in (plain, other)]
             assert spans[0] == spans[1], (mode.name, prompt)
-            assert other.stats.draft_forwards < plain.stats.draft_forwards, mode.name
+            if mode.name.endswith("+parallel") and "draft" in mode.name:
+                assert other.stats.draft_forwards < plain.stats.draft_forwards, mode.name
 
 
 def test_the_zoo_stays_small_and_safe():

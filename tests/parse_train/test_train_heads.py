@@ -30,7 +30,7 @@ def lm(make_model, tokenizer):
 
 def forced_chain(lm, head, ids: list[int], length: int, steps: int) -> list[torch.Tensor]:
     """Logits of the drafter's chain behind ids[:length], fed with the true tokens instead of its own guesses."""
-    drafter, logits = EagleDrafter(head, lm, tokens=steps), []
+    drafter, logits = EagleDrafter(head, lm, tokens=steps, top_k=1), []
     lm.decoder.seek(ids[: length - 1])
     lm.decoder.forward()
     lm.decoder.seek(ids[:length])
@@ -74,7 +74,7 @@ def test_training_sees_what_drafting_sees(lm, random_ids, parallel):
 
 def test_medusa_training_sees_what_drafting_sees(lm, random_ids):
     head, ids = make_heads(lm), random_ids(18)
-    drafter = MedusaDrafter(head, lm)
+    drafter = MedusaDrafter(head, lm, top_k=1)
     with torch.no_grad():
         states = lm.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
         guesses = MedusaModel(lm, head, 4, 0.9).guesses(states, lm.model.get_input_embeddings()(torch.tensor([ids])))
