@@ -127,7 +127,8 @@ def test_no_mode_starts_from_another_ones_cache(engine):
 
 @pytest.mark.parametrize(
     ("names", "message"),
-    [(["parze"], "unknown mode 'parze' .did you mean 'parse'"), ([" "], "no mode to run; modes: target")],
+    [(["parze"], "unknown mode 'parze' .did you mean 'parse'"), ([" "], "no mode to run; modes: target")]
+    + [([name], "unknown mode") for name in ("draft+lookup", "parse+", "target+lookup+lookup", "parse+a+b+c")],
 )
 def test_unknown_modes_are_named(names, message):
     with pytest.raises(ValueError, match=message):

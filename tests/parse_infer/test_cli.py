@@ -173,6 +173,13 @@ def test_bench_runs_every_mode_and_goes_on_in_its_folder(models, problems, tmp_p
         (["score", "Hi"], "score needs a prompt and a response"),
         (["score", "Hi", "Ho", "--cuts", "word"], "unknown cut policy 'word'"),
         (["bench", "--modes", "target,parze"], "unknown mode 'parze' (did you mean 'parse'?)"),
+        (["bench", "--modes", "target+eagel3"], "mode 'target+eagel3' is 'eagel3'; did you mean 'eagle3'?"),
+        (["bench", "--modes", "parse+draft+draft"], "needs a draft model beside the model that it guides"),
+        (
+            ["generate", "1 + 1?", "--target-drafter", "eagle3:top_k=2:tree_tokens=512"],
+            "do not fit the context window",
+        ),
+        (["generate", "1 + 1?", "--draft-drafter", "eagle3"], "no such head is embedded for 'zoo:draft'"),
         (["bench", "--task", "gsm_symbolik"], "unknown task 'gsm_symbolik' (did you mean 'gsm_symbolic'?)"),
         (["bench", "--task-option", "max_numbr=3"], "did you mean 'max_number'?"),
         (["bench", "--task-option", "max_number=many"], "max_number is 'many'; it must be a number"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import EvalPrediction
 
+from data_tools.recipe import read_recipe
 from parse_infer.drafters.eagle import EagleDrafter
 from parse_infer.drafters.medusa import MedusaDrafter
 from parse_infer.drafters.token_drafters import load_token_drafter
@@ -116,7 +117,7 @@ def test_acceptance_length_is_that_of_chains():
     assert metrics["acceptance_length"] == pytest.approx(1 + (2 + 1 + 0 + 3) / 4)
 
 
-@pytest.mark.parametrize("recipe", ["eagle3", "parallel", "medusa"])
+@pytest.mark.parametrize("recipe", ["eagle3", "parallel", "parallel-draft", "medusa", "medusa-parallel"])
 def test_the_recipe_runs_resumes_and_writes_a_head(recipe, tmp_path: Path, capsys):
     from parse_infer.loading import load_language_model
     from parse_train.__main__ import main
@@ -132,12 +133,12 @@ def test_the_recipe_runs_resumes_and_writes_a_head(recipe, tmp_path: Path, capsy
     assert (tmp_path / "answers-train.jsonl").read_text() == answers
     state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     assert state["global_step"] == 4
-    target = load_language_model("zoo:target", role="target", device="cpu")
-    drafter = load_token_drafter(str(tmp_path / "head"), target)
+    guided = load_language_model(str(read_recipe(f"recipes/{recipe}.yaml")["model"]), role="target", device="cpu")
+    drafter = load_token_drafter(str(tmp_path / "head"), guided)
     if recipe == "medusa":
         assert drafter.head.config.num_heads == 3
     else:
-        assert drafter.head.config.parallel_drafting == (recipe == "parallel")
+        assert drafter.head.config.parallel_drafting == ("parallel" in recipe)
     assert "accuracy_1" in capsys.readouterr().out
     assert main([*arguments, "--seed", "5"]) == 2
     assert "choose another output_dir" in capsys.readouterr().err
