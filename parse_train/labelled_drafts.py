@@ -16,8 +16,8 @@ from parse_infer.prompts import Prompt
 class LabelledDraft:
     """One row of a build, checked. `completions`, `labels`, `values` and `cuts` have one entry per segment.
 
-    `draft_ids` (in target tokens) and `cuts` are None for rows of a plain stepwise-supervision set. `where` says where
-    the row stands, for error messages.
+    `draft_ids` (in target tokens) and `cuts` are None for rows of a plain stepwise-supervision set, as may be the
+    `temperature` that the draft was sampled at. `where` says where the row stands, for error messages.
     """
 
     where: str
@@ -28,6 +28,7 @@ class LabelledDraft:
     draft_ids: list[int] | None = None
     cuts: list[int] | None = None
     problem_id: str | None = None
+    temperature: float | None = None
 
     @property
     def problem(self) -> str:
@@ -121,10 +122,11 @@ def check_row(row: Any, where: str) -> LabelledDraft:
             raise refuse(
                 f"cuts must be {len(labels)} rising offsets that end at {len(ids)}, the draft's length, got {cuts!r}"
             )
-    problem_id = row.get("problem_id")
-    return LabelledDraft(
-        where, prompt, completions, labels, values, ids, cuts, None if problem_id is None else str(problem_id)
-    )
+    temperature = row.get("temperature")
+    if temperature is not None and not _number(temperature):
+        raise refuse(f"temperature must be a number or null, got {temperature!r}")
+    problem_id = None if row.get("problem_id") is None else str(row["problem_id"])
+    return LabelledDraft(where, prompt, completions, labels, values, ids, cuts, problem_id, temperature)
 
 
 def _all(values: Any, kind: type) -> bool:

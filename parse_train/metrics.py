@@ -48,6 +48,11 @@ class ScoredDrafts:
                 array[i, : len(values)] = values
         return cls(*arrays)
 
+    def select(self, chosen: Sequence[bool]) -> ScoredDrafts:
+        """Some of the drafts."""
+        kept = np.asarray(chosen, dtype=bool)
+        return ScoredDrafts(self.scores[kept], self.labels[kept], self.cuts[kept])
+
     @property
     def real(self) -> NDArray[np.bool_]:
         """[N, K], False in padding."""

@@ -38,6 +38,7 @@ def main(config: ValidityTrainingConfig) -> None:
     lm = load_target(config)
     build.check_target(lm.model, config.data)
     train, evaluation, counts = load_datasets(config, encoder_for(config, lm))
+    served_drafts(config, evaluation)  # a wrong temperature is found now, not after the training
     resume = checkpoints.checkpoint_to_resume(config, len(train))
     facts = describe(config, lm, counts, build.label)
     model = build_model(config, lm)
@@ -125,6 +126,22 @@ def describe(
     )
 
 
+def served_drafts(config: ValidityTrainingConfig, evaluation: ValidityDataset) -> list[bool]:
+    """Which held-out drafts stand for those that will be served (`risk_temperature`).
+
+    Raises:
+        ValueError: none does.
+    """
+    wanted = config.risk_temperature
+    found = {example.temperature for example in evaluation.examples}
+    if wanted is not None and wanted not in found:
+        raise ValueError(
+            f"risk_temperature is {wanted:g}, but the held-out drafts were sampled at "
+            f"{', '.join(sorted(str(t) for t in found))}: choose one of these, or leave the key out"
+        )
+    return [wanted is None or example.temperature == wanted for example in evaluation.examples]
+
+
 def finish(
     config: ValidityTrainingConfig,
     lm: LanguageModel,
@@ -137,7 +154,8 @@ def finish(
     if config.baselines:
         drafts |= baseline_scores(trainer, lm, evaluation)
     if config.process_index == 0:
-        risk = choose_threshold(drafts[TRAINED], config.risk_alpha, config.risk_delta)
+        served = drafts[TRAINED].select(served_drafts(config, evaluation))
+        risk = choose_threshold(served, config.risk_alpha, config.risk_delta)
         metrics = headline_metrics(drafts[TRAINED], risk.threshold, config.risk_alpha)
         for name, scored in drafts.items():
             if name != TRAINED:

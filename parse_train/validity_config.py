@@ -109,6 +109,13 @@ class ValidityTrainingConfig(TrainingArguments):
     risk_delta: float = field(
         default=0.1, metadata={"help": "... with a confidence of 1 - risk_delta; this picks the threshold."}
     )
+    risk_temperature: float | None = field(
+        default=None,
+        metadata={
+            "help": "... over held-out drafts sampled at this temperature, that of the drafts to be served; default: "
+            "all. With one draft per problem the drafts are independent, as the confidence supposes."
+        },
+    )
     baselines: bool = field(
         default=True, metadata={"help": "Also evaluate the zero-shot judge and the target's token probabilities."}
     )

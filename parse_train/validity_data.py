@@ -23,6 +23,7 @@ class ValidityExample:
     cuts: list[int]
     labels: list[bool]
     targets: list[float]
+    temperature: float | None = None
 
     @property
     def length(self) -> int:
@@ -80,7 +81,7 @@ class Encoder:
         hard = [row.labels[i] for i in kept]
         values = [row.values[i] if self.soft_labels else None for i in kept]
         targets = [float(label if value is None else value) for label, value in zip(hard, values, strict=True)]
-        return ValidityExample(self._context(row), ids, cuts, hard, targets)
+        return ValidityExample(self._context(row), ids, cuts, hard, targets, row.temperature)
 
     def _check_tokens(self, row: LabelledDraft, ids: list[int]) -> None:
         """Whether the tokens can be the target's: in its vocabulary, and (for the first rows) spelling the text."""

@@ -13,8 +13,8 @@ from parse_infer.speculation import Guess
 class RejectedDraft:
     """Guesses the tokens of a rejected draft, aligned with what has been written in its stead.
 
-    Aligned where the last two written tokens stand in the draft, nearest to their own place; where they do not, a
-    token in the same place counts as replaced. No model runs.
+    Aligned where the last two written tokens stand in the draft, nearest to their own place; elsewhere it guesses
+    nothing. No model runs.
 
     Args:
         context: up to the accepted cut.
@@ -31,5 +31,5 @@ class RejectedDraft:
     def guess(self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
         rest, place = self._rest, len(ids) - self._start  # index of the last written token
         pairs = [i for i in range(1, len(rest)) if rest[i - 1 : i + 1] == list(ids[-2:])]
-        at = min(pairs, key=lambda i: abs(i - place), default=place) + 1
+        at = min(pairs, key=lambda i: abs(i - place), default=len(rest)) + 1
         return Guess.chain(rest[at : at + min(self._tokens, limit)])
