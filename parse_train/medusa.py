@@ -46,8 +46,8 @@ def make_head(lm: LanguageModel, config: MedusaTrainingConfig, answers: Answers)
     head.token_map.copy_(torch.tensor(commonest_tokens(answers, own.vocab_size, size)))
     with torch.no_grad():
         for block, lm_head in zip(head.blocks, head.lm_heads, strict=True):
-            for layer in block.layers:
-                layer.weight.zero_()
+            for parameter in block.parameters():
+                parameter.zero_()
             lm_head.weight.copy_(lm.model.get_output_embeddings().weight[head.token_ids].float().cpu())
     return head
 

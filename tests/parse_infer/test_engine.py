@@ -178,7 +178,8 @@ def test_the_rejected_rest_of_a_draft_saves_forwards_and_changes_nothing(engine)
     ours = engine.generate(PROMPT, max_new_tokens=40, threshold=1.5, draft_text=text)
     assert ours.token_ids == own.token_ids
     assert ours.stats.accepted_tokens == ours.stats.exact_tail_tokens == at
-    assert ours.stats.target_forwards <= 1 + -(-(40 - at) // 7) + 4  # 6 guesses and the target's own token each, once two tokens are found again
+    # 6 guesses and the target's own token each, once two tokens are found again.
+    assert ours.stats.target_forwards <= 1 + -(-(40 - at) // 7) + 4
 
 
 def test_the_first_resumed_token_costs_no_forward(engine):

@@ -22,6 +22,9 @@ from parse_train.metrics import (
     score_thresholds,
 )
 from parse_train.threshold import ACCEPT_NOTHING, choose_threshold, clopper_pearson_upper
+from parse_train.validity import served_drafts
+from parse_train.validity_config import ValidityTrainingConfig
+from parse_train.validity_data import ValidityDataset, ValidityExample
 from parse_train.validity_trainer import balanced_weights
 
 # Three drafts: right throughout; first error at cut 1; wrong from the start.
@@ -153,6 +156,21 @@ def test_without_a_safe_threshold_nothing_is_accepted() -> None:
     assert risk.bound is None and not risk.accepts
     assert "45 are the least" in str(risk.warning())
     assert accept(DRAFTS, risk.threshold).accepted.tolist() == [0, 0, 0]
+
+
+def test_the_threshold_comes_from_the_drafts_that_will_be_served() -> None:
+    examples = [ValidityExample([1], [2], [1], [True], [1.0], t) for t in (0.0, 0.7, 0.0, None)]
+    data = ValidityDataset(examples)
+    config = ValidityTrainingConfig(target="t", data="d", output_dir="o", use_cpu=True)
+    assert served_drafts(config, data) == [True] * 4
+    config.risk_temperature = 0.0
+    served = served_drafts(config, data)
+    assert served == [True, False, True, False]
+    drafts = ScoredDrafts.from_rows([[0.1], [0.2], [0.3], [0.4]], [[True]] * 4, [[1]] * 4)
+    assert drafts.select(served).scores.tolist() == [[0.1], [0.3]]
+    config.risk_temperature = 0.3
+    with pytest.raises(ValueError, match=r"risk_temperature is 0.3, but the held-out drafts were sampled at 0.0, 0.7"):
+        served_drafts(config, data)
 
 
 def test_class_weights_balance() -> None:
