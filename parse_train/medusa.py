@@ -45,10 +45,10 @@ def make_head(lm: LanguageModel, config: MedusaTrainingConfig, answers: Answers)
     head = MedusaHead(MedusaConfig(own.hidden_size, own.vocab_size, config.steps, config.head_layers, size))
     head.token_map.copy_(torch.tensor(commonest_tokens(answers, own.vocab_size, size)))
     with torch.no_grad():
-        for block, lm_head in zip(head.blocks, head.lm_heads, strict=True):
-            for parameter in block.parameters():
-                parameter.zero_()
-            lm_head.weight.copy_(lm.model.get_output_embeddings().weight[head.token_ids].float().cpu())
+        for parameter in head.blocks.parameters():
+            parameter.zero_()
+        for weight in head.output_weights:
+            weight.copy_(lm.model.get_output_embeddings().weight[head.token_ids].float().cpu())
     return head
 
 
