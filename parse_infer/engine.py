@@ -267,8 +267,8 @@ class ParseEngine:
             target.seek(request.context)
             target.set_next_logits(target.logits(verification.hidden[cut + tail]))
             guesses = self.target_drafter
-            if guesses is None and _wants_tail(settings):
-                guesses = RejectedDraft(request.context, draft[cut + tail :])
+            if _wants_tail(settings):
+                guesses = RejectedDraft(request.context, draft[cut + tail :], otherwise=guesses)
             hands_back = settings.resume == "hand_back" and draft and round < settings.max_rounds
             resumed: list[int] = []
             for token in self._decode(self.target, request, guesses):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from parse_infer.sampling import Sampling
-from parse_infer.speculation import Guess
+from parse_infer.speculation import Guess, TokenDrafter
 
 
 class RejectedDraft:
@@ -19,17 +19,23 @@ class RejectedDraft:
     Args:
         context: up to the accepted cut.
         rest: the draft's tokens behind it.
+        otherwise: who guesses elsewhere, if anybody.
         tokens: the length of a guess.
     """
 
-    forwards = 0
+    forwards = 0  # `otherwise` counts its own
 
-    def __init__(self, context: Sequence[int], rest: Sequence[int], tokens: int = 6) -> None:
-        self._start, self._tokens = len(context), tokens
+    def __init__(
+        self, context: Sequence[int], rest: Sequence[int], otherwise: TokenDrafter | None = None, tokens: int = 6
+    ) -> None:
+        self._start, self._otherwise, self._tokens = len(context), otherwise, tokens
         self._rest = [*context[-1:], *rest]  # the first pair may begin before the cut
 
     def guess(self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
         rest, place = self._rest, len(ids) - self._start  # index of the last written token
         pairs = [i for i in range(1, len(rest)) if rest[i - 1 : i + 1] == list(ids[-2:])]
         at = min(pairs, key=lambda i: abs(i - place), default=len(rest)) + 1
-        return Guess.chain(rest[at : at + min(self._tokens, limit)])
+        guess = rest[at : at + min(self._tokens, limit)]
+        if guess or self._otherwise is None:
+            return Guess.chain(guess)
+        return self._otherwise.guess(ids, limit, sampling, generator)

@@ -9,6 +9,7 @@ import torch
 
 from parse_infer.decoder import Decoder
 from parse_infer.drafters.model import ModelDrafter
+from parse_infer.drafters.lookup import LookupDrafter
 from parse_infer.drafters.rejected import RejectedDraft
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.loading import LanguageModel
@@ -190,3 +191,9 @@ def test_a_rejected_draft_is_aligned_with_what_is_written_instead():
     assert guess([90, 91, 92, 93, 94, 52, 53]) == [56]  # of two places the nearest
     assert guess([50]) == [51, 52, 53] and guess([50], limit=1) == [51]
     assert guess([7] * 9) == [] == guess([7] * 20)
+
+
+def test_another_drafter_guesses_where_a_rejected_draft_says_nothing():
+    drafter = RejectedDraft([1, 2], [50, 51, 52], otherwise=LookupDrafter(tokens=2))
+    assert list(drafter.guess([1, 2, 50], 9, GREEDY, None).tokens) == [51, 52]
+    assert list(drafter.guess([1, 2, 1, 2], 9, GREEDY, None).tokens) == [1, 2]
