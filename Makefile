@@ -35,7 +35,7 @@ zoo: setup
 	$(BIN)/parse-data build recipes/data.yaml --target runs/zoo/target/final --draft runs/zoo/draft/final --output_dir runs/zoo/data
 	$(BIN)/python -m parse_train recipes/train.yaml --target runs/zoo/target/final --data runs/zoo/data --output_dir runs/zoo/validity
 	for head in eagle3 parallel medusa; do \
-	    $(BIN)/python -m parse_train recipes/$$head.yaml --model runs/zoo/target/final --output_dir runs/zoo/$$head || exit 1; done
+	    $(BIN)/python -m parse_train recipes/$$head.yaml --model runs/zoo/target/final --answers runs/zoo/answers --output_dir runs/zoo/$$head || exit 1; done
 	$(BIN)/python -m parse_train recipes/parallel-draft.yaml --model runs/zoo/draft/final --output_dir runs/zoo/parallel-draft
 
 lint: setup

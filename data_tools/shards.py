@@ -62,7 +62,7 @@ class ShardWriter:
             self._lock.acquire(timeout=0)
         except Timeout:
             raise ValueError(
-                f"another build is writing to {self.folder}: wait for it, or choose another output_dir"
+                f"another build is writing to {self.folder}: wait for it, or choose another folder"
             ) from None
         try:
             check_identity(self.folder, identity)
@@ -96,7 +96,7 @@ class ShardWriter:
             if role in models and not same_weights(before["fingerprint"], models[role]["fingerprint"]):
                 raise ValueError(
                     f"{self.folder} was begun with other weights of the {role} model {models[role]['name']}; "
-                    "choose another output_dir"
+                    "choose another folder"
                 )
         content["models"] = {role: dict(model) for role, model in models.items()}
         _write_json(path, content)
@@ -135,7 +135,7 @@ class ShardWriter:
                         if journal.read(1):
                             raise ValueError(
                                 f"{self._journal_path} is damaged after problem {len(self.done)}: build anew into "
-                                "another output_dir"
+                                "another folder"
                             )
                         break
                     self.done.append(entry["problem"])
@@ -148,7 +148,7 @@ class ShardWriter:
         for name, end in ends.items():
             path = self.folder / "data" / name
             if not path.is_file() or path.stat().st_size < end:
-                raise ValueError(f"{path} is shorter than when it was written: build anew into another output_dir")
+                raise ValueError(f"{path} is shorter than when it was written: build anew into another folder")
             os.truncate(path, end)
 
 
@@ -175,14 +175,14 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
         content = json.loads(path.read_text(encoding="utf-8"))
         before = content["config"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): choose another output_dir") from error
+        raise ValueError(f"{path} is damaged ({error}): choose another folder") from error
     if content.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {content.get('format')}, not {FORMAT}: choose another output_dir")
+        raise ValueError(f"{path} has format {content.get('format')}, not {FORMAT}: choose another folder")
     for key, value in json.loads(json.dumps(dict(identity))).items():
         if before.get(key) != value:
             raise ValueError(
                 f"{folder} was begun with {key} {before.get(key)!r}, not {value!r}; set it back, or choose another "
-                "output_dir"
+                "folder"
             )
 
 

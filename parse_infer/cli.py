@@ -1,4 +1,4 @@
-"""The command line: `parse-infer demo | generate | score | bench`.
+"""The command line: `parse-infer demo | generate | score | bench | cost`.
 
 The place where things are put together: it alone reaches for `data_tools`, and only when a command needs a task.
 A mistake of the user's becomes `error: <sentence>` on standard error and exit code 2.
@@ -174,6 +174,34 @@ def bench(
         console.print(table)
     console.print(acceptance_note(results))
     console.print(f"Written: {out}/results.json, results.md, figure.png", soft_wrap=True)
+
+
+@app.command()
+def cost(
+    target: Annotated[str, typer.Option(help="qwen3-8b, qwen3-0.6b, a Hugging Face id or a folder.")] = "qwen3-8b",
+    draft: Annotated[str, typer.Option(help="The same for the draft model.")] = "qwen3-0.6b",
+    context: Annotated[int, typer.Option(min=8, help="Tokens of the prompt.")] = 512,
+    draft_tokens: Annotated[int, typer.Option(min=8, help="Tokens of a whole draft.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each forward is timed.")] = 20,
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
+) -> None:
+    """What every kind of forward costs at a pair's real size, with random weights: no download.
+
+    Shows what a pair can gain on a machine before anything is trained: the price of the packed pass, of a look at
+    several guessed tokens, and of each drafter, in target forwards. dtype auto is bfloat16 on a GPU, else float32.
+
+    \b
+    Examples:
+      parse-infer cost
+      parse-infer cost --target zoo:target --draft zoo:draft --context 200 --draft-tokens 100
+    """
+    place, numbers = options.placement(device, dtype)
+    from parse_infer.forward_cost import forward_costs
+
+    table, summary = forward_costs(target, draft, context, draft_tokens, rounds, place, numbers)
+    Console().print(f"{target} and {draft}, random weights, {numbers}, {place}, {context} tokens of context")
+    Console().print(table, summary)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

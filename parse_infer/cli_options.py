@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    import torch
+
     from parse_infer.engine import ParseEngine
 
 Target = Annotated[
@@ -97,8 +99,7 @@ def load_engine(
                 "(--zero-shot, --mode exact, or other --modes of bench)"
             )
         adapter = "zoo:adapter"
-    if dtype not in _DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; choose one of {', '.join(_DTYPES)}")
+    _check_dtype(dtype)
     options = read_pairs(template_options, "--template-option")
 
     from transformers.utils import logging as transformers_logging
@@ -152,6 +153,22 @@ def read_numbers(text: str, option: str) -> tuple[float, ...]:
 def print_json(value: dict[str, Any]) -> None:
     """One line of JSON on standard output, at once."""
     print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def placement(device: str | None, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """Where random weights go and what they are: a GPU and bfloat16 if there is one, else the CPU and float32."""
+    import torch
+
+    _check_dtype(dtype)
+    place = torch.device(_check_device(device) or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype == "auto":
+        return place, torch.bfloat16 if place.type == "cuda" else torch.float32
+    return place, getattr(torch, dtype)
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in _DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; choose one of {', '.join(_DTYPES)}")
 
 
 def _check_device(device: str | None) -> str | None:

@@ -106,7 +106,8 @@ def speculate(
             logits = decoder.logits(decoder.look_ahead(guess.tokens, guess.parents))
         path, last = walk(logits, guess, sampling, generator)
         logits = None
-        decoder.keep(path) if guess.tokens else None
+        if guess.tokens:
+            decoder.keep(path)
         new = [*(guess.tokens[node] for node in path), last]
         decoder.seek([*decoder.ids, last])
         edits = decoder.edits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset, Features, List, Value, load_dataset
 from rich.progress import track
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from data_tools.drafts import DraftSampler, render
-from data_tools.tasks import Problem, load_task
+from data_tools.shards import ShardWriter
+from data_tools.tasks import load_task
+from parse_infer.fingerprint import describe_target
 from parse_infer.loading import LanguageModel
 from parse_infer.sampling import Sampling
 
@@ -36,61 +37,49 @@ class AnswerConfig:
     task_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "Options of the task."})
     n_problems: int = field(default=4000, metadata={"help": "Training problems; one answer each."})
     n_eval_problems: int = field(default=200, metadata={"help": "Validation problems."})
+    answers: str | None = field(
+        default=None,
+        metadata={"help": "Folder of the answers, which heads of one model can share; OUTPUT_DIR/answers by default."},
+    )
     answer_temperature: float = field(default=0.0, metadata={"help": "Temperature of the answers; 0 is greedy."})
     max_answer_tokens: int = field(default=256, metadata={"help": "Longer answers are cut."})
     batch_size: int = field(default=64, metadata={"help": "Answers decoded at a time."})
 
 
-class Answers(Dataset):
-    """The model's own answers: {"input_ids": prompt and answer, "start": where the answer begins}."""
-
-    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
-        self.rows = list(rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.rows[index]
-
-
-def write_answers(lm: LanguageModel, config: AnswerConfig, seed: int, split: str, limit: int, path: Path) -> Answers:
-    """Answers to `limit` problems of `split`, from the file at `path` as far as it has them, which then has them all.
-
-    Every line is one answer; a line cut off by an interruption is dropped.
+def write_answers(lm: LanguageModel, config: AnswerConfig, seed: int, split: str, limit: int, folder: Path) -> None:
+    """Answer the first `limit` problems of `split`, except those whose answers `folder` has.
 
     Raises:
-        ValueError: the file holds answers of another model or task.
+        ValueError: the folder holds other answers, or another run is writing there.
     """
-    settings = [lm.name, config.task, config.task_options, seed, config.answer_temperature]
-    settings += [config.max_answer_tokens, config.template_options]
-    identity = json.loads(json.dumps({"answers": settings}))
-    rows: list[dict[str, Any]] = []
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        text = path.read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        if not lines or lines[0] != identity:
-            raise ValueError(f"{path} holds answers of another model, task or seed: choose another output_dir")
-        rows = lines[1:]
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in [identity, *rows])
-        problems: list[Problem] = list(
-            load_task(config.task, **config.task_options).problems(split, seed=seed, limit=limit)  # type: ignore[arg-type]
-        )
+    keys = ("model", "task", "task_options", "answer_temperature", "max_answer_tokens", "template_options")
+    identity = {key: getattr(config, key) for key in keys} | {"split": split, "seed": seed}
+    with ShardWriter(folder, split, identity, {}) as writer:
+        writer.note_models({"answering": describe_target(lm.model)})
+        if len(writer.done) >= limit:
+            return
+        task = load_task(config.task, **config.task_options)
+        problems = list(task.problems(split, seed=seed, limit=limit))  # type: ignore[arg-type]
         sampler = DraftSampler(
             lm, lm, [Sampling(config.answer_temperature)], config.max_answer_tokens, seed, config.batch_size
         )
-        groups = range(len(rows), len(problems), _GROUP)
-        for first in track(groups, f"{lm.name} answers {split} problems", disable=not groups):
+        # A group that was interrupted is answered as a whole again, so that its batches are the same.
+        groups = range(len(writer.done) // _GROUP * _GROUP, len(problems), _GROUP)
+        for first in track(groups, f"{lm.name} answers {split} problems"):
             group = problems[first : first + _GROUP]
-            for problem, drafts in zip(group, sampler.sample(group), strict=True):
+            finished = len(writer.done) - first
+            for problem, drafts in list(zip(group, sampler.sample(group), strict=True))[finished:]:
                 prompt = render(lm, problem)
                 row = {"input_ids": prompt + (drafts[0].ids if drafts else []), "start": len(prompt)}
-                rows.append(row)
-                file.write(json.dumps(row) + "\n")
-            file.flush()
-    return Answers(rows[:limit])
+                writer.append(str(problem.id), [row])
+
+
+def read_answers(folder: Path, split: str, limit: int) -> Dataset:
+    """The first `limit` answers, memory-mapped: {"input_ids": prompt and answer, "start": where the answer begins}."""
+    files = sorted(str(path) for path in (folder / "data").glob(f"{split}-*.jsonl"))
+    features = Features({"input_ids": List(Value("int32")), "start": Value("int32")})
+    rows = load_dataset("json", data_files=files, split="train", features=features, cache_dir=str(folder / ".cache"))
+    return rows.select(range(min(limit, len(rows))))
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
@@ -105,7 +94,7 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     return {"input_ids": input_ids, "labels": labels}
 
 
-def commonest_tokens(answers: Answers, vocab_size: int, size: int) -> list[int]:
+def commonest_tokens(answers: Dataset, vocab_size: int, size: int) -> list[int]:
     """The `size` tokens of a vocabulary that stand most often in answers, ascending."""
-    counts = Counter(token for row in answers.rows for token in row["input_ids"][row["start"] :])
+    counts = Counter(token for row in answers for token in row["input_ids"][row["start"] :])
     return sorted(sorted(range(vocab_size), key=lambda token: (-counts[token], token))[:size])

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from parse_infer.drafters.eagle_head import EagleConfig, EagleHead
 from parse_infer.loading import LanguageModel
-from parse_train.answers import Answers, commonest_tokens
 from parse_train.heads import HeadModel, HeadTrainingConfig, check_share, train_head
 
 
@@ -114,42 +113,44 @@ class EagleModel(HeadModel):
         return list(zip(split, kept, strict=True))
 
 
-def make_head(lm: LanguageModel, config: EagleTrainingConfig, answers: Answers) -> EagleHead:
-    """A fresh head for the model: its shape, its output layer's rows, its commonest answer tokens."""
+def make_head(lm: LanguageModel, config: EagleTrainingConfig) -> EagleHead:
+    """A fresh head of the model's shape. Raises ValueError for what does not fit the model."""
     own = lm.model.config.get_text_config(decoder=True)
-    n = own.num_hidden_layers
-    layers = config.feature_layers or sorted({min(2, n - 1), n // 2, max(n - 3, 0)})
-    size = min(config.draft_vocab_size or own.vocab_size, own.vocab_size)
-    mask = lm.tokenizer.convert_tokens_to_ids(config.ptd_token) if config.ptd_token else lm.tokenizer.pad_token_id
-    heads = own.num_attention_heads
+    n, heads = own.num_hidden_layers, own.num_attention_heads
     rope = getattr(own, "rope_parameters", None) or {}
-    head = EagleHead(
-        EagleConfig(
-            hidden_size=own.hidden_size,
-            intermediate_size=config.intermediate_size or own.intermediate_size,
-            num_attention_heads=config.num_attention_heads or heads,
-            num_key_value_heads=config.num_key_value_heads or getattr(own, "num_key_value_heads", heads),
-            head_dim=getattr(own, "head_dim", None) or own.hidden_size // heads,
-            vocab_size=own.vocab_size,
-            draft_vocab_size=size,
-            eagle_aux_hidden_state_layer_ids=tuple(layers),
-            rope_theta=float(rope.get("rope_theta", 10000.0)),
-            max_position_embeddings=lm.window,
-            parallel_drafting=config.parallel,
-            ptd_token_id=int(cast(int, mask) or 0) if config.parallel else None,
-        )
+    layers = config.feature_layers or sorted({min(2, n - 1), n // 2, max(n - 3, 0)})
+    for layer in layers:
+        if not 0 <= layer <= n:
+            raise ValueError(f"feature_layers has {layer}; {lm.name!r} has features 0 to {n}")
+    shape = EagleConfig(
+        hidden_size=own.hidden_size,
+        intermediate_size=config.intermediate_size or own.intermediate_size,
+        num_attention_heads=config.num_attention_heads or heads,
+        num_key_value_heads=config.num_key_value_heads or getattr(own, "num_key_value_heads", heads),
+        head_dim=getattr(own, "head_dim", None) or own.hidden_size // heads,
+        vocab_size=own.vocab_size,
+        draft_vocab_size=min(config.draft_vocab_size or own.vocab_size, own.vocab_size),
+        eagle_aux_hidden_state_layer_ids=tuple(layers),
+        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        max_position_embeddings=lm.window,
+        parallel_drafting=config.parallel,
+        ptd_token_id=_mask_token(lm, config.ptd_token) if config.parallel else None,
+        target_num_hidden_layers=n,
     )
-    head.set_vocabulary(commonest_tokens(answers, own.vocab_size, size))
-    with torch.no_grad():
-        head.lm_head.weight.copy_(lm.model.get_output_embeddings().weight[head.token_ids].float().cpu())
-    return head
+    return EagleHead(shape)
+
+
+def _mask_token(lm: LanguageModel, name: str | None) -> int:
+    if name is None:
+        return lm.tokenizer.pad_token_id or 0
+    if name not in lm.tokenizer.get_vocab():
+        raise ValueError(f"ptd_token is {name!r}, which is no token of {lm.name!r}")
+    return int(lm.tokenizer.get_vocab()[name])
 
 
 def main(config: EagleTrainingConfig) -> None:
     """Train a head and write it to `output_dir`/head."""
     train_head(
         config,
-        lambda lm, answers: EagleModel(
-            lm, make_head(lm, config, answers), config.steps, config.step_decay, config.depth_share
-        ),
+        lambda lm: EagleModel(lm, make_head(lm, config), config.steps, config.step_decay, config.depth_share),
     )

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
+from data_tools.tasks import load_task
 from parse_infer.loading import LanguageModel, load_language_model
 from parse_train import tracking
-from parse_train.answers import IGNORED, AnswerConfig, Answers, collate, write_answers
+from parse_train.answers import IGNORED, AnswerConfig, collate, commonest_tokens, read_answers, write_answers
 from parse_train.muon import MuonWithAdamW
 
 
@@ -47,6 +48,8 @@ class HeadTrainingConfig(AnswerConfig, TrainingArguments):
         for key in ("n_problems", "n_eval_problems", "max_answer_tokens", "steps", "batch_size"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 1")
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; it must be at least 1")
         check_share("step_decay", self.step_decay)
         if self.head_dtype not in ("auto", "bfloat16"):
             raise ValueError(f"head_dtype is {self.head_dtype!r}; it must be auto or bfloat16")
@@ -62,7 +65,8 @@ class HeadModel(nn.Module, ABC):
     """A frozen model and the head that learns to guess its tokens. The state dict holds the head only.
 
     Args:
-        head: with `token_ids`, the model's token for each of its own, `output_weights` and `save_pretrained`.
+        head: with `token_ids`, the model's token for each of its own, `set_vocabulary`, `output_weights` and
+            `save_pretrained`.
         steps: how many tokens ahead.
         step_decay: weight of a step, relative to the one before it.
     """
@@ -145,9 +149,13 @@ def head_metrics(prediction: EvalPrediction) -> dict[str, float]:
     return metrics
 
 
-def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel, Answers], HeadModel]) -> None:
-    """Let the model answer, train the head that `make` makes, and write it to `output_dir`/head."""
+def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadModel]) -> None:
+    """Let the model answer, train the head that `make` makes, and write it to `output_dir`/head.
+
+    Raises ValueError for a head that does not fit the model, before the model answers anything.
+    """
     set_seed(config.seed)
+    load_task(config.task, **config.task_options)
     lm = load_language_model(
         config.model,
         role="target",
@@ -156,13 +164,16 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel, Answer
         template_options=config.template_options,
     )
     lm.model.requires_grad_(False)
+    model = make(lm)
     folder = Path(str(config.output_dir))
+    answers = Path(config.answers or folder / "answers")
+    limits = {"train": config.n_problems, "validation": config.n_eval_problems}
     with config.main_process_first(local=False):
-        train, evaluation = (
-            write_answers(lm, config, config.seed, split, limit, folder / f"answers-{split}.jsonl")
-            for split, limit in (("train", config.n_problems), ("validation", config.n_eval_problems))
-        )
-    model = make(lm, train)
+        for split, limit in limits.items():
+            if config.process_index == 0:
+                write_answers(lm, config, config.seed, split, limit, answers / split)
+        train, evaluation = (read_answers(answers / split, split, limit) for split, limit in limits.items())
+    start_from_output(model.head, lm, commonest_tokens(train, model.head.config.vocab_size, len(model.head.token_ids)))
     model.head.to(lm.model.device)
     tracking.start(config)  # type: ignore[arg-type]
     trainer = HeadTrainer(
@@ -180,3 +191,11 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel, Answer
         head.save_pretrained(folder / "head")
         print(", ".join(f"{k.removeprefix('eval_')} {v:.3f}" for k, v in metrics.items() if "acc" in k))
         print(f"head written to {folder / 'head'}")
+
+
+@torch.no_grad()
+def start_from_output(head: Any, lm: LanguageModel, tokens: Sequence[int]) -> None:
+    """Let a fresh head guess these tokens (ascending), beginning with the model's own output layer for them."""
+    head.set_vocabulary(tokens)
+    for weight in head.output_weights:
+        weight.copy_(lm.model.get_output_embeddings().weight[list(tokens)].float().cpu())

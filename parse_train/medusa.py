@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parse_infer.drafters.medusa import MedusaConfig, MedusaHead
 from parse_infer.loading import LanguageModel
-from parse_train.answers import Answers, commonest_tokens
 from parse_train.heads import HeadModel, HeadTrainingConfig, train_head
 
 
@@ -38,22 +37,24 @@ class MedusaModel(HeadModel):
         return [(logits, anchors) for logits in self.head(states[-1][:, :-1])]
 
 
-def make_head(lm: LanguageModel, config: MedusaTrainingConfig, answers: Answers) -> MedusaHead:
-    """Fresh heads for the model: residual blocks that change nothing, the model's own output layer."""
+def make_head(lm: LanguageModel, config: MedusaTrainingConfig) -> MedusaHead:
+    """Fresh heads of the model's shape, whose residual blocks change nothing."""
     own = lm.model.config.get_text_config(decoder=True)
-    size = min(config.draft_vocab_size or own.vocab_size, own.vocab_size)
-    head = MedusaHead(MedusaConfig(own.hidden_size, own.vocab_size, config.steps, config.head_layers, size))
-    head.token_map.copy_(torch.tensor(commonest_tokens(answers, own.vocab_size, size)))
-    with torch.no_grad():
-        for parameter in head.blocks.parameters():
-            parameter.zero_()
-        for weight in head.output_weights:
-            weight.copy_(lm.model.get_output_embeddings().weight[head.token_ids].float().cpu())
+    head = MedusaHead(
+        MedusaConfig(
+            hidden_size=own.hidden_size,
+            vocab_size=own.vocab_size,
+            num_heads=config.steps,
+            num_hidden_layers=config.head_layers,
+            truncated_vocab_size=min(config.draft_vocab_size or own.vocab_size, own.vocab_size),
+            target_num_hidden_layers=own.num_hidden_layers,
+        )
+    )
+    for parameter in head.blocks.parameters():
+        nn.init.zeros_(parameter)
     return head
 
 
 def main(config: MedusaTrainingConfig) -> None:
     """Train heads and write them to `output_dir`/head."""
-    train_head(
-        config, lambda lm, answers: MedusaModel(lm, make_head(lm, config, answers), config.steps, config.step_decay)
-    )
+    train_head(config, lambda lm: MedusaModel(lm, make_head(lm, config), config.steps, config.step_decay))

@@ -30,6 +30,7 @@ class EagleConfig:
         hidden_size, vocab_size: of the guided model.
         draft_vocab_size: tokens the head can guess; `d2t` maps them to the model's.
         eagle_aux_hidden_state_layer_ids: where the features are taken: the states that enter these layers.
+        target_num_hidden_layers: layers of the guided model; None where a checkpoint does not say.
         parallel_drafting, ptd_token_id: P-EAGLE, and the token whose embedding fills the places ahead.
     """
 
@@ -46,11 +47,20 @@ class EagleConfig:
     max_position_embeddings: int = 4096
     parallel_drafting: bool = False
     ptd_token_id: int | None = None
+    target_num_hidden_layers: int | None = None
 
     def __post_init__(self) -> None:
         self.eagle_aux_hidden_state_layer_ids = tuple(self.eagle_aux_hidden_state_layer_ids)
         if self.parallel_drafting and self.ptd_token_id is None:
             raise ValueError("a parallel EAGLE head needs ptd_token_id, the token that fills the places ahead")
+        for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "draft_vocab_size"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} of an EAGLE head is {getattr(self, key)}; it must be at least 1")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads}, no multiple of num_key_value_heads, "
+                f"{self.num_key_value_heads}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         shared = {"architectures": [ARCHITECTURES[0]], "model_type": "llama", "num_hidden_layers": 1}
@@ -220,9 +230,9 @@ class EagleHead(nn.Module):
 def _check_model(name: str, config: EagleConfig, model: LanguageModel) -> None:
     check_shape(name, config, model)
     layers = model.model.config.get_text_config(decoder=True).num_hidden_layers
-    deepest = max(config.eagle_aux_hidden_state_layer_ids)
-    if deepest > layers:
-        raise ValueError(
-            f"the EAGLE-3 head {name} reads layer {deepest}, but {model.name!r} has {layers} layers: "
-            "use a head trained for it"
-        )
+    for layer in config.eagle_aux_hidden_state_layer_ids:
+        if not 0 <= layer <= layers:
+            raise ValueError(
+                f"the EAGLE-3 head {name} reads layer {layer}, but {model.name!r} has {layers} layers: "
+                "use a head trained for it"
+            )

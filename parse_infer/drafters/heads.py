@@ -57,23 +57,34 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def check_shape(name: str, config: Any, model: LanguageModel) -> None:
-    """Raises ValueError for a head (its `config` has hidden_size and vocab_size) of another model."""
+    """Raises ValueError for a head of another model.
+
+    Args:
+        config: has hidden_size, vocab_size and target_num_hidden_layers; the last is None in heads trained elsewhere.
+    """
     own = model.model.config.get_text_config(decoder=True)
-    for key in ("hidden_size", "vocab_size"):
-        if getattr(config, key) != getattr(own, key):
+    keys = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "target_num_hidden_layers": "num_hidden_layers"}
+    for key, own_key in keys.items():
+        if getattr(config, key) not in (None, getattr(own, own_key)):
             raise ValueError(
-                f"the head {name} was trained for a model with {key} {getattr(config, key)}; "
-                f"{model.name!r} has {getattr(own, key)}: use a head trained for it"
+                f"the head {name} was trained for a model with {own_key} {getattr(config, key)}; "
+                f"{model.name!r} has {getattr(own, own_key)}: use a head trained for it"
             )
 
 
-def load_state(head: nn.Module, state: Mapping[str, Tensor], name: str, model: LanguageModel) -> None:
+def load_state(head: Any, state: Mapping[str, Tensor], name: str, model: LanguageModel) -> None:
     """Put the weights in, and the head beside the model. Raises ValueError where they do not fit config.json."""
     try:
         head.load_state_dict(dict(state))
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
         raise ValueError(f"the weights of the head {name} do not fit its config.json: {reason}") from error
+    least, most = head.token_ids.aminmax()
+    if least < 0 or most >= head.config.vocab_size:
+        raise ValueError(
+            f"the head {name} maps to token {int(least if least < 0 else most)}, but there are "
+            f"{head.config.vocab_size}: its token map is damaged"
+        )
     weight: Any = model.model.get_input_embeddings().weight
     head.to(weight.device, weight.dtype).eval().requires_grad_(False)
 

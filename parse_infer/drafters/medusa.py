@@ -42,6 +42,7 @@ class MedusaConfig:
         num_heads: tokens guessed ahead.
         num_hidden_layers: residual blocks in each head.
         truncated_vocab_size: tokens the heads can guess; `token_map` lists them.
+        target_num_hidden_layers: layers of the guided model; None where a checkpoint does not say.
     """
 
     hidden_size: int
@@ -49,6 +50,7 @@ class MedusaConfig:
     num_heads: int
     num_hidden_layers: int = 1
     truncated_vocab_size: int | None = None
+    target_num_hidden_layers: int | None = None
 
     def __post_init__(self) -> None:
         self.truncated_vocab_size = self.truncated_vocab_size or self.vocab_size
@@ -90,6 +92,10 @@ class MedusaHead(nn.Module):
         self.lm_heads = nn.ModuleList(nn.Linear(config.hidden_size, size, bias=False) for _ in range(config.num_heads))
         # Checkpoints have a map only where there is something to map.
         self.register_buffer("token_map", torch.arange(size), persistent=size < config.vocab_size)
+
+    def set_vocabulary(self, tokens: Sequence[int]) -> None:
+        """Let the heads guess these tokens of the model's vocabulary (truncated_vocab_size of them)."""
+        self.token_map.copy_(torch.tensor(list(tokens)))
 
     @property
     def token_ids(self) -> Tensor:

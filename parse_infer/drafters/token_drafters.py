@@ -103,6 +103,8 @@ def _fit(kind: Callable[..., object], sizes: Mapping[str, int], name: str) -> Ma
 
 
 def _is_folder_or_id(name: str) -> bool:
+    if not name:
+        return False  # Path("") is the current folder
     return Path(name).expanduser().is_dir() or (name.count("/") == 1 and not name.startswith((".", "/", "~")))
 
 

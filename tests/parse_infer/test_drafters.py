@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from parse_infer.decoder import Decoder
-from parse_infer.drafters.model import ModelDrafter
 from parse_infer.drafters.lookup import LookupDrafter
+from parse_infer.drafters.model import ModelDrafter
 from parse_infer.drafters.rejected import RejectedDraft
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.loading import LanguageModel

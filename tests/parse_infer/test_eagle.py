@@ -212,6 +212,8 @@ def test_the_checkpoint_has_the_layout_that_vllm_loads(lm, tmp_path: Path):
     [
         ({"hidden_size": 64, "head_dim": 8}, "trained for a model with hidden_size 64; 'target' has 32"),
         ({"vocab_size": 300}, "vocab_size 300; 'target' has 260"),
+        ({"target_num_hidden_layers": 9}, "trained for a model with num_hidden_layers 9; 'target' has"),
+        ({"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}, "reads layer -1, but 'target' has"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, "reads layer 9, but 'target' has"),
         ({"intermediate_size": 50}, "do not fit its config.json"),
         ({"ptd_token_id": None, "parallel_drafting": True}, "needs ptd_token_id"),
@@ -230,6 +232,9 @@ def test_a_missing_map_or_file_is_named(lm, tmp_path: Path):
     state = load_file(tmp_path / "model.safetensors")
     save_file({k: v for k, v in state.items() if k not in ("d2t", "t2d")}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="no d2t map"):
+        EagleHead.from_pretrained(tmp_path, lm)
+    save_file(state | {"d2t": state["d2t"] + 100}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="its token map is damaged"):
         EagleHead.from_pretrained(tmp_path, lm)
     (tmp_path / "model.safetensors").write_bytes(b"half a file")
     with pytest.raises(ValueError, match="damaged"):

@@ -124,13 +124,24 @@ def test_the_recipe_runs_resumes_and_writes_a_head(recipe, tmp_path: Path, capsy
 
     arguments = [f"recipes/{recipe}.yaml", "--output_dir", str(tmp_path), "--report_to", "none"]
     arguments += ["--n_problems", "6", "--n_eval_problems", "3", "--num_train_epochs", "1", "--save_steps", "1"]
-    arguments += ["--per_device_train_batch_size", "3", "--max_answer_tokens", "24", "--steps", "3"]
+    arguments += [
+        "--answers",
+        str(tmp_path / "answers"),
+        "--per_device_train_batch_size",
+        "3",
+        "--max_answer_tokens",
+        "24",
+        "--steps",
+        "3",
+    ]
     assert main(arguments) == 0, capsys.readouterr().err
-    answers = (tmp_path / "answers-train.jsonl").read_text()
-    assert len(answers.splitlines()) == 7
-    (tmp_path / "answers-train.jsonl").write_text(answers[:-20])  # the last line cut off, as by a kill
+    answers = tmp_path / "answers" / "train" / "data" / "train-00000.jsonl"
+    written = answers.read_text()
+    assert len(written.splitlines()) == 6
+    journal = answers.parents[1] / ".build" / "journal"
+    journal.write_text(journal.read_text()[:-9])  # the last answer not yet noted down, as by a kill
     assert main([*arguments, "--num_train_epochs", "2"]) == 0, capsys.readouterr().err
-    assert (tmp_path / "answers-train.jsonl").read_text() == answers
+    assert answers.read_text() == written
     state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     assert state["global_step"] == 4
     guided = load_language_model(str(read_recipe(f"recipes/{recipe}.yaml")["model"]), role="target", device="cpu")
@@ -141,4 +152,44 @@ def test_the_recipe_runs_resumes_and_writes_a_head(recipe, tmp_path: Path, capsy
         assert drafter.head.config.parallel_drafting == ("parallel" in recipe)
     assert "accuracy_1" in capsys.readouterr().out
     assert main([*arguments, "--seed", "5"]) == 2
-    assert "choose another output_dir" in capsys.readouterr().err
+    assert "was begun with seed 0, not 5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--feature_layers", "2", "8", "40"], "feature_layers has 40; 'zoo:target' has features 0 to 16"),
+        (["--num_attention_heads", "3", "--num_key_value_heads", "2"], "num_attention_heads is 3, no multiple of"),
+        (["--num_attention_heads", "-4"], "num_attention_heads of an EAGLE head is -4; it must be at least 1"),
+        (["--ptd_token", "nosuch"], "ptd_token is 'nosuch', which is no token of 'zoo:target'"),
+        (["--draft_vocab_size", "0"], "draft_vocab_size is 0; it must be at least 1"),
+        (["--task", "nosuch"], "nosuch"),
+        (["--steps", "0"], "steps is 0"),
+    ],
+)
+def test_a_wrong_key_is_refused_before_anything_is_answered(change, message, tmp_path: Path, capsys):
+    from parse_train.__main__ import main
+
+    arguments = ["recipes/parallel.yaml", "--output_dir", str(tmp_path), "--answers", str(tmp_path / "answers")]
+    assert main([*arguments, "--report_to", "none", *change]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "answers").exists()
+
+
+def test_the_real_recipe_trains_a_head_on_a_tiny_model_of_its_kind(make_model, tokenizer, tmp_path: Path, capsys):
+    from parse_infer.loading import load_language_model
+    from parse_train.__main__ import main
+
+    model = tmp_path / "model"
+    make_model("qwen3").save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    problems = [{"prompt": f"{a} and {b}?", "reference": str(a + b)} for a in range(3) for b in range(3)]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    arguments = ["recipes/real/parallel.yaml", "--model", str(model), "--output_dir", str(tmp_path / "run")]
+    arguments += ["--answers", str(tmp_path / "answers"), "--task", "jsonl", "--max_answer_tokens", "12"]
+    arguments += ["--task_options", json.dumps({"path": str(tmp_path / "problems.jsonl")}), "--max_steps", "1"]
+    arguments += ["--ptd_token", "<|end|>", "--draft_vocab_size", "100", "--report_to", "none", "--use_cpu"]
+    assert main(arguments) == 0, capsys.readouterr().err
+    lm = load_language_model(str(model), role="target", device="cpu", dtype="bfloat16")
+    drafter = load_token_drafter(str(tmp_path / "run" / "head"), lm)
+    assert drafter.head.config.parallel_drafting and drafter.head.mask_hidden.dtype == torch.bfloat16
