@@ -26,7 +26,12 @@ from parse_infer.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaHead
 from parse_infer.loading import ZOO, LanguageModel, resolve
 from parse_infer.sampling import Sampling
 
-_QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+}
 SHAPES = {
     "qwen3-8b": Qwen3Config(
         hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, **_QWEN3
@@ -208,6 +213,6 @@ def report(seconds: dict[str, list[float]], drafted: int) -> tuple[Table, str]:
     return table, (
         f"A draft of {drafted} tokens that is kept whole comes {limit:.2f} times as fast as from the target; with a "
         f"draft that costs nothing {drafted * median[STEP] / median[PACKED]:.1f} times. The probes make the pass "
-        f"{median[PACKED] / median[PREFILL]:.2f} times as long as a prefill. Pays from: tokens per target forward that a "
-        "drafter must bring."
+        f"{median[PACKED] / median[PREFILL]:.2f} times as long as a prefill. Pays from: tokens per target forward that "
+        "a drafter must bring."
     )
