@@ -213,6 +213,6 @@ def report(seconds: dict[str, list[float]], drafted: int) -> tuple[Table, str]:
     return table, (
         f"A draft of {drafted} tokens that is kept whole comes {limit:.2f} times as fast as from the target; with a "
         f"draft that costs nothing {drafted * median[STEP] / median[PACKED]:.1f} times. The probes make the pass "
-        f"{median[PACKED] / median[PREFILL]:.2f} times as long as a prefill. Pays from: tokens per target forward that "
-        "a drafter must bring."
+        f"{median[PACKED] / median[PREFILL]:.2f} times as long as a prefill. Pays from: tokens per target forward "
+        "that a drafter must bring."
     )
