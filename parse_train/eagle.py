@@ -57,6 +57,7 @@ class EagleModel(HeadModel):
 
     def guesses(self, states: Sequence[Tensor], embeddings: Tensor) -> list[tuple[Tensor, Tensor]]:
         features = torch.cat([states[i] for i in self.head.config.eagle_aux_hidden_state_layer_ids], dim=-1)
+        features = features.to(embeddings.dtype)
         return (self._block if self.head.config.parallel_drafting else self._unroll)(features, embeddings)
 
     def _unroll(self, features: Tensor, embeddings: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -101,9 +102,9 @@ class EagleModel(HeadModel):
         depth = torch.cat([torch.full_like(k, d) for d, k in enumerate(kept)])
         ahead = len(places) - t
         weight = cast(Tensor, self._frozen[0].model.get_input_embeddings().weight).detach()
-        mask_token = weight[self.head.config.ptd_token_id or 0].expand(b, ahead, -1)
+        mask_token = weight[self.head.config.ptd_token_id or 0].to(embeddings.dtype).expand(b, ahead, -1)
         mask_hidden = self.head.mask_hidden.expand(b, ahead, -1)
-        hidden = self.head.fc(torch.cat([features[:, :-1], mask_hidden.to(features.dtype)], dim=1))
+        hidden = self.head.fc(torch.cat([features[:, :-1], mask_hidden], dim=1))
         following = torch.cat([embeddings[:, 1:], mask_token], dim=1)
         same = places[:, None] == places[None, :]
         real = depth[None, :] == 0

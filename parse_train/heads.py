@@ -50,6 +50,8 @@ class HeadTrainingConfig(AnswerConfig, TrainingArguments):
                 raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 1")
         if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
             raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; it must be at least 1")
+        if self.muon and getattr(self, "deepspeed_plugin", None) is not None:
+            raise ValueError("muon needs whole matrices, which DeepSpeed does not give it: set muon to false (AdamW)")
         check_share("step_decay", self.step_decay)
         if self.head_dtype not in ("auto", "bfloat16"):
             raise ValueError(f"head_dtype is {self.head_dtype!r}; it must be auto or bfloat16")
@@ -84,7 +86,7 @@ class HeadModel(nn.Module, ABC):
 
         Args:
             states: [B, T, H] each, what stands behind every layer (0: the embeddings; last: the final norm).
-            embeddings: [B, T, H], of the tokens.
+            embeddings: [B, T, H], of the tokens, in the head's own dtype.
         """
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -97,6 +99,7 @@ class HeadModel(nn.Module, ABC):
             model = self._frozen[0].model
             output = model(input_ids=input_ids, output_hidden_states=True, use_cache=False)
             embeddings = nn.functional.embedding(input_ids, cast(Tensor, model.get_input_embeddings().weight))
+            embeddings = embeddings.to(self.head.output_weights[0].dtype)
             token_ids = self.head.token_ids
             wanted = output.logits[..., token_ids].float()
             own = output.logits.argmax(-1)

@@ -34,7 +34,7 @@ class MedusaModel(HeadModel):
 
     def guesses(self, states: Sequence[Tensor], embeddings: Tensor) -> list[tuple[Tensor, Tensor]]:
         anchors = torch.arange(embeddings.shape[1] - 1, device=embeddings.device)
-        return [(logits, anchors) for logits in self.head(states[-1][:, :-1])]
+        return [(logits, anchors) for logits in self.head(states[-1][:, :-1].to(embeddings.dtype))]
 
 
 def make_head(lm: LanguageModel, config: MedusaTrainingConfig) -> MedusaHead:

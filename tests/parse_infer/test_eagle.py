@@ -122,6 +122,41 @@ def test_chain_tree_and_block_guess_what_the_head_says_without_a_cache(lm, rando
             assert list(guess.tokens) == expected, (parallel, length)
 
 
+def test_a_tree_holds_what_the_head_says_along_each_path(lm, random_ids):
+    """EAGLE-2's tree, built anew with a plain forward of the head for every path."""
+    head, ids, top_k, depth = make_head(lm), random_ids(12), 3, 4
+    features, _ = whole(lm, head, ids)
+    embed = lm.model.get_input_embeddings()
+
+    def children(path: list[int]) -> list[tuple[int, float]]:
+        """The likeliest tokens behind a path of drafted tokens, with their log-probabilities."""
+        with torch.no_grad():
+            hidden = head.fc(features[:-1])
+            for n in range(len(path) + 1):
+                following = torch.tensor([*ids[1:], *path[:n]])
+                mask = torch.ones(len(following), len(following), dtype=torch.bool).tril()[None, None]
+                out, _ = head(hidden[None], embed(following)[None], torch.arange(len(following))[None], mask)
+                hidden = torch.cat([hidden, out[0, -1:]])
+            best = head.logits(out[0, -1]).log_softmax(-1).topk(top_k)
+        return list(zip(head.token_ids[best.indices].tolist(), best.values.tolist(), strict=True))
+
+    level: dict[tuple[int, ...], float] = {(): 0.0}
+    scores: dict[tuple[int, ...], float] = {}
+    for _ in range(depth):
+        below = {(*p, token): s + gain for p, s in level.items() for token, gain in children(list(p))}
+        scores |= below
+        level = dict(sorted(below.items(), key=lambda item: -item[1])[:top_k])
+    drafter = EagleDrafter(head, lm, tokens=depth, top_k=top_k, tree_tokens=9)
+    lm.decoder.seek(ids[:-1])
+    lm.decoder.forward()
+    lm.decoder.seek(ids)
+    guess = drafter.guess(lm.decoder.ids, depth, Sampling(), None)
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(guess.tokens, guess.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    assert set(paths) == {p for p, _ in sorted(scores.items(), key=lambda item: -item[1])[:9]}
+
+
 @pytest.mark.parametrize(("parallel", "top_k"), [(False, 1), (False, 3), (True, 1)])
 def test_greedy_decoding_is_the_models_own(lm, random_ids, parallel, top_k):
     drafter = EagleDrafter(make_head(lm, parallel), lm, tokens=4, top_k=top_k, tree_tokens=9)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +19,12 @@ from parse_infer.drafters.token_drafters import load_token_drafter
 from parse_infer.sampling import Sampling
 from parse_train.answers import IGNORED, collate
 from parse_train.eagle import EagleModel
-from parse_train.heads import head_metrics
+from parse_train.heads import head_metrics, start_from_output
 from parse_train.medusa import MedusaModel
 from tests.parse_infer.language_models import language_model
 from tests.parse_infer.test_eagle import make_head
 from tests.parse_infer.test_medusa import make_heads
+from tests.parse_train.test_train_launch import launch
 
 
 @pytest.fixture
@@ -109,6 +112,25 @@ def test_a_head_learns_what_comes_next(lm, random_ids, parallel):
     assert set(model.state_dict()) == {f"head.{name}" for name in head.state_dict()}
 
 
+def test_later_steps_weigh_less(lm, random_ids):
+    rows = collate([{"input_ids": random_ids(16), "start": 3}])
+    even, decaying, first = (
+        MedusaModel(lm, make_heads(lm, heads=steps), steps, decay)(**rows)["loss"].item()
+        for steps, decay in ((2, 1.0), (2, 0.25), (1, 1.0))
+    )
+    second = 2 * even - first
+    assert decaying == pytest.approx((first + 0.25 * second) / 1.25) and abs(first - second) > 1e-3
+
+
+def test_a_fresh_head_starts_from_the_models_output(lm):
+    tokens = list(range(10, 210))
+    for head in (make_heads(lm), make_head(lm)):
+        start_from_output(head, lm, tokens)
+        assert head.token_ids.tolist() == tokens
+        for weight in head.output_weights:
+            assert torch.equal(weight, lm.model.get_output_embeddings().weight[10:210])
+
+
 def test_acceptance_length_is_that_of_chains():
     right = np.array([[[1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1], [IGNORED, IGNORED, IGNORED], [1, 1, IGNORED]]])
     metrics = head_metrics(EvalPrediction(predictions=right, label_ids=None))
@@ -193,3 +215,13 @@ def test_the_real_recipe_trains_a_head_on_a_tiny_model_of_its_kind(make_model, t
     lm = load_language_model(str(model), role="target", device="cpu", dtype="bfloat16")
     drafter = load_token_drafter(str(tmp_path / "run" / "head"), lm)
     assert drafter.head.config.parallel_drafting and drafter.head.mask_hidden.dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles its CPU communication with g++")
+def test_a_head_is_trained_in_two_processes_with_deepspeed(tmp_path: Path):
+    arguments = ["-m", "parse_train", "recipes/parallel.yaml", "--output_dir", tmp_path, "--answers", tmp_path / "a"]
+    sizes = ["--n_problems", "4", "--n_eval_problems", "2", "--max_answer_tokens", "12", "--max_steps", "1"]
+    result = launch("deepspeed-zero2.yaml", *arguments, *sizes, "--report_to", "none", "--muon", "false")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "head" / "model.safetensors").is_file()
