@@ -17,13 +17,16 @@ class ModelTokenDrafter:
     Args:
         draft: the small model.
         model: the model whose tokens are guessed.
-        tokens: the length of a chain.
+        tokens: the most tokens in a chain.
+        confidence: a chain ends with the first token to which `draft` gives a lower probability. Whether a chain goes
+            on depends on nothing but its tokens, so block verification stays exact. The defaults are those of
+            transformers' assisted generation.
 
     Raises:
-        ValueError: the two have different tokenizers, or `tokens` is below 1.
+        ValueError: the two have different tokenizers, `tokens` is below 1, or `confidence` is not in 0..1.
     """
 
-    def __init__(self, draft: LanguageModel, model: LanguageModel, tokens: int = 5) -> None:
+    def __init__(self, draft: LanguageModel, model: LanguageModel, tokens: int = 20, confidence: float = 0.4) -> None:
         if not same_tokenizer(draft.tokenizer, model.tokenizer):
             raise ValueError(
                 f"{draft.name!r} cannot guess tokens of {model.name!r}: their tokenizers differ; token-level "
@@ -31,7 +34,9 @@ class ModelTokenDrafter:
             )
         if tokens < 1:
             raise ValueError(f"a chain needs at least 1 token, not {tokens}")
-        self.draft, self.tokens = draft, tokens
+        if not 0 <= confidence <= 1:
+            raise ValueError(f"confidence is a probability, not {confidence}")
+        self.draft, self.tokens, self.confidence = draft, tokens, confidence
         self._vocabulary = min(draft.n_embeddings, model.n_embeddings)
         self._columns = model.model.config.get_text_config(decoder=True).vocab_size
 
@@ -48,14 +53,12 @@ class ModelTokenDrafter:
         decoder.seek(ids)
         for _ in range(size):
             logits = decoder.next_logits()[: self._vocabulary]
-            if sampling.greedy:
-                token = int(logits.argmax())
-            else:
-                q = distribution(logits, sampling)
-                token = int(draw(q, generator))
-                drawn_from.append(torch.nn.functional.pad(q, (0, self._columns - len(q))))
+            q = logits.float().softmax(-1) if sampling.greedy else distribution(logits, sampling)
+            token = int(q.argmax() if sampling.greedy else draw(q, generator))
             tokens.append(token)
-            if token in decoder.eos_ids:
+            if not sampling.greedy:
+                drawn_from.append(torch.nn.functional.pad(q, (0, self._columns - len(q))))
+            if token in decoder.eos_ids or q[token] < self.confidence:
                 break
             decoder.seek([*decoder.ids, token])
         return Guess.chain(tokens, torch.stack(drawn_from) if drawn_from else None)

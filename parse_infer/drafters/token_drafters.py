@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -23,7 +25,14 @@ from parse_infer.drafters.medusa import MedusaDrafter, MedusaHead
 from parse_infer.loading import ZOO, LanguageModel
 from parse_infer.speculation import TokenDrafter
 
-NAMES = ("lookup", "draft", "eagle3", "parallel", "medusa")
+_CLASSES: dict[str, type] = {
+    "lookup": LookupDrafter,
+    "draft": ModelTokenDrafter,
+    "eagle3": EagleDrafter,
+    "parallel": EagleDrafter,
+    "medusa": MedusaDrafter,
+}
+NAMES = tuple(_CLASSES)
 # The embedded heads, for the model that each was trained for.
 _EMBEDDED = {
     "zoo:target": {"eagle3": "eagle3", "parallel": "parallel", "medusa": "medusa"},
@@ -31,16 +40,16 @@ _EMBEDDED = {
 }
 
 
-def split_name(name: str) -> tuple[str, dict[str, int]]:
-    """ "eagle3:tokens=4" -> ("eagle3", {"tokens": 4}). Raises ValueError for a value that is no whole number."""
+def split_name(name: str) -> tuple[str, dict[str, float]]:
+    """ "eagle3:tokens=4" -> ("eagle3", {"tokens": 4}). Raises ValueError for a value that is no number."""
     parts = name.split(":")
     first = next((i for i, part in enumerate(parts) if "=" in part), len(parts))
-    sizes = {}
+    sizes: dict[str, float] = {}
     for part in parts[first:]:
         key, _, value = part.partition("=")
-        if not value.isdigit():
+        if not re.fullmatch(r"\d+(\.\d+)?", value):
             raise ValueError(f"{part!r} in the token drafter {name!r} is not KEY=NUMBER")
-        sizes[key] = int(value)
+        sizes[key] = float(value) if "." in value else int(value)
     return ":".join(parts[:first]), sizes
 
 
@@ -53,9 +62,11 @@ def check_token_drafter(role: str, name: str, model: str, has_draft: bool) -> No
         has_draft: whether there is another model that can guess ("draft").
 
     Raises:
-        ValueError: an unknown name, or one that needs what is not there.
+        ValueError: an unknown name or size, or a name that needs what is not there.
     """
-    kind, _ = split_name(name)
+    kind, sizes = split_name(name)
+    if kind in NAMES:
+        _fit(_CLASSES[kind], sizes, name)
     if kind == "draft" and not has_draft:
         raise ValueError(f"{role} is 'draft', which needs a draft model beside the model that it guides")
     if kind in ("lookup", "draft") or kind in _EMBEDDED.get(model, ()):
@@ -93,12 +104,14 @@ def load_token_drafter(name: str, model: LanguageModel, draft: LanguageModel | N
     raise ValueError(f"{folder} is no head for token drafting: its architecture is {architecture}, not one of {known}")
 
 
-def _fit(kind: Callable[..., object], sizes: Mapping[str, int], name: str) -> Mapping[str, int]:
+def _fit(kind: Callable[..., object], sizes: Mapping[str, float], name: str) -> Mapping[str, Any]:
     """Raises ValueError for a size that this kind of drafter does not have."""
-    known = [p for p in inspect.signature(kind).parameters if p not in ("head", "model", "draft")]
-    for key in sizes:
+    known = {k: p for k, p in inspect.signature(kind).parameters.items() if k not in ("head", "model", "draft")}
+    for key, value in sizes.items():
         if key not in known:
             raise ValueError(f"{key!r} is no size of the token drafter {name!r}; it has: {', '.join(known)}")
+        if isinstance(value, float) and known[key].annotation != "float":
+            raise ValueError(f"{key} of the token drafter {name!r} must be a whole number, not {value}")
     return sizes
 
 

@@ -667,6 +667,7 @@ def test_token_drafters_change_no_span(engine, name, resume):
     ("arguments", "message"),
     [
         ({"target_drafter": "lokup"}, "target_drafter is 'lokup'; did you mean 'lookup'?"),
+        ({"target_drafter": "draft:tokens=2.5", "draft": "zoo:draft"}, "must be a whole number, not 2.5"),
         ({"target_drafter": ":tokens=3"}, "target_drafter is ''; known: lookup, draft"),
         ({"draft": "zoo:draft", "draft_drafter": "draft"}, "needs a draft model beside the model that it guides"),
         ({"target_drafter": "draft"}, "which needs a draft model"),

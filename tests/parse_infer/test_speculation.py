@@ -75,7 +75,7 @@ def test_two_hundred_prompts_greedy_with_a_draft_model(make_model, tokenizer, ra
         for mine, its in zip(small.parameters(), target.parameters(), strict=True):
             mine.copy_(its + 0.05 * its.std() * torch.randn(its.shape, generator=torch.Generator().manual_seed(1)))
     lm, draft = language_model(target, tokenizer, "target"), language_model(small, tokenizer, "draft")
-    drafter = ModelTokenDrafter(draft, lm, tokens=4)
+    drafter = ModelTokenDrafter(draft, lm, tokens=4, confidence=0.0)
     forwards = 0
     for seed in range(200):
         prompt = random_ids(9, seed)
@@ -131,7 +131,7 @@ def expected_pairs(logits: torch.Tensor, second: torch.Tensor, sampling: Samplin
     return distribution(logits, sampling)[:, None] * distribution(second, sampling)
 
 
-@pytest.mark.parametrize("kind", ["drawn chain", "drawn siblings", "fixed tree"])
+@pytest.mark.parametrize("kind", ["drawn chain", "drawn chain that ends in doubt", "drawn siblings", "fixed tree"])
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(0.5), Sampling(1.0), Sampling(1.6), Sampling(1.0, top_k=3), Sampling(1.2, top_p=0.7)],
@@ -146,10 +146,12 @@ def test_sampled_tokens_have_the_models_distribution(kind, sampling):
     q = distribution(other, Sampling(sampling.temperature))
     counts: Counter[tuple[int, int]] = Counter()
     for _ in range(draws):
-        if kind == "drawn chain":
+        if kind.startswith("drawn chain"):
             drawn_from = torch.stack([q, q.flip(0)])
             tokens = draw(drawn_from, generator).tolist()
-            guess = Guess.chain(tokens, drawn_from)
+            if kind.endswith("doubt") and q[tokens[0]] < q.median():
+                tokens = tokens[:1]
+            guess = Guess.chain(tokens, drawn_from[: len(tokens)])
         elif kind == "drawn siblings":
             tokens = [int(draw(q, generator)) for _ in range(3)]
             guess = Guess(tokens, [ROOT, ROOT, ROOT], q.expand(3, -1))
@@ -195,7 +197,7 @@ def test_sampling_through_a_draft_model_keeps_the_distribution(make_model, token
     target = make_model("llama")
     lm = language_model(target, tokenizer, "target")
     draft = language_model(resembling(make_model, target, 0.3), tokenizer, "draft")
-    drafter, prompt, sampling = ModelTokenDrafter(draft, lm, 3), random_ids(8), Sampling(0.6, top_k=4)
+    drafter, prompt, sampling = ModelTokenDrafter(draft, lm, 3, confidence=0.1), random_ids(8), Sampling(0.6, top_k=4)
     generator = torch.Generator().manual_seed(0)
     lm.decoder.seek(prompt)
     first = distribution(lm.decoder.next_logits(), sampling)
@@ -222,6 +224,21 @@ def test_lookup_guesses_what_followed_the_latest_place():
     assert not lookup.guess([1, 2, 1, 2], 0, sampling, None).tokens
     with pytest.raises(ValueError, match="min_ngram=3"):
         LookupDrafter(max_ngram=2, min_ngram=3)
+
+
+def test_a_draft_models_chain_ends_in_doubt(make_model, tokenizer, random_ids):
+    lm, draft = (language_model(make_model("llama"), tokenizer) for _ in range(2))
+    prompt = random_ids(9)
+    expected = written(draft.model, prompt, 8)
+    with torch.no_grad():
+        logits = draft.model(torch.tensor([prompt + expected])).logits[0, len(prompt) - 1 : -1]
+    sure = logits.softmax(-1).amax(-1)
+    for confidence in (0.0, float(sure.min()) + 1e-4, float(sure.median()), 1.0):
+        doubts = [i for i, p in enumerate(sure.tolist()) if p < confidence]
+        guess = ModelTokenDrafter(draft, lm, 8, confidence).guess(prompt, 8, Sampling(), None)
+        assert list(guess.tokens) == expected[: doubts[0] + 1 if doubts else 8]
+    with pytest.raises(ValueError, match="confidence is a probability, not 2"):
+        ModelTokenDrafter(draft, lm, confidence=2)
 
 
 def test_a_draft_model_needs_the_same_tokenizer(make_model, tokenizer):
