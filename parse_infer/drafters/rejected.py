@@ -26,7 +26,7 @@ class RejectedDraft:
     forwards = 0  # `otherwise` counts its own
 
     def __init__(
-        self, context: Sequence[int], rest: Sequence[int], otherwise: TokenDrafter | None = None, tokens: int = 6
+        self, context: Sequence[int], rest: Sequence[int], otherwise: TokenDrafter | None = None, tokens: int = 8
     ) -> None:
         self._start, self._otherwise, self._tokens = len(context), otherwise, tokens
         self._rest = [*context[-1:], *rest]  # the first pair may begin before the cut
