@@ -173,7 +173,7 @@ def forward_costs(
 
 
 def measure(todo: list[Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each step, by name and round; the third of three in a row counts, as in use many follow each other."""
+    """Seconds of each step, by name and round; the third of three in a row counts, since in use many follow."""
     seconds: dict[str, list[float]] = {step.name: [] for step in todo}
     for _ in track(range(rounds), "timing", transient=True):
         for step in todo:
