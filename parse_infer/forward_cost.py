@@ -6,9 +6,10 @@ table gives the tokens per target forward from which on it pays.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,11 +65,34 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Langua
 
     Raises ValueError or OSError for an unknown shape.
     """
-    config: PretrainedConfig = SHAPES[shape] if shape in SHAPES else AutoConfig.from_pretrained(resolve(shape))
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+        model = AutoModelForCausalLM.from_config(_config(shape), dtype=dtype).eval().requires_grad_(False)
     enable_split_attention(model)
     return LanguageModel(shape, model, AutoTokenizer.from_pretrained(ZOO / "target"))
+
+
+def _config(shape: str) -> PretrainedConfig:
+    return SHAPES[shape] if shape in SHAPES else AutoConfig.from_pretrained(resolve(shape))
+
+
+def _check_memory(shapes: Sequence[str], device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ValueError where the weights alone are more than what is free."""
+    needed = 0
+    for shape in shapes:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(_config(shape), dtype=dtype)
+        needed += sum(p.numel() * p.element_size() for p in model.parameters())
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    elif "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", ()):
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    if needed > free:
+        raise ValueError(
+            f"{' and '.join(shapes)} have {needed / 2**30:.1f} GiB of weights in {str(dtype).removeprefix('torch.')}, "
+            f"and {free / 2**30:.1f} GiB are free on {device}: choose smaller shapes or a smaller --dtype"
+        )
 
 
 def steps(target: LanguageModel, draft: LanguageModel, context: int, drafted: int) -> list[Step]:
@@ -162,6 +186,7 @@ def forward_costs(
 ) -> tuple[Table, str]:
     """Time all of it for two shapes; see `report`."""
     torch.manual_seed(0)
+    _check_memory((target, draft), device, dtype)
     pair = [random_model(shape, device, dtype) for shape in (target, draft)]
     if context + drafted + _PROBE > min(lm.window for lm in pair):
         raise ValueError(
