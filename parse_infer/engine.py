@@ -267,7 +267,7 @@ class ParseEngine:
             target.seek(request.context)
             target.set_next_logits(target.logits(verification.hidden[cut + tail]))
             guesses = self.target_drafter
-            if _wants_tail(settings):
+            if _wants_tail(settings):  # what was rejected still says how the answer may be worded, and costs nothing
                 guesses = RejectedDraft(request.context, draft[cut + tail :], otherwise=guesses)
             hands_back = settings.resume == "hand_back" and draft and round < settings.max_rounds
             resumed: list[int] = []
