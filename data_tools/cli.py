@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from data_tools.build_config import BuildConfig
+from data_tools.labels.build_config import BuildConfig
 
 app = typer.Typer(
     help="Labelled data for PARSE: drafts of one model, cut into prefixes, labelled by rollouts of another.",
@@ -59,9 +59,9 @@ def build(
 ) -> None:
     from rich.console import Console
 
-    from data_tools.build import build as run_build
-    from data_tools.inspect import counts_table
-    from data_tools.recipe import parse_recipe
+    from data_tools.labels.build import build as run_build
+    from data_tools.labels.inspect import counts_table
+    from data_tools.recipe_parser import parse_recipe
 
     if recipe.startswith("-"):
         raise ValueError("name the recipe first: parse-data build recipes/data.yaml [--key value ...]")
@@ -76,7 +76,7 @@ def inspect(
     examples: Annotated[int, typer.Option(min=0, help="Number of drafts shown.")] = 3,
     seed: Annotated[int, typer.Option(help="Which drafts are shown.")] = 0,
 ) -> None:
-    from data_tools.inspect import inspect_folder
+    from data_tools.labels.inspect import inspect_folder
 
     inspect_folder(folder, examples, seed)
 

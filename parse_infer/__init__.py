@@ -13,31 +13,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parse_infer.decoder import Decoder, Sampling
     from parse_infer.engine import ParseEngine
     from parse_infer.generation import Generation, GenerationSettings, Score, Span, Statistics
+    from parse_infer.models.decoder import Decoder
+    from parse_infer.models.sampling import Sampling
     from parse_infer.policy import maximal_valid_prefix
-    from parse_infer.segments import CutPolicy, Segmenter
-    from parse_infer.validity import ValidityAdapter, ValidityConfig
-    from parse_infer.verifier import Verification, Verifier
-    from parse_infer.zero_shot import ZeroShotJudge
+    from parse_infer.verify.segments import CutPolicy, Segmenter
+    from parse_infer.verify.trained_judge import ValidityAdapter, ValidityConfig
+    from parse_infer.verify.verifier import Verification, Verifier
+    from parse_infer.verify.zero_shot_judge import ZeroShotJudge
 
 _MODULES = {
-    "CutPolicy": "segments",
-    "Decoder": "decoder",
+    "CutPolicy": "verify.segments",
+    "Decoder": "models.decoder",
     "Generation": "generation",
     "GenerationSettings": "generation",
     "ParseEngine": "engine",
-    "Sampling": "decoder",
+    "Sampling": "models.decoder",
     "Score": "generation",
-    "Segmenter": "segments",
+    "Segmenter": "verify.segments",
     "Span": "generation",
     "Statistics": "generation",
-    "ValidityAdapter": "validity",
-    "ValidityConfig": "validity",
-    "Verification": "verifier",
-    "Verifier": "verifier",
-    "ZeroShotJudge": "zero_shot",
+    "ValidityAdapter": "verify.trained_judge",
+    "ValidityConfig": "verify.trained_judge",
+    "Verification": "verify.verifier",
+    "Verifier": "verify.verifier",
+    "ZeroShotJudge": "verify.zero_shot_judge",
     "maximal_valid_prefix": "policy",
 }
 

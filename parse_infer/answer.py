@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from parse_infer.detokenizer import Detokenizer
 from parse_infer.generation import FinishReason, Source, Span
+from parse_infer.models.detokenizer import Detokenizer
 
 
 @dataclass

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 
 from parse_infer.answer import Answer
-from parse_infer.drafters import Drafter
-from parse_infer.drafters.model import ModelDrafter
-from parse_infer.drafters.rejected import RejectedDraft
+from parse_infer.drafters.draft_model import ModelDrafter
+from parse_infer.drafters.drafter import Drafter
 from parse_infer.drafters.text import TextDrafter
-from parse_infer.drafters.token_drafters import check_token_drafter, load_token_drafter
 from parse_infer.generation import (
     Done,
     Drafted,
@@ -32,17 +30,21 @@ from parse_infer.generation import (
     Source,
     Verified,
 )
-from parse_infer.loading import LanguageModel, load_language_model, resolve
+from parse_infer.guesses.registry import check_token_drafter, load_token_drafter
+from parse_infer.guesses.rejected_draft import RejectedDraft
+from parse_infer.guesses.token_drafter import TokenDrafter
+from parse_infer.guesses.walk import guided_decode
+from parse_infer.models.loading import LanguageModel, load_language_model, resolve, same_tokenizer
+from parse_infer.models.prompts import Prompt, as_batch
+from parse_infer.models.sampling import Sampling
 from parse_infer.policy import check_threshold, maximal_valid_prefix
-from parse_infer.prompts import Prompt, as_batch
 from parse_infer.request import Request
-from parse_infer.sampling import Sampling
-from parse_infer.segments import CutPolicy, Segmenter
-from parse_infer.speculation import TokenDrafter, write
-from parse_infer.validity import ValidityAdapter
-from parse_infer.verifier import Judge, Verification, Verifier
-from parse_infer.zero_shot import ZeroShotJudge
+from parse_infer.verify.segments import CutPolicy, Segmenter
+from parse_infer.verify.trained_judge import ValidityAdapter
+from parse_infer.verify.verifier import Judge, Verification, Verifier
+from parse_infer.verify.zero_shot_judge import ZeroShotJudge
 
+AUTO = "auto"  # token drafter: the draft model, where there is one with the target's tokens
 DEFAULT_THRESHOLD = 0.5  # for a judge that was never calibrated: more likely right than wrong
 
 
@@ -96,7 +98,7 @@ class ParseEngine:
         adapter: str | Path | None = None,
         *,
         zero_shot: bool = False,
-        target_drafter: str | None = None,
+        target_drafter: str | None = AUTO,
         draft_drafter: str | None = None,
         threshold: float | None = None,
         cut_policy: CutPolicy | None = None,
@@ -111,7 +113,8 @@ class ParseEngine:
         Without an adapter, `zero_shot=True` asks the target itself whether a prefix is right; without either, only
         mode "exact" generates. `template_options` are switches of the chat templates (`{"enable_thinking": False}`).
         `target_drafter` and `draft_drafter` speed up what each model writes itself, without changing it: "lookup", the
-        folder or name of a head, or for the target "draft" (see `parse_infer.drafters.token_drafters`).
+        folder or name of a head, or for the target "draft" (see `parse_infer.guesses.registry`). By default the draft
+        model guesses for the target where both have the same tokens; None: nobody does.
 
         Raises ValueError or OSError with one sentence for whatever is missing, damaged or does not fit.
         """
@@ -124,7 +127,7 @@ class ParseEngine:
                 resolve(name)  # a wrong name is found before the first model is loaded
         if draft_drafter is not None and draft is None:
             raise ValueError(f"draft_drafter is {draft_drafter!r}, but there is no draft model that it could speed up")
-        if target_drafter is not None:
+        if target_drafter not in (None, AUTO):
             check_token_drafter("target_drafter", target_drafter, str(target), has_draft=draft is not None)
         if draft_drafter is not None:
             check_token_drafter("draft_drafter", draft_drafter, str(draft), has_draft=False)
@@ -142,6 +145,9 @@ class ParseEngine:
         elif zero_shot:
             judge = ZeroShotJudge(loaded.model, loaded.tokenizer)
         draft_model = load(draft, role="draft") if draft is not None else None
+        if target_drafter == AUTO:
+            shared = draft_model is not None and same_tokenizer(draft_model.tokenizer, loaded.tokenizer)
+            target_drafter = "draft" if shared else None
         return cls(
             loaded,
             draft_model,
@@ -206,7 +212,7 @@ class ParseEngine:
         if not isinstance(response, str) or not response.strip():
             raise ValueError(f"The response is {response!r}; give the text to score.")
         prompt_ids = self.target.render(prompt)
-        drafter = TextDrafter(response, self.target, finished)
+        drafter = TextDrafter(response, self.target, prompt, finished)
         draft = drafter.propose([], sys.maxsize).ids
         needed = len(prompt_ids) + len(draft) + len(judge.probe.ids)
         if needed > self.target.window:
@@ -222,20 +228,36 @@ class ParseEngine:
         return Score(_segments(answer, draft, verification), self.threshold)
 
     def generate_target(
-        self, prompts: Prompt | Sequence[Prompt], settings: GenerationSettings | None = None, **overrides: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        settings: GenerationSettings | None = None,
+        guided: bool = False,
+        **overrides: Any,
     ) -> Generation | list[Generation]:
-        """The target alone, in the same decode loop, with `resume_sampling`: what PARSE is compared with."""
+        """The target alone, in the same decode loop, with `resume_sampling`: what PARSE is compared with.
+
+        `guided` lets the `target_drafter` guess its tokens: lossless speculation without verification of meaning.
+        """
         settings = self._settings(settings, overrides)
-        return self._alone(self.target, "target", prompts, settings, settings.resume_sampling)
+        drafter = self.target_drafter if guided else None
+        return self._alone(self.target, "target", prompts, settings, settings.resume_sampling, drafter)
 
     def generate_draft(
-        self, prompts: Prompt | Sequence[Prompt], settings: GenerationSettings | None = None, **overrides: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        settings: GenerationSettings | None = None,
+        guided: bool = False,
+        **overrides: Any,
     ) -> Generation | list[Generation]:
-        """The draft model alone, with `draft_sampling`; `token_ids` are its own tokens."""
+        """The draft model alone, with `draft_sampling`; `token_ids` are its own tokens.
+
+        `guided` lets the `draft_drafter` guess them.
+        """
         if self.draft is None:
             raise ValueError("This engine has no draft model: pass draft=… to from_pretrained.")
         settings = self._settings(settings, overrides)
-        return self._alone(self.draft, "draft", prompts, settings, settings.draft_sampling)
+        drafter = self.draft_drafter if guided else None
+        return self._alone(self.draft, "draft", prompts, settings, settings.draft_sampling, drafter)
 
     def _rounds(self, request: Request, drafter: Drafter) -> Iterator[Event]:
         """The heart: propose → verify → select → resume, until the answer ends."""
@@ -265,13 +287,16 @@ class ParseEngine:
 
             # resume: the target goes on from there; its first token comes out of the verification pass
             target.seek(request.context)
-            target.set_next_logits(target.logits(verification.hidden[cut + tail]))
+            if draft:
+                target.set_next_logits(target.logits(verification.hidden[cut + tail]))
+            hands_back = settings.resume == "hand_back" and draft and round < settings.max_rounds
+            if hands_back and cut + tail == len(draft):
+                continue  # all of it holds, and the draft model may have more to say
             guesses = self.target_drafter
             if _wants_tail(settings):  # what was rejected still says how the answer may be worded, and costs nothing
                 guesses = RejectedDraft(request.context, draft[cut + tail :], otherwise=guesses)
-            hands_back = settings.resume == "hand_back" and draft and round < settings.max_rounds
             resumed: list[int] = []
-            for token in self._decode(self.target, request, guesses):
+            for token in self._decode(self.target, request, guesses, "target", round):
                 resumed.append(token)
                 yield Resumed(round, answer.add([token], "target"), token)
                 if not answer.open:
@@ -303,7 +328,7 @@ class ParseEngine:
         """Everything that can be wrong with a request is found here, before any model runs."""
         if settings.mode == "validity":
             self._require_judge()
-        drafter = self.drafter if draft_text is None else TextDrafter(draft_text, self.target)
+        drafter = self.drafter if draft_text is None else TextDrafter(draft_text, self.target, prompt)
         if drafter is None:
             raise ValueError("This engine has no draft model: pass draft=… to from_pretrained, or give a draft_text.")
         request = Request(prompt, self.target, settings, settings.resume_sampling)
@@ -317,6 +342,7 @@ class ParseEngine:
         prompts: Prompt | Sequence[Prompt],
         settings: GenerationSettings,
         sampling: Sampling,
+        drafter: TokenDrafter | None,
     ) -> Generation | list[Generation]:
         batch, is_list = as_batch(prompts)
         requests = [Request(prompt, model, settings, sampling) for prompt in batch]
@@ -326,8 +352,7 @@ class ParseEngine:
             request.start()
             before, drafter_before = model.decoder.forwards, self._drafter_forwards()
             model.decoder.seek(request.prompt_ids)
-            drafter = self.target_drafter if model is self.target else self.draft_drafter
-            for token in self._decode(model, request, drafter):
+            for token in self._decode(model, request, drafter, source):
                 request.answer.add([token], source)
                 if not request.answer.open:
                     break
@@ -336,9 +361,15 @@ class ParseEngine:
             results.append(request.result())
         return results if is_list else results[0]
 
-    def _decode(self, model: LanguageModel, request: Request, drafter: TokenDrafter | None) -> Iterator[int]:
+    def _decode(
+        self, model: LanguageModel, request: Request, drafter: TokenDrafter | None, role: Source, round: int = 1
+    ) -> Iterator[int]:
         """Tokens of `model` for the rest of the answer; what the consumer does in between is not timed."""
-        tokens = write(model.decoder, drafter, request.answer.room, request.sampling, request.generator)
+        sampling, decoder = request.sampling, model.decoder
+        # Random numbers of its own for each role and round: a rejected token must not be drawn again by the noise
+        # that wrote it.
+        generator = sampling.generator(decoder.device, role, round)
+        tokens = guided_decode(decoder, drafter, request.answer.room, sampling, generator)
         field = "resume_s" if model is self.target else "draft_s"
         while True:
             with request.timed(field):

@@ -5,12 +5,12 @@ Plain dataclasses without behaviour beyond their own validation; `parse_infer.en
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
+from parse_infer.models.sampling import Sampling
 from parse_infer.policy import Acceptance, check_threshold
-from parse_infer.sampling import Sampling
+from parse_infer.suggest import suggestion
 
 FinishReason = Literal["eos", "stop", "length"]
 Source = Literal["draft", "target"]
@@ -34,8 +34,9 @@ class GenerationSettings:
     exact_tail: bool = True
     """Behind the accepted cut, use the draft tokens that equal the target's greedy choice: those right behind it are
     kept (they are free), those after the first other token are guesses for what the target writes (several tokens in
-    one forward; see `parse_infer.drafters.rejected`). No answer changes. Applies only while `resume_sampling` is
-    greedy."""
+    one forward; see `parse_infer.guesses.rejected_draft`). With resume "finish" no answer changes. With "hand_back"
+    what the target writes is its own greedy text either way, but the draft model takes over later: behind the segment
+    in which the target first chooses another token. Applies only while `resume_sampling` is greedy."""
     resume: Resume = "finish"
     """"finish": the target writes the rest. "hand_back": it writes one segment, then the draft model goes on."""
     draft_sampling: Sampling = field(default_factory=Sampling)
@@ -76,9 +77,7 @@ class GenerationSettings:
         known = [f.name for f in fields(self)]
         for name in changes:
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}."
-                raise ValueError(f"{name!r} is not a generation setting; {hint}")
+                raise ValueError(f"{name!r} is not a generation setting; {suggestion(name, known)}")
         return replace(self, **changes)
 
 

@@ -6,13 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-
 from parse_infer.answer import Answer
 from parse_infer.generation import Accepted, Generation, GenerationSettings, Segment, Statistics, Timings
-from parse_infer.loading import LanguageModel
-from parse_infer.prompts import Prompt
-from parse_infer.sampling import Sampling
+from parse_infer.models.loading import LanguageModel
+from parse_infer.models.prompts import Prompt
+from parse_infer.models.sampling import Sampling
 
 
 class Request:
@@ -22,7 +20,7 @@ class Request:
         prompt: as the caller gave it.
         writer: the model whose tokens the answer consists of (the target, or the draft model where it writes alone).
         settings: the budget is `max_new_tokens` or what the writer's context window leaves, whichever is less.
-        sampling: how `writer` samples; one random generator serves the whole answer.
+        sampling: how `writer` samples.
 
     Raises:
         ValueError: an empty prompt, or one beyond the context window.
@@ -35,16 +33,13 @@ class Request:
         self.prompt_ids = writer.render(prompt)
         self.settings = settings
         self.sampling = sampling
-        self.generator: torch.Generator | None = None
         budget = min(settings.max_new_tokens, writer.window - len(self.prompt_ids))
         self.answer = Answer(writer.tokenizer, writer.eos_ids, settings.stop, budget)
         self.stats = Statistics()
         self.timings = Timings()
-        self._writer = writer
         self._started = 0.0
 
     def start(self) -> None:
-        self.generator = self.sampling.generator(self._writer.decoder.device)
         self._started = time.perf_counter()
 
     @property

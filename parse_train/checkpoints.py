@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from parse_train.validity_config import ValidityTrainingConfig
+from parse_train.validity.config import ValidityTrainingConfig
 
 RECIPE_FILE = "recipe.json"
 # A different value of any of these makes a different training.

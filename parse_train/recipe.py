@@ -1,21 +1,22 @@
-"""Which module runs a recipe; reading one is `data_tools.recipe`'s work."""
+"""Which module runs a recipe. Imported whenever Python is asked to run a YAML file, so it imports little itself."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, get_type_hints
 
-from data_tools.recipe import closest, parse_recipe, read_recipe
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any
 
 # Each module has `main(config: ItsConfig)`; the annotation names the dataclass whose fields the recipe may set.
 RECIPES = {
-    "validity": "parse_train.validity",
-    "language_model": "parse_train.language_model",
-    "tokenizer": "parse_train.tokenizer",
-    "eagle": "parse_train.eagle",
-    "medusa": "parse_train.medusa",
+    "validity": "parse_train.validity.train",
+    "language_model": "parse_train.zoo.language_model",
+    "tokenizer": "parse_train.zoo.tokenizer",
+    "eagle": "parse_train.heads.train_eagle",
+    "medusa": "parse_train.heads.train_medusa",
 }
 
 
@@ -23,13 +24,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str]) -> tuple[Callable[[A
     """The `main` of the recipe at `path` and the configuration to call it with.
 
     Raises:
-        FileNotFoundError, ValueError: as `data_tools.recipe.parse_recipe`, or no such kind of recipe.
+        FileNotFoundError, ValueError: as `data_tools.recipe_parser.parse_recipe`, or no such kind of recipe.
     """
+    from typing import get_type_hints
+
+    from data_tools.recipe_parser import parse_recipe, read_recipe
+    from parse_infer.suggest import suggestion
+
     kind = read_recipe(path).get("recipe")
     if kind is None:
         raise ValueError(f"{path} needs the key recipe, one of {', '.join(RECIPES)}")
     if kind not in RECIPES:
-        raise ValueError(f"{path}: unknown recipe {kind}; did you mean {closest(str(kind), list(RECIPES))}?")
+        raise ValueError(f"{path}: unknown recipe {kind}; {suggestion(str(kind), RECIPES)}")
     main = importlib.import_module(RECIPES[kind]).main
-    (config,) = parse_recipe(path, overrides, [get_type_hints(main)["config"]], "python -m parse_train")
+    (config,) = parse_recipe(path, overrides, [get_type_hints(main)["config"]], "accelerate launch")
     return main, config

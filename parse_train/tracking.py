@@ -12,9 +12,9 @@ from urllib.parse import urlparse
 
 from matplotlib.figure import Figure
 
-from parse_train.figures import acceptance_figure, reliability_diagram
-from parse_train.metrics import ScoredDrafts
-from parse_train.validity_config import ValidityTrainingConfig
+from parse_train.validity.config import ValidityTrainingConfig
+from parse_train.validity.figures import acceptance_figure, reliability_diagram
+from parse_train.validity.metrics import ScoredDrafts
 
 logger = logging.getLogger(__name__)
 

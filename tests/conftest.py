@@ -130,8 +130,10 @@ def random_ids() -> Callable[..., list[int]]:
 @pytest.fixture
 def random_adapter() -> Callable[..., Any]:
     """`random_adapter(model, probe_ids=(7, 9), rank=4, seed=1)`: a `ValidityAdapter` that really changes something."""
-    from parse_infer.lora import ProbeLoRA
-    from parse_infer.validity import ValidityAdapter, ValidityConfig, ValidityHead, describe_target
+    from parse_infer.models.fingerprint import describe_target
+    from parse_infer.verify.head import ValidityHead
+    from parse_infer.verify.probe_lora import ProbeLoRA
+    from parse_infer.verify.trained_judge import ValidityAdapter, ValidityConfig
 
     def make(
         model: PreTrainedModel, probe_ids: tuple[int, ...] = (7, 9), rank: int = 4, seed: int = 1, token_rank: int = 3

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parse_infer.drafters import Draft
-from parse_infer.loading import LanguageModel
-from parse_infer.prompts import Prompt
-from parse_infer.sampling import Sampling
+from parse_infer.drafters.drafter import Draft
+from parse_infer.models.detokenizer import encode_continuation
+from parse_infer.models.loading import LanguageModel
+from parse_infer.models.prompts import Prompt, open_turn
+from parse_infer.models.sampling import Sampling
 
 
 class TextDrafter:
@@ -16,15 +17,16 @@ class TextDrafter:
     Args:
         text: the draft.
         target: whose tokens the draft becomes.
+        prompt: what it answers; if that ends inside the assistant's turn, the draft continues it.
         finished: the text is a whole answer, so that it ends with the target's end token.
     """
 
     forwards = 0
 
-    def __init__(self, text: str, target: LanguageModel, finished: bool = True) -> None:
+    def __init__(self, text: str, target: LanguageModel, prompt: Prompt, finished: bool = True) -> None:
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"The draft text is {text!r}; give some text, or none to let the draft model write.")
-        ids = target.tokenizer.encode(text, add_special_tokens=False)
+        ids = encode_continuation(target.tokenizer, open_turn(prompt), text)
         end = target.end_token if finished else None
         self._draft = Draft(ids) if end is None else Draft([*ids, end], finished=True)
 

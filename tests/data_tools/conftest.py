@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from data_tools.build_config import BuildConfig
+from data_tools.labels.build_config import BuildConfig
 
 ENDS = "!?;:.,-+*/=HyuZ"  # besides the end token, these end an answer, or random models would never come to an end
 

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from parse_infer.loading import LanguageModel
+from parse_infer.models.loading import LanguageModel
 
 
 def printable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:

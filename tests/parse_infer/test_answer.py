@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from parse_infer.answer import Answer
-from parse_infer.detokenizer import Detokenizer, complete_text, encode_continuation
+from parse_infer.models.detokenizer import Detokenizer, complete_text, encode_continuation
 from tests.parse_infer.language_models import word_tokenizer
 
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
-from parse_infer.decoder import Decoder
-from parse_infer.drafters.token_drafters import load_token_drafter
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import Accepted, Done, Drafted, GenerationSettings, Resumed, Verified
+from parse_infer.guesses.registry import load_token_drafter
+from parse_infer.models.decoder import Decoder
+from parse_infer.models.sampling import Sampling
 from parse_infer.policy import maximal_valid_prefix
-from parse_infer.sampling import Sampling
-from parse_infer.segments import CutPolicy
-from parse_infer.zero_shot import ZeroShotJudge
+from parse_infer.verify.segments import CutPolicy
+from parse_infer.verify.zero_shot_judge import ZeroShotJudge
 from tests.parse_infer.language_models import TokenCount, language_model, printable, resembling, word_tokenizer
 
 PROMPT = "Tom has 5 apples."
@@ -657,7 +657,7 @@ def test_token_drafters_change_no_span(engine, name, resume):
         validity = [s.validity for s in plain.spans if s.validity is not None]
         assert [s.validity for s in ours.spans if s.validity is not None] == pytest.approx(validity, abs=1e-4)
     alone = engine.generate_target(PROMPT, max_new_tokens=60)
-    guided = faster.generate_target(PROMPT, max_new_tokens=60)
+    guided = faster.generate_target(PROMPT, max_new_tokens=60, guided=True)
     assert guided.token_ids == alone.token_ids
     if name == "draft":
         assert guided.stats.target_forwards < alone.stats.target_forwards

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from data_tools.tasks import load_task
-from parse_infer.bench_modes import make_modes, timed
+from data_tools.tasks.registry import load_task
+from parse_infer.bench.modes import make_modes, timed
 from parse_infer.engine import ParseEngine
-from parse_infer.loading import ZOO
+from parse_infer.models.loading import ZOO
 
 DRAFTERS = ("lookup", "draft", "eagle3", "parallel", "medusa")
 CHAINS = ("eagle3:top_k=1", "parallel:tokens=4:top_k=1", "medusa:top_k=1")

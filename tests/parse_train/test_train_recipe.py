@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from data_tools.recipe import parse_recipe
+from data_tools.recipe_parser import parse_recipe
 from parse_train.__main__ import main
 from parse_train.recipe import load_recipe
-from parse_train.validity_config import ValidityTrainingConfig
+from parse_train.validity.config import ValidityTrainingConfig
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted(REPOSITORY.glob("recipes/**/train.yaml"))
@@ -60,7 +60,7 @@ def test_environment_variables_come_from_the_recipe(recipe: Path, monkeypatch: p
         ("eval_share: 1.5", "eval_share is 1.5; it must lie between 0 and 1"),
         ("cut_policy: {kind: word}", "unknown cut policy 'word'"),
         ("fp16: true", "fp16 is not supported here: use bf16"),
-        ("recipe: validty", "unknown recipe validty; did you mean validity?"),
+        ("recipe: validty", "unknown recipe validty; did you mean 'validity'?"),
         ("target: ''", "the recipe needs the key target"),
         ("a: [", "is not valid YAML in line"),
         ("env: 3", "env must be a mapping"),

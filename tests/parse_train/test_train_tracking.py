@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parse_train import tracking
-from parse_train.validity_config import ValidityTrainingConfig
+from parse_train.validity.config import ValidityTrainingConfig
 
 
 @pytest.fixture

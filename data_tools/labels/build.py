@@ -1,0 +1,228 @@
+"""`parse-data build`: problems -> drafts -> cuts -> target rollouts -> labels -> a data set with its card."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from data_tools.labels.build_config import BuildConfig
+from data_tools.labels.card import write_card
+from data_tools.labels.drafts import DraftSampler, SampledDraft, segment_texts
+from data_tools.labels.prefix_search import PrefixSearch
+from data_tools.labels.progress import BuildProgress
+from data_tools.labels.rollouts import Place, PrefixValues, is_right
+from data_tools.labels.shards import ShardWriter, check_identity, shard_rows
+from data_tools.labels.summary import Summary, summarise
+from data_tools.tasks.registry import load_task
+from data_tools.tasks.task import Problem, Split, Task
+from parse_infer.models.batch_decoder import BatchDecoder
+from parse_infer.models.fingerprint import describe_target
+from parse_infer.models.loading import LanguageModel, load_language_model
+from parse_infer.verify.segments import Segmenter
+
+__all__ = ["BuildConfig", "Labeller", "build"]
+
+
+def build(config: BuildConfig) -> Summary:
+    """Run the build, or go on with it, and return what the finished data set holds.
+
+    Interrupted at any point (also by kill -9), the same call continues: no row is lost, repeated or different from
+    what an uninterrupted build writes.
+
+    Raises:
+        ValueError, OSError: one sentence about what is wrong with the configuration, a model, the task or the folder.
+    """
+    task = load_task(config.task, **config.task_options)
+    check_identity(Path(config.output_dir), config.identity())  # before models take minutes to load
+    with ShardWriter(
+        config.output_dir, config.split, config.identity(), {"versions": _versions()}, config.problems_per_shard
+    ) as writer:
+        if config.limit is not None and config.limit < len(writer.done):
+            raise ValueError(
+                f"{config.output_dir} already holds {len(writer.done)} problems, more than the limit of "
+                f"{config.limit}; raise the limit, or choose another output_dir"
+            )
+        labeller: Labeller | None = None
+        with BuildProgress(config.output_dir, total=config.limit, done=len(writer.done)) as progress:
+            for start, problems in _groups(task, config):
+                finished = writer.done[start : start + len(problems)]
+                _check_same_problems(finished, problems, config.output_dir)
+                if len(finished) == len(problems):
+                    continue
+                if labeller is None:
+                    labeller = Labeller.load(config, task, progress.activity)
+                    writer.note_models(labeller.describe_models())
+                # A group that was interrupted is worked out as a whole again: its batches, and so the rounding of its
+                # logits, are the same as without the interruption.
+                labelled = labeller.label(problems)
+                for problem, rows in list(zip(problems, labelled, strict=True))[len(finished) :]:
+                    writer.append(_key(problem), rows)
+                    progress.advance(len(rows))
+                progress.rollouts(labeller.rollouts)
+        if not writer.done:
+            raise ValueError(f"task {config.task} has no problem in its split {config.split}")
+        summary = summarise(shard_rows(writer.folder))
+        write_card(writer.folder, config, summary, n_problems=len(writer.done))
+    return summary
+
+
+@dataclass
+class _Case:
+    """One draft on its way to a row."""
+
+    problem: int
+    draft: SampledDraft
+    cuts: list[int]
+    search: PrefixSearch
+
+
+class Labeller:
+    """Turns problems into labelled rows, a group at a time.
+
+    Args:
+        config: what to do.
+        task: checks answers.
+        target, draft: the two models.
+        activity: told what is being done.
+
+    Attributes:
+        rollouts: target rollouts so far.
+    """
+
+    def __init__(
+        self,
+        config: BuildConfig,
+        task: Task,
+        target: LanguageModel,
+        draft: LanguageModel,
+        activity: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.config, self.task, self.target, self.draft = config, task, target, draft
+        self.activity = activity
+        self.rollouts = 0
+        self.segmenter = Segmenter(target.tokenizer, config.policy)
+        self.decoder = BatchDecoder(target.model, target.eos_ids, config.batch_size)
+        self.sampler = DraftSampler(
+            draft, target, config.draft_sampling, config.max_draft_tokens, config.seed, config.batch_size
+        )
+
+    @classmethod
+    def load(cls, config: BuildConfig, task: Task, activity: Callable[[str], None]) -> Labeller:
+        """With the models that `config` names."""
+        loaded: dict[str, LanguageModel] = {}
+        for role in ("target", "draft"):
+            activity(f"loading the {role} model")
+            loaded[role] = load_language_model(
+                getattr(config, role),
+                role=role,
+                device=config.device,
+                dtype=config.dtype,
+                trust_remote_code=config.trust_remote_code,
+                template_options=config.template_options,
+            )
+        return cls(config, task, loaded["target"], loaded["draft"], activity)
+
+    def describe_models(self) -> dict[str, dict[str, Any]]:
+        return {"target": describe_target(self.target.model), "draft": describe_target(self.draft.model)}
+
+    def label(self, problems: Sequence[Problem]) -> list[list[dict[str, Any]]]:
+        """The rows of each problem, one per draft; none for a problem that is skipped."""
+        config = self.config
+        self.activity("target value")
+        values = PrefixValues(
+            self.target,
+            self.decoder,
+            self.task,
+            problems,
+            sampling=config.rollout_sampling,
+            n_rollouts=config.rollouts,
+            max_new_tokens=config.max_rollout_tokens,
+            seed=config.seed,
+        )
+        kept = [i for i, value in enumerate(values.target_values) if value > 0 or not config.drop_unsolved]
+
+        self.activity("drafts")
+        drafts = self.sampler.sample([problems[i] for i in kept])
+        cases = [
+            self._case(i, problems[i], draft, values.target_values[i])
+            for i, of_problem in zip(kept, drafts, strict=True)
+            for draft in of_problem
+        ]
+
+        open_cases = [case for case in cases if case.search.pending()]
+        values.add_drafts([(case.problem, case.draft.ids[: case.cuts[case.search.n_open - 1]]) for case in open_cases])
+        while wanted := [(i, k) for i, case in enumerate(open_cases) for k in case.search.pending()]:
+            self.activity(f"{len(wanted)} prefixes")
+            found = values.values([Place(i, open_cases[i].cuts[k]) for i, k in wanted])
+            for (i, k), value in zip(wanted, found, strict=True):
+                open_cases[i].search.record(k, value)
+        self.rollouts += values.rollouts
+
+        rows: list[list[dict[str, Any]]] = [[] for _ in problems]
+        for case in cases:
+            rows[case.problem].append(self._row(case, problems[case.problem], values.target_values[case.problem]))
+        return rows
+
+    def _case(self, index: int, problem: Problem, draft: SampledDraft, target_value: float) -> _Case:
+        cuts = self.segmenter.cuts(draft.ids)
+        own_answer = is_right(self.target, self.task, problem, draft.ids) if draft.finished else None
+        search = PrefixSearch(len(cuts), target_value, own_answer, self.config.margin, self.config.exhaustive)
+        return _Case(index, draft, cuts, search)
+
+    def _row(self, case: _Case, problem: Problem, target_value: float) -> dict[str, Any]:
+        result, draft = case.search.result(), case.draft
+        return {
+            "prompt": problem.prompt,
+            "completions": segment_texts(self.target, draft.ids, case.cuts),
+            "labels": result.labels,
+            "values": result.values,
+            "target_value": target_value,
+            "n_rollouts": self.config.rollouts,
+            "draft_ids": draft.ids,
+            "cuts": case.cuts,
+            "finished": draft.finished,
+            "draft_correct": bool(case.search.own_answer),
+            "task": self.task.name,
+            "problem_id": problem.id,
+            "reference": problem.reference,
+            "target": self.config.target,
+            "draft": self.config.draft,
+            "temperature": draft.sampling.temperature,
+            "seed": draft.sampling.seed,
+        }
+
+
+def _groups(task: Task, config: BuildConfig) -> Iterator[tuple[int, list[Problem]]]:
+    """Problems in groups of `problems_per_group`, each with the number of its first problem."""
+    problems = task.problems(cast(Split, config.split), config.seed, config.limit)
+    start = 0
+    while group := list(islice(problems, config.problems_per_group)):
+        yield start, group
+        start += len(group)
+
+
+def _check_same_problems(finished: Sequence[str], problems: Sequence[Problem], folder: str) -> None:
+    for before, problem in zip(finished, problems, strict=False):
+        if before != _key(problem):
+            raise ValueError(
+                f"{folder} was begun with other problems (in place of {problem.id!r}, which is new or has changed): "
+                "choose another output_dir"
+            )
+
+
+def _key(problem: Problem) -> str:
+    """The problem's id and a digest of what is asked."""
+    asked = json.dumps([problem.prompt, problem.reference])
+    return f"{problem.id} {hashlib.sha256(asked.encode()).hexdigest()[:12]}"
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "transformers": importlib.metadata.version("transformers")}

@@ -1,0 +1,142 @@
+"""Configuration of a build: the keys of `recipes/data.yaml`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from data_tools.tasks.task import SPLITS
+from parse_infer.models.sampling import Sampling
+from parse_infer.verify.segments import CutPolicy
+
+# Keys that may change between two runs into the same folder: they decide about no row that is already there.
+FREE_KEYS = ("output_dir", "limit", "device")
+_AT_LEAST_ONE = (
+    "drafts_per_temperature",
+    "max_draft_tokens",
+    "rollouts",
+    "max_rollout_tokens",
+    "problems_per_group",
+    "batch_size",
+    "problems_per_shard",
+)
+
+
+@dataclass
+class BuildConfig:
+    """Every field is a key of the recipe, and an option `--key` of `parse-data build`.
+
+    Raises:
+        ValueError: a value out of range, or two that do not go together.
+    """
+
+    output_dir: str = field(default="", metadata={"help": "Folder of the data set (required)."})
+    target: str = field(
+        default="", metadata={"help": "Target model: Hugging Face id, local folder, or zoo:target (required)."}
+    )
+    draft: str = field(default="", metadata={"help": "Draft model, named the same way (required)."})
+    dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "Number type of both models; auto is the one they were saved in.",
+            "choices": ["auto", "float32", "bfloat16", "float16"],
+        },
+    )
+    device: str | None = field(default=None, metadata={"help": "Where both models run; by default the GPU, if any."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with the weights."})
+    template_options: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "Switches of the chat template, for example enable_thinking: false."}
+    )
+
+    task: str = field(default="", metadata={"help": "Source of problems: gsm_symbolic, gsm8k or jsonl (required)."})
+    task_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "Options of the task."})
+    split: str = field(default="train", metadata={"help": "Split of the problems.", "choices": list(SPLITS)})
+    limit: int | None = field(
+        default=None, metadata={"help": "Number of problems; by default all there are. A larger one adds to a build."}
+    )
+    seed: int = field(default=0, metadata={"help": "Seed of problems, drafts and rollouts."})
+
+    temperatures: list[float] = field(
+        default_factory=lambda: [0.0, 0.7, 1.0], metadata={"help": "Temperatures of the drafts; 0 is greedy."}
+    )
+    drafts_per_temperature: int = field(
+        default=1, metadata={"help": "Drafts at each temperature above 0. Equal drafts of a problem count once."}
+    )
+    draft_top_p: float = field(default=1.0, metadata={"help": "Nucleus (top-p) of the drafts."})
+    max_draft_tokens: int = field(default=256, metadata={"help": "Longer drafts stay unfinished."})
+    cut_policy: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "How drafts are cut: kind (step, sentence, tokens), every, max_cuts."},
+    )
+
+    rollouts: int = field(default=1, metadata={"help": "Target rollouts per prefix."})
+    rollout_temperature: float = field(default=0.0, metadata={"help": "Temperature of rollouts; 0 is greedy."})
+    rollout_top_p: float = field(default=1.0, metadata={"help": "Nucleus (top-p) of rollouts."})
+    max_rollout_tokens: int = field(default=256, metadata={"help": "A longer rollout counts as wrong."})
+    margin: float = field(
+        default=0.0, metadata={"help": "A prefix is valid if its value is at least target_value - margin."}
+    )
+    exhaustive: bool = field(
+        default=False, metadata={"help": "Roll out from every prefix instead of searching for the first error."}
+    )
+    drop_unsolved: bool = field(
+        default=False, metadata={"help": "Skip problems that the target never answers right from the bare prompt."}
+    )
+
+    batch_size: int = field(default=64, metadata={"help": "Rows decoded at a time."})
+    problems_per_group: int = field(
+        default=32, metadata={"help": "Problems worked on together; bounds the memory and what an interruption costs."}
+    )
+    problems_per_shard: int = field(default=1000, metadata={"help": "Problems per file."})
+
+    def __post_init__(self) -> None:
+        for key in ("output_dir", "target", "draft", "task"):
+            if not getattr(self, key):
+                raise ValueError(f"the recipe needs the key {key}")
+        for key in _AT_LEAST_ONE:
+            self._check(key, getattr(self, key) >= 1, "at least 1")
+        self._check("limit", self.limit is None or self.limit >= 1, "at least 1")
+        self._check("margin", math.isfinite(self.margin) and 0 <= self.margin < 1, "at least 0 and below 1")
+        self._check("temperatures", len(self.temperatures) > 0, "a list of at least one")
+        if self.split not in SPLITS:
+            raise ValueError(f"split is {self.split!r}; choose one of {', '.join(SPLITS)}")
+        if self.rollouts > 1 and self.rollout_temperature == 0:
+            raise ValueError(
+                f"{self.rollouts} rollouts at temperature 0 would all be the same: set rollouts to 1, or "
+                "rollout_temperature above 0"
+            )
+        self.temperatures = [float(temperature) for temperature in self.temperatures]
+        for kind in ("draft_sampling", "rollout_sampling"):
+            try:
+                getattr(self, kind)
+            except ValueError as error:
+                raise ValueError(f"{kind.replace('_', ' ')}: {error}") from error
+        CutPolicy.from_dict(self.cut_policy)  # names a wrong key or value
+
+    def _check(self, key: str, fine: bool, wanted: str) -> None:
+        if not fine:
+            raise ValueError(f"{key} is {getattr(self, key)}; it must be {wanted}")
+
+    @property
+    def draft_sampling(self) -> list[Sampling]:
+        """Settings of the drafts of each problem, one entry per draft."""
+        # One draft at temperature 0: the others would be the same.
+        return [
+            Sampling(temperature, self.draft_top_p)
+            for temperature in self.temperatures
+            for _ in range(self.drafts_per_temperature if temperature else 1)
+        ]
+
+    @property
+    def rollout_sampling(self) -> Sampling:
+        return Sampling(self.rollout_temperature, self.rollout_top_p)
+
+    @property
+    def policy(self) -> CutPolicy:
+        return CutPolicy.from_dict(self.cut_policy)
+
+    def identity(self) -> dict[str, Any]:
+        """What decides about the rows; a folder begun with another identity is not continued."""
+        values = {key: value for key, value in asdict(self).items() if key not in FREE_KEYS}
+        return values | {"cut_policy": self.policy.to_dict()}

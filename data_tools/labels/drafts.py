@@ -1,0 +1,105 @@
+"""Drafts for labelling: sampled from the draft model in batches, written down in target tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from data_tools.tasks.task import Problem
+from parse_infer.models.batch_decoder import BatchDecoder, Row
+from parse_infer.models.detokenizer import Detokenizer, complete_text, encode_continuation
+from parse_infer.models.loading import LanguageModel, same_tokenizer
+from parse_infer.models.sampling import Sampling, seed_of
+
+
+@dataclass(frozen=True)
+class SampledDraft:
+    """One draft: `ids` in target tokens, end token included if `finished`."""
+
+    ids: list[int]
+    finished: bool
+    sampling: Sampling
+
+
+class DraftSampler:
+    """Lets the draft model answer many problems at once.
+
+    Args:
+        draft, target: the two models; with different tokenizers a draft reaches the target as text.
+        settings: one draft per entry and problem; the entry's seed is replaced by one for problem and draft.
+        max_new_tokens: longer drafts stay unfinished.
+        seed: start of all seeds.
+        batch_size: rows decoded at a time.
+    """
+
+    def __init__(
+        self,
+        draft: LanguageModel,
+        target: LanguageModel,
+        settings: Sequence[Sampling],
+        max_new_tokens: int,
+        seed: int,
+        batch_size: int,
+    ) -> None:
+        self.draft, self.target = draft, target
+        self.settings, self.max_new_tokens, self.seed = list(settings), max_new_tokens, seed
+        self.shares_tokens = same_tokenizer(draft.tokenizer, target.tokenizer)
+        if self.shares_tokens and draft.tokenizer.chat_template is None:  # a base model next to a chat model
+            draft.tokenizer.chat_template = target.tokenizer.chat_template
+        # A draft model that ends with another token of the same tokenizer ends the answer all the same.
+        end_ids = draft.eos_ids | target.eos_ids if self.shares_tokens else draft.eos_ids
+        self.decoder = BatchDecoder(draft.model, end_ids, batch_size)
+
+    def sample(self, problems: Sequence[Problem]) -> list[list[SampledDraft]]:
+        """The distinct drafts of each problem, in order of `settings`; empty ones are left out.
+
+        Raises:
+            ValueError: a prompt that is empty or leaves no room in a model's context window.
+        """
+        prompts = [render(self.draft, problem) for problem in problems]
+        contexts = self.decoder.prefill(prompts)
+        rows, target_room = [], []
+        for i, (problem, prompt) in enumerate(zip(problems, prompts, strict=True)):
+            room = min(self.max_new_tokens, self.draft.window - len(prompt))
+            target_room.append(self.target.window - len(render(self.target, problem)))
+            for j, setting in enumerate(self.settings):
+                seed = seed_of(self.seed, problem.id, "draft", j)
+                sampling = Sampling(setting.temperature, setting.top_p, setting.top_k, seed)
+                rows.append(Row(i, len(prompt), room, sampling))
+        drafts: list[list[SampledDraft]] = [[] for _ in problems]
+        for row, written in zip(rows, self.decoder.decode(contexts, rows), strict=True):
+            ids, finished = self._in_target_tokens(written, target_room[row.context])
+            if ids and all(ids != other.ids for other in drafts[row.context]):
+                drafts[row.context].append(SampledDraft(ids, finished, row.sampling))
+        return drafts
+
+    def _in_target_tokens(self, ids: list[int], room: int) -> tuple[list[int], bool]:
+        """The draft in at most `room` target tokens, and whether it is finished (by the target's end token)."""
+        ended = bool(ids) and ids[-1] in self.decoder.eos_ids
+        body = ids[:-1] if ended else ids
+        if not self.shares_tokens:
+            text = complete_text(self.draft.tokenizer, body)
+            body = encode_continuation(self.target.tokenizer, "", text)
+        # Padding embeddings, which only untrained models write, may lie beyond the target's.
+        usable = next((i for i, token in enumerate(body) if token >= self.target.n_embeddings), len(body))
+        end = self.target.end_token
+        if ended and end is not None and usable == len(body) < room:
+            return [*body, end], True
+        return body[: min(usable, room)], False
+
+
+def render(model: LanguageModel, problem: Problem) -> list[int]:
+    """Token ids of the problem's prompt for `model`; a ValueError names the problem."""
+    try:
+        return model.render(problem.prompt)
+    except ValueError as error:
+        raise ValueError(f"problem {problem.id}: {error}") from error
+
+
+def segment_texts(target: LanguageModel, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
+    """Text of each segment; they concatenate to the draft's text. A character cut in two goes to the later segment."""
+    detokenizer = Detokenizer(target.tokenizer)
+    texts = [detokenizer.add(ids[start:end]) for start, end in zip([0, *cuts], cuts, strict=False)]
+    if texts:
+        texts[-1] += detokenizer.flush()
+    return texts

@@ -1,0 +1,52 @@
+"""Whether a completion states the right answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+_ANSWER = re.compile(r"####\s*([^\n]*)")
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_SAID = re.compile(r"answer(?:\s+is|\s*:)\s*([^\n]*)", re.IGNORECASE)
+_NUMBER = re.compile(r"[-−]?\s*(?:[$€£]\s*)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?")
+
+
+def read_number(text: str) -> Fraction | None:
+    """The last number in `text`: thousands separators, currency, `%`, units and trailing zeros do not matter."""
+    found = _NUMBER.findall(text)
+    if not found:
+        return None
+    clean = re.sub(r"[\s,$€£]", "", found[-1].replace("−", "-"))
+    try:
+        return Fraction(clean)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def final_answer(completion: str) -> str:
+    """What states the answer: the text after the last `####`, in `\\boxed{}`, after "answer is", else all of it."""
+    for pattern in (_ANSWER, _BOXED, _SAID):
+        found = pattern.findall(completion)
+        if found:
+            return found[-1]
+    return completion
+
+
+def same_number(reference: str, completion: str) -> bool:
+    """Numeric equality of the stated answers, to one part in a million."""
+    wanted, got = read_number(final_answer(reference)), read_number(final_answer(completion))
+    if wanted is None or got is None:
+        return False
+    return abs(wanted - got) <= abs(wanted) / 1_000_000
+
+
+def _matches(reference: str, completion: str) -> bool:
+    return re.search(reference, completion) is not None
+
+
+CHECKS: dict[str, Callable[[str, str], bool]] = {
+    "exact": lambda reference, completion: final_answer(completion).strip() == reference.strip(),
+    "numeric": same_number,
+    "regex": _matches,
+}

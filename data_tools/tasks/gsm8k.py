@@ -1,0 +1,51 @@
+"""Grade-school word problems (Cobbe et al. 2021, arXiv 2110.14168)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from data_tools.tasks.checkers import final_answer, same_number
+from data_tools.tasks.task import Problem, Split, check_split
+from parse_infer.files import read_jsonl
+
+
+@dataclass
+class Gsm8k:
+    """Grade-school word problems in the original format (`question`, `answer` ending in `#### 18`).
+
+    Args:
+        path: a Hugging Face data set id, or a local jsonl file in the original format (then it serves every split).
+    """
+
+    path: str = "openai/gsm8k"
+    name: str = "gsm8k"
+    _REQUEST = "\nReason step by step, one step a line, and end with a line `#### <number>`."
+
+    def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
+        check_split(split)
+        if Path(self.path).suffix in (".jsonl", ".json"):
+            rows: list[dict[str, Any]] = [row for _, row in read_jsonl(self.path, ("question", "answer"))]
+        else:
+            from datasets import load_dataset
+
+            # GSM8K has no validation split: its training set lends the last 500 rows.
+            loaded = load_dataset(self.path, "main", split="test" if split == "test" else "train")
+            size = len(loaded)
+            chosen = {"train": range(0, size - 500), "validation": range(size - 500, size), "test": range(size)}[split]
+            rows = loaded.select(chosen)
+        order = list(range(len(rows)))
+        Random(seed).shuffle(order)
+        for index in order[:limit]:
+            row = rows[index]
+            solution = re.sub(r"<<[^>]*>>", "", row["answer"])
+            yield Problem(
+                f"gsm8k-{split}-{index}", row["question"] + self._REQUEST, final_answer(solution).strip(), solution
+            )
+
+    def check(self, problem: Problem, completion: str) -> bool:
+        return same_number(problem.reference, completion)

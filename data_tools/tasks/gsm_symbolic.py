@@ -1,0 +1,85 @@
+"""Word problems without end, from the `gsm_symbolic` generator of reasoning-gym."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from data_tools.tasks import wording
+from data_tools.tasks.checkers import same_number
+from data_tools.tasks.task import SPLITS, Problem, Split, check_split
+
+
+@dataclass
+class GsmSymbolic:
+    """Word problems from the `gsm_symbolic` generator of reasoning-gym, with worked answers in varied wording.
+
+    Splits use disjoint seed ranges, and a problem (template and numbers) belongs to exactly one of them for any seed.
+
+    Args:
+        max_number: no number in question, worked answer or intermediate result is larger; None for no bound.
+        max_question_chars / max_solution_chars: longer ones are skipped.
+    """
+
+    max_number: float | None = 300
+    max_question_chars: int = 360
+    max_solution_chars: int = 330
+    name: str = "gsm_symbolic"
+
+    _REQUEST = " Give the result as your final answer. Do not include units."
+    _CHUNK = 4096
+    # Share of all problems, in hundredths of a hash of template and numbers.
+    _SHARES = {"train": range(0, 90), "validation": range(90, 95), "test": range(95, 100)}
+
+    def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
+        try:
+            from reasoning_gym import create_dataset
+        except ImportError as error:
+            raise ValueError("task gsm_symbolic needs the package reasoning-gym: pip install reasoning-gym") from error
+        check_split(split)
+        # 2**40 seeds a split, 2**24 (four thousand chunks) a seed: ranges of different splits and seeds never meet.
+        base = (SPLITS.index(split) << 40) + (seed << 24)
+        count, chunk, seen = 0, 0, set()
+        while True:
+            start = base + chunk * self._CHUNK
+            generator = create_dataset("gsm_symbolic", seed=start, size=self._CHUNK)
+            for index in range(self._CHUNK):
+                if limit is not None and count >= limit:
+                    return
+                problem = self._problem(generator[index], generator.task_indices[index], start + index, split)
+                if problem is None or (split != "train" and problem.metadata["key"] in seen):
+                    continue
+                seen.add(problem.metadata["key"]) if split != "train" else None
+                count += 1
+                yield problem
+            chunk += 1
+
+    def _problem(self, entry: dict[str, Any], template: int, seed: int, split: Split) -> Problem | None:
+        question = _drop_zero_decimals(entry["question"].removesuffix(self._REQUEST)).strip()
+        values = wording.numbers(question)
+        key = f"{template}:{','.join(map(str, values))}"
+        if int(hashlib.sha256(key.encode()).hexdigest(), 16) % 100 not in self._SHARES[split]:
+            return None
+        if len(question) > self.max_question_chars or (
+            self.max_number is not None and any(v > self.max_number for v in values)
+        ):
+            return None
+        answer = _drop_zero_decimals(str(entry["answer"]))
+        steps = wording.read_steps(_drop_zero_decimals(entry["metadata"]["answer_cot"]), question, answer)
+        if steps is None:
+            return None
+        solution = wording.write(steps, answer, Random(seed), self.max_number)
+        if solution is None or len(solution) > self.max_solution_chars:
+            return None
+        return Problem(f"gsm_symbolic-{seed}", question, answer, solution, {"template": template, "key": key})
+
+    def check(self, problem: Problem, completion: str) -> bool:
+        return "####" in completion and same_number(problem.reference, completion)
+
+
+def _drop_zero_decimals(text: str) -> str:
+    return re.sub(r"(\d)\.0+\b", r"\1", text)

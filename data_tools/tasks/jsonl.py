@@ -1,0 +1,55 @@
+"""Problems of one's own, from a jsonl file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+from data_tools.tasks.checkers import CHECKS
+from data_tools.tasks.task import Problem, Split, check_split
+from parse_infer.files import read_jsonl
+
+
+@dataclass
+class Jsonl:
+    """A user's own problems: a jsonl file with `prompt` (text or messages), `reference`, and maybe `id` and `split`.
+
+    Args:
+        path: the file.
+        check_with: `exact`, `numeric` or `regex` (the reference is searched for as a pattern).
+    """
+
+    path: str = ""
+    check_with: str = "numeric"
+    name: str = "jsonl"
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("task jsonl needs the option path: the jsonl file with prompts and references")
+        if self.check_with not in CHECKS:
+            raise ValueError(f"check_with is {self.check_with!r}; choose one of {', '.join(CHECKS)}")
+
+    def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
+        check_split(split)
+        rows = [
+            (place, row)
+            for place, row in read_jsonl(self.path, ("prompt", "reference"))
+            if row.get("split", split) == split
+        ]
+        for place, row in rows:
+            if not row["prompt"]:
+                raise ValueError(f"{place}: the prompt is empty")
+            if self.check_with == "regex":
+                try:
+                    re.compile(str(row["reference"]))
+                except re.error as error:
+                    raise ValueError(f"{place}: the reference is no valid pattern ({error})") from error
+        Random(seed).shuffle(rows)
+        for place, row in rows[:limit]:
+            name = row.get("id", place.rpartition(", ")[2].replace(" ", "-"))
+            yield Problem(str(name), row["prompt"], str(row["reference"]))
+
+    def check(self, problem: Problem, completion: str) -> bool:
+        return CHECKS[self.check_with](problem.reference, completion)

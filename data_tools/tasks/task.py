@@ -1,0 +1,40 @@
+"""What a task is: a source of problems with a checker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem: `prompt` is plain text or chat messages, `reference` what `Task.check` compares with."""
+
+    id: str
+    prompt: str | list[dict[str, str]]
+    reference: str
+    solution: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    """A source of problems with a checker."""
+
+    name: str
+
+    def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
+        """Yield at most `limit` problems of `split`, the same ones for the same `seed`."""
+        ...
+
+    def check(self, problem: Problem, completion: str) -> bool:
+        """Whether `completion` answers `problem` correctly."""
+        ...
+
+
+def check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}; choose one of {', '.join(SPLITS)}")

@@ -1,0 +1,77 @@
+"""Token-level speculation by transformers itself (`model.generate(assistant_model=…)`), with the same two models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from parse_infer.generation import Generation, GenerationSettings, Span, Statistics, Timings
+from parse_infer.models.loading import LanguageModel, same_tokenizer
+from parse_infer.models.prompts import Prompt
+
+
+class TransformersGeneration:
+    """Greedy answers by transformers' own loop: assisted by `draft`, or plain where there is none.
+
+    transformers' defaults apply (20 assistant tokens, confidence threshold 0.4), which is what its users get.
+    """
+
+    def __init__(self, target: LanguageModel, draft: LanguageModel | None = None) -> None:
+        self._target = target
+        self._draft = draft
+        self._options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        self._options["eos_token_id"] = sorted(target.eos_ids) or None
+        pad = target.tokenizer.pad_token_id
+        self._options["pad_token_id"] = target.end_token if pad is None else pad
+        if draft is not None:
+            self._options["assistant_model"] = draft.model
+            if not same_tokenizer(draft.tokenizer, target.tokenizer):
+                self._options |= {"tokenizer": target.tokenizer, "assistant_tokenizer": draft.tokenizer}
+
+    @torch.inference_mode()
+    def generate(self, prompt: Prompt, settings: GenerationSettings) -> Generation:
+        """Answer one prompt. Of the settings, `max_new_tokens` applies.
+
+        Statistics: every draft forward proposes one token; every target forward adds one token of its own to the
+        draft tokens that it accepts.
+        """
+        target = self._target
+        prompt_ids = target.render(prompt)
+        window = min(model.window for model in (target, self._draft) if model is not None)
+        budget = max(1, min(settings.max_new_tokens, window - len(prompt_ids)))
+        tokens = torch.tensor([prompt_ids], device=target.model.device)
+        stats = Statistics()
+        draft_model = self._draft.model if self._draft is not None else None
+        model: Any = target.model  # `generate` comes from a mixin that the base class does not declare
+        with _counted(model) as target_calls, _counted(draft_model) as draft_calls:
+            output = model.generate(
+                input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=budget, **self._options
+            )
+        ids = output[0, len(prompt_ids) :].tolist()
+        stats.target_forwards, stats.draft_forwards = target_calls[0], draft_calls[0]
+        stats.draft_tokens = stats.draft_forwards
+        stats.accepted_tokens = min(stats.draft_tokens, max(0, len(ids) - stats.target_forwards))
+        ended = bool(ids) and ids[-1] in target.eos_ids
+        text = str(target.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        spans = [Span(text, "target", len(ids))]
+        return Generation(text, ids, spans, "eos" if ended else "length", stats, Timings())
+
+
+@contextmanager
+def _counted(model: nn.Module | None) -> Iterator[list[int]]:
+    """Counts the forwards of `model` inside the block."""
+    calls = [0]
+
+    def count(module: nn.Module, arguments: Any) -> None:
+        calls[0] += 1
+
+    handle = model.register_forward_pre_hook(count) if model is not None else None
+    try:
+        yield calls
+    finally:
+        if handle is not None:
+            handle.remove()

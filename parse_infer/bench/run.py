@@ -1,0 +1,222 @@
+"""The benchmark: every mode answers the same problems, interleaved, and everything is written down.
+
+`run_bench` measures and reports; it goes on where an interrupted run in the same folder has stopped. Problems and
+checker are arguments: where they come from is the command line's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from parse_infer.bench.environment import describe_machine, describe_models, describe_run
+from parse_infer.bench.figure import draw_figure
+from parse_infer.bench.modes import (
+    DEFAULT_MODES,
+    DRAFTING,
+    SWEPT,
+    BenchProblem,
+    Mode,
+    check_modes,
+    make_modes,
+    read_draft,
+    timed,
+)
+from parse_infer.bench.records import Record, RecordStore, write_text
+from parse_infer.bench.report import summarise
+from parse_infer.bench.tables import markdown
+from parse_infer.engine import ParseEngine
+from parse_infer.generation import GenerationSettings, Resume
+from parse_infer.policy import check_threshold
+
+THRESHOLDS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99)
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What is measured. Part of the configuration that two halves of a run must share."""
+
+    modes: tuple[str, ...] = DEFAULT_MODES
+    max_new_tokens: int = 512
+    threshold: float | None = None
+    """For the trained judge; None: the adapter's own."""
+    zero_shot_threshold: float | None = None
+    """For the zero-shot judge; None: 0.5."""
+    resume: Resume = "finish"
+    """What follows a rejected draft, in the PARSE modes; see `GenerationSettings.resume`."""
+    thresholds: tuple[float, ...] = THRESHOLDS
+    """Thresholds of the sweep behind the figure; () for none."""
+    sweep_limit: int = 100
+    """The sweep runs on the first problems only, this many."""
+    repeats: int = 1
+    """Runs of every mode on every problem; the median time counts."""
+    seed: int = 0
+    """Seed of the bootstrap (on the command line also of the problems)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "modes", check_modes(self.modes))
+        object.__setattr__(self, "thresholds", tuple(sorted({float(t) for t in self.thresholds})))
+        GenerationSettings(resume=self.resume)  # names a wrong value
+        for name in ("max_new_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.sweep_limit < 0:
+            raise ValueError(f"sweep_limit is {self.sweep_limit}; it must be at least 0")
+        for value in (*self.thresholds, self.threshold, self.zero_shot_threshold):
+            if value is not None:
+                check_threshold(value)
+
+
+def run_bench(
+    engine: ParseEngine,
+    problems: Sequence[BenchProblem],
+    check: Callable[[Any, str], bool],
+    folder: str | Path,
+    settings: BenchSettings | None = None,
+    *,
+    task: str = "",
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Measure what is not measured yet, and write `results.json`, `results.md` and `figure.png` into `folder`.
+
+    Args:
+        engine: with target, draft model and adapter, as far as the modes need them.
+        problems: with different ids.
+        check: whether a text answers a problem.
+        folder: results and records; an interrupted run continues there.
+        task: what the problems are, for the report.
+        console: where the progress bar is drawn (None: standard error).
+
+    Returns:
+        The content of `results.json`; see `parse_infer.bench.report`.
+
+    Raises:
+        ValueError: no problems, two with one id, a mode that lacks a part, or a folder with another benchmark.
+    """
+    settings = settings or BenchSettings()
+    if not problems:
+        raise ValueError("there are no problems to run: choose another task, split or limit")
+    name, count = Counter(p.id for p in problems).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{count} problems have the id {name!r}: give each its own")
+    modes = make_modes(
+        engine,
+        settings.modes,
+        max_new_tokens=settings.max_new_tokens,
+        threshold=settings.threshold,
+        zero_shot_threshold=settings.zero_shot_threshold,
+        resume=settings.resume,
+        thresholds=settings.thresholds if settings.sweep_limit else (),
+    )
+    environment = {**describe_machine(), **describe_models(engine), "task": task, "problems": len(problems)}
+    config = {**_as_config(settings), **environment, "digest": _digest(problems)}
+    store = RecordStore(folder, config)
+    _measure(engine, problems, check, modes, settings, store, console)
+    environment |= {**_as_config(settings), "chosen_threshold": _chosen(engine, settings), **describe_run()}
+    results = summarise(list(store.records.values()), [p.id for p in problems], environment)
+    folder = Path(folder)
+    draw_figure(results, folder / "figure.png")
+    write_text(folder / "results.md", markdown(results))
+    write_text(folder / "results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    return results
+
+
+def schedule(
+    problems: Sequence[BenchProblem], modes: Sequence[Mode], sweep_limit: int, repeats: int
+) -> Iterator[tuple[BenchProblem, Mode, int]]:
+    """All runs in order: problem by problem, each time starting with another mode, so that none is always first."""
+    for index, problem in enumerate(problems):
+        here = [mode for mode in modes if index < sweep_limit or "@" not in mode.name]
+        for repeat in range(repeats):
+            turn = (index + repeat) % len(here)
+            for mode in here[turn:] + here[:turn]:
+                yield problem, mode, repeat
+
+
+def _measure(
+    engine: ParseEngine,
+    problems: Sequence[BenchProblem],
+    check: Callable[[Any, str], bool],
+    modes: Sequence[Mode],
+    settings: BenchSettings,
+    store: RecordStore,
+    console: Console | None,
+) -> None:
+    runs = list(schedule(problems, modes, settings.sweep_limit, settings.repeats))
+    pending = [run for run in runs if (run[0].id, run[1].name, run[2]) not in store.records]
+    if not pending:
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console or Console(stderr=True)) as progress:
+        bar = progress.add_task("warm-up", total=len(runs), completed=len(runs) - len(pending))
+        for mode in {run[1].name: run[1] for run in pending}.values():
+            timed(engine, mode, pending[0][0].prompt)  # not counted: first calls are slower
+        for problem, mode, repeat in pending:
+            progress.update(bar, description=mode.name)
+            store.append(_run(engine, problem, check, mode, repeat))
+            progress.advance(bar)
+
+
+def _run(
+    engine: ParseEngine, problem: BenchProblem, check: Callable[[Any, str], bool], mode: Mode, repeat: int
+) -> Record:
+    generation, seconds = timed(engine, mode, problem.prompt)
+    stats = generation.stats
+    drafted = mode.base in DRAFTING
+    prefill_s, token_exact = None, None
+    if mode.name == "draft":
+        prefill_s, token_exact = read_draft(engine, problem.prompt, generation.token_ids)
+    return Record(
+        problem_id=problem.id,
+        mode=mode.name,
+        repeat=repeat,
+        correct=bool(check(problem, generation.text)),
+        seconds=seconds,
+        n_tokens=len(generation.token_ids),
+        text=generation.text,
+        finish_reason=generation.finish_reason,
+        target_forwards=stats.target_forwards,
+        draft_forwards=stats.draft_forwards,
+        drafter_forwards=stats.drafter_forwards,
+        draft_tokens=stats.draft_tokens if drafted else None,
+        accepted_tokens=stats.accepted_tokens if drafted else None,
+        exact_tail_tokens=stats.exact_tail_tokens if drafted else None,
+        prefill_s=prefill_s,
+        token_exact_tokens=token_exact,
+    )
+
+
+def _as_config(settings: BenchSettings) -> dict[str, Any]:
+    swept = any(name in SWEPT for name in settings.modes)
+    return {
+        "modes": list(settings.modes),
+        "max_new_tokens": settings.max_new_tokens,
+        "threshold": settings.threshold,
+        "zero_shot_threshold": settings.zero_shot_threshold,
+        "resume": settings.resume,
+        "thresholds": list(settings.thresholds) if swept else [],
+        "sweep_limit": settings.sweep_limit if swept else 0,
+        "repeats": settings.repeats,
+        "seed": settings.seed,
+    }
+
+
+def _chosen(engine: ParseEngine, settings: BenchSettings) -> float | None:
+    """The threshold that mode "parse" ran with."""
+    if engine.judge is None:
+        return None
+    return engine.threshold if settings.threshold is None else settings.threshold
+
+
+def _digest(problems: Sequence[BenchProblem]) -> str:
+    """Tells whether the problems of two runs are the same."""
+    rows = [[p.id, p.prompt, p.reference] for p in problems]
+    return hashlib.sha256(json.dumps(rows, ensure_ascii=False, sort_keys=True).encode()).hexdigest()[:16]

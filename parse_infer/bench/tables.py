@@ -1,0 +1,175 @@
+"""The results of a benchmark for people: one table on the terminal, one page of Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from parse_infer.bench.modes import describe
+
+HEADER = (
+    "mode",
+    "right, %",
+    "to target",
+    "tokens/s",
+    "speed-up",
+    "by time",
+    "s/answer",
+    "accepted, %",
+    "forwards",
+    "tokens each",
+    "of limit, %",
+)
+SPEED_COLUMNS, COST_COLUMNS = range(1, 6), range(6, len(HEADER))
+WIDE = 122  # characters that all columns need
+
+
+def rows(modes: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Cells under `HEADER`, one row per mode; intervals in brackets are 95 % intervals."""
+    return [
+        [
+            name,
+            _percent(m["accuracy"], m["accuracy_ci"]),
+            "" if name == "target" else _points(m["accuracy_diff"], m["accuracy_diff_ci"]),
+            _number(m["tokens_per_s"], 0),
+            _times(m["speedup"], None if name == "target" else m["speedup_ci"]),
+            _times(m["time_speedup"]),
+            _number(m["seconds_per_answer"], 3),
+            _percent(m["acceptance_rate"]),
+            _number(m["target_forwards"], 1),
+            _number(m["acceptance_length"] if m["target_forwards"] else None, 2),
+            _percent(m["limit_share"]),
+        ]
+        for name, m in modes.items()
+    ]
+
+
+def terminal_tables(results: dict[str, Any], width: int) -> list[Table]:
+    """What `bench` prints: one table, or two where the terminal has fewer than `WIDE` columns."""
+    title = f"{results['environment']['problems']} problems; brackets: 95 % intervals"
+    if width >= WIDE:
+        return [_terminal_table(results, [*SPEED_COLUMNS, *COST_COLUMNS], title)]
+    return [_terminal_table(results, SPEED_COLUMNS, title), _terminal_table(results, COST_COLUMNS, None)]
+
+
+def _terminal_table(results: dict[str, Any], columns: Iterable[int], title: str | None) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column(HEADER[0], no_wrap=True)
+    chosen = list(columns)
+    for i in chosen:
+        table.add_column(HEADER[i], justify="right", no_wrap=True)
+    for row in rows(results["modes"]):
+        cells = [row[i].replace(" [", "\n[") for i in chosen]  # intervals on a line of their own
+        table.add_row(row[0], *cells, style="bold" if row[0] == "parse" else None)
+    return table
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The content of `results.md`: what ran on what, the table, acceptance, the sweep, definitions."""
+    environment = results["environment"]
+    lines = [
+        f"# {environment['problems']} problems of {environment['task']}",
+        "",
+        *_environment(environment),
+        "",
+        *_table(HEADER, rows(results["modes"])),
+        "",
+    ]
+    lines += [f"- {name}: {describe(name)}" for name in results["modes"]]
+    lines += ["", *_notes(results), ""]
+    if results["sweep"]:
+        sweep = results["sweep"]
+        lines += [f"## Thresholds, first {sweep['problems']} problems", ""]
+        heading = ("mode", "threshold", "right, %", "against target, points", "speed-up", "accepted, %")
+        cells = [
+            [
+                p["mode"],
+                f"{p['threshold']:g}",
+                _percent(p["accuracy"], p["accuracy_ci"]),
+                _points(p["accuracy_diff"], p["accuracy_diff_ci"]),
+                _times(p["speedup"], p["speedup_ci"]),
+                _percent(p["acceptance_rate"]),
+            ]
+            for p in sweep["points"]
+        ]
+        lines += [*_table(heading, cells), "", "![speed-up against accuracy](figure.png)", ""]
+    return "\n".join(lines)
+
+
+def acceptance_note(results: dict[str, Any]) -> str:
+    """How much of the draft is right against how much is worded as the target words it; "" where it is not known."""
+    acceptance = results["acceptance"]
+    if not acceptance or acceptance["token_exact"] is None:
+        return ""
+    return (
+        f"Share of the draft kept by validity: {_percent(acceptance['semantic'])} %; share before the first token "
+        f"that differs from the target's greedy choice: {_percent(acceptance['token_exact'])} %."
+    )
+
+
+def _environment(environment: dict[str, Any]) -> list[str]:
+    machine = environment.get("gpu") or environment["cpu"]
+    lines = [
+        f"`{environment['command']}`, {environment['date']}.",
+        "",
+        f"{machine}, {environment['cores']} cores, {environment['threads']} threads; {environment['device']}, "
+        f"{environment['dtype']}; torch {environment['torch']}, transformers {environment['transformers']}.",
+    ]
+    for role in ("target", "draft"):
+        model = environment.get(role)
+        if model:
+            lines.append(f"{role.capitalize()}: {model['name']}, {model['parameters'] / 1e6:.1f} M parameters.")
+    lines.append(
+        f"Greedy, at most {environment['max_new_tokens']} tokens, {environment['repeats']} run(s) per problem and "
+        f"mode; threshold {environment['chosen_threshold']}, resume {environment['resume']}. Modes take turns on each "
+        "problem, from empty caches, after a warm-up that does not count."
+    )
+    return lines
+
+
+def _notes(results: dict[str, Any]) -> list[str]:
+    lines = [
+        "To target: difference in percentage points. Forwards: of the target, per answer; tokens each: tokens per "
+        "forward. Brackets: 95 % intervals (Wilson for accuracy; bootstrap over problems, paired, for differences and "
+        "speed-ups). Speed-up: ratio of tokens per second, all tokens over all seconds; by time: ratio of seconds per "
+        "answer. "
+        "Accepted: share of draft tokens that became part of the answer. "
+        "Limit: the draft model alone plus one target forward over prompt and draft."
+    ]
+    if results["limit"]:
+        lines[0] += f" Here it is {results['limit']['tokens_per_s']:.0f} tokens/s."
+    note = acceptance_note(results)
+    lines += ["", note] if note else []
+    return lines
+
+
+def _table(heading: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    rule = ["---"] + ["---:"] * (len(heading) - 1)
+    return ["| " + " | ".join(row) + " |" for row in (heading, rule, *cells)]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None, interval: Sequence[float] | None = None) -> str:
+    if value is None:
+        return ""
+    around = f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]" if interval else ""
+    return f"{100 * value:.1f}{around}"
+
+
+def _points(value: float | None, interval: Sequence[float] | None) -> str:
+    if value is None or interval is None:
+        return ""
+    return f"{100 * value:+.1f} [{100 * interval[0]:+.1f}, {100 * interval[1]:+.1f}]"
+
+
+def _times(value: float | None, interval: Sequence[float] | None = None) -> str:
+    if value is None:
+        return ""
+    around = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
+    return f"{value:.2f}×{around}"

@@ -1,0 +1,85 @@
+"""`parse-infer score`: how valid any response is, segment by segment."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from parse_infer.cli import options
+from parse_infer.cli.options import load_engine, print_json
+
+if TYPE_CHECKING:
+    from parse_infer.cli.prompt_rows import PromptRow
+
+
+def score(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None,
+    response: Annotated[str | None, typer.Argument(help="The response to judge.")] = None,
+    file: Annotated[
+        str | None, typer.Option(help='jsonl with "prompt", "response" and optionally "id"; - is standard input.')
+    ] = None,
+    threshold: options.Threshold = None,
+    cuts: Annotated[
+        str | None, typer.Option(metavar="step|sentence|tokens", help="Where to cut; default: as drafts are cut.")
+    ] = None,
+    every: Annotated[int, typer.Option(help="With --cuts tokens: distance of two cuts.")] = 32,
+    unfinished: Annotated[bool, typer.Option("--unfinished", help="The response is not a whole answer yet.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per response.")] = False,
+    target: options.Target = None,
+    adapter: options.Adapter = None,
+    zero_shot: options.ZeroShot = False,
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
+    template_option: options.TemplateOption = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+) -> None:
+    """Validity of any response, segment by segment, in one forward of the target.
+
+    \b
+    Examples:
+      parse-infer score "A box holds 12 pens. How many pens are in 7 boxes?" "12 x 7 = 74 pens"
+      parse-infer score --file answers.jsonl --json
+    """
+    from parse_infer.cli.live import score_table
+    from parse_infer.cli.prompt_rows import check_prompts
+    from parse_infer.verify.segments import CutPolicy
+
+    policy = CutPolicy(cuts, every) if cuts is not None else None  # type: ignore[arg-type]
+    rows = _response_rows(prompt, response, file)
+    engine = load_engine(
+        target,
+        None,
+        adapter,
+        needs_draft=False,
+        zero_shot=zero_shot,
+        threshold=threshold,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        template_options=template_option,
+    )
+    check_prompts(engine, rows)
+    out = Console(highlight=False)
+    for row in rows:
+        with row.located():
+            result = engine.score(row.prompt, row.response or "", policy, finished=not unfinished)
+        if as_json:
+            figures = {"validity": result.validity, "first_error": result.first_error}
+            print_json({**row.labels, **figures, **asdict(result)})
+        else:
+            out.print(score_table(result))
+
+
+def _response_rows(prompt: str | None, response: str | None, file: str | None) -> list[PromptRow]:
+    from parse_infer.cli.prompt_rows import PromptRow, read_prompt_rows
+
+    if file is not None:
+        if prompt is not None:
+            raise ValueError("give a prompt and a response, or --file, not both")
+        return read_prompt_rows(file, ("prompt", "response"))
+    if prompt is None or response is None:
+        raise ValueError("score needs a prompt and a response, or --file FILE")
+    return [PromptRow("", prompt, response=response)]

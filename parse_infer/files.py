@@ -1,0 +1,165 @@
+"""Files that are whole or not there, and one sentence for each that cannot be read.
+
+What is written goes beside its place first and is renamed when it is complete, so that neither a reader nor a rerun
+after `kill -9` meets half a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STDIN = "-"
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Where to write what will be the file `path`. Renamed at the end of the block, removed if the block fails."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield beside
+        _to_disk(beside)
+        os.replace(beside, path)
+        _to_disk(path.parent)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(folder: str | Path) -> Iterator[Path]:
+    """The same for a whole folder, which is empty when the block begins."""
+    folder = Path(folder).expanduser().absolute()
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    before = folder.with_name(f".{folder.name}.{os.getpid()}.before")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+        if folder.exists():
+            folder.rename(before)
+        beside.rename(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(before, ignore_errors=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    with replacing(path) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path, way_out: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+        way_out: what to do about a damaged file, for the message.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # also UnicodeDecodeError
+        raise ValueError(f"{path} is damaged, it is no valid JSON ({error}): {way_out}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged, it holds no JSON object: {way_out}")
+    return content
+
+
+def read_tensors(path: Path, way_out: str) -> dict[str, Tensor]:
+    """The tensors in a safetensors file. ValueError if it is damaged; `way_out` as in `read_json`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}): {way_out}") from error
+
+
+def read_jsonl(source: str | Path, required: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row of a jsonl file ("-": standard input), after its place: "FILE, line N". Empty lines are passed over.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line that is no JSON object or lacks a key of `required`, by its place; text that is not UTF-8.
+    """
+    name = "standard input" if source == STDIN else str(source)
+    if source != STDIN and not Path(source).is_file():
+        raise FileNotFoundError(f"no file {source}: give the path of a jsonl file")
+    lines = sys.stdin if source == STDIN else open(source, encoding="utf-8")
+    try:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            place = f"{name}, line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{place}: not complete JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{place}: a row must be a JSON object, not {line.strip()[:40]!r}")
+            missing = [key for key in required if key not in row]
+            if missing:
+                raise ValueError(f"{place}: no key {missing[0]!r}; every row needs {', '.join(required)}")
+            yield place, row
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not a text file in UTF-8: {error.reason} at byte {error.start}") from error
+    finally:
+        if lines is not sys.stdin:
+            lines.close()
+
+
+def locate(name: str | Path, files: Sequence[str], what: str) -> Path:
+    """The folder behind a name: a local one, or a Hugging Face id, whose `files` come through the Hub's cache.
+
+    Args:
+        what: is looked for, for messages ("adapter", "head").
+
+    Raises:
+        FileNotFoundError: neither.
+        ValueError: the name is that of a file.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    path, text = Path(name).expanduser(), str(name)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"{text} is a file: give the folder of the {what}")
+    if isinstance(name, Path) or text.startswith((".", "/", "~")) or text.count("/") != 1:
+        raise FileNotFoundError(f"there is no {what} folder {text}")
+    try:
+        return Path(snapshot_download(text, allow_patterns=list(files)))
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise FileNotFoundError(
+            f"{text} is neither a local {what} folder nor available on the Hugging Face Hub ({reason})"
+        ) from error
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk (where the system lets a folder be opened)."""
+    if path.is_dir() and not hasattr(os, "O_DIRECTORY"):
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

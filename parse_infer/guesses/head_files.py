@@ -1,0 +1,123 @@
+"""What heads of every kind share: their files, whether they fit the model, and how their logits become a guess."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from parse_infer.files import read_json, read_tensors, replacing, write_json
+from parse_infer.models.loading import LanguageModel
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+WAY_OUT = "export or download the head again"
+# Keys of config.json that change nothing about what a head computes.
+SAYS_NOTHING = {
+    *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "version"),
+    *("base_model_name_or_path", "use_cache", "initializer_range", "pretraining_tp", "attention_dropout"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "max_paths", "topk"),
+}
+
+
+def save_head(folder: str | Path, head: nn.Module, config: Mapping[str, Any]) -> Path:
+    """Write config.json and model.safetensors; each file is complete or not there."""
+    folder = Path(folder)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    with replacing(folder / WEIGHTS) as beside:
+        save_file(state, beside, metadata={"format": "pt"})
+    write_json(folder / CONFIG, dict(config))
+    return folder
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a head.
+
+    Raises:
+        FileNotFoundError: a file of the head is missing.
+        ValueError: config.json is damaged.
+    """
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} is no complete head: {name} is missing")
+    return read_json(folder / CONFIG, WAY_OUT)
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Raises ValueError for a damaged file."""
+    return read_tensors(folder / WEIGHTS, WAY_OUT)
+
+
+def understood(values: Mapping[str, Any], kind: type, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the dataclass `kind` among the keys of a config.json.
+
+    Args:
+        fixed: other keys, with the one value of each that says what `kind` computes anyway.
+
+    Raises:
+        ValueError: a key that may change what the head computes and is not understood. One without a value (null,
+            false, 0, empty) is switched off.
+    """
+    names = {f.name for f in fields(kind)}
+    for key, value in values.items():
+        if key in names or key in SAYS_NOTHING or not value or (key in fixed and fixed[key] == value):
+            continue
+        wanted = f"; only {fixed[key]!r} is" if key in fixed else ""
+        raise ValueError(f"config.json of the head sets {key} to {value!r}, which is not supported{wanted}")
+    return {key: value for key, value in values.items() if key in names}
+
+
+def check_shape(name: str, config: Any, model: LanguageModel) -> None:
+    """Raises ValueError for a head of another model.
+
+    Args:
+        config: has hidden_size, vocab_size and target_num_hidden_layers; the last is None in heads trained elsewhere.
+    """
+    own = model.model.config.get_text_config(decoder=True)
+    keys = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "target_num_hidden_layers": "num_hidden_layers"}
+    for key, own_key in keys.items():
+        if getattr(config, key) not in (None, getattr(own, own_key)):
+            raise ValueError(
+                f"the head {name} was trained for a model with {own_key} {getattr(config, key)}; "
+                f"{model.name!r} has {getattr(own, own_key)}: use a head trained for it"
+            )
+
+
+def load_state(head: Any, state: Mapping[str, Tensor], name: str, model: LanguageModel) -> None:
+    """Put the weights in, and the head beside the model. Raises ValueError where they do not fit config.json."""
+    try:
+        head.load_state_dict(dict(state))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise ValueError(f"the weights of the head {name} do not fit its config.json: {reason}") from error
+    least, most = head.token_ids.aminmax()
+    if least < 0 or most >= head.config.vocab_size:
+        raise ValueError(
+            f"the head {name} maps to token {int(least if least < 0 else most)}, but there are "
+            f"{head.config.vocab_size}: its token map is damaged"
+        )
+    weight: Any = model.model.get_input_embeddings().weight
+    head.to(weight.device, weight.dtype).eval().requires_grad_(False)
+
+
+def check_sizes(model: LanguageModel, tokens: int, top_k: int, tree_tokens: int) -> None:
+    """Raises ValueError for a size below 1 and for a guess that the context window cannot hold."""
+    for key, value in (("tokens", tokens), ("top_k", top_k), ("tree_tokens", tree_tokens)):
+        if value < 1:
+            raise ValueError(f"{key} of a token drafter must be at least 1, not {value}")
+    size = max(tokens, tree_tokens if top_k > 1 else 0)
+    if size >= model.window:
+        raise ValueError(
+            f"guesses of {size} tokens do not fit the context window of {model.name!r} ({model.window}): "
+            "choose fewer tokens or tree_tokens"
+        )
+
+
+def embed(model: LanguageModel, ids: Sequence[int]) -> Tensor:
+    """[n, H], the model's input embeddings of the tokens."""
+    weight: Any = model.model.get_input_embeddings().weight
+    return weight[torch.tensor(list(ids), device=weight.device)]

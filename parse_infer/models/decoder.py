@@ -1,0 +1,382 @@
+"""One model, its KV cache and the token ids the cache stands for.
+
+The only place that grows or crops the cache. The cache keeps every token in every layer (also in sliding-window
+layers, whose window then comes from the mask), so that cropping back to any token is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from parse_infer.models.attention import SPLIT_ATTENTION, layer_masks, layer_windows, text_config
+from parse_infer.models.sampling import Sampling, choose
+
+__all__ = ["Decoder", "PassOutput", "Sampling", "Trailing"]
+
+
+@dataclass(frozen=True)
+class Trailing:
+    """Tokens read behind the context in the same forward that are no part of it: probes, or a tree of guesses.
+
+    Attributes:
+        ids: n token ids.
+        positions: int64 [n].
+        mask: for the sliding window of a layer (None: it has none), what they see: bool [1, 1, n, context + n].
+    """
+
+    ids: Sequence[int]
+    positions: Tensor
+    mask: Callable[[int | None], Tensor]
+
+
+@dataclass(frozen=True)
+class PassOutput:
+    """Final-norm hidden states of one forward.
+
+    Attributes:
+        hidden: [1 + extra, H]: the last context token and every extra token. Entry i predicts extra token i.
+        trailing: [n, H]: the trailing tokens.
+    """
+
+    hidden: Tensor
+    trailing: Tensor
+
+
+class Decoder:
+    """Decodes with `model` over a context of token ids (batch size 1), reusing whatever the cache already holds.
+
+    Args:
+        model: a decoder-only `transformers` language model in evaluation mode.
+        eos_ids: tokens that end a decode.
+
+    Attributes:
+        ids: the context; `ids[:cached]` are in the cache.
+        cached: number of tokens in the cache.
+        forwards: model forwards so far.
+        edits: changes of the context from outside decode() so far.
+
+    Raises:
+        ValueError: the cache of this model cannot be cropped exactly, or its logits are not
+            `lm_head(backbone(x))` with a known scale or cap.
+    """
+
+    def __init__(self, model: PreTrainedModel, eos_ids: Collection[int]) -> None:
+        self.model = model
+        self.eos_ids = frozenset(eos_ids)
+        self.ids: list[int] = []
+        self.cached = 0
+        self.forwards = 0
+        self._windows = layer_windows(model)
+        self._backbone = getattr(model, model.base_model_prefix)
+        self._layers = decoder_layers(model)
+        self._output_layer = output_layer(model)
+        self._cache = DynamicCache()
+        self._next_logits: Tensor | None = None
+        self._guessed: list[int] = []  # between look_ahead() and keep()
+        self._taps: tuple[int, ...] = ()
+        self._tapped: list[Tensor] = []  # of the tokens from _tapped_from to cached
+        self._tapped_from = 0
+        self.edits = 0  # counts changes of the context from outside decode()
+        self._check_logits()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def seek(self, ids: Sequence[int]) -> None:
+        """Make `ids` the context: the longest common prefix with the cache stays, the rest of the cache is dropped.
+
+        Runs no forward. Known next logits are forgotten unless the context stays as it was.
+        """
+        ids = list(ids)
+        if ids == self.ids and self.cached <= len(ids):  # more in the cache: an interrupted look_ahead()
+            return
+        common = min(self.cached, len(self.ids), len(ids))
+        if ids[:common] != self.ids[:common]:
+            common = next(i for i in range(common) if ids[i] != self.ids[i])
+        self._crop(common)
+        self.ids = ids
+        self._next_logits = None
+        self.edits += 1
+
+    @torch.inference_mode()
+    def decode(
+        self, max_new_tokens: int, sampling: Sampling | None = None, generator: torch.Generator | None = None
+    ) -> Iterator[int]:
+        """Yield new tokens and append them to `ids`; stops after an EOS token (yielded too) or the budget.
+
+        The last yielded token is in `ids` but not in the cache. The iterator may be dropped at any time. One device
+        synchronisation per token: reading its id.
+
+        Args:
+            generator: random generator on the model's device; by default a fresh one from `sampling.seed`.
+
+        Raises:
+            ValueError: the context is empty.
+            RuntimeError: the context was changed (seek, forward) while this iterator was still in use.
+        """
+        sampling = sampling or Sampling()
+        if generator is None:
+            generator = sampling.generator(self.device)
+        if max_new_tokens <= 0:
+            return
+        logits = self.next_logits()
+        position = torch.tensor([[len(self.ids)]], device=self.device)
+        self.edits += 1
+        edits = self.edits
+        for count in range(1, max_new_tokens + 1):
+            token = choose(logits, sampling, generator)
+            token_id = int(token)  # synchronises with the device: the loop's exit test
+            self.ids.append(token_id)
+            self._next_logits = None
+            yield token_id
+            if self.edits != edits:
+                raise RuntimeError("the context was changed during decode(): start a new decode() after seek()")
+            if token_id in self.eos_ids or count == max_new_tokens:
+                return
+            if self.cached == len(self.ids) - 1:
+                hidden = self._step(token.view(1, 1), position)[0, 0]
+            else:  # next logits were given while context tokens were still missing from the cache
+                hidden, edits = self._run([])[-1], self.edits
+            logits = self.logits(hidden)
+            position = position + 1
+
+    @torch.inference_mode()
+    def forward(self, extra_ids: Sequence[int] = (), trailing: Trailing | None = None) -> PassOutput:
+        """One forward over [context tokens not cached yet, extra_ids, trailing tokens].
+
+        Afterwards `ids` ends with `extra_ids`, all of it is cached, and the trailing tokens are gone from the cache.
+
+        Args:
+            extra_ids: tokens appended to the context (a draft).
+            trailing: see `Trailing`.
+
+        Raises:
+            ValueError: an empty context, or trailing tokens on a model whose attention is not split
+                (`enable_split_attention`).
+        """
+        hidden = self._run(extra_ids, trailing)
+        n = 0 if trailing is None else len(trailing.ids)
+        self._crop(len(self.ids))
+        text, behind = hidden[: len(hidden) - n], hidden[len(hidden) - n :]
+        return PassOutput(text[len(text) - 1 - len(extra_ids) :], behind)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., V] of final-norm hidden states [..., H], with the model's own scale and cap."""
+        return self._output_layer(hidden)
+
+    @property
+    def knows_next(self) -> bool:
+        """Whether `next_logits` needs no forward."""
+        return self._next_logits is not None
+
+    @torch.inference_mode()
+    def next_logits(self) -> Tensor:
+        """Logits [V] of the token after the context; runs a forward unless they are known."""
+        if self._next_logits is None:
+            self._next_logits = self.logits(self._run([])[-1])
+        return self._next_logits
+
+    @torch.inference_mode()
+    def look_ahead(self, guessed: Sequence[int] | Trailing) -> Tensor:
+        """One forward over [context tokens not cached yet, n guessed tokens]; `keep` or `seek` must follow.
+
+        Args:
+            guessed: a chain of token ids, or a tree.
+
+        Returns:
+            [1 + n, H]: the final-norm state after the last context token and after every guessed token.
+
+        Raises:
+            ValueError: an empty context, or a tree on a model whose attention is not split.
+        """
+        if isinstance(guessed, Trailing):
+            hidden, tokens = self._run([], guessed), list(guessed.ids)
+        else:
+            hidden, tokens = self._run(guessed), list(guessed)
+            del self.ids[len(self.ids) - len(tokens) :]
+        self._guessed = tokens
+        return hidden[len(hidden) - len(tokens) - 1 :]
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """From now on keep what enters these layers for every token read, until `drain`. The number behind the last
+        layer stands for the final-norm state. (As `hidden_states` of transformers count.)
+
+        The cache is emptied, so that no token of a context is missing.
+
+        Raises:
+            ValueError: a layer that the model does not have.
+        """
+        deepest = len(self._layers)
+        wrong = [layer for layer in layers if not 0 <= layer <= deepest]
+        if wrong:
+            raise ValueError(
+                f"{type(self.model).__name__} has layers 0 to {deepest}, so layer {wrong[0]} is not there"
+            )
+        self.seek([])
+        self._taps = tuple(layers)
+
+    def drain(self) -> tuple[int, Tensor | None]:
+        """What `tap` kept since the last call: position of the first token, and [n, len(layers) * H] (None: nothing).
+
+        Tokens that have left the context are not among them; a first position below the one that the last call ended
+        at says that the context was cut back to there.
+        """
+        start, kept = self._tapped_from, self._tapped
+        self._tapped_from, self._tapped = self.cached, []
+        return start, torch.cat(kept) if kept else None
+
+    @torch.inference_mode()
+    def keep(self, path: Sequence[int]) -> None:
+        """Append the guessed tokens on this path (from the root down) to the context and drop the others."""
+        start = len(self.ids)
+        if list(path) != list(range(len(path))):  # a chain stands where it belongs already
+            nodes = torch.tensor(path, device=self.device)
+            places = torch.arange(len(path), device=self.device)
+            for layer in cast("list[Any]", self._cache.layers):
+                for kept in (layer.keys, layer.values):
+                    kept.index_copy_(2, start + places, kept.index_select(2, start + nodes))
+            if self._tapped:  # the path first, so that the crop drops the rest
+                rows, first = torch.cat(self._tapped), start - self._tapped_from
+                self._tapped = [rows.index_copy(0, first + places, rows[first + nodes])]
+        self.ids.extend(self._guessed[node] for node in path)
+        self._crop(len(self.ids))
+        self._next_logits = None
+        self.edits += 1
+
+    def set_next_logits(self, logits: Tensor) -> None:
+        """Let the next `decode` choose its first token from these logits [V] instead of running a forward."""
+        self._next_logits = logits
+
+    def _run(self, extra_ids: Sequence[int], trailing: Trailing | None = None) -> Tensor:
+        """One forward over [context tokens not cached yet, extra_ids, trailing tokens]; hidden states of all, [T, H].
+
+        `extra_ids` join the context. The trailing tokens stay in the cache behind it until it is cropped.
+        """
+        if not self.ids:
+            raise ValueError("the context is empty: seek() to a prompt of at least one token first")
+        if self.cached >= len(self.ids):
+            self._crop(len(self.ids) - 1)  # the last context token's hidden state is asked for
+        past, text = self.cached, [*self.ids[self.cached :], *extra_ids]
+        behind = () if trailing is None else trailing.ids
+        tokens = torch.tensor([[*text, *behind]], device=self.device)
+        positions = torch.arange(past, past + len(text), device=self.device)
+        mask = None
+        if trailing is not None:
+            if text_config(self.model)._attn_implementation != SPLIT_ATTENTION:
+                raise ValueError("probes and trees need split attention: call enable_split_attention(model) first")
+            positions = torch.cat([positions, trailing.positions])
+            mask = layer_masks(self._windows, trailing.mask)
+        hidden = self._step(tokens, positions[None], mask)[0]
+        self.ids.extend(extra_ids)
+        self._next_logits = None
+        self.edits += 1
+        return hidden
+
+    def _step(self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor] | None = None) -> Tensor:
+        """One forward of the backbone, [1, T] -> [1, T, H]; the cache grows by T tokens."""
+        try:
+            with self._listening() as heard:
+                output = self._backbone(
+                    input_ids=tokens,
+                    position_ids=positions,
+                    attention_mask=mask,
+                    past_key_values=self._cache,
+                    use_cache=True,
+                )
+        except BaseException:  # interrupted or out of memory: some layers may have grown, others not
+            self._cache, self.cached = DynamicCache(), 0
+            self._tapped, self._tapped_from = [], 0
+            raise
+        self.forwards += 1
+        self.cached += tokens.shape[1]
+        if self._taps:
+            heard[len(self._layers)] = output.last_hidden_state
+            self._tapped.append(torch.cat([heard[layer][0] for layer in self._taps], dim=-1))
+        return output.last_hidden_state
+
+    @contextmanager
+    def _listening(self) -> Iterator[dict[int, Tensor]]:
+        """What enters the tapped layers during the block; no other state is kept."""
+        heard: dict[int, Tensor] = {}
+
+        def note(layer: int) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+                heard[layer] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        inner = [layer for layer in self._taps if layer < len(self._layers)]
+        handles = [self._layers[i].register_forward_pre_hook(note(i), with_kwargs=True) for i in inner]
+        try:
+            yield heard
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _crop(self, length: int) -> None:
+        """Drop everything after the first `length` tokens from the cache."""
+        if length == 0 and self.cached:
+            self._cache = DynamicCache()
+        elif length < self.cached:
+            self._cache.crop(length - self.cached)  # transformers counts the tokens to remove, as a negative number
+        dropped = self.cached - length
+        while dropped > 0 and self._tapped:
+            left = len(self._tapped[-1]) - dropped
+            if left > 0:
+                self._tapped[-1] = self._tapped[-1][:left]
+                break
+            dropped -= len(self._tapped.pop())
+        self._tapped_from = min(self._tapped_from, length)
+        self.cached = length
+
+    @torch.inference_mode()
+    def _check_logits(self) -> None:
+        """Compare `logits(backbone(x))` with the model's own forward on a few tokens."""
+        size = text_config(self.model).vocab_size
+        tokens = torch.tensor([[i % size for i in (1, 2, 3, 5, 7)]], device=self.device)
+        own = self.model(input_ids=tokens, use_cache=False).logits
+        ours = self.logits(self._backbone(input_ids=tokens, use_cache=False).last_hidden_state)
+        tolerance = 1e-4 if own.dtype == torch.float32 else 1e-2
+        if own.shape != ours.shape or not torch.allclose(own.float(), ours.float(), rtol=tolerance, atol=tolerance):
+            raise ValueError(
+                f"{type(self.model).__name__} computes its logits in a way PARSE does not know "
+                "(not lm_head of the final hidden state): choose another model"
+            )
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers that a token passes, in order.
+
+    Raises:
+        ValueError: the backbone has no list of that many modules.
+    """
+    n = text_config(model).num_hidden_layers
+    for module in getattr(model, model.base_model_prefix).modules():
+        if isinstance(module, nn.ModuleList) and len(module) == n:
+            return module
+    raise ValueError(f"{type(model).__name__} has no list of {n} layers that PARSE could find: choose another model")
+
+
+def output_layer(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """From final-norm hidden states [..., H] to logits [..., V], with the model's own scale and cap."""
+    lm_head, config = model.get_output_embeddings(), text_config(model)
+    # Cohere multiplies its logits, Granite divides them, Gemma caps them.
+    multiplier = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    softcap = getattr(config, "final_logit_softcapping", None)
+
+    def logits(hidden: Tensor) -> Tensor:
+        result = lm_head(hidden)
+        if multiplier != 1:
+            result = result * multiplier
+        return result if softcap is None else torch.tanh(result / softcap) * softcap
+
+    return logits

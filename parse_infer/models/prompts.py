@@ -1,0 +1,79 @@
+"""Prompts: a text or chat messages, rendered to token ids by a model's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[Message]
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """The prompts as a list, and whether they were a list (rather than one text or one list of messages)."""
+    if isinstance(prompts, Sequence) and not isinstance(prompts, str) and not _are_messages(prompts):
+        return cast("list[Prompt]", list(prompts)), True
+    return [cast("Prompt", prompts)], False
+
+
+def _are_messages(prompts: Sequence[Any]) -> bool:
+    return len(prompts) > 0 and isinstance(prompts[0], Mapping)
+
+
+def open_turn(prompt: Prompt) -> str:
+    """The assistant's text that the answer continues; "" where the answer begins a turn of its own."""
+    if isinstance(prompt, str) or not prompt or prompt[-1]["role"] != "assistant":
+        return ""
+    return prompt[-1]["content"]
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    template_options: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of the prompt, ready for the answer to follow.
+
+    A text becomes one user message where there is a chat template, and is tokenised as it is where there is none.
+    If the last message is the assistant's, the answer continues it.
+    `template_options` are the template's own switches (Qwen3: `{"enable_thinking": False}`).
+
+    Raises ValueError for an empty prompt, for messages without a template and for those that the template refuses.
+    """
+    _check(prompt)
+    if tokenizer.chat_template is None:
+        if not isinstance(prompt, str):
+            raise ValueError(
+                f"The tokenizer of {tokenizer.name_or_path!r} has no chat template: give the prompt as plain text."
+            )
+        return list(tokenizer(prompt).input_ids)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+    continues = messages[-1]["role"] == "assistant"
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            **(template_options or {}),
+        )
+    except TemplateError as error:  # templates refuse roles and orders they do not know
+        raise ValueError(f"The chat template of {tokenizer.name_or_path!r} refuses the prompt: {error}.") from error
+    return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has written them already
+
+
+def _check(prompt: Any) -> None:
+    if isinstance(prompt, str):
+        contents = [prompt]
+    elif isinstance(prompt, Sequence):
+        for message in prompt:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+                raise ValueError(f"{message!r} is not a chat message: it needs the keys 'role' and 'content'.")
+        contents = [str(message["content"]) for message in prompt]
+    else:
+        raise ValueError(f"A prompt is a text or a list of chat messages, not {prompt!r}.")
+    if not any(content.strip() for content in contents):
+        raise ValueError("The prompt is empty: give a text, or chat messages with some content.")

@@ -1,0 +1,13 @@
+"""The end of a sentence about an unknown name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """ "did you mean 'threshold'?" if some known name is like `name`, else "known: a, b, c"."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"

@@ -1,0 +1,127 @@
+"""Reading and writing the five files of an exported adapter, complete or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from parse_infer.files import locate, read_json, read_tensors, replacing_folder
+
+PEFT_CONFIG = "adapter_config.json"
+PEFT_WEIGHTS = "adapter_model.safetensors"
+HEAD = "validity_head.safetensors"
+CONFIG = "validity_config.json"
+CARD = "README.md"
+WAY_OUT = "export or download the adapter again"
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """What an adapter folder holds, as read."""
+
+    peft_config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    head: dict[str, Tensor]
+    validity_config: dict[str, Any]
+
+
+def read_adapter(name_or_path: str | Path) -> AdapterFiles:
+    """Read a local folder, or a Hugging Face id through the Hub's cache.
+
+    Raises:
+        FileNotFoundError: no such folder or id, or one of its files is missing.
+        ValueError: a file is damaged.
+    """
+    folder = locate(name_or_path, (PEFT_CONFIG, PEFT_WEIGHTS, HEAD, CONFIG, CARD), "adapter")
+    for name in (CONFIG, PEFT_CONFIG, PEFT_WEIGHTS, HEAD):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"{name_or_path} is no complete validity adapter: {name} is missing (an interrupted export?)"
+            )
+    return AdapterFiles(
+        peft_config=read_json(folder / PEFT_CONFIG, WAY_OUT),
+        tensors=read_tensors(folder / PEFT_WEIGHTS, WAY_OUT),
+        head=read_tensors(folder / HEAD, WAY_OUT),
+        validity_config=read_json(folder / CONFIG, WAY_OUT),
+    )
+
+
+def write_adapter(
+    folder: Path,
+    peft_config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    head: Mapping[str, Tensor],
+    validity_config: Mapping[str, Any],
+) -> Path:
+    """Write an adapter folder; an adapter that is there already is replaced in one step.
+
+    Raises:
+        ValueError: `folder` exists and holds something else than an adapter.
+    """
+    folder = folder.expanduser().absolute()
+    if folder.exists() and not ((folder / CONFIG).is_file() or (folder.is_dir() and not any(folder.iterdir()))):
+        raise ValueError(f"{folder} exists and is no adapter folder: choose another folder, or empty it first")
+    with replacing_folder(folder) as beside:
+        save_file(_plain(tensors), beside / PEFT_WEIGHTS, metadata={"format": "pt"})
+        save_file(_plain(head), beside / HEAD, metadata={"format": "pt"})
+        for name, content in ((PEFT_CONFIG, peft_config), (CONFIG, validity_config)):
+            text = json.dumps(dict(content), indent=2, ensure_ascii=False, default=_as_json)
+            (beside / name).write_text(text + "\n", encoding="utf-8")
+        (beside / CARD).write_text(model_card(validity_config), encoding="utf-8")
+    return folder
+
+
+def model_card(config: Mapping[str, Any]) -> str:
+    """README.md of an adapter, from its validity_config.json."""
+    target, threshold = config["target"], config.get("threshold")
+    front = ["---", "library_name: peft", "tags: [parse-engine, lora, activated-lora]"]
+    if "/" in target["name"]:  # a Hub id
+        front.append(f"base_model: {target['name']}")
+    rows = [f"| {key} | {_shown(value)} |" for key, value in config.get("metrics", {}).items()]
+    metrics = ["", "## Held-out figures", "", "| metric | value |", "|---|---|", *rows] if rows else []
+    facts = {
+        "target": f"{target['name']} ({target['model_type']}, {target['num_hidden_layers']} layers)",
+        "probe": f"`{json.dumps(config['probe_text'], ensure_ascii=False)}`",
+        "cuts": json.dumps(config.get("cut_policy", {})),
+        "label": json.dumps(config.get("label", {}), ensure_ascii=False),
+        "threshold": "not calibrated" if threshold is None else f"{threshold:.4g}",
+        "risk": json.dumps(config.get("risk")),
+        "provenance": json.dumps(config.get("provenance", {}), ensure_ascii=False),
+    }
+    return "\n".join(
+        [
+            *front,
+            "---",
+            f"# Validity adapter for {target['name']}",
+            "",
+            "Estimates, for every prefix of a draft answer, the probability that the target still reaches a correct",
+            "answer from there. Use it with `parse_infer.ParseEngine.from_pretrained(target, draft, adapter)`.",
+            "",
+            *(f"- {key}: {value}" for key, value in facts.items()),
+            *metrics,
+            "",
+        ]
+    )
+
+
+def _as_json(value: Any) -> Any:
+    """peft keeps sets and enumerations in its configuration."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if hasattr(value, "value"):
+        return value.value
+    raise TypeError(f"{value!r} cannot be written as JSON")
+
+
+def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: tensor.detach().to("cpu").contiguous() for key, tensor in tensors.items()}
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,162 @@
+"""What a verification pass asks and how the answer is read: the probe, and the head on top of the target's states.
+
+    validity = sigmoid(w · h + b − doubt)
+
+h is the final-norm state of the probe's last token; `doubt` adds up what single draft tokens say against the prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The token suffix that asks about a prefix.
+
+    Attributes:
+        ids: P token ids; the last one carries the read-out.
+        text: what it says.
+        closes_turn: the probe itself ends the assistant's turn, so a draft's own end token is not shown before it.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    closes_turn: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.ids:
+            raise ValueError("a probe needs at least one token")
+
+
+class TokenDoubt(nn.Module):
+    """What each draft token says against the prefixes that hold it.
+
+    The hidden state before a token says what the target expected there, the token's embedding what the draft wrote,
+    and the target's own probabilities how surprising that is. A small network weighs the three, so that a wrong digit
+    counts and another wording does not. The verification pass has the states already; only the output layer runs once
+    more, on the draft. (Judge Decoding, arXiv 2501.19309, reads single tokens too; here they are pooled over a prefix
+    and learnt from labels of prefixes alone.)
+    """
+
+    WIDTH = 64
+    SURPRISE = 3  # log-probability, entropy, log-probability less the highest
+
+    def __init__(self, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.expected = nn.Linear(hidden_size, rank, bias=False)
+        self.written = nn.Linear(hidden_size, rank, bias=False)
+        self.weigh = nn.Linear(3 * rank + self.SURPRISE, self.WIDTH)
+        self.out = nn.Linear(self.WIDTH, 1)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, expected: Tensor, written: Tensor, surprise: Tensor) -> Tensor:
+        """Doubt [..., T] in float32, from the final-norm states before T tokens, the tokens' embeddings (both
+        [..., T, H]) and their `Surprise.features`
+        [..., T, 3]."""
+        a = self.expected(rms_norm(expected.float(), expected.shape[-1:]))
+        b = self.written(rms_norm(written.float(), written.shape[-1:]))
+        return self.out(silu(self.weigh(torch.cat([a, b, a * b, surprise / 3], dim=-1))))[..., 0]
+
+    @staticmethod
+    def of_prefixes(doubt: Tensor, ends: Tensor) -> Tensor:
+        """Pool the doubt [..., T] of tokens over prefixes of `ends` [..., K] tokens: log of the sum of exp, [..., K];
+        0 for an empty prefix."""
+        return doubt.logcumsumexp(-1).gather(-1, (ends - 1).clamp_min(0)) * (ends > 0)
+
+
+class Surprise(NamedTuple):
+    """How surprising tokens are to the target.
+
+    Attributes:
+        features: float32 [T, 3]: log-probability, entropy, log-probability less the highest.
+        own_choice: bool [T]: whether the target would have chosen the token itself (greedily).
+    """
+
+    features: Tensor
+    own_choice: Tensor
+
+
+@torch.no_grad()
+def surprise(hidden: Tensor, tokens: Tensor, logits: Callable[[Tensor], Tensor], rows: int = 128) -> Surprise:
+    """Compare each token with what the target expected in its place.
+
+    Args:
+        hidden: [T, H], the final-norm states before the tokens.
+        tokens: int64 [T].
+        logits: the output layer, [n, H] -> [n, V]; it runs on `rows` tokens at a time, which bounds the memory.
+    """
+    if not len(tokens):
+        return Surprise(hidden.new_zeros(0, TokenDoubt.SURPRISE, dtype=torch.float32), tokens == 0)
+    parts, chosen = [], []
+    for states, ids in zip(hidden.split(rows), tokens.split(rows), strict=True):
+        scores = logits(states)
+        chosen.append(scores.argmax(-1) == ids)
+        log_p = scores.float().log_softmax(-1)
+        own = log_p.gather(-1, ids[:, None])[:, 0]
+        parts.append(torch.stack([own, -(log_p.exp() * log_p).sum(-1), own - log_p.amax(-1)], dim=-1))
+    return Surprise(torch.cat(parts), torch.cat(chosen))
+
+
+class ValidityHead(nn.Module):
+    """Validity logit w · h + b of a probe's final-norm hidden state h, less the doubt about the prefix; float32.
+
+    Args:
+        hidden_size: H.
+        token_rank: inner size of `TokenDoubt`; 0: the probe alone decides.
+    """
+
+    def __init__(self, hidden_size: int, token_rank: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(()))
+        self.tokens = TokenDoubt(hidden_size, token_rank) if token_rank else None
+
+    def forward(self, hidden: Tensor, doubt: Tensor | None = None) -> Tensor:
+        """Hidden states [..., H] of probes, and the doubt [...] about their prefixes -> logits [...]"""
+        logits = hidden.float() @ self.weight.float() + self.bias.float()
+        return logits if doubt is None else logits - doubt
+
+    @classmethod
+    def from_verbalizer(cls, model: PreTrainedModel, yes_id: int, no_id: int, token_rank: int = 0) -> ValidityHead:
+        """The head whose validity is the model's own choice between two tokens: w = lm_head[yes] - lm_head[no].
+
+        A final soft-cap of the logits is left out (it bends both logits alike).
+
+        Raises:
+            ValueError: both tokens are the same.
+        """
+        if yes_id == no_id:
+            raise ValueError(f"the two verbalizer tokens must differ, both are {yes_id}: choose other words")
+        output, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
+        scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+        head = cls(output.weight.shape[1], token_rank).to(output.weight.device)
+        with torch.no_grad():
+            head.weight.copy_((output.weight[yes_id].float() - output.weight[no_id].float()) * scale)
+            if getattr(output, "bias", None) is not None:
+                head.bias.copy_((output.bias[yes_id].float() - output.bias[no_id].float()) * scale)
+        return head
+
+
+def verbalizer_ids(tokenizer: Any, probe_text: str, words: Sequence[str]) -> tuple[int, ...]:
+    """First token of each word as it follows `probe_text`.
+
+    Raises:
+        ValueError: two words begin with the same token.
+    """
+    probe = tokenizer.encode(probe_text, add_special_tokens=False)
+    ids = []
+    for word in words:
+        joined = tokenizer.encode(probe_text + word, add_special_tokens=False)
+        continues = joined[: len(probe)] == probe and len(joined) > len(probe)
+        ids.append(joined[len(probe)] if continues else tokenizer.encode(word, add_special_tokens=False)[0])
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"the verbalizer words {' and '.join(words)} begin with the same token: choose other words")
+    return tuple(ids)

@@ -1,0 +1,113 @@
+"""The packed layout of a verification pass, shared by training and inference. Pure functions, batched, no state.
+
+    input_ids    [ prompt … | d1 d2 d3 d4 d5 d6 d7 d8 | P P | P P | … ]
+    position_ids [ 0 … n-1  | n …              n+7    | continue from the probe's own cut ]
+    mask           causal over prompt and draft; a probe sees the tokens before its cut and itself
+
+`visible[b, k]` is the number of prompt and draft tokens in front of probe k: its cut counted from the start of the
+prompt. Rows padded on the right need no mask of their own, because padding lies beyond every visible count. A probe
+with `visible == 0` is padding in a batch of unequal K: it sees only itself and its read-out is to be ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from parse_infer.models.decoder import Trailing
+
+
+def probes(probe_ids: Sequence[int], visible: Sequence[int], n_keys: int, device: torch.device) -> Trailing:
+    """K probes behind one context of prompt and draft, ready for `Decoder.forward`.
+
+    Args:
+        probe_ids: the P tokens of a probe, the same for every probe.
+        visible: for each of the K probes, how many tokens of the context it sees.
+        n_keys: tokens of the context.
+
+    Raises:
+        ValueError: a probe without tokens, or one that sees more tokens than there are, or none.
+    """
+    if not probe_ids:
+        raise ValueError("a probe needs at least one token")
+    if any(not 0 < v <= n_keys for v in visible):
+        raise ValueError(f"a probe sees between 1 and {n_keys} tokens here, not {list(visible)}")
+    cuts, p = torch.tensor([list(visible)], device=device), len(probe_ids)
+    positions = probe_positions(cuts, p)[0]
+    return Trailing([*probe_ids] * len(visible), positions, lambda window: probe_mask(cuts, p, n_keys, window))
+
+
+def probe_positions(visible: Tensor, probe_len: int) -> Tensor:
+    """Position ids of the probe tokens: probe k continues at position `visible[b, k]`.
+
+    Args:
+        visible: int64 [B, K].
+        probe_len: P, tokens in a probe.
+
+    Returns:
+        int64 [B, K*P].
+    """
+    steps = torch.arange(probe_len, device=visible.device)
+    return (visible[:, :, None] + steps).flatten(1)
+
+
+def probe_mask(visible: Tensor, probe_len: int, n_keys: int, window: int | None = None) -> Tensor:
+    """What the probe tokens may attend to (True): the keys before their cut, and their own probe up to themselves.
+
+    Args:
+        visible: int64 [B, K].
+        probe_len: P, tokens in a probe.
+        n_keys: keys in front of the probes (cached ones included); key j stands at position j.
+        window: sliding window w of the layer: only keys at a position distance below w are seen. None: no window.
+
+    Returns:
+        bool [B, 1, K*P, n_keys + K*P].
+    """
+    device, (b, k) = visible.device, visible.shape
+    keys = torch.arange(n_keys, device=device)
+    before = keys < visible[:, :, None, None]  # [B, K, 1, n_keys]
+    steps = torch.arange(probe_len, device=device)
+    if window is None:
+        before = before.expand(b, k, probe_len, n_keys)
+    else:
+        positions = visible[:, :, None, None] + steps[:, None]  # [B, K, P, 1]
+        before = before & (positions - keys < window)
+    within = steps[:, None] >= steps  # [P, P]
+    if window is not None:
+        within = within & (steps[:, None] - steps < window)
+    same_probe = torch.eye(k, dtype=torch.bool, device=device)
+    own = (same_probe[:, None, :, None] & within[None, :, None, :]).reshape(k * probe_len, k * probe_len)
+    before = before.reshape(b, k * probe_len, n_keys)
+    return torch.cat([before, own.expand(b, -1, -1)], dim=-1).unsqueeze(1)
+
+
+def readout_index(n_probes: int, probe_len: int) -> Tensor:
+    """Index of each probe's last token among the K*P probe tokens: int64 [K]."""
+    return torch.arange(1, n_probes + 1) * probe_len - 1
+
+
+def dense_mask(past: int, causal: int, visible: Tensor, probe_len: int, window: int | None = None) -> Tensor:
+    """The whole mask of a packed pass as one dense matrix: the reference that split attention is tested against.
+
+    Args:
+        past: tokens in the cache.
+        causal: prompt and draft tokens of this pass, in front of the probes.
+        visible: int64 [B, K].
+        probe_len: P.
+        window: sliding window of the layer, or None.
+
+    Returns:
+        bool [B, 1, causal + K*P, past + causal + K*P].
+    """
+    b, k = visible.shape
+    n_keys = past + causal
+    rows = torch.arange(past, n_keys, device=visible.device)[:, None]
+    keys = torch.arange(n_keys, device=visible.device)
+    allowed = keys <= rows
+    if window is not None:
+        allowed = allowed & (rows - keys < window)
+    blind = torch.zeros(causal, k * probe_len, dtype=torch.bool, device=visible.device)
+    top = torch.cat([allowed, blind], dim=-1).expand(b, 1, -1, -1)
+    return torch.cat([top, probe_mask(visible, probe_len, n_keys, window)], dim=-2)

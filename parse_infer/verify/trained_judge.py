@@ -1,0 +1,158 @@
+"""The validity adapter: a probe, a low-rank update for it, and a head that reads the validity off its last token.
+
+On disk it is a folder of safetensors and JSON: `adapter_config.json` and `adapter_model.safetensors` (plain peft),
+`validity_head.safetensors`, `validity_config.json` and `README.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from parse_infer.models.fingerprint import describe_target, fingerprint, same_weights
+from parse_infer.verify.adapter_folder import read_adapter, write_adapter
+from parse_infer.verify.head import Probe, ValidityHead
+from parse_infer.verify.probe_lora import ProbeLoRA
+
+__all__ = ["Probe", "ValidityAdapter", "ValidityConfig", "ValidityHead", "describe_target", "fingerprint"]
+
+SCHEMA_VERSION = 1
+
+
+@dataclass
+class ValidityConfig:
+    """Content of validity_config.json.
+
+    Attributes:
+        probe_ids, probe_text: the probe.
+        token_rank: of the head's `TokenDoubt`; 0: it has none.
+        verbalizer: the words (valid, not valid) that the head was initialised from.
+        cut_policy: `CutPolicy.to_dict()` of the cuts the adapter was trained on.
+        target: `describe_target(model)`: name, model_type, hidden_size, num_hidden_layers, vocab_size, fingerprint.
+        label: definition of the training label.
+        threshold: calibrated threshold; None: not calibrated.
+        risk: risk level of the threshold.
+        metrics: held-out figures.
+        provenance: data, code and settings that made the adapter.
+    """
+
+    probe_ids: tuple[int, ...]
+    probe_text: str
+    target: dict[str, Any]
+    token_rank: int = 0
+    verbalizer: tuple[str, str] | None = None
+    cut_policy: dict[str, Any] = field(default_factory=dict)
+    label: dict[str, Any] = field(default_factory=dict)
+    threshold: float | None = None
+    risk: dict[str, Any] | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        self.probe_ids = tuple(self.probe_ids)
+        self.verbalizer = None if self.verbalizer is None else tuple(self.verbalizer)  # type: ignore[assignment]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ValidityConfig:
+        """Raises ValueError for another schema version or a missing key; keys that are not known are left out."""
+        version = values.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ValueError(
+                f"validity_config.json has schema version {version}, this parse-engine reads {SCHEMA_VERSION}: "
+                "install the version that wrote it, or export the adapter again"
+            )
+        missing = [key for key in ("probe_ids", "probe_text", "target") if not values.get(key)]
+        if missing:
+            raise ValueError(f"validity_config.json has no {missing[0]}: the adapter was not exported completely")
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+
+
+@dataclass
+class ValidityAdapter:
+    """A trained judge for one target.
+
+    Attributes:
+        config: see `ValidityConfig`.
+        head: the read-out, on the target's device.
+        lora: the update bound to a loaded target; None while nothing is bound (an adapter about to be saved).
+        peft_config: content of adapter_config.json.
+        tensors: content of adapter_model.safetensors, by peft's names.
+    """
+
+    config: ValidityConfig
+    head: ValidityHead
+    lora: ProbeLoRA | None = None
+    peft_config: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def probe(self) -> Probe:
+        return Probe(self.config.probe_ids, self.config.probe_text)
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write the five files, all or nothing: into a temporary folder beside `folder`, which is then renamed.
+
+        Raises:
+            ValueError: there is no low-rank update to save, or `folder` holds something else than an adapter.
+        """
+        if not self.peft_config or not self.tensors:
+            raise ValueError("an adapter without its peft configuration and weights cannot be saved")
+        peft_config = dict(self.peft_config)
+        peft_config["base_model_name_or_path"] = self.config.target.get("name")
+        peft_config["alora_invocation_tokens"] = list(self.config.probe_ids)
+        head = {name: tensor.float() for name, tensor in self.head.state_dict().items()}
+        return write_adapter(Path(folder), peft_config, self.tensors, head, self.config.to_dict())
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, target: PreTrainedModel) -> ValidityAdapter:
+        """Load an adapter (local folder or Hugging Face id) for `target`.
+
+        Raises:
+            FileNotFoundError: no such folder or id, or a file is missing.
+            ValueError: a file is damaged, or the adapter belongs to another model.
+        """
+        files = read_adapter(name_or_path)
+        config = ValidityConfig.from_dict(files.validity_config)
+        check_target(str(name_or_path), config.target, target)
+        _check_probe(config.probe_ids, target)
+        head = ValidityHead(config.target["hidden_size"], config.token_rank)
+        shapes = {key: tuple(tensor.shape) for key, tensor in files.head.items()}
+        if shapes != {key: tuple(tensor.shape) for key, tensor in head.state_dict().items()}:
+            raise ValueError(f"the validity head of {name_or_path} holds {shapes}: its files do not go together")
+        head.load_state_dict(files.head)
+        head.to(target.device).requires_grad_(False)
+        lora = ProbeLoRA.from_peft(files.peft_config, files.tensors, target)
+        return cls(config, head.eval(), lora, files.peft_config, files.tensors)
+
+
+def check_target(adapter: str, expected: dict[str, Any], target: PreTrainedModel) -> None:
+    """Raise ValueError, naming both, unless `target` is the model that an adapter's `target` entry describes."""
+    found = describe_target(target)
+    shape = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+    wrong = [key for key in shape if expected.get(key) != found[key]]
+    if wrong:
+        differs = ", ".join(f"{key} {expected.get(key)} and not {found[key]}" for key in wrong)
+        raise ValueError(
+            f"the adapter {adapter} was trained for the target {expected.get('name')!r} and does not fit "
+            f"{found['name']!r}: it expects {differs}"
+        )
+    if not same_weights(str(expected.get("fingerprint")), found["fingerprint"]):
+        raise ValueError(
+            f"the adapter {adapter} was trained for the target {expected.get('name')!r}; {found['name']!r} has the "
+            "same shape but other weights: load the target it was trained on, or train an adapter for this one"
+        )
+
+
+def _check_probe(probe_ids: Sequence[int], target: PreTrainedModel) -> None:
+    size = target.config.get_text_config(decoder=True).vocab_size
+    if not all(isinstance(i, int) and 0 <= i < size for i in probe_ids):
+        raise ValueError(f"the adapter's probe {list(probe_ids)} has tokens outside the target's vocabulary of {size}")

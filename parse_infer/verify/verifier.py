@@ -1,0 +1,188 @@
+"""One verification pass: the validity of a draft at every cut, from a single forward of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol, cast
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
+
+from parse_infer.models.attention import enable_split_attention, text_config
+from parse_infer.models.decoder import Decoder
+from parse_infer.verify.head import Probe, TokenDoubt, ValidityHead, surprise
+from parse_infer.verify.packing import probes, readout_index
+from parse_infer.verify.probe_lora import ProbeLoRA
+from parse_infer.verify.segments import Segmenter
+from parse_infer.verify.trained_judge import ValidityConfig
+
+
+class Judge(Protocol):
+    """What a verifier needs: `ValidityAdapter` (trained) and `ZeroShotJudge` both are one."""
+
+    config: ValidityConfig
+    head: ValidityHead
+    lora: ProbeLoRA | None
+
+    @property
+    def probe(self) -> Probe: ...
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Result of one verification pass.
+
+    Attributes:
+        cuts: K token offsets in the draft.
+        validity: K probabilities; validity[k] belongs to the prefix draft[:cuts[k]].
+        hidden: [1 + len(draft), H]; entry i is the target's final-norm state that predicts draft token i, the last one
+            what follows the whole draft; [0, H] for an empty draft. `decoder.logits(hidden[cut])` resumes at a cut
+            without a forward.
+        own_choice: for each draft token whether it is the target's greedy choice; None where that was not needed.
+    """
+
+    cuts: list[int]
+    validity: list[float]
+    hidden: Tensor
+    own_choice: list[bool] | None = None
+
+
+class Verifier:
+    """Runs verification passes with one decoder and one judge.
+
+    Args:
+        decoder: the target's decoder. Split attention is enabled on its model.
+        judge: adapter or zero-shot judge; None: passes without cuts only, as mode "exact" runs them.
+        segmenter: finds the cuts.
+
+    Raises:
+        ValueError: the target's architecture cannot run the packed pass exactly (checked once per model, on a few
+            tokens).
+    """
+
+    def __init__(self, decoder: Decoder, judge: Judge | None, segmenter: Segmenter) -> None:
+        enable_split_attention(decoder.model)
+        _check_packed_pass(decoder.model)
+        self.decoder = decoder
+        self.judge = judge
+        self.segmenter = segmenter
+        self._probe = Probe((0,), "") if judge is None else judge.probe
+        self._embeddings = cast(nn.Embedding, decoder.model.get_input_embeddings())
+
+    @torch.inference_mode()
+    def verify(self, draft_ids: Sequence[int], cuts: Sequence[int] | None = None) -> Verification:
+        """Judge a draft that follows the decoder's context. One forward, one device synchronisation at the end.
+
+        Nothing is run for an empty draft. Else the decoder's context is context + draft afterwards, all of it cached:
+        resume with `decoder.seek(context + draft[:cut])` and `decoder.set_next_logits(decoder.logits(hidden[cut]))`.
+
+        Args:
+            draft_ids: draft in target tokens, its end token included.
+            cuts: strictly increasing offsets in 0..len(draft); by default the segmenter's.
+
+        Raises:
+            ValueError: cuts out of order or range, cuts without a judge, or an empty context.
+        """
+        cuts = self.segmenter.cuts(draft_ids) if cuts is None else list(cuts)
+        if any(not 0 <= c <= len(draft_ids) for c in cuts) or any(
+            b <= a for a, b in zip(cuts, cuts[1:], strict=False)
+        ):
+            raise ValueError(f"cuts must increase strictly within 0..{len(draft_ids)}, not {cuts}")
+        judge = self.judge
+        if judge is None and cuts:
+            raise ValueError("this verifier has no judge, so it can verify drafts without cuts only")
+        if not draft_ids and not cuts:
+            return Verification([], [], self._embeddings.weight.new_empty(0, self._embeddings.weight.shape[1]))
+        start = len(self.decoder.ids)
+        visible = [start + cut - self._repeats_end(draft_ids, cut) for cut in cuts]
+        probed = len(cuts) * len(self._probe.ids)
+        lora = None if judge is None else judge.lora
+        with lora.applied(probed) if lora is not None and probed else nullcontext():
+            behind = probes(self._probe.ids, visible, start + len(draft_ids), self.decoder.device) if cuts else None
+            output = self.decoder.forward(draft_ids, behind)
+        if judge is None or not cuts:
+            return Verification(cuts, [], output.hidden)
+        asked = output.trailing[readout_index(len(cuts), len(self._probe.ids))]
+        tokens = judge.head.tokens
+        if tokens is None:
+            return Verification(cuts, judge.head(asked).sigmoid().tolist(), output.hidden)
+        doubt, own_choice = self._doubt(tokens, draft_ids, output.hidden[:-1], cuts)
+        validity = judge.head(asked, doubt).sigmoid()
+        found = torch.cat([validity, own_choice.to(validity.dtype)]).tolist()
+        return Verification(cuts, found[: len(cuts)], output.hidden, [value > 0 for value in found[len(cuts) :]])
+
+    def _doubt(
+        self, tokens: TokenDoubt, draft_ids: Sequence[int], before: Tensor, cuts: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """What the draft's tokens say against each prefix, [K], from the states [T, H] before them; and for each
+        whether it is the target's own choice, [T]."""
+        ids, ends = (torch.tensor(values, device=before.device) for values in (draft_ids, cuts))
+        # A lookup in the matrix, not a call of the module: some models scale there, and the reader normalises anyway.
+        written = embedding(ids, self._embeddings.weight)
+        surprised = surprise(before, ids, self.decoder.logits)
+        return TokenDoubt.of_prefixes(tokens(before, written, surprised.features), ends), surprised.own_choice
+
+    @torch.inference_mode()
+    def greedy_match(self, draft_ids: Sequence[int], verification: Verification, start: int = 0) -> int:
+        """How many draft tokens from `start` on are the target's own greedy choice.
+
+        Reads the pass's hidden states: no forward. Where the pass has not compared the tokens already (a head without
+        `TokenDoubt`), the output layer runs on growing chunks, one synchronisation each.
+        """
+        if verification.own_choice is not None:
+            behind = verification.own_choice[start:]
+            return behind.index(False) if False in behind else len(behind)
+        position, chunk = start, 8
+        while position < len(draft_ids):
+            stop = min(position + chunk, len(draft_ids))
+            own = self.decoder.logits(verification.hidden[position:stop]).argmax(-1).tolist()
+            for i, token in enumerate(own):
+                if token != draft_ids[position + i]:
+                    return position + i - start
+            position, chunk = stop, 2 * chunk
+        return position - start
+
+    def _repeats_end(self, draft_ids: Sequence[int], cut: int) -> int:
+        """1 where the prefix ends with an end token although the probe closes the turn itself, else 0."""
+        return int(self._probe.closes_turn and cut > 0 and draft_ids[cut - 1] in self.decoder.eos_ids)
+
+
+_checked: WeakSet[PreTrainedModel] = WeakSet()
+
+
+def _check_packed_pass(model: PreTrainedModel) -> None:
+    """Run two probes packed and one after the other; refuse the model where they differ.
+
+    Some architectures derive positions from the order of tokens (ALiBi, learnt offsets) and would be silently wrong.
+    """
+    if model in _checked:
+        return
+    size = text_config(model).vocab_size
+    tokens = [i % size for i in (1, 2, 3, 5, 7, 11, 13, 17)]
+    context, draft, probe = tokens[:3], tokens[3:6], tokens[6:]
+    packed = Decoder(model, ())
+    packed.seek(context)
+    output = packed.forward(draft, probes(probe, [4, 6], 6, model.device))
+    with torch.inference_mode():
+        pairs = [(packed.logits(output.hidden[-1]), _last_logits(model, context + draft))]
+        asked = output.trailing[readout_index(2, len(probe))]
+        for row, visible in enumerate((4, 6)):
+            pairs.append((packed.logits(asked[row]), _last_logits(model, (context + draft)[:visible] + probe)))
+    limit = 1e-3 if model.dtype == torch.float32 else 0.1
+    for ours, own in pairs:
+        difference = (ours.float() - own.float()).norm() / own.float().norm().clamp_min(1e-6)
+        if not difference <= limit:
+            raise ValueError(
+                f"{type(model).__name__} gives other results for packed probes than for separate ones (relative "
+                f"difference {difference:.1e}): its positions do not follow position_ids; choose another target"
+            )
+    _checked.add(model)
+
+
+def _last_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    return model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1]

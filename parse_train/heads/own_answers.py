@@ -1,0 +1,100 @@
+"""The model's own answers to a task's prompts, which heads for token drafting learn from (EAGLE-3 recommends it)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, Features, List, Value, load_dataset
+from rich.progress import track
+from torch import Tensor
+
+from data_tools.labels.drafts import DraftSampler, render
+from data_tools.labels.shards import ShardWriter
+from data_tools.tasks.registry import load_task
+from parse_infer.models.fingerprint import describe_target
+from parse_infer.models.loading import LanguageModel
+from parse_infer.models.sampling import Sampling
+
+IGNORED = -100
+_GROUP = 64  # problems answered together; an interruption costs no more
+
+
+@dataclass
+class AnswerConfig:
+    """Which answers, of which model."""
+
+    model: str = field(default="", metadata={"help": "The model to guide: Hugging Face id, folder, or zoo:target."})
+    model_dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
+    template_options: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "Switches of the chat template, for example enable_thinking: false."}
+    )
+    task: str = field(default="gsm_symbolic", metadata={"help": "Task whose prompts the model answers."})
+    task_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "Options of the task."})
+    n_problems: int = field(default=4000, metadata={"help": "Training problems; one answer each."})
+    n_eval_problems: int = field(default=200, metadata={"help": "Validation problems."})
+    answers: str | None = field(
+        default=None,
+        metadata={"help": "Folder of the answers, which heads of one model can share; OUTPUT_DIR/answers by default."},
+    )
+    answer_temperature: float = field(default=0.0, metadata={"help": "Temperature of the answers; 0 is greedy."})
+    max_answer_tokens: int = field(default=256, metadata={"help": "Longer answers are cut."})
+    batch_size: int = field(default=64, metadata={"help": "Answers decoded at a time."})
+
+
+def write_answers(lm: LanguageModel, config: AnswerConfig, seed: int, split: str, limit: int, folder: Path) -> None:
+    """Answer the first `limit` problems of `split`, except those whose answers `folder` has.
+
+    Raises:
+        ValueError: the folder holds other answers, or another run is writing there.
+    """
+    keys = ("model", "task", "task_options", "answer_temperature", "max_answer_tokens", "template_options")
+    identity = {key: getattr(config, key) for key in keys} | {"split": split, "seed": seed}
+    with ShardWriter(folder, split, identity, {}) as writer:
+        writer.note_models({"answering": describe_target(lm.model)})
+        if len(writer.done) >= limit:
+            return
+        task = load_task(config.task, **config.task_options)
+        problems = list(task.problems(split, seed=seed, limit=limit))  # type: ignore[arg-type]
+        sampler = DraftSampler(
+            lm, lm, [Sampling(config.answer_temperature)], config.max_answer_tokens, seed, config.batch_size
+        )
+        # A group that was interrupted is answered as a whole again, so that its batches are the same.
+        groups = range(len(writer.done) // _GROUP * _GROUP, len(problems), _GROUP)
+        for first in track(groups, f"{lm.name} answers {split} problems"):
+            group = problems[first : first + _GROUP]
+            finished = len(writer.done) - first
+            for problem, drafts in list(zip(group, sampler.sample(group), strict=True))[finished:]:
+                prompt = render(lm, problem)
+                row = {"input_ids": prompt + (drafts[0].ids if drafts else []), "start": len(prompt)}
+                writer.append(str(problem.id), [row])
+
+
+def read_answers(folder: Path, split: str, limit: int) -> Dataset:
+    """The first `limit` answers, memory-mapped: {"input_ids": prompt and answer, "start": where the answer begins}."""
+    files = sorted(str(path) for path in (folder / "data").glob(f"{split}-*.jsonl"))
+    features = Features({"input_ids": List(Value("int32")), "start": Value("int32")})
+    rows = load_dataset("json", data_files=files, split="train", features=features, cache_dir=str(folder / ".cache"))
+    return rows.select(range(min(limit, len(rows))))
+
+
+def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """input_ids [B, T] padded on the right with 0, labels [B, T]: the token at answer places, else -100; int64."""
+    length = max(len(row["input_ids"]) for row in rows)
+    input_ids = torch.zeros(len(rows), length, dtype=torch.long)
+    labels = torch.full((len(rows), length), IGNORED)
+    for i, row in enumerate(rows):
+        ids = torch.tensor(row["input_ids"])
+        input_ids[i, : len(ids)] = ids
+        labels[i, row["start"] : len(ids)] = ids[row["start"] :]
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def commonest_tokens(answers: Dataset, vocab_size: int, size: int) -> list[int]:
+    """The `size` tokens of a vocabulary that stand most often in answers, ascending."""
+    counts = Counter(token for row in answers for token in row["input_ids"][row["start"] :])
+    return sorted(sorted(range(vocab_size), key=lambda token: (-counts[token], token))[:size])

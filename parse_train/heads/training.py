@@ -1,0 +1,204 @@
+"""What training a head for token drafting shares: configuration, loss, metrics, and the run itself.
+
+The model writes its own answers to the task's prompts once (an interrupted run continues), the head's input comes from
+the model's frozen forward on line, and the head learns the model's distribution.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from data_tools.tasks.registry import load_task
+from parse_infer.models.loading import LanguageModel, load_language_model
+from parse_train import tracking
+from parse_train.heads.own_answers import IGNORED, AnswerConfig, collate, commonest_tokens, read_answers, write_answers
+from parse_train.zoo.muon import MuonWithAdamW
+
+
+@dataclass
+class HeadTrainingConfig(AnswerConfig, TrainingArguments):
+    """Fields on top of transformers' `TrainingArguments` that every kind of head has."""
+
+    steps: int = field(default=5, metadata={"help": "Tokens the head learns to guess ahead."})
+    step_decay: float = field(default=0.9, metadata={"help": "Weight of a step, relative to the one before it."})
+    draft_vocab_size: int | None = field(
+        default=None, metadata={"help": "The head guesses this many tokens, the commonest; by default all."}
+    )
+    muon: bool = field(default=False, metadata={"help": "Muon for the layers' matrices, AdamW for the rest."})
+    head_dtype: str = field(default="auto", metadata={"help": "Of the stored head: auto (the model's), or bfloat16."})
+
+    def __post_init__(self) -> None:
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        self.remove_unused_columns = False
+        self.label_names = ["labels"]
+        super().__post_init__()
+        for key in ("model", "output_dir"):
+            if not getattr(self, key):
+                raise ValueError(f"the recipe needs the key {key}")
+        for key in ("n_problems", "n_eval_problems", "max_answer_tokens", "steps", "batch_size"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 1")
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; it must be at least 1")
+        if self.muon and getattr(self, "deepspeed_plugin", None) is not None:
+            raise ValueError("muon needs whole matrices, which DeepSpeed does not give it: set muon to false (AdamW)")
+        check_share("step_decay", self.step_decay)
+        if self.head_dtype not in ("auto", "bfloat16"):
+            raise ValueError(f"head_dtype is {self.head_dtype!r}; it must be auto or bfloat16")
+
+
+def check_share(key: str, value: float) -> None:
+    """Raises ValueError unless 0 < value <= 1."""
+    if not 0 < value <= 1:
+        raise ValueError(f"{key} is {value}; it must lie above 0 and at most at 1")
+
+
+class HeadModel(nn.Module, ABC):
+    """A frozen model and the head that learns to guess its tokens. The state dict holds the head only.
+
+    Args:
+        head: with `token_ids`, the model's token for each of its own, `set_vocabulary`, `output_weights` and
+            `save_pretrained`.
+        steps: how many tokens ahead.
+        step_decay: weight of a step, relative to the one before it.
+    """
+
+    def __init__(self, lm: LanguageModel, head: Any, steps: int, step_decay: float) -> None:
+        super().__init__()
+        self.head = head
+        self.steps, self.step_decay = steps, step_decay
+        self._frozen = [lm]  # in a list: not a submodule
+
+    @abstractmethod
+    def guesses(self, states: Sequence[Tensor], embeddings: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """For each step k the logits [B, n, V'] and the anchors [n]: at an anchor i, the last token whose state is
+        known, the head guesses token i + 2 + k.
+
+        Args:
+            states: [B, T, H] each, what stands behind every layer (0: the embeddings; last: the final norm).
+            embeddings: [B, T, H], of the tokens, in the head's own dtype.
+        """
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Loss, and for each anchor and step whether the guess is the model's own choice.
+
+        Returns:
+            {"loss": scalar, "right": int64 [B, T, steps]: 1 or 0, -100 where there is nothing to compare with}.
+        """
+        with torch.no_grad():
+            model = self._frozen[0].model
+            output = model(input_ids=input_ids, output_hidden_states=True, use_cache=False)
+            embeddings = nn.functional.embedding(input_ids, cast(Tensor, model.get_input_embeddings().weight))
+            embeddings = embeddings.to(self.head.output_weights[0].dtype)
+            token_ids = self.head.token_ids
+            wanted = output.logits[..., token_ids].float()
+            own = output.logits.argmax(-1)
+        loss, total = embeddings.new_zeros((), dtype=torch.float32), 0.0
+        right = torch.full((*input_ids.shape, self.steps), IGNORED, device=input_ids.device)
+        last = input_ids.shape[1] - 2  # what the model says behind the last token cannot be checked
+        for step, (logits, anchors) in enumerate(self.guesses(output.hidden_states, embeddings)):
+            places = anchors + 1 + step  # the model speaks here for the guessed token
+            counted = (labels[:, (places + 1).clamp_max(last + 1)] != IGNORED) & (places <= last)
+            places = places.clamp_max(last)
+            each = -(wanted[:, places].softmax(-1) * logits.float().log_softmax(-1)).sum(-1)
+            if counted.any():
+                weight = self.step_decay**step
+                loss, total = loss + weight * each[counted].mean(), total + weight
+            hit = token_ids[logits.argmax(-1)] == own[:, places]
+            right[:, anchors, step] = torch.where(counted, hit.long(), IGNORED)
+        return {"loss": loss / max(total, 1e-9), "right": right}
+
+
+class HeadTrainer(Trainer):
+    """transformers' Trainer for a head; evaluation reports accuracy by step and the simulated acceptance length."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        args = cast(HeadTrainingConfig, self.args)
+        if not args.muon:
+            return super().create_optimizer()
+        if self.optimizer is None:
+            head = cast(HeadModel, self.model).head
+            self.optimizer = MuonWithAdamW(head, head.output_weights, args.learning_rate, args.weight_decay)
+        return self.optimizer
+
+    def compute_loss(self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any) -> Any:  # type: ignore[override]
+        output = model(inputs["input_ids"], inputs["labels"])
+        return (output["loss"], {"right": output["right"]}) if return_outputs else output["loss"]
+
+
+def head_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    """accuracy_1, accuracy_2, …: share of guesses that are the model's own choice at each step.
+
+    acceptance_length: tokens that a forward of the model would yield with these chains, its own token included.
+    """
+    right = np.asarray(prediction.predictions).reshape(-1, np.asarray(prediction.predictions).shape[-1])
+    metrics = {}
+    for step in range(right.shape[1]):
+        seen = right[:, step] != IGNORED
+        metrics[f"accuracy_{step + 1}"] = float((right[seen, step] == 1).mean()) if seen.any() else 0.0
+    whole = (right != IGNORED).all(axis=1)
+    lengths = np.cumprod(right[whole] == 1, axis=1).sum(axis=1)
+    metrics["acceptance_length"] = 1 + float(lengths.mean()) if len(lengths) else 1.0
+    return metrics
+
+
+def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadModel]) -> None:
+    """Let the model answer, train the head that `make` makes, and write it to `output_dir`/head.
+
+    Raises ValueError for a head that does not fit the model, before the model answers anything.
+    """
+    set_seed(config.seed)
+    load_task(config.task, **config.task_options)
+    lm = load_language_model(
+        config.model,
+        role="target",
+        device=config.device,
+        dtype=config.model_dtype,
+        template_options=config.template_options,
+    )
+    lm.model.requires_grad_(False)
+    model = make(lm)
+    folder = Path(str(config.output_dir))
+    answers = Path(config.answers or folder / "answers")
+    limits = {"train": config.n_problems, "validation": config.n_eval_problems}
+    with config.main_process_first(local=False):
+        for split, limit in limits.items():
+            if config.process_index == 0:
+                write_answers(lm, config, config.seed, split, limit, answers / split)
+        train, evaluation = (read_answers(answers / split, split, limit) for split, limit in limits.items())
+    start_from_output(model.head, lm, commonest_tokens(train, model.head.config.vocab_size, len(model.head.token_ids)))
+    model.head.to(lm.model.device)
+    tracking.start(config)  # type: ignore[arg-type]
+    trainer = HeadTrainer(
+        model,
+        config,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        data_collator=collate,
+        compute_metrics=head_metrics,
+    )
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(config.output_dir))
+    metrics = trainer.evaluate()
+    if config.process_index == 0:
+        head = model.head.bfloat16() if config.head_dtype == "bfloat16" else model.head
+        head.save_pretrained(folder / "head")
+        print(", ".join(f"{k.removeprefix('eval_')} {v:.3f}" for k, v in metrics.items() if "acc" in k))
+        print(f"head written to {folder / 'head'}")
+
+
+@torch.no_grad()
+def start_from_output(head: Any, lm: LanguageModel, tokens: Sequence[int]) -> None:
+    """Let a fresh head guess these tokens (ascending), beginning with the model's own output layer for them."""
+    head.set_vocabulary(tokens)
+    for weight in head.output_weights:
+        weight.copy_(lm.model.get_output_embeddings().weight[list(tokens)].float().cpu())

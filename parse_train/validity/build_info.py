@@ -1,0 +1,56 @@
+"""What a folder written by `parse-data build` says about itself, so that training need not be told again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from parse_infer.models.fingerprint import fingerprint, same_weights
+
+
+@dataclass(frozen=True)
+class BuildInfo:
+    """The settings of a build that training goes by; empty for data from elsewhere."""
+
+    cut_policy: dict[str, Any] = field(default_factory=dict)
+    template_options: dict[str, Any] = field(default_factory=dict)
+    label: dict[str, Any] = field(default_factory=dict)
+    """How labels were made: rollouts, their temperature, the margin."""
+    target: dict[str, Any] = field(default_factory=dict)
+    """`describe_target` of the model whose rollouts gave the labels."""
+
+    def check_target(self, model: PreTrainedModel, data: str) -> None:
+        """Raise ValueError if the labels come from other weights than `model`'s."""
+        known = self.target.get("fingerprint")
+        if known and not same_weights(known, fingerprint(model)):
+            raise ValueError(
+                f"{data} was labelled by rollouts of {self.target.get('name')!r}, which is not the target "
+                f"{model.config._name_or_path!r}: name that target, or build data for this one"
+            )
+
+
+def read_build_info(source: str) -> BuildInfo:
+    """From the build.json in the folder `source`; empty where there is none.
+
+    Raises:
+        ValueError: a build.json that is damaged.
+    """
+    path = Path(source) / "build.json"
+    if not path.is_file():
+        return BuildInfo()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        config = content["config"]
+        label = {key: config[key] for key in ("rollouts", "rollout_temperature", "margin") if key in config}
+        return BuildInfo(
+            config.get("cut_policy") or {},
+            config.get("template_options") or {},
+            label,
+            content.get("models", {}).get("target", {}),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); build the data again") from error

@@ -1,0 +1,44 @@
+"""Batches for validity training: prompts with drafts, padded on the right, and what each probe may see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parse_train.validity.data import ValidityExample
+
+IGNORED = -100  # padding in `labels` and `cuts`, as transformers' Trainer expects it
+
+
+@dataclass(frozen=True)
+class ValidityCollator:
+    """Makes a batch of B examples; T is the longest of them in tokens, K the largest number of cuts.
+
+    input_ids  int64 [B, T]    prompt, draft, padding
+    visible    int64 [B, K]    tokens in front of each probe; 0 marks a probe that only pads
+    cuts       int64 [B, K]    the same counted from the start of the draft; -100 in padding
+    labels     int64 [B, K]    1 valid, 0 not valid, -100 padding
+    targets    float32 [B, K]  what the loss compares with, 0 in padding
+
+    Padding stands to the right of every visible token, so the causal pattern hides it and no mask is needed.
+    """
+
+    pad_id: int = 0
+
+    def __call__(self, examples: Sequence[ValidityExample]) -> dict[str, Tensor]:
+        size, longest, most = len(examples), max(e.length for e in examples), max(len(e.cuts) for e in examples)
+        input_ids = torch.full((size, longest), self.pad_id)
+        visible = torch.zeros(size, most, dtype=torch.long)
+        cuts, labels = (torch.full((size, most), IGNORED) for _ in range(2))
+        targets = torch.zeros(size, most)
+        for i, example in enumerate(examples):
+            k = len(example.cuts)
+            input_ids[i, : example.length] = torch.tensor(example.context_ids + example.draft_ids)
+            cuts[i, :k] = torch.tensor(example.cuts)
+            visible[i, :k] = cuts[i, :k] + len(example.context_ids)
+            labels[i, :k] = torch.tensor(example.labels, dtype=torch.long)
+            targets[i, :k] = torch.tensor(example.targets)
+        return {"input_ids": input_ids, "visible": visible, "cuts": cuts, "labels": labels, "targets": targets}

@@ -1,0 +1,166 @@
+"""Labelled drafts as token ids of the target, in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from data_tools.labels.rows import LabelledDraft, load_rows, split_by_problem
+from parse_infer.models.prompts import render_prompt
+from parse_train.validity.config import ValidityTrainingConfig
+
+
+@dataclass(frozen=True)
+class ValidityExample:
+    """Token ids of one labelled draft. `cuts` are token offsets in the draft; `targets` lie in 0..1."""
+
+    context_ids: list[int]
+    draft_ids: list[int]
+    cuts: list[int]
+    labels: list[bool]
+    targets: list[float]
+    temperature: float | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.context_ids) + len(self.draft_ids)
+
+
+class ValidityDataset(Dataset[ValidityExample]):
+    """Examples in memory. `lengths` (tokens of prompt and draft) serve length grouping."""
+
+    def __init__(self, examples: Sequence[ValidityExample]) -> None:
+        self.examples = list(examples)
+        self.lengths = [example.length for example in self.examples]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> ValidityExample:
+        return self.examples[index]
+
+
+class Encoder:
+    """Turns checked rows into token ids of the target.
+
+    Rows of a build bring their own tokens. Segments of other sets are tokenised one by one, so that each cut is
+    exact; `separator` follows a segment that has no line break of its own, except the last.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        *,
+        separator: str = "\n",
+        template_options: dict[str, Any] | None = None,
+        soft_labels: bool = False,
+    ) -> None:
+        self.tokenizer, self.vocab_size, self.separator = tokenizer, vocab_size, separator
+        self.template_options, self.soft_labels = template_options, soft_labels
+        self._contexts: dict[str, list[int]] = {}
+        self._compared = self._alike = 0
+
+    def __call__(self, row: LabelledDraft) -> ValidityExample | None:
+        """The example, or None for a row without any segment.
+
+        Raises:
+            ValueError: token ids that are not the target's.
+        """
+        if row.draft_ids is not None and row.cuts is not None:
+            ids, cuts, kept = row.draft_ids, row.cuts, list(range(len(row.cuts)))
+            self._check_tokens(row, ids)
+        else:
+            ids, cuts, kept = self._tokenise(row.completions)
+        if not cuts:
+            return None
+        hard = [row.labels[i] for i in kept]
+        values = [row.values[i] if self.soft_labels else None for i in kept]
+        targets = [float(label if value is None else value) for label, value in zip(hard, values, strict=True)]
+        return ValidityExample(self._context(row), ids, cuts, hard, targets, row.temperature)
+
+    def _check_tokens(self, row: LabelledDraft, ids: list[int]) -> None:
+        """Whether the tokens can be the target's: in its vocabulary, and (for the first rows) spelling the text."""
+        if ids and max(ids) >= self.vocab_size:
+            raise ValueError(
+                f"{row.where}: draft_ids has the token {max(ids)}, but the target's vocabulary has only "
+                f"{self.vocab_size}; the data was built for another target"
+            )
+        if self._compared < 20:
+            self._compared += 1
+            text = "".join("".join(row.completions).split())
+            spelt = (str(self.tokenizer.decode(ids, skip_special_tokens=skip)) for skip in (True, False))
+            self._alike += any("".join(s.split()) == text for s in spelt)
+            # A draft cut off inside a character is spelt differently; most are not.
+            if self._compared == 20 and self._alike < 10:
+                raise ValueError(
+                    f"{row.where}: in most rows so far, draft_ids spells another text than completions with the "
+                    "target's tokenizer; the data was built for another target"
+                )
+
+    def _tokenise(self, segments: Sequence[str]) -> tuple[list[int], list[int], list[int]]:
+        ids: list[int] = []
+        cuts: list[int] = []
+        kept: list[int] = []
+        for i, segment in enumerate(segments):
+            last = i + 1 == len(segments)
+            text = segment if last or segment.endswith("\n") else segment + self.separator
+            ids += self.tokenizer(text, add_special_tokens=False).input_ids
+            if len(ids) > (cuts[-1] if cuts else 0):  # an empty segment has no cut of its own
+                cuts.append(len(ids))
+                kept.append(i)
+        return ids, cuts, kept
+
+    def _context(self, row: LabelledDraft) -> list[int]:
+        key = row.prompt_key
+        if key not in self._contexts:  # several drafts share a prompt
+            try:
+                self._contexts[key] = render_prompt(self.tokenizer, row.prompt, template_options=self.template_options)
+            except ValueError as error:
+                raise ValueError(f"{row.where}: {error}") from error
+        return self._contexts[key]
+
+
+def load_datasets(
+    config: ValidityTrainingConfig, encoder: Encoder
+) -> tuple[ValidityDataset, ValidityDataset, dict[str, int]]:
+    """Training and evaluation drafts, and counts for the log. Evaluation drafts are sorted by length (longest first).
+
+    Raises:
+        ValueError, FileNotFoundError: see `load_rows`; or nothing is left after `max_length`.
+    """
+    rows = load_rows(config.data)
+    if config.eval_data is None:
+        train_rows, eval_rows = split_by_problem(rows, config.eval_share, config.seed)
+    else:
+        eval_rows = load_rows(config.eval_data)
+        held_out = {row.problem for row in eval_rows} | {row.prompt_key for row in eval_rows}
+        train_rows = [row for row in rows if not {row.problem, row.prompt_key} & held_out]
+    train, dropped = encode_rows(train_rows, encoder, config.max_length)
+    evaluation, dropped_eval = encode_rows(eval_rows, encoder, config.max_length)
+    for name, examples in (("to learn from", train), ("to evaluate on", evaluation)):
+        if not examples:
+            raise ValueError(
+                f"{config.data} leaves no draft {name}: {len(rows)} rows, {dropped + dropped_eval} of them empty or "
+                f"longer than max_length {config.max_length}, {len(rows) - len(train_rows)} of problems held out"
+            )
+    counts = {
+        "train_drafts": len(train),
+        "train_problems": len({row.problem for row in train_rows}),
+        "eval_drafts": len(evaluation),
+        "eval_problems": len({row.problem for row in eval_rows}),
+        "left_out": dropped + dropped_eval,
+    }
+    evaluation.sort(key=lambda example: -example.length)  # batches without much padding, and the largest first
+    return ValidityDataset(train), ValidityDataset(evaluation), counts
+
+
+def encode_rows(rows: Sequence[LabelledDraft], encoder: Encoder, max_length: int) -> tuple[list[ValidityExample], int]:
+    """Examples of at most `max_length` tokens, and how many rows were left out (too long, or without a segment)."""
+    encoded = [encoder(row) for row in rows]
+    examples = [example for example in encoded if example is not None and example.length <= max_length]
+    return examples, len(rows) - len(examples)

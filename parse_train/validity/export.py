@@ -1,0 +1,64 @@
+"""Write a trained adapter as the folder that `parse_infer` loads, with its figures and model card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from parse_infer.verify.trained_judge import ValidityAdapter, ValidityConfig
+from parse_train.validity.model import ValidityModel
+from parse_train.validity.threshold import RiskControl
+from parse_train.validity.trailing_lora import ADAPTER
+
+
+@dataclass(frozen=True)
+class AdapterFacts:
+    """What the exported folder says about the adapter beside its weights; fields as in `ValidityConfig`.
+
+    `target` must have been described before the target was wrapped.
+    """
+
+    target: dict[str, Any]
+    probe_text: str
+    verbalizer: tuple[str, str]
+    cut_policy: dict[str, Any]
+    label: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+
+def export_adapter(
+    folder: str | Path,
+    model: ValidityModel,
+    facts: AdapterFacts,
+    metrics: Mapping[str, float],
+    risk: RiskControl | None = None,
+    figures: Mapping[str, Figure] | None = None,
+) -> Path:
+    """Write the adapter folder (an adapter there already is replaced) and return it.
+
+    Args:
+        metrics: held-out figures for the model card.
+        risk: where the threshold comes from; without it, none is written.
+        figures: saved as NAME.png and shown in the model card.
+    """
+    config = ValidityConfig(
+        probe_ids=model.probe_ids,
+        token_rank=model.token_rank,
+        **asdict(facts),
+        threshold=None if risk is None else risk.threshold,
+        risk=None if risk is None else risk.to_dict(),
+        metrics={name: round(value, 5) for name, value in metrics.items()},
+    )
+    peft_config = model.peft_model.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
+    adapter = ValidityAdapter(config, model.exported_head(), None, peft_config, model.adapter_tensors())
+    written = adapter.save_pretrained(folder)
+    if figures:
+        for name, figure in figures.items():
+            figure.savefig(written / f"{name}.png", dpi=120)
+        with (written / "README.md").open("a", encoding="utf-8") as card:
+            card.write("\n## Figures\n\n" + "\n".join(f"![{name}]({name}.png)" for name in figures) + "\n")
+    return written

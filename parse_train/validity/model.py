@@ -1,0 +1,203 @@
+"""Target, activated LoRA and validity head as one module for training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+from transformers import DynamicCache, PreTrainedModel
+
+from parse_infer.models.attention import enable_split_attention, layer_masks, layer_windows
+from parse_infer.models.decoder import output_layer
+from parse_infer.verify.head import TokenDoubt, ValidityHead, surprise
+from parse_infer.verify.packing import probe_mask, probe_positions, readout_index
+from parse_train.validity.trailing_lora import attach_trailing_lora
+
+_NO_DOUBT = -1e4  # finite: the gradient of logcumsumexp has no answer for a row of -inf
+
+
+class ValidityModel(nn.Module):
+    """Scores prefixes of drafts; gradient reaches the adapter and the head only.
+
+    Prompt and draft run first, with the adapter off and without gradient, and leave keys and values in a cache: the
+    same ones the base target leaves at inference. Then the K·P probe tokens run with gradient against that cache.
+    With `backprop_context`, one packed pass carries gradient through every token instead; the adapter is off on prompt
+    and draft all the same, so the gradients are equal and only the cost differs.
+
+    The state dict holds adapter and head only: the target is frozen and identified by its name.
+
+    Args:
+        target: the target; wrapped in place.
+        probe_ids: the P tokens of a probe.
+        head: the read-out, as initialised.
+        lora_rank, lora_alpha, lora_dropout, lora_target_modules: the activated LoRA (peft).
+    """
+
+    accepts_loss_kwargs = True  # Trainer: the loss is normalised over all cuts of an optimiser step
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        probe_ids: Sequence[int],
+        head: ValidityHead,
+        *,
+        lora_rank: int = 16,
+        lora_alpha: int = 32,
+        lora_dropout: float = 0.0,
+        lora_target_modules: Sequence[str] = ("all-linear",),
+        backprop_context: bool = False,
+    ) -> None:
+        super().__init__()
+        enable_split_attention(target)
+        self.windows = layer_windows(target)
+        self.backbone_name = target.base_model_prefix
+        self._output_layer = output_layer(target)  # the adapter leaves it as it is
+        self.target, self._lora = attach_trailing_lora(
+            target,
+            probe_ids,
+            rank=lora_rank,
+            alpha=lora_alpha,
+            dropout=lora_dropout,
+            target_modules=lora_target_modules,
+        )
+        self.head = copy.deepcopy(head).to(target.device)
+        # DeepSpeed cannot broadcast a parameter without dimensions; `exported_head` gives the bias its shape back.
+        self.head.bias = nn.Parameter(head.bias.detach().reshape(1).to(target.device))
+        self.probe_ids = tuple(probe_ids)
+        self.backprop_context = backprop_context
+        self._register_state_dict_hook(_drop_frozen)
+        self.register_load_state_dict_post_hook(_forgive_frozen)
+
+    @property
+    def peft_model(self) -> PeftModel:
+        return self.target
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The target itself, with adapted layers inside; they add nothing unless told to."""
+        return cast(PreTrainedModel, self.target.get_base_model())
+
+    @property
+    def backbone(self) -> nn.Module:
+        return getattr(self.base, self.backbone_name)
+
+    def train(self, mode: bool = True) -> ValidityModel:
+        """Training mode for the adapter's dropout only: the frozen target computes what it computes at inference."""
+        super().train(mode)
+        self.target.eval()
+        for name, module in self.target.named_modules():
+            if "lora_dropout" in name:
+                module.train(mode)
+        return self
+
+    def forward(self, input_ids: Tensor, visible: Tensor, cuts: Tensor) -> dict[str, Tensor]:
+        """Logits of validity.
+
+        Args:
+            input_ids: int64 [B, T], prompt and draft, padded on the right.
+            visible: int64 [B, K], tokens in front of each probe; 0 for padding.
+            cuts: int64 [B, K], the same counted from the start of the draft.
+
+        Returns:
+            {"logits": float32 [B, K]}; arbitrary where `visible` is 0.
+        """
+        if self.backprop_context:
+            context, hidden = self._packed(input_ids, visible)
+        else:
+            context, cache = self._prefill(input_ids)
+            hidden = self._probe(cache, visible, self.probe_ids, adapter=True)
+        with torch.autocast(hidden.device.type, enabled=False):  # the read-out is float32 at inference too
+            tokens = self.head.tokens
+            doubt = None if tokens is None else self._doubt(tokens, context, input_ids, visible, cuts)
+            return {"logits": self.head(hidden, doubt)}
+
+    def _doubt(self, tokens: TokenDoubt, context: Tensor, input_ids: Tensor, visible: Tensor, cuts: Tensor) -> Tensor:
+        """Doubt [B, K] about each prefix, from the hidden states [B, T, H] of prompt and draft."""
+        start, end = (visible - cuts)[:, :1], visible.amax(dim=1, keepdim=True)  # the first cut is never padding
+        place = torch.arange(1, input_ids.shape[1], device=input_ids.device)
+        drafted = (place >= start) & (place < end)  # [B, T - 1]
+        before, ids = context[:, :-1][drafted], input_ids[:, 1:][drafted]
+        with torch.no_grad():
+            written = embedding(ids, cast(nn.Embedding, self.base.get_input_embeddings()).weight)
+            surprised = surprise(before, ids, self._output_layer).features
+        each = tokens(before, written, surprised)
+        doubt = each.new_full(drafted.shape, _NO_DOUBT).masked_scatter(drafted, each)  # of tokens 1 to T - 1
+        return TokenDoubt.of_prefixes(doubt, visible - 1) * (cuts > 0)
+
+    @torch.no_grad()
+    def judge(self, input_ids: Tensor, visible: Tensor, probe_ids: Sequence[int], head: nn.Module) -> Tensor:
+        """Logits [B, K] of the target alone with another probe and head: the zero-shot judge."""
+        hidden = self._probe(self._prefill(input_ids)[1], visible, probe_ids, adapter=False)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return head(hidden)
+
+    @torch.no_grad()
+    def context_hidden(self, input_ids: Tensor) -> Tensor:
+        """Final-norm hidden states [B, T, H] of the target alone."""
+        return self._prefill(input_ids)[0]
+
+    @torch.no_grad()
+    def _prefill(self, input_ids: Tensor) -> tuple[Tensor, DynamicCache]:
+        cache = DynamicCache()  # every layer keeps every token, as at inference: windows come from the masks
+        output = self.backbone(input_ids=input_ids, past_key_values=cache, use_cache=True)
+        return output.last_hidden_state, cache
+
+    def _probe(self, cache: DynamicCache, visible: Tensor, probe_ids: Sequence[int], adapter: bool) -> Tensor:
+        """Hidden states [B, K, H] at the last token of each probe; the probes follow what is in the cache."""
+        (b, k), p, n_keys = visible.shape, len(probe_ids), cache.get_seq_length()
+        with self._lora.on(k * p if adapter else 0):
+            output = self.backbone(
+                input_ids=torch.tensor(probe_ids, device=visible.device).repeat(b, k),
+                position_ids=probe_positions(visible, p),
+                attention_mask=layer_masks(self.windows, lambda window: probe_mask(visible, p, n_keys, window)),
+                past_key_values=cache,
+                use_cache=True,
+            )
+        return output.last_hidden_state[:, readout_index(k, p).to(visible.device)]
+
+    def _packed(self, input_ids: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+        """The same in one pass over prompt, draft and probes."""
+        (b, k), p, n_keys = visible.shape, len(self.probe_ids), input_ids.shape[1]
+        context = torch.arange(n_keys, device=input_ids.device).expand(b, -1)
+        probes = torch.tensor(self.probe_ids, device=visible.device).repeat(b, k)
+        with self._lora.on(k * p):
+            output = self.backbone(
+                input_ids=torch.cat([input_ids, probes], dim=1),
+                position_ids=torch.cat([context, probe_positions(visible, p)], dim=1),
+                attention_mask=layer_masks(self.windows, lambda window: probe_mask(visible, p, n_keys, window)),
+                use_cache=False,
+            )
+        hidden = output.last_hidden_state
+        return hidden[:, :n_keys], hidden[:, n_keys + readout_index(k, p).to(visible.device)]
+
+    def exported_head(self) -> ValidityHead:
+        """The head as it is saved: on the CPU, in float32."""
+        state = {name: tensor.detach().float().cpu() for name, tensor in self.head.state_dict().items()}
+        head = ValidityHead(len(self.head.weight), self.token_rank)
+        head.load_state_dict(state | {"bias": state["bias"].reshape(())})
+        return head
+
+    @property
+    def token_rank(self) -> int:
+        return 0 if self.head.tokens is None else self.head.tokens.expected.out_features
+
+    def adapter_tensors(self) -> dict[str, Tensor]:
+        """The adapter's tensors under peft's own names, on the CPU in float32."""
+        state = get_peft_model_state_dict(self.target)
+        return {name: tensor.detach().float().cpu().contiguous() for name, tensor in state.items()}
+
+
+def _drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    kept = {prefix + name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for name in [name for name in state if name.startswith(prefix) and name not in kept]:
+        del state[name]
+
+
+def _forgive_frozen(module: nn.Module, incompatible: Any) -> None:
+    needed = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name in needed]

@@ -1,0 +1,210 @@
+"""The recipe `validity`: train adapter and head, choose the threshold, compare with baselines, export.
+
+`accelerate launch -m parse_train recipes/train.yaml`
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from transformers import set_seed
+
+from parse_infer.models.fingerprint import describe_target
+from parse_infer.models.loading import LanguageModel, load_language_model
+from parse_infer.verify.head import ValidityHead, verbalizer_ids
+from parse_infer.verify.segments import CutPolicy
+from parse_train import checkpoints, tracking
+from parse_train.validity.baselines import baseline_scores
+from parse_train.validity.build_info import read_build_info
+from parse_train.validity.collator import ValidityCollator
+from parse_train.validity.config import ValidityTrainingConfig
+from parse_train.validity.data import Encoder, ValidityDataset, load_datasets
+from parse_train.validity.export import AdapterFacts, export_adapter
+from parse_train.validity.figures import acceptance_figure, reliability_diagram
+from parse_train.validity.metrics import ScoredDrafts, headline_metrics, ranking_metrics
+from parse_train.validity.model import ValidityModel
+from parse_train.validity.threshold import RiskControl, choose_threshold
+from parse_train.validity.trainer import ValidityTrainer
+
+TRAINED = "trained head"
+
+
+def main(config: ValidityTrainingConfig) -> None:
+    """Run the recipe; every process of a distributed run calls it."""
+    set_seed(config.seed)
+    build = read_build_info(config.data)
+    config.cut_policy = config.cut_policy or build.cut_policy
+    config.template_options = config.template_options or build.template_options
+    lm = load_target(config)
+    build.check_target(lm.model, config.data)
+    train, evaluation, counts = load_datasets(config, encoder_for(config, lm))
+    served_drafts(config, evaluation)  # a wrong temperature is found now, not after the training
+    resume = checkpoints.checkpoint_to_resume(config, len(train))
+    facts = describe(config, lm, counts, build.label)
+    model = build_model(config, lm)
+    with config.main_process_first(local=False):  # the others wait until old checkpoints are gone
+        if config.process_index == 0:
+            checkpoints.begin(config, len(train))
+            print(", ".join(f"{name} {value}" for name, value in counts.items()))
+            print(f"resuming from {resume}" if resume else f"training on {config.device}")
+    tracking.start(config)
+    trainer = ValidityTrainer(model, config, train, evaluation, data_collator=ValidityCollator(pad_id(lm)))
+    trainer.train(resume_from_checkpoint=resume)
+    finish(config, lm, trainer, evaluation, facts)
+
+
+def load_target(config: ValidityTrainingConfig) -> LanguageModel:
+    """The target with its tokenizer, on this process's device, checked for what verification needs."""
+    return load_language_model(
+        config.target,
+        role="target",
+        device=config.device,
+        dtype=config.target_dtype,
+        template_options=config.template_options,
+    )
+
+
+def encoder_for(config: ValidityTrainingConfig, lm: LanguageModel) -> Encoder:
+    embeddings: Any = lm.model.get_input_embeddings()
+    return Encoder(
+        lm.tokenizer,
+        embeddings.num_embeddings,
+        separator=config.step_separator,
+        template_options=config.template_options,
+        soft_labels=config.soft_labels,
+    )
+
+
+def build_model(config: ValidityTrainingConfig, lm: LanguageModel) -> ValidityModel:
+    """Adapter (zero at first) and head (the zero-shot verbalizer's) around the target.
+
+    Raises:
+        ValueError: a probe without tokens, verbalizer words that begin alike, adapted layers that do not exist.
+    """
+    probe_ids = lm.tokenizer.encode(config.probe_text, add_special_tokens=False)
+    if not probe_ids:
+        raise ValueError(f"probe_text {config.probe_text!r} has no token")
+    words = (config.verbalizer_yes, config.verbalizer_no)
+    yes_id, no_id = verbalizer_ids(lm.tokenizer, config.probe_text, words)
+    head = ValidityHead.from_verbalizer(lm.model, yes_id, no_id, config.token_rank)
+    return ValidityModel(
+        lm.model,
+        probe_ids,
+        head,
+        lora_rank=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        lora_target_modules=config.lora_target_modules,
+        backprop_context=config.backprop_context,
+    )
+
+
+def pad_id(lm: LanguageModel) -> int:
+    """Any token will do, padding is never seen; one that exists in every model."""
+    return lm.tokenizer.pad_token_id or 0
+
+
+def describe(
+    config: ValidityTrainingConfig, lm: LanguageModel, counts: dict[str, int], label: dict[str, Any]
+) -> AdapterFacts:
+    """What the adapter folder will say; the target must not be wrapped yet."""
+    target = describe_target(lm.model)
+    if config.target.startswith("zoo:"):
+        target["name"] = config.target
+    settings = ("lora_rank", "lora_alpha", "token_rank", "learning_rate", "num_train_epochs", "seed")
+    provenance: dict[str, Any] = {"data": config.data, **counts, "template_options": config.template_options}
+    provenance |= {name: getattr(config, name) for name in settings}
+    provenance["parse_engine"] = importlib.metadata.version("parse-engine") if _installed() else "source"
+    label = {"kind": "soft" if config.soft_labels else "hard", **label, "class_weighting": config.class_weighting}
+    return AdapterFacts(
+        target,
+        config.probe_text,
+        (config.verbalizer_yes, config.verbalizer_no),
+        CutPolicy.from_dict(config.cut_policy).to_dict(),
+        label,
+        provenance,
+    )
+
+
+def served_drafts(config: ValidityTrainingConfig, evaluation: ValidityDataset) -> list[bool]:
+    """Which held-out drafts stand for those that will be served (`risk_temperature`).
+
+    Raises:
+        ValueError: none does.
+    """
+    wanted = config.risk_temperature
+    found = {example.temperature for example in evaluation.examples}
+    if wanted is not None and wanted not in found:
+        raise ValueError(
+            f"risk_temperature is {wanted:g}, but the held-out drafts were sampled at "
+            f"{', '.join(sorted(str(t) for t in found))}: choose one of these, or leave the key out"
+        )
+    return [wanted is None or example.temperature == wanted for example in evaluation.examples]
+
+
+def finish(
+    config: ValidityTrainingConfig,
+    lm: LanguageModel,
+    trainer: ValidityTrainer,
+    evaluation: ValidityDataset,
+    facts: AdapterFacts,
+) -> None:
+    """Evaluate on held-out problems, choose the threshold, compare with the baselines, export."""
+    drafts = {TRAINED: trainer.score(evaluation)}
+    if config.baselines:
+        drafts |= baseline_scores(trainer, lm, evaluation)
+    if config.process_index == 0:
+        served = drafts[TRAINED].select(served_drafts(config, evaluation))
+        risk = choose_threshold(served, config.risk_alpha, config.risk_delta)
+        metrics = headline_metrics(drafts[TRAINED], risk.threshold, config.risk_alpha)
+        for name, scored in drafts.items():
+            if name != TRAINED:
+                prefix = name.replace(" ", "_").replace("-", "_")
+                metrics |= {f"{prefix}_{k}": v for k, v in ranking_metrics(scored, config.risk_alpha).items()}
+        figures = {
+            "reliability": reliability_diagram(drafts[TRAINED]),
+            "acceptance": acceptance_figure(
+                drafts, config.risk_alpha, (risk.false_accept_rate, risk.acceptance_rate) if risk.accepts else None
+            ),
+        }
+        folder = export_adapter(str(config.adapter_dir), trainer.model, facts, metrics, risk, figures)
+        tracking.log_images({f"final/{name}": figure for name, figure in figures.items()}, trainer.state.global_step)
+        tracking.finish(metrics)
+        print(report(drafts, config.risk_alpha, risk))
+        print(f"adapter exported to {folder}")
+    trainer.accelerator.wait_for_everyone()
+    trainer.end()
+
+
+def report(drafts: dict[str, ScoredDrafts], alpha: float, risk: RiskControl) -> str:
+    """The table of all scores, and the chosen threshold in words."""
+    names = {
+        "auroc": "AUROC",
+        "auprc": "AUPRC",
+        "auprc_error": "AUPRC (errors)",
+        "best_first_error_f1": "first-error F1",
+        "acceptance_at_risk": f"acceptance at {alpha:.0%} false accepts",
+    }
+    lines = [f"{'held-out drafts':<34}" + "".join(f"{title:>{len(title) + 3}}" for title in names.values())]
+    for name, scored in drafts.items():
+        values = ranking_metrics(scored, alpha)
+        cells = (f"{values[k]:.3f}" if k in values else "-" for k in names)
+        lines.append(f"{name:<34}" + "".join(f"{c:>{len(t) + 3}}" for c, t in zip(cells, names.values(), strict=True)))
+    if risk.accepts:
+        lines.append(
+            f"threshold {risk.threshold:.4f}: on {risk.n_drafts} held-out drafts it accepts "
+            f"{risk.acceptance_rate:.1%} of the tokens, with false accepts in {risk.false_accept_rate:.1%} of the "
+            f"drafts; at most {risk.bound:.1%} at confidence {1 - risk.delta:g}"
+        )
+    else:
+        lines.append(f"WARNING: {risk.warning()}")
+    return "\n".join(lines)
+
+
+def _installed() -> bool:
+    try:
+        importlib.metadata.version("parse-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

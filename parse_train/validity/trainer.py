@@ -1,0 +1,138 @@
+"""transformers' Trainer for the validity head: the loss, batches of similar length, and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils.data import Sampler, SequentialSampler
+from transformers import EvalPrediction, Trainer
+from transformers.trainer_pt_utils import get_length_grouped_indices
+
+from parse_train import tracking
+from parse_train.validity.collator import IGNORED
+from parse_train.validity.config import ValidityTrainingConfig
+from parse_train.validity.data import ValidityDataset
+from parse_train.validity.metrics import ScoredDrafts, headline_metrics
+from parse_train.validity.model import ValidityModel
+
+
+class EpochLengthSampler(Sampler[int]):
+    """Random order in which neighbours have similar lengths; a function of seed and epoch alone.
+
+    A resumed run asks for the same epoch and skips what it has seen, so it goes on with the same batches. The epoch is
+    asked for when an epoch starts; accelerate does not pass it on to every sampler.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, epoch: Callable[[], int]) -> None:
+        self.lengths, self.batch_size, self.seed, self.epoch = list(lengths), batch_size, seed, epoch
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed * 100_003 + self.epoch())
+        order = get_length_grouped_indices(self.lengths, self.batch_size, generator=generator)
+        # Mega-batches run from long to short; shuffled batches keep the mixture of lengths even over time.
+        batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
+        shuffled = torch.randperm(len(batches) - 1, generator=generator).tolist() if len(batches) > 1 else []
+        for i in [*shuffled, len(batches) - 1]:  # the last batch may be smaller and stays last
+            yield from batches[i]
+
+
+class ValidityTrainer(Trainer):
+    """Binary cross-entropy over all cuts of all drafts in an optimiser step.
+
+    Evaluation returns logits, labels and cuts per draft, from which `metrics.headline_metrics` computes the figures;
+    checkpoints are transformers' own (adapter and head in model.safetensors).
+    """
+
+    args: ValidityTrainingConfig
+    model: ValidityModel
+
+    def __init__(
+        self,
+        model: ValidityModel,
+        args: ValidityTrainingConfig,
+        train_dataset: ValidityDataset,
+        eval_dataset: ValidityDataset,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            compute_metrics=self._metrics,
+            **kwargs,
+        )
+        self.class_weights = torch.ones(2)
+        if args.class_weighting == "balanced":
+            self.class_weights = balanced_weights([x for e in train_dataset.examples for x in e.labels])
+        self.last_evaluation: ScoredDrafts | None = None
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        if self.args.train_sampling_strategy != "group_by_length":
+            return super()._get_train_sampler(train_dataset)
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        size = self.args.train_batch_size * self.args.world_size
+        return EpochLengthSampler(dataset.lengths, size, seed, lambda: int(self.state.epoch or 0))
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
+        return SequentialSampler(eval_dataset)  # sorted by length already
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Mean weighted cross-entropy per cut; `num_items_in_batch` counts those of the whole optimiser step."""
+        outputs = model(inputs["input_ids"], inputs["visible"], inputs["cuts"])
+        labels = inputs["labels"]
+        real = labels != IGNORED
+        targets = inputs["targets"].float()
+        weights = self.class_weights.to(labels.device)
+        weight = (targets * weights[1] + (1 - targets) * weights[0]) * real
+        loss = binary_cross_entropy_with_logits(outputs["logits"].float(), targets, weight, reduction="sum")
+        if num_items_in_batch is None:
+            loss = loss / real.sum()
+        else:
+            loss = loss / num_items_in_batch
+            if self.args.average_tokens_across_devices:
+                loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
+        return (loss, outputs) if return_outputs else loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = super().evaluate(*args, **kwargs)
+        if self.is_world_process_zero() and self.last_evaluation is not None:
+            tracking.log_figures(self.last_evaluation, self.args.risk_alpha, self.state.global_step)
+        return metrics
+
+    def _metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        self.last_evaluation = ScoredDrafts.from_prediction(prediction.predictions, prediction.label_ids)
+        return headline_metrics(self.last_evaluation, alpha=self.args.risk_alpha)
+
+    def score(self, dataset: ValidityDataset) -> ScoredDrafts:
+        """Validities of every draft of `dataset`, in its order. Every process must call it; all get the result."""
+        prediction = self.predict(dataset)
+        return ScoredDrafts.from_prediction(prediction.predictions, prediction.label_ids)
+
+
+def balanced_weights(labels: Sequence[bool]) -> Tensor:
+    """Weights [not valid, valid] under which both classes weigh the same and the mean over `labels` is 1.
+
+    Raises:
+        ValueError: only one class is there.
+    """
+    counts = np.bincount(np.asarray(labels, dtype=int), minlength=2)
+    if counts.min() == 0:
+        only = "valid" if counts[1] else "not valid"
+        raise ValueError(f"class_weighting: balanced needs both classes, but every training prefix is {only}")
+    return torch.tensor(len(labels) / (2 * counts), dtype=torch.float32)

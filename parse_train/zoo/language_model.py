@@ -1,0 +1,242 @@
+"""Train the small language models that ship with the package (`recipes/zoo/*.yaml`).
+
+Worked answers of a task are packed into rows of fixed length, each attending to itself only; the loss counts answer
+tokens alone (questions are mostly names and numbers drawn at random). Data is streamed, never stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, cast
+
+import torch
+from torch.utils.data import IterableDataset
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+)
+
+from data_tools.tasks.drills import drill
+from data_tools.tasks.registry import load_task
+from parse_train.zoo.muon import MuonWithAdamW
+
+IGNORED = -100
+
+
+@dataclass
+class LanguageModelConfig(TrainingArguments):
+    """Fields on top of transformers' `TrainingArguments`; `per_device_train_batch_size` counts packed rows."""
+
+    tokenizer: str = field(default="", metadata={"help": "Tokenizer folder or Hugging Face id."})
+    model_config: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "Architecture: `model_type` and the fields of that model's configuration."},
+    )
+    task: str = field(default="gsm_symbolic", metadata={"help": "Task whose worked answers are learnt."})
+    task_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "Options of the task."})
+    initial_model: str | None = field(
+        default=None,
+        metadata={"help": "Start from these weights (folder or Hugging Face id) instead of random ones; same width."},
+    )
+    initial_layers: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Which layers of initial_model become this model's layers, in order; all of them by default. "
+            "A layer named again starts as one that changes nothing."
+        },
+    )
+    row_length: int = field(default=320, metadata={"help": "Tokens in a packed row."})
+    drill_share: float = field(
+        default=0.25, metadata={"help": "Share of arithmetic drills among the samples at the start."}
+    )
+    drill_until: float = field(
+        default=0.7, metadata={"help": "The share falls linearly to zero at this part of the training."}
+    )
+    drill_max_number: int = field(default=300, metadata={"help": "Largest number in a drill."})
+    torch_compile_backbone: bool = field(default=True, metadata={"help": "Compile the layers (not the output head)."})
+
+    def __post_init__(self) -> None:
+        # Without this, transformers refuses bf16 on a machine that has no accelerator.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        self.remove_unused_columns = False  # the collator needs `document`
+        super().__post_init__()
+        if not self.tokenizer:
+            raise ValueError(
+                "the recipe needs the key tokenizer: a folder made by recipes/zoo/tokenizer.yaml or a Hugging Face id"
+            )
+        if "model_type" not in self.model_config:
+            raise ValueError("the recipe's model_config needs model_type, for example llama")
+        if self.max_steps <= 0:
+            raise ValueError(
+                f"max_steps is {self.max_steps}; the data is an endless stream, so the recipe must say how many steps"
+            )
+
+
+class PackedSamples(IterableDataset):
+    """Endless stream of packed rows: `input_ids`, `labels`, `position_ids`, `document`, each LongTensor [row_length].
+
+    `document` numbers the samples of a row; padding has document -1.
+    """
+
+    def __init__(self, config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self.total_rows = config.max_steps * config.per_device_train_batch_size * config.gradient_accumulation_steps
+
+    def _samples(self, rng: Random, progress: list[float]) -> Iterator[tuple[list[int], list[int]]]:
+        c, tokenizer = self.config, self.tokenizer
+        task = load_task(c.task, **c.task_options)
+        for problem in task.problems("train", seed=c.seed):
+            while rng.random() < c.drill_share * max(0.0, 1 - progress[0] / c.drill_until):
+                ids = tokenizer(drill(rng, c.drill_max_number), add_special_tokens=False).input_ids + [
+                    tokenizer.eos_token_id
+                ]
+                yield ids, list(ids)
+            if problem.solution is None:
+                raise ValueError(
+                    f"task {c.task} has no worked answer for problem {problem.id}; a language model needs one"
+                )
+            messages = (
+                problem.prompt if isinstance(problem.prompt, list) else [{"role": "user", "content": problem.prompt}]
+            )
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            answer = tokenizer(problem.solution, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+            yield prompt + answer, [IGNORED] * len(prompt) + answer
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        length, progress, rows = self.config.row_length, [0.0], 0
+        samples = (s for s in self._samples(Random(self.config.seed), progress) if len(s[0]) <= length)
+        pool: list[tuple[list[int], list[int]]] = []
+        while True:
+            while len(pool) < 64:
+                pool.append(next(samples))
+            row: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": [], "document": []}
+            document = 0
+            while True:  # first fit: the oldest waiting sample that still has room
+                room = length - len(row["input_ids"])
+                fit = next((i for i, sample in enumerate(pool) if len(sample[0]) <= room), None)
+                if fit is None:
+                    break
+                ids, labels = pool.pop(fit)
+                row["input_ids"] += ids
+                # The first token of a sample must not be predicted from the sample before it.
+                row["labels"] += [IGNORED] + labels[1:]
+                row["position_ids"] += range(len(ids))
+                row["document"] += [document] * len(ids)
+                document += 1
+            pad = length - len(row["input_ids"])
+            fill = {"input_ids": self.tokenizer.pad_token_id, "labels": IGNORED, "position_ids": 0, "document": -1}
+            yield {key: torch.tensor(values + [fill[key]] * pad) for key, values in row.items()}
+            rows += 1
+            progress[0] = rows / self.total_rows
+
+
+def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Stack rows; the attention mask [B, 1, T, T] is causal within each document."""
+    batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    document = batch.pop("document")
+    length = document.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    batch["attention_mask"] = ((document[:, :, None] == document[:, None, :]) & causal)[:, None]
+    return batch
+
+
+class LanguageModelTrainer(Trainer):
+    """Trainer with Muon, a compiled backbone and logits at answer tokens only."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            model = cast(PreTrainedModel, self.model)
+            self.optimizer = MuonWithAdamW(
+                model, [model.get_output_embeddings().weight], self.args.learning_rate, self.args.weight_decay
+            )
+        return self.optimizer
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:  # type: ignore[override]
+        labels = inputs.pop("labels")[:, 1:]
+        core = self.accelerator.unwrap_model(model)
+        with torch.autocast(labels.device.type, torch.bfloat16, enabled=self.args.bf16):
+            hidden = core.model(**inputs, use_cache=False).last_hidden_state[:, :-1]
+            kept = labels != IGNORED
+            logits = core.lm_head(hidden[kept])
+        loss = torch.nn.functional.cross_entropy(logits.float(), labels[kept])
+        return (loss, None) if return_outputs else loss
+
+
+def main(config: LanguageModelConfig) -> None:
+    """Train from scratch (or resume from the last checkpoint in `output_dir`) and save model and tokenizer there."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+    torch.manual_seed(config.seed)
+    fields = dict(config.model_config)
+    architecture = AutoConfig.for_model(
+        fields.pop("model_type"),
+        vocab_size=len(tokenizer),
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **fields,
+    )
+    model = AutoModelForCausalLM.from_config(architecture)
+    if config.initial_model is not None:
+        start_from(model, config.initial_model, config.initial_layers)
+    if config.torch_compile_backbone:
+        model.model.compile()
+    trainer = LanguageModelTrainer(
+        model=model,
+        args=config,
+        train_dataset=PackedSamples(config, tokenizer),
+        data_collator=collate,
+        processing_class=tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(config.output_dir))
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    save_half(model, f"{config.output_dir}/final")
+    tokenizer.save_pretrained(f"{config.output_dir}/final")
+
+
+def save_half(model: PreTrainedModel, folder: str) -> None:
+    """Save bfloat16 weights (half the bytes to ship) under a configuration that loads them as float32."""
+    model.bfloat16().save_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
+    config.dtype = torch.float32
+    config.save_pretrained(folder)
+
+
+def start_from(model: PreTrainedModel, name: str, layers: list[int] | None) -> None:
+    """Copy embedding, norm, head and the chosen `layers` of the model called `name` into `model` (in place).
+
+    A shallow draft model that starts from layers of its target learns several times faster than from scratch. A layer
+    that `layers` names again is a copy whose output matrices are zero: the deeper model starts as the one it grew from
+    (LLaMA Pro, arXiv 2401.02415).
+
+    Raises:
+        ValueError: a layer that `name` does not have, or weights of another shape.
+    """
+    source = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    chosen = list(range(len(source.model.layers))) if layers is None else layers
+    if len(chosen) != len(model.model.layers) or not all(0 <= i < len(source.model.layers) for i in chosen):
+        raise ValueError(
+            f"initial_layers {chosen} do not fill {len(model.model.layers)} layers from the "
+            f"{len(source.model.layers)} of {name}; name one layer for each"
+        )
+    source.model.layers = torch.nn.ModuleList(deepcopy(source.model.layers[i]) for i in chosen)
+    for position, i in enumerate(chosen):
+        if i in chosen[:position]:
+            layer = source.model.layers[position]
+            torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+            torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    try:
+        model.load_state_dict(source.state_dict())
+    except RuntimeError as error:
+        raise ValueError(
+            f"the weights of {name} do not fit model_config: {str(error).splitlines()[-1].strip()}"
+        ) from error

@@ -1,0 +1,335 @@
+"""A build is complete, right, repeatable, and survives being killed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from data_tools.cli import main
+from data_tools.labels.build import Labeller, build
+from data_tools.labels.build_config import BuildConfig
+from data_tools.labels.card import write_card
+from data_tools.labels.progress import BuildProgress
+from data_tools.labels.shards import ShardWriter, shard_rows
+from data_tools.labels.summary import summarise
+from data_tools.recipe_parser import parse_recipe
+from data_tools.tasks.registry import load_task
+from parse_infer.models.loading import LanguageModel, load_language_model
+from tests.parse_infer.language_models import word_tokenizer
+
+Make = Callable[..., BuildConfig]
+
+
+def shards(folder: str | Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(Path(folder, "data").iterdir())}
+
+
+@pytest.fixture(scope="module")
+def target(pair: Path) -> LanguageModel:
+    return load_language_model(pair / "target", role="target")
+
+
+def test_rows_are_complete_and_their_values_right(make_config: Make, target: LanguageModel) -> None:
+    config = make_config()
+    summary = build(config)
+    rows = list(shard_rows(config.output_dir))
+    task = load_task(config.task, **config.task_options)
+    problems = {problem.id: problem for problem in task.problems("train", 0, config.limit)}
+    assert summary.rows == len(rows) > len(problems)
+    assert {row["problem_id"] for row in rows} == set(problems)
+    assert 0 < summary.valid < summary.prefixes
+    assert summary.measured > summary.rows - summary.unfinished  # not only last prefixes, which need no rollout
+
+    def value(problem_id: str, prefix: list[int]) -> float:
+        """One greedy rollout, decoded alone."""
+        problem = problems[problem_id]
+        target.decoder.seek(target.render(problem.prompt) + prefix)
+        answer = prefix + list(target.decoder.decode(config.max_rollout_tokens))
+        text = target.tokenizer.decode(answer, skip_special_tokens=True)
+        return float(answer[-1] in target.eos_ids and task.check(problem, text))
+
+    checked = 0
+    for row in rows:
+        ids, cuts = row["draft_ids"], row["cuts"]
+        text = target.tokenizer.decode(ids, skip_special_tokens=True)
+        assert "".join(row["completions"]) == text
+        assert len(row["completions"]) == len(row["labels"]) == len(row["values"]) == len(cuts)
+        assert cuts[-1] == len(ids) <= config.max_draft_tokens
+        assert row["finished"] == (ids[-1] == target.end_token)
+        right = row["finished"] and task.check(problems[row["problem_id"]], text)
+        assert row["draft_correct"] == right
+        assert not row["finished"] or (row["labels"][-1], row["values"][-1]) == (right, float(right))
+        assert row["target_value"] == value(row["problem_id"], [])
+        last_open = len(cuts) - row["finished"]
+        for k in range(last_open):
+            if row["values"][k] is not None:
+                assert row["values"][k] == value(row["problem_id"], ids[: cuts[k]])
+                assert row["labels"][k] == (row["values"][k] >= row["target_value"])
+                checked += 1
+    assert checked > 3
+
+
+def test_exhaustive_builds_measure_every_prefix(make_config: Make) -> None:
+    searched, exhaustive = make_config("a", limit=6), make_config("b", limit=6, exhaustive=True)
+    build(searched)
+    build(exhaustive)
+    for some, full in zip(shard_rows(searched.output_dir), shard_rows(exhaustive.output_dir), strict=True):
+        assert None not in full["values"]
+        assert full["draft_ids"] == some["draft_ids"]
+        assert all(s in (None, f) for s, f in zip(some["values"], full["values"], strict=True))
+
+
+def test_sampled_rollouts_are_shares_and_do_not_depend_on_batches(make_config: Make) -> None:
+    options = {"rollouts": 4, "rollout_temperature": 1.0, "margin": 0.25, "limit": 6}
+    one, other = make_config("a", **options), make_config("b", **options, batch_size=3, problems_per_group=2)
+    build(one)
+    build(other)
+    assert shards(one.output_dir) == shards(other.output_dir)
+    rows = list(shard_rows(one.output_dir))
+    assert {row["target_value"] * 4 % 1 for row in rows} == {0.0}
+    assert any(0 < value < 1 for row in rows for value in row["values"] if value is not None)
+    build_again = make_config("c", **options, seed=1)
+    build(build_again)
+    assert shards(one.output_dir) != shards(build_again.output_dir)
+
+
+def test_unsolved_problems_can_be_left_out(make_config: Make) -> None:
+    config = make_config(drop_unsolved=True)
+    summary = build(config)
+    assert summary.unsolved == 0 < summary.problems < config.limit
+    assert "| problems | 12 |" in Path(config.output_dir, "README.md").read_text()
+
+
+def test_messages_and_a_draft_with_another_tokenizer(
+    make_config: Make, target: LanguageModel, make_model: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    tokenizer: PreTrainedTokenizerFast = word_tokenizer()
+    model = make_model("llama", seed=4, vocab_size=300)
+    draft = LanguageModel("other", model, tokenizer)
+    draft.eos_ids = set(range(0, 300, 5))
+    problems = [{"prompt": [{"role": "user", "content": f"question {i}"}], "reference": "[a-z]"} for i in range(4)]
+    path = tmp_path / "messages.jsonl"
+    path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    config = make_config(task_options={"path": str(path), "check_with": "regex"}, temperatures=[1.0])
+    task = load_task(config.task, **config.task_options)
+    rows = [row for rows in Labeller(config, task, target, draft).label(list(task.problems("train"))) for row in rows]
+    assert any(row["finished"] for row in rows)
+    for row in rows:
+        text = "".join(row["completions"])
+        assert row["finished"] == (row["draft_ids"][-1] == target.end_token)
+        assert target.tokenizer.decode(row["draft_ids"], skip_special_tokens=True) == text
+        assert row["prompt"][0]["role"] == "user"
+
+
+_RUN = "import json, sys; from data_tools.labels.build import *; build(BuildConfig(**json.loads(sys.argv[1])))"
+
+
+def test_a_killed_build_continues_as_if_nothing_had_happened(make_config: Make) -> None:
+    whole, killed = make_config("whole", limit=14, problems_per_group=2), make_config("killed", limit=14)
+    killed.problems_per_group = 2
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    process = subprocess.Popen([sys.executable, "-c", _RUN, json.dumps(asdict(killed))], env=environment)
+    journal = Path(killed.output_dir, ".build", "journal")
+    try:
+        while process.poll() is None and not (journal.exists() and journal.read_bytes().count(b"\n") >= 3):
+            time.sleep(0.002)
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL
+    done = journal.read_bytes().count(b"\n")
+    assert 3 <= done < 14
+    # The worst moment: part of a row and part of a journal line have reached the disk.
+    for path, torn in (
+        (sorted(Path(killed.output_dir, "data").iterdir())[-1], b'{"prompt": "ab'),
+        (journal, b'{"n": 4'),
+    ):
+        with path.open("ab") as file:
+            file.write(torn)
+    build(killed)
+    build(whole)
+    assert shards(killed.output_dir) == shards(whole.output_dir)
+    assert journal.read_bytes() == Path(whole.output_dir, ".build", "journal").read_bytes()
+    assert Path(killed.output_dir, "README.md").read_text() == Path(whole.output_dir, "README.md").read_text()
+
+
+def test_a_finished_build_can_be_extended_but_not_changed(make_config: Make, pair: Path) -> None:
+    short, full = make_config("a", limit=5, problems_per_shard=4), make_config("b", limit=10, problems_per_shard=4)
+    build(short)
+    before = shards(short.output_dir)
+    build(short)
+    assert shards(short.output_dir) == before
+    short.limit = 10
+    build(short)
+    build(full)
+    assert shards(short.output_dir) == shards(full.output_dir)
+    assert list(shards(full.output_dir)) == [f"train-0000{i}.jsonl" for i in range(3)]
+
+    for change, message in (
+        ({"margin": 0.5}, "margin 0.0, not 0.5"),
+        ({"temperatures": [0.0]}, "temperatures"),
+        ({"cut_policy": {"kind": "tokens", "every": 4}}, "cut_policy"),
+        ({"limit": 9}, "more than the limit of 9"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(make_config("b", **{"limit": 10, "problems_per_shard": 4} | change))
+    assert shards(short.output_dir) == shards(full.output_dir)
+
+
+def test_other_weights_or_problems_behind_the_same_name_are_noticed(make_config: Make, pair: Path) -> None:
+    copy = Path(make_config().output_dir).parent / "copy"
+    shutil.copytree(pair, copy)
+    options = {"target": str(copy / "target"), "task_options": {"path": str(copy / "p.jsonl"), "check_with": "regex"}}
+    lines = (pair / "problems.jsonl").read_text().splitlines(keepends=True)[:4]
+    (copy / "p.jsonl").write_text("".join(lines))
+    build(make_config(**options, limit=2))
+    shutil.copytree(pair / "draft", copy / "target", dirs_exist_ok=True)
+    with pytest.raises(ValueError, match="other weights of the target model"):
+        build(make_config(**options, limit=4))
+    for old, new in (('"id": "p', '"id": "q'), ('"reference": "', '"reference": "x')):
+        (copy / "p.jsonl").write_text("".join(lines).replace(old, new))
+        with pytest.raises(ValueError, match="begun with other problems"):
+            build(make_config(**options, limit=4))
+
+
+def test_a_cut_anywhere_in_the_files_loses_only_unfinished_problems(tmp_path: Path) -> None:
+    def write(folder: Path, start: int = 0) -> None:
+        with ShardWriter(folder, "train", {"seed": 0}, {}, problems_per_shard=3) as writer:
+            assert writer.done == [f"p{i}" for i in range(len(writer.done))]
+            for i in range(len(writer.done), 7):
+                writer.append(f"p{i}", [{"text": f"é{i}", "row": row} for row in range(i % 3)])
+
+    write(tmp_path / "whole")
+    whole = shards(tmp_path / "whole")
+    journal = (tmp_path / "whole" / ".build" / "journal").read_bytes()
+    for cut in range(0, len(journal), 31):
+        folder = tmp_path / f"cut{cut}"
+        shutil.copytree(tmp_path / "whole", folder)
+        (folder / ".build" / "journal").write_bytes(journal[:cut])
+        write(folder)
+        assert shards(folder) == whole
+        assert (folder / ".build" / "journal").read_bytes() == journal
+
+    (tmp_path / "cut0" / ".build" / "journal").write_bytes(journal.replace(b"}", b"", 1))
+    with pytest.raises(ValueError, match="damaged after problem 0"):
+        write(tmp_path / "cut0")
+    shard = tmp_path / "cut31" / "data" / "train-00000.jsonl"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="shorter than when it was written"):
+        write(tmp_path / "cut31")
+
+
+def test_folders_in_use_or_of_others_are_left_alone(make_config: Make) -> None:
+    config = make_config()
+    folder = Path(config.output_dir)
+    (folder / ".build").mkdir(parents=True)
+    with FileLock(folder / ".build" / "lock"), pytest.raises(ValueError, match="another build is writing"):
+        build(config)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds other files"):
+        build(config)
+    with pytest.raises(ValueError, match="is a file"):
+        build(make_config("data/notes.txt"))
+
+
+def test_load_dataset_knows_the_columns(make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets")
+    config = make_config("labelled", split="validation")
+    rows: list[dict[str, Any]] = [
+        {"prompt": "p", "completions": ["a", "b"], "labels": [True, False], "values": [None, None]},
+        {"prompt": "p", "completions": ["a"], "labels": [True], "values": [0.5], "target_value": 1.0},
+    ]
+    for prompt in ("text", [{"role": "user", "content": "text"}]):
+        folder = tmp_path / type(prompt).__name__
+        with ShardWriter(folder, "validation", config.identity(), {}, problems_per_shard=1) as writer:
+            for i, row in enumerate(rows):
+                writer.append(str(i), [row | {"prompt": prompt, "problem_id": str(i)}])
+            write_card(folder, config, summarise(shard_rows(folder)), n_problems=2)
+        loaded = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))
+        assert list(loaded) == ["validation"]
+        data = loaded["validation"]
+        assert data["prompt"] == [prompt, prompt]
+        assert data["completions"] == [["a", "b"], ["a"]]
+        assert data["labels"] == [[True, False], [True]]
+        assert data["values"] == [[None, None], [0.5]]
+        assert data.features["values"].feature.dtype == "float64"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_rate_and_time_left_in_80_columns(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_tools.labels.progress.LINE_EVERY", 0.0)
+    stream = io.StringIO()
+    console = Console(file=stream, width=80, force_terminal=terminal, color_system=None)
+    with BuildProgress("data", total=2000, done=1500, console=console) as progress:
+        progress.rollouts(7)
+        for _ in range(3):
+            time.sleep(0.01)
+            progress.advance(rows=2)
+    text = stream.getvalue()
+    assert "1500 of 2000 problems are done" in text
+    last = [line for line in re.split("[\r\n]", text) if "1503/2000" in line][-1]
+    assert "rows/s" in last and "rollouts/s" in last and "left" in last and "…" not in last
+
+
+@pytest.mark.parametrize(("name", "target"), [("data.yaml", "zoo:target"), ("real/data.yaml", "Qwen/Qwen3-8B")])
+def test_the_recipes_of_the_project_are_read(name: str, target: str) -> None:
+    recipe = Path(__file__).parents[3] / "recipes" / name
+    overrides = ["--limit", "7", "--temperatures", "0.5", "1", "--exhaustive"]
+    (config,) = parse_recipe(recipe, overrides, [BuildConfig], "parse-data build")
+    assert (config.target, config.limit, config.temperatures, config.exhaustive) == (target, 7, [0.5, 1.0], True)
+    assert config.policy.kind == "step"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("lables: 3", [], "unknown key lables; did you mean"),
+        ("seed: 3", ["--drop_unsolvd"], "command line: unknown key drop_unsolvd; did you mean drop_unsolved?"),
+        ("seed: three", [], "invalid int value: 'three'"),
+        ("seed: [1, 2]", [], "it takes one value"),
+        ("temperatures: [0.5, hot]", [], "invalid float value: 'hot'"),
+        ("split: tain", [], "choose one of train, validation, test"),
+        ("seed: 3", [], "the recipe needs the key output_dir"),
+        ("- seed", [], "must be a YAML mapping"),
+        ("seed: [", [], "is not valid YAML in line"),
+        ("limit: 0", ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm8k"], "limit is 0"),
+        ("rollouts: 3", ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm8k"], "temperature 0"),
+        ("margin: .nan", ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm8k"], "margin is nan"),
+        ("{}", ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm9k"], "did you mean 'gsm8k'"),
+        ("{}", ["--output_dir", "x", "--target", "zoo:tagret", "--draft", "d", "--task", "gsm8k", "--limit", "1"], ""),
+    ],
+)
+def test_mistakes_are_one_sentence_and_exit_code_2(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    overrides: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("gsm.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n')
+    Path("recipe.yaml").write_text(text + "\n")
+    if "zoo:tagret" in overrides:
+        overrides, message = [*overrides, "--task_options", "path: gsm.jsonl"], "did you mean 'zoo:target'?"
+    assert main(["build", "recipe.yaml", *overrides]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and message in error
+    assert main(["build"]) == main(["build", "nowhere.yaml"]) == main(["build", "--seed", "1"]) == 2
+    assert main(["build", "--help"]) == main([]) == 0

@@ -1,0 +1,112 @@
+"""Tasks give reproducible, disjoint problems and check answers the way a reader would."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from data_tools.tasks.checkers import read_number, same_number
+from data_tools.tasks.registry import load_task
+from data_tools.tasks.task import Problem
+
+
+def problem(reference: str) -> Problem:
+    return Problem("p", "question", reference)
+
+
+@pytest.mark.parametrize(
+    ("reference", "completion", "right"),
+    [
+        ("1072", "#### 1,072", True),
+        ("1072", "so it is $1,072.00.\n#### $1,072.00", True),
+        ("25", "#### 25%", True),
+        ("0.5", "#### 1/2", True),
+        ("12", "#### 12.0 apples", True),
+        ("-3", "#### -3", True),
+        ("3", "#### -3", False),
+        ("12", "12 apples\n#### 13", False),
+        ("18", "The answer is 18.", True),
+        ("18", "\\boxed{18}", True),
+        ("18", "no number here", False),
+        ("10", "We saw 10 first, then 7.\n#### 7", False),
+    ],
+)
+def test_numeric_checking_sees_through_notation(reference, completion, right):
+    assert same_number(reference, completion) is right
+
+
+def test_read_number_takes_the_last_one():
+    assert read_number("12 + 5 = 17") == 17
+    assert read_number("none") is None
+    assert read_number("1/0") is None
+
+
+def test_gsm_symbolic_is_reproducible_and_its_splits_share_no_problem():
+    task = load_task("gsm_symbolic")
+    first = list(task.problems("test", seed=7, limit=60))
+    assert [p.id for p in first] == [p.id for p in task.problems("test", seed=7, limit=60)]
+    keys = {
+        split: {p.metadata["key"] for seed in (0, 1) for p in task.problems(split, seed, 150)}
+        for split in ("train", "validation", "test")
+    }
+    for a, b in itertools.combinations(keys, 2):
+        assert not keys[a] & keys[b], f"{a} and {b} share problems"
+    assert [p.id for p in first] != [p.id for p in task.problems("test", seed=8, limit=60)]
+
+
+def test_gsm_symbolic_needs_the_answer_line():
+    task = load_task("gsm_symbolic")
+    assert task.check(problem("12"), "#### 12")
+    assert not task.check(problem("12"), "it could be 12")
+
+
+def test_gsm8k_reads_the_original_format(tmp_path):
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text(json.dumps({"question": "How many?", "answer": "5 - 2 = <<5-2=3>>3 left.\n#### 3"}) + "\n")
+    task = load_task("gsm8k", path=str(path))
+    (only,) = task.problems("test")
+    assert only.reference == "3" and "<<" not in only.solution
+    assert task.check(only, "There are 3 left.\n#### 3.00")
+
+
+def test_jsonl_checks(tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text(
+        '{"prompt": "Say yes.", "reference": "^yes$"}\n\n{"prompt": "Say no.", "reference": "no", "id": "n"}\n'
+    )
+    task = load_task("jsonl", path=str(path), check_with="regex")
+    found = {p.prompt: p for p in task.problems("test")}
+    assert found["Say no."].id == "n"
+    assert task.check(found["Say yes."], "yes") and not task.check(found["Say yes."], "oh yes")
+    assert load_task("jsonl", path=str(path), check_with="exact").check(found["Say no."], " no\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a", "reference": "1"}\n{"prompt": ', "line 2: not complete JSON"),
+        ('{"prompt": "a"}\n', "line 1: no key 'reference'"),
+        ('{"prompt": "", "reference": "1"}\n', "line 1: the prompt is empty"),
+        ("[1]\n", "line 1: a row must be a JSON object, not '.1.'"),
+    ],
+)
+def test_a_malformed_row_is_named_by_its_line(tmp_path, text, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        list(load_task("jsonl", path=str(path)).problems("test"))
+
+
+def test_mistakes_name_the_way_out(tmp_path):
+    with pytest.raises(ValueError, match="did you mean 'gsm_symbolic'"):
+        load_task("gsm_symbolc")
+    with pytest.raises(ValueError, match="did you mean 'max_number'"):
+        load_task("gsm_symbolic", max_numbers=3)
+    with pytest.raises(ValueError, match="numeric"):
+        load_task("jsonl", path="x", check_with="fuzzy")
+    with pytest.raises(FileNotFoundError, match=r"no file .*gone\.jsonl"):
+        list(load_task("jsonl", path=str(tmp_path / "gone.jsonl")).problems("test"))
+    with pytest.raises(ValueError, match="unknown split"):
+        next(iter(load_task("gsm_symbolic").problems("dev")))

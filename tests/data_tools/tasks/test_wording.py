@@ -1,0 +1,99 @@
+"""Wording changes how a worked answer reads and never what it says."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from random import Random
+
+import pytest
+
+from data_tools.tasks.drills import equation
+from data_tools.tasks.registry import load_task
+from data_tools.tasks.wording import NUMBER, evaluate, numbers, read_steps, reduction, write
+
+QUESTION = (
+    "A hall has 5 rows of 12 seats and 7 more seats at the side. 9 people come for each seat. How many people come?"
+)
+SOLUTION = (
+    "There are 5 * 12 = 60 seats in rows.\nIn total there are 60 + 7 = 67 seats.\n"
+    "So 67 x 9 = 603 people come.\n#### 603"
+)
+
+
+def equations(text: str) -> list[str]:
+    """Every `a op b … = c` of a worked answer, with words turned back into signs."""
+    for word, sign in (("plus", "+"), ("minus", "-"), ("times", "*"), ("divided by", "/"), (" x ", " * ")):
+        text = text.replace(word, sign)
+    return re.findall(r"[\d.]+(?: [-+*/=] [\d.]+)+", text)
+
+
+def holds(chain: str) -> bool:
+    values = []
+    for side in chain.split(" = "):
+        parts = side.rstrip(".").split(" ")
+        values.append(evaluate([Fraction(p) for p in parts[::2]], parts[1::2]))
+    return len(set(values)) == 1
+
+
+def test_every_wording_states_true_equations_and_the_same_answer():
+    steps = read_steps(SOLUTION, QUESTION, "603")
+    assert [str(step.value) for step in steps] == ["60", "67", "603"]
+    wordings = {write(steps, "603", Random(seed)) for seed in range(50)}
+    assert len(wordings) > 40, "wordings hardly vary"
+    for text in wordings:
+        assert text.endswith("\n#### 603")
+        found = equations(text)
+        assert len(found) == 3, text
+        assert all(holds(chain) for chain in found), text
+
+
+@pytest.mark.parametrize(
+    ("solution", "why"),
+    [
+        (SOLUTION.replace("67 seats", "68 seats"), "an equation is false"),
+        (SOLUTION.replace("5 * 12 = 60", "15 * 4 = 60"), "15 is not in the question"),
+        (SOLUTION.replace("67 x 9 = 603", "67 + 9 = 76"), "the last equation is not the answer"),
+        ("No equation at all.\n#### 603", "nothing to word"),
+        (SOLUTION.replace("5 * 12 = 60", "60 = 60"), "an equation without an operation"),
+    ],
+)
+def test_a_solution_that_cannot_be_trusted_is_refused(solution, why):
+    assert read_steps(solution, QUESTION, "603") is None, why
+
+
+def test_chains_are_worked_out_one_operation_at_a_time():
+    steps = read_steps("It is 5 + 2 * 14 = 33.\n#### 33", "5 and 2 and 14", "33")
+    chain = reduction(steps[0], Random(0), None)
+    assert [len(operators) for _, operators in chain] == [2, 1]
+    assert all(evaluate(*row) == 33 for row in chain)
+
+
+def test_a_bound_on_numbers_holds_for_every_intermediate_value():
+    steps = read_steps(SOLUTION, QUESTION, "603")
+    assert write(steps, "603", Random(0), limit=300) is None
+    assert write(steps, "603", Random(0), limit=603) is not None
+
+
+def test_generated_worked_answers_hold_and_stay_within_the_bound():
+    task = load_task("gsm_symbolic", max_number=300)
+    for problem in task.problems("train", seed=3, limit=300):
+        assert task.check(problem, problem.solution), problem
+        assert all(value <= 300 for value in numbers(problem.prompt + problem.solution)), problem
+        for chain in equations(problem.solution):
+            assert holds(chain), (chain, problem.solution)
+
+
+def test_drills_are_true():
+    rng = Random(0)
+    for _ in range(500):
+        text = equation(rng, 300)
+        assert all(Fraction(n) <= 300 for n in NUMBER.findall(text)), text
+        assert equations(text) == [
+            text.replace("plus", "+")
+            .replace("minus", "-")
+            .replace("times", "*")
+            .replace("divided by", "/")
+            .replace(" x ", " * ")
+        ]
+        assert holds(equations(text)[0]), text

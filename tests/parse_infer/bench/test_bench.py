@@ -1,0 +1,246 @@
+"""The benchmark: statistics, what each mode computes, and a whole run that stops and goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from parse_infer.bench.modes import MODES, Mode, check_modes, make_modes, read_draft, timed
+from parse_infer.bench.records import Record, RecordStore
+from parse_infer.bench.report import summarise
+from parse_infer.bench.run import BenchSettings, run_bench, schedule
+from parse_infer.bench.statistics import difference_interval, rate_ratio_interval, wilson_interval
+from parse_infer.engine import ParseEngine
+from parse_infer.models.loading import LanguageModel
+
+KEYS = {
+    *("accuracy", "accuracy_ci", "accuracy_diff", "accuracy_diff_ci", "tokens_per_s", "speedup", "speedup_ci"),
+    *("acceptance_rate", "target_forwards", "limit_share"),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    id: str
+    prompt: str
+    reference: str = ""
+
+
+PROBLEMS = [Problem(f"p{i}", f"What is {i} and {i}?") for i in range(4)]
+BUDGET = 12
+ALL_MODES = (*MODES, "target+lookup", "target+draft", "parse+lookup", "parse+draft")
+
+
+@pytest.fixture
+def engine(
+    make_model: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast, random_adapter
+) -> ParseEngine:
+    target, draft = make_model("llama", seed=0), make_model("llama", seed=5)
+    return ParseEngine(
+        LanguageModel("tiny-target", target, tokenizer),
+        LanguageModel("tiny-draft", draft, tokenizer),
+        random_adapter(target),
+    )
+
+
+def outputs(engine: ParseEngine, names: tuple[str, ...], **settings) -> dict[str, list[list[int]]]:
+    modes = make_modes(engine, names, max_new_tokens=BUDGET, **settings)
+    return {m.name: [timed(engine, m, p.prompt)[0].token_ids for p in PROBLEMS] for m in modes}
+
+
+def test_wilson_interval_has_width_at_the_ends_and_holds_the_share():
+    low, high = wilson_interval(300, 300)
+    assert 0.98 < low < 1 and high == pytest.approx(1)
+    low, high = wilson_interval(81, 263)  # Newcombe 1998, table II: 0.2553 to 0.3662
+    assert (round(low, 4), round(high, 4)) == (0.2553, 0.3662)
+    with pytest.raises(ValueError, match="3 of 2"):
+        wilson_interval(3, 2)
+
+
+def test_bootstrap_is_paired_and_repeatable():
+    generator = np.random.default_rng(0)
+    seconds = generator.uniform(1, 100, 60)  # problems differ much more than modes do
+    tokens = np.full(60, 50.0)
+    low, high = rate_ratio_interval(tokens, seconds / 2, tokens, seconds)
+    assert low == pytest.approx(2) and high == pytest.approx(2)
+    right, other = generator.random(60) < 0.9, generator.random(60) < 0.8
+    assert difference_interval(right, right) == (0, 0)
+    interval = difference_interval(right, other, seed=3)
+    assert interval == difference_interval(right, other, seed=3)
+    assert interval[0] < right.mean() - other.mean() < interval[1]
+
+
+def test_every_mode_comes_first_equally_often_and_the_sweep_stays_within_its_limit():
+    modes = [Mode(name, lambda prompt: None) for name in ("target", "parse", "parse@0.5")]
+    runs = list(schedule(PROBLEMS, modes, 3, 2))
+    assert len(runs) == 2 * (3 * 3 + 2)
+    first = [next(m.name for p, m, r in runs if p is problem and r == 0) for problem in PROBLEMS[:3]]
+    assert sorted(first) == ["parse", "parse@0.5", "target"]
+    assert not any(p is PROBLEMS[3] and "@" in m.name for p, m, r in runs)
+
+
+def test_lossless_modes_write_what_the_target_writes(engine):
+    wanted = outputs(engine, ("target",))["target"]
+    found = outputs(engine, ("parse", "sequential", "assisted", "transformers"), threshold=1.1)
+    assert found == dict.fromkeys(found, wanted)
+
+
+def test_a_threshold_of_zero_keeps_the_whole_draft(engine):
+    found = outputs(engine, ("draft", "parse", "sequential"), threshold=0.0)
+    assert found["draft"] == found["parse"] == found["sequential"]
+
+
+def test_sequential_verification_reads_each_segment_once(engine):
+    mode = make_modes(engine, ("sequential",), max_new_tokens=BUDGET, threshold=0.0)[0]
+    stats = timed(engine, mode, PROBLEMS[0].prompt)[0].stats
+    assert stats.rounds == stats.verification_passes == stats.target_forwards == BUDGET // 4  # cut every 4 tokens
+    assert stats.acceptance_rate == 1
+
+
+def test_assisted_generation_is_counted(engine):
+    mode = make_modes(engine, ("assisted",), max_new_tokens=BUDGET)[0]
+    stats = timed(engine, mode, PROBLEMS[0].prompt)[0].stats
+    assert 0 < stats.target_forwards <= BUDGET and stats.draft_forwards > 0
+    assert stats.accepted_tokens == BUDGET - stats.target_forwards
+
+
+def test_token_exact_share_is_that_of_the_target(engine):
+    own = engine.generate_target(PROBLEMS[0].prompt, max_new_tokens=BUDGET).token_ids
+    assert read_draft(engine, PROBLEMS[0].prompt, own)[1] == BUDGET
+    other = [*own[:5], (own[5] + 1) % 256, *own[6:]]
+    seconds, exact = read_draft(engine, PROBLEMS[0].prompt, other)
+    assert seconds > 0 and exact == 5
+
+
+def test_no_mode_starts_from_another_ones_cache(engine):
+    target, parse = make_modes(engine, ("target", "parse"), max_new_tokens=BUDGET, threshold=1.1)
+    timed(engine, parse, PROBLEMS[0].prompt)
+    generation, _ = timed(engine, target, PROBLEMS[0].prompt)
+    assert generation.stats.target_forwards == BUDGET  # the prompt is read again
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [(["parze"], "unknown mode 'parze'; did you mean 'parse'"), ([" "], "no mode to run; modes: target")]
+    + [([name], "unknown mode") for name in ("draft+lookup", "parse+", "target+lookup+lookup", "parse+a+b+c")],
+)
+def test_unknown_modes_are_named(names, message):
+    with pytest.raises(ValueError, match=message):
+        check_modes(names)
+
+
+def test_a_mode_without_its_part_is_refused(engine):
+    alone = ParseEngine(engine.target)
+    with pytest.raises(ValueError, match="mode 'parse' needs a draft model"):
+        make_modes(alone, ("target", "parse"))
+    with pytest.raises(ValueError, match="mode 'sequential' needs an adapter"):
+        make_modes(ParseEngine(engine.target, engine.draft), ("sequential",))
+
+
+def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_path: Path):
+    settings = BenchSettings(ALL_MODES, 6, thresholds=(0.5,), sweep_limit=1, repeats=2)
+    calls = 0
+
+    def check(problem: Problem, text: str) -> bool:
+        nonlocal calls
+        calls += 1
+        if calls == 20:
+            raise KeyboardInterrupt
+        return len(text) % 2 == 0
+
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(engine, PROBLEMS[:2], check, tmp_path, settings)
+    assert not (tmp_path / "results.json").exists()
+    before = (tmp_path / "records.jsonl").read_text()
+    assert before.count("\n") == 19
+    (tmp_path / "records.jsonl").write_text(before + '{"problem_id": "p0", "mo')  # cut off while writing
+
+    results = run_bench(engine, PROBLEMS[:2], check, tmp_path, settings)
+    assert (tmp_path / "records.jsonl").read_text().startswith(before)
+    rows = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    keys = {(r["problem_id"], r["mode"], r["repeat"]) for r in rows}
+    assert len(keys) == len(rows) == 2 * (2 * len(ALL_MODES) + 1 * 2)
+    assert calls == len(rows) + 1
+
+    assert json.loads((tmp_path / "results.json").read_text()) == json.loads(json.dumps(results))
+    assert list(results["modes"]) == list(ALL_MODES)
+    assert all(KEYS <= set(figures) for figures in results["modes"].values())
+    assert results["modes"]["target"]["speedup"] == 1 and results["modes"]["target"]["accuracy_diff"] == 0
+    for lossless in ("assisted", "target+lookup", "target+draft"):
+        assert results["modes"][lossless]["accuracy_diff_ci"] == (0, 0), lossless
+    for name in ("lookup", "draft"):  # what is guessed changes no answer of PARSE either
+        texts = {mode: [r["text"] for r in rows if r["mode"] == mode] for mode in ("parse", f"parse+{name}")}
+        assert texts["parse"] == texts[f"parse+{name}"]
+    assert results["modes"]["target+draft"]["drafter_forwards"] > 0
+    assert 0 <= results["acceptance"]["token_exact"] <= 1
+    assert results["sweep"]["problems"] == 1 and len(results["sweep"]["points"]) == 2
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert "| parse |" in (tmp_path / "results.md").read_text()
+    assert not list(tmp_path.glob(".*"))
+
+    size = (tmp_path / "records.jsonl").stat().st_size
+    run_bench(engine, PROBLEMS[:2], check, tmp_path, settings)
+    assert (tmp_path / "records.jsonl").stat().st_size == size
+    with pytest.raises(ValueError, match=r"holds a benchmark with max_new_tokens 6 and this one has 13"):
+        run_bench(engine, PROBLEMS[:2], check, tmp_path, BenchSettings(ALL_MODES, 13, repeats=2))
+    with pytest.raises(ValueError, match="digest|problems"):
+        run_bench(engine, PROBLEMS[1:3], check, tmp_path, settings)
+
+
+def test_modes_without_target_or_draft_leave_their_comparisons_open(engine, tmp_path: Path):
+    settings = BenchSettings(("parse",), BUDGET, thresholds=())
+    results = run_bench(engine, PROBLEMS[:2], lambda p, text: True, tmp_path, settings)
+    figures = results["modes"]["parse"]
+    assert figures["speedup"] is None and figures["accuracy_diff"] is None and figures["limit_share"] is None
+    assert figures["accuracy"] == 1 and (tmp_path / "figure.png").exists()
+
+
+def test_problems_must_be_there_and_differ(engine, tmp_path: Path):
+    with pytest.raises(ValueError, match="no problems"):
+        run_bench(engine, [], lambda p, t: True, tmp_path)
+    with pytest.raises(ValueError, match="2 problems have the id 'p0'"):
+        run_bench(engine, [PROBLEMS[0], PROBLEMS[0]], lambda p, t: True, tmp_path)
+
+
+def test_settings_out_of_range_are_refused():
+    with pytest.raises(ValueError, match="threshold must be a finite number"):
+        BenchSettings(thresholds=(0.5, -1.0))
+    with pytest.raises(ValueError, match="repeats is 0"):
+        BenchSettings(repeats=0)
+
+
+def record(problem: str, mode: str, seconds: float, tokens: int, correct: bool = True, **more) -> Record:
+    return Record(problem, mode, more.pop("repeat", 0), correct, seconds, tokens, "", "eos", 1, **more)
+
+
+def test_speedup_is_the_ratio_of_rates_and_time_speedup_that_of_times():
+    records = [record("a", "target", 2.0, 100), record("a", "parse", 1.0, 40, draft_tokens=50, accepted_tokens=40)]
+    records += [record("a", "draft", 0.5, 50, False, prefill_s=0.3, token_exact_tokens=10)]
+    results = summarise(records, ["a"], {"modes": ["target", "draft", "parse"]})
+    parse = results["modes"]["parse"]
+    assert parse["speedup"] == pytest.approx(0.8) and parse["time_speedup"] == 2
+    assert results["limit"]["tokens_per_s"] == 62.5 and parse["limit_share"] == pytest.approx(0.64)
+    assert results["acceptance"] == {"semantic": 0.8, "token_exact": 0.2}
+    assert results["modes"]["draft"]["accuracy_diff"] == -1
+
+
+def test_the_median_of_repeats_counts():
+    records = [record("a", "target", s, 10, repeat=i) for i, s in enumerate((1.0, 9.0, 2.0))]
+    assert summarise(records, ["a"], {})["modes"]["target"]["tokens_per_s"] == 5
+
+
+def test_a_damaged_record_is_named_with_its_line(tmp_path: Path):
+    store = RecordStore(tmp_path, {"seed": 0})
+    store.append(record("a", "target", 1.0, 10))
+    with (tmp_path / "records.jsonl").open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(ValueError, match="records.jsonl, line 2 is damaged"):
+        RecordStore(tmp_path, {"seed": 0})
+    with pytest.raises(ValueError, match="seed 0 and this one has 1"):
+        RecordStore(tmp_path, {"seed": 1})

@@ -1,0 +1,229 @@
+"""The command line on tiny models: every command, and every mistake as one sentence with exit code 2."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parse_infer.cli.app import main
+
+_folders: dict[str, str] = {}
+
+
+@pytest.fixture
+def models(make_model, tokenizer, random_adapter, tmp_path_factory) -> list[str]:
+    """Options that name a tiny target, draft model and adapter on disk."""
+    if not _folders:
+        root = tmp_path_factory.mktemp("models")
+        target, draft = make_model("llama", seed=0), make_model("llama", seed=5)
+        for name, model in (("target", target), ("draft", draft)):
+            model.save_pretrained(root / name)
+            tokenizer.save_pretrained(root / name)
+            _folders[name] = str(root / name)
+        _folders["adapter"] = str(random_adapter(target).save_pretrained(root / "adapter"))
+    return [part for name in ("target", "draft", "adapter") for part in (f"--{name}", _folders[name])]
+
+
+def judge_only(models: list[str]) -> list[str]:
+    return models[:2] + models[4:]
+
+
+def error_of(capsys, *arguments: str) -> str:
+    """The sentence that a mistake ends with."""
+    assert main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_help_shows_commands_and_examples(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in ("demo", "generate", "score", "bench", "Examples:"))
+    for command in ("demo", "generate", "score", "bench"):
+        assert main([command, "--help"]) == 0
+        assert "Examples:" in capsys.readouterr().out
+
+
+def test_help_loads_no_torch():
+    code = "import sys; from parse_infer.cli.app import main; main(['--help']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=Path(__file__).parents[3])
+
+
+def test_generate_writes_the_answer_and_nothing_else_to_standard_output(models, capsys):
+    assert main(["generate", "Hi", "--max-new-tokens", "12", "--json", *models]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert "".join(span["text"] for span in answer["spans"]) == answer["text"]
+    assert 0 <= answer["stats"]["acceptance_rate"] <= 1 and answer["timings"]["total_s"] > 0
+    for extra in ([], ["--stream"]):
+        assert main(["generate", "Hi", "--max-new-tokens", "12", *extra, *models]) == 0
+        captured = capsys.readouterr()
+        assert captured.out == answer["text"] + "\n"
+        assert "target forwards" in captured.err
+
+
+def test_exact_mode_needs_no_adapter_and_is_lossless(models, capsys):
+    arguments = ["generate", "Hi", "--max-new-tokens", "12", "--json"]
+    assert main([*arguments, "--mode", "exact", *models[:4]]) == 0
+    exact = json.loads(capsys.readouterr().out)
+    assert main([*arguments, "--threshold", "1.5", *models]) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == exact["token_ids"]
+
+
+def test_generate_reads_jsonl_and_keeps_order_and_ids(models, tmp_path, monkeypatch, capsys):
+    rows = [
+        {"id": "b", "prompt": "Hi"},
+        {"id": "a", "prompt": [{"role": "user", "content": "Ho"}], "draft": "My draft."},
+    ]
+    text = "\n\n".join(json.dumps(row) for row in rows)
+    (tmp_path / "rows.jsonl").write_text(text)
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    for source in (str(tmp_path / "rows.jsonl"), "-"):
+        assert main(["generate", "--file", source, "--max-new-tokens", "10", "--json", *models]) == 0
+        answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [answer["id"] for answer in answers] == ["b", "a"]
+        assert answers[1]["stats"]["draft_forwards"] == 0
+
+
+def test_generate_reads_a_prompt_from_standard_input_and_streams_events(models, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
+    assert main(["generate", "--stream", "--json", "--max-new-tokens", "6", *models]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [e["event"] for e in events[:3]] == ["drafted", "verified", "accepted"]
+    assert events[-1]["event"] == "done" and events[-1]["text"]
+
+
+def test_score_gives_the_validity_of_every_segment(models, tmp_path, capsys):
+    assert main(["score", "Hi", "one\ntwo\n", "--cuts", "step", "--json", *judge_only(models)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [s["text"] for s in result["segments"]] == ["one\n", "two\n"]
+    assert result["validity"] == result["segments"][-1]["validity"]
+    assert main(["score", "Hi", "one\ntwo\n", "--cuts", "step", *judge_only(models)]) == 0
+    shown = capsys.readouterr().out
+    assert "one" in shown and f"{result['validity']:.2f}" in shown
+    (tmp_path / "r.jsonl").write_text(json.dumps({"prompt": "Hi", "response": "one\ntwo\n", "id": 7}))
+    command = ["score", "--file", str(tmp_path / "r.jsonl"), "--cuts", "step", "--json"]
+    assert main([*command, *judge_only(models)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"id": 7, **result}
+
+
+def test_demo_shows_problems_and_one_table(models, capsys):
+    assert main(["demo", "--limit", "1", "--max-new-tokens", "8", *models]) == 0
+    text = capsys.readouterr().out
+    assert "1/1" in text and "draft" in text
+    table = text.rsplit("tokens/s", 1)[1]
+    assert table.index("target alone") < table.index("draft model alone") < table.index("PARSE")
+
+
+@pytest.fixture
+def problems(tmp_path) -> list[str]:
+    rows = [{"id": f"p{i}", "prompt": f"{i} + {i}?", "reference": str(2 * i)} for i in range(5)]
+    path = tmp_path / "problems.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return ["--task", "jsonl", "--task-option", f"path={path}"]
+
+
+def test_bench_runs_every_mode_and_goes_on_in_its_folder(models, problems, tmp_path, capsys):
+    out = tmp_path / "bench"
+    command = ["bench", *problems, "--limit", "3", "--max-new-tokens", "6", "--out", str(out)]
+    command += ["--thresholds", "0.5", "--sweep-limit", "1", *models]
+    assert main(command) == 0
+    assert "sequential" in capsys.readouterr().out
+    results = json.loads((out / "results.json").read_text())
+    assert list(results["modes"]) == ["target", "draft", "parse", "parse-zero-shot", "sequential", "assisted"]
+    assert results["environment"]["problems"] == 3 and results["environment"]["chosen_threshold"] == 0.5
+    assert {"cpu", "cores", "threads", "torch", "transformers", "dtype", "date", "command"} <= set(
+        results["environment"]
+    )
+    assert sorted(p.name for p in out.iterdir()) == [
+        "config.json",
+        "figure.png",
+        "records.jsonl",
+        "results.json",
+        "results.md",
+    ]
+    records = (out / "records.jsonl").read_text()
+    assert main(command) == 0
+    assert (out / "records.jsonl").read_text() == records
+    capsys.readouterr()
+    assert "holds a benchmark with seed 0 and this one has 1" in error_of(capsys, *command, "--seed", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["benhc"], "Did you mean 'bench'?"),
+        (["demo", "--limit", "0"], "--limit"),
+        (["generate", "Hi", "--temprature", "1"], "--temprature"),
+        (["generate", " "], "the prompt is empty"),
+        (["generate", "Hi", "--threshold", "-0.5"], "the threshold must be a finite number of at least 0"),
+        (["generate", "Hi", "--threshold", "nan"], "the threshold must be a finite number of at least 0"),
+        (["generate", "Hi", "--mode", "exakt"], "mode is 'exakt'; it must be one of: validity, exact"),
+        (["generate", "Hi", "--target", "./nowhere", "--mode", "exact"], "needs a draft model of its own"),
+        (["generate", "Hi", "--device", "warp"], "unknown device 'warp'"),
+        (["generate", "Hi", "--dtype", "int3"], "unknown dtype 'int3'"),
+        (["generate", "Hi", "--template-option", "thinking"], "--template-option 'thinking' is not KEY=VALUE"),
+        (["generate", "--file", "/no/such.jsonl"], "no file /no/such.jsonl"),
+        (["score", "Hi"], "score needs a prompt and a response"),
+        (["score", "Hi", "Ho", "--cuts", "word"], "unknown cut policy 'word'"),
+        (["bench", "--modes", "target,parze"], "unknown mode 'parze'; did you mean 'parse'?"),
+        (["bench", "--modes", "target+eagel3"], "mode 'target+eagel3' is 'eagel3'; did you mean 'eagle3'?"),
+        (["bench", "--modes", "parse+draft+draft"], "needs a draft model beside the model that it guides"),
+        (
+            ["generate", "1 + 1?", "--target-drafter", "eagle3:top_k=2:tree_tokens=512"],
+            "do not fit the context window",
+        ),
+        (["generate", "1 + 1?", "--draft-drafter", "eagle3"], "no such head is embedded for 'zoo:draft'"),
+        (["bench", "--task", "gsm_symbolik"], "unknown task 'gsm_symbolik'; did you mean 'gsm_symbolic'?"),
+        (["bench", "--task-option", "max_numbr=3"], "did you mean 'max_number'?"),
+        (["bench", "--task-option", "max_number=many"], "max_number is 'many'; it must be a number"),
+        (["bench", "--limit", "1", "--thresholds", "0.5,x"], "--thresholds is '0.5,x'"),
+        (["bench", "--limit", "1", "--threshold", "-1"], "the threshold must be a finite number"),
+    ],
+)
+def test_mistakes_are_one_sentence(capsys, arguments, sentence):
+    assert sentence in error_of(capsys, *arguments)
+
+
+def test_missing_and_foreign_adapters_are_named(models, tmp_path, make_model, tokenizer, capsys):
+    assert "nowhere" in error_of(capsys, "generate", "Hi", *models, "--adapter", str(tmp_path / "nowhere"))
+    assert "needs an adapter of its own" in error_of(capsys, "generate", "Hi", *models[:4])
+    other = make_model("llama", seed=9)
+    other.save_pretrained(tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    sentence = error_of(capsys, "generate", "Hi", *models, "--target", str(tmp_path / "other"))
+    assert "other" in sentence and "adapter" in sentence
+
+
+def test_a_half_written_model_is_an_error(models, tmp_path, capsys):
+    (tmp_path / "half").mkdir()
+    assert "config.json is missing" in error_of(
+        capsys, "score", "Hi", "Ho", *models[4:], "--target", str(tmp_path / "half")
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ('{"prompt": "Hi"}\n{"prompt": ', "line 2: not complete JSON"),
+        ('{"prompt": "Hi"}\n\n{"question": "Hi"}', "line 3: no key 'prompt'"),
+        ('{"prompt": 3}', "line 1: 'prompt' must be a text or a list of chat messages"),
+        ('["Hi"]', "line 1: a row must be a JSON object"),
+        ("\n", "has no rows"),
+        ('{"prompt": "Hi"}\n{"prompt": " "}', "line 2: The prompt is empty"),
+    ],
+)
+def test_a_malformed_line_is_named_before_anything_runs(models, tmp_path, capsys, lines, sentence):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(lines)
+    assert sentence in error_of(capsys, "generate", "--file", str(path), *models)
+
+
+def test_a_prompt_beyond_the_window_is_an_error(models, capsys):
+    assert "context window is 2048" in error_of(capsys, "generate", "a" * 3000, *models)

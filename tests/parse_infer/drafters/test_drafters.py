@@ -1,0 +1,199 @@
+"""Drafters: what a draft is, with the target's tokens and with others."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from parse_infer.drafters.draft_model import ModelDrafter
+from parse_infer.drafters.text import TextDrafter
+from parse_infer.guesses.lookup import LookupDrafter
+from parse_infer.guesses.rejected_draft import RejectedDraft
+from parse_infer.models.decoder import Decoder
+from parse_infer.models.loading import LanguageModel
+from parse_infer.models.sampling import Sampling
+from tests.parse_infer.language_models import TokenCount, language_model, printable, word_tokenizer
+
+PROMPT = "Tom has 5 apples."
+GREEDY = Sampling()
+
+
+@pytest.fixture
+def target(make_model, tokenizer) -> LanguageModel:
+    return language_model(printable(make_model("llama"), tokenizer), tokenizer, "target")
+
+
+@pytest.fixture
+def draft(make_model, tokenizer) -> LanguageModel:
+    return language_model(printable(make_model("llama_gqa", seed=3), tokenizer), tokenizer, "draft")
+
+
+@pytest.fixture
+def other(make_model) -> LanguageModel:
+    """A draft model with another tokenizer and chat template."""
+    words = word_tokenizer()
+    return language_model(
+        printable(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words), words, "other"
+    )
+
+
+def greedy(model: LanguageModel, ids: list[int], n: int) -> list[int]:
+    decoder = Decoder(model.model, model.eos_ids)
+    decoder.seek(ids)
+    return list(decoder.decode(n))
+
+
+def test_the_same_tokens_pass_straight_through(draft, target):
+    drafter = ModelDrafter(draft, target)
+    assert drafter.shares_tokens
+    drafter.reset(PROMPT, GREEDY)
+    prompt = draft.render(PROMPT)
+    first = drafter.propose([], 12)
+    assert first.ids == greedy(draft, prompt, 12) and not first.finished
+    answer = [*first.ids[:5], 70, 71]  # the target has taken another way
+    assert drafter.propose(answer, 12).ids == greedy(draft, prompt + answer, 12)
+
+
+def test_a_finished_draft_ends_with_the_targets_end_token(draft, target):
+    ids = greedy(draft, draft.render(PROMPT), 12)
+    draft.model.generation_config.eos_token_id = ids[8]
+    ending = language_model(draft.model, draft.tokenizer)
+    drafter = ModelDrafter(ending, target)
+    drafter.reset(PROMPT, GREEDY)
+    result = drafter.propose([], 12)
+    assert result.finished and result.ids == [*ids[: ids.index(ids[8])], 258]
+
+
+def test_its_cache_is_kept_from_round_to_round_and_prompt_to_prompt(draft, target):
+    drafter = ModelDrafter(draft, target)
+    drafter.reset(PROMPT, GREEDY)
+    ids = drafter.propose([], 12).ids
+    with TokenCount(draft.model) as count:
+        drafter.propose([*ids[:6], 70], 3)
+        assert count.widths == [1, 1, 1]  # only the target's token is new
+        drafter.reset(PROMPT[:-1] + "!", GREEDY)
+        drafter.propose([], 3)
+        assert count.widths[3] == 2  # "!" and the assistant's mark
+    assert drafter.forwards == draft.decoder.forwards == 12 + 3 + 3
+
+
+def test_other_tokens_travel_as_text(other, target):
+    drafter = ModelDrafter(other, target)
+    assert not drafter.shares_tokens
+    drafter.reset(PROMPT, GREEDY)
+    ids = drafter.propose([], 12).ids
+    own = other.tokenizer.decode(greedy(other, other.render(PROMPT), 12))
+    assert target.tokenizer.decode(ids) == own and len(ids) == len(own) > 12
+
+
+def test_other_tokens_continue_the_targets_text(other, target):
+    drafter = ModelDrafter(other, target)
+    drafter.reset(PROMPT, GREEDY)
+    so_far = "There are 19 x 2 = "
+    ids = drafter.propose(target.tokenizer.encode(so_far), 12).ids
+    context = other.tokenizer.encode("[Q]" + PROMPT + "[A]" + so_far)  # its own chat template
+    assert target.tokenizer.decode(ids) == other.tokenizer.decode(greedy(other, context, 12))
+
+
+def test_other_tokens_a_finished_draft_ends_with_the_targets_end_token(other, target):
+    ids = greedy(other, other.render(PROMPT), 12)
+    other.model.generation_config.eos_token_id = ids[8]
+    drafter = ModelDrafter(language_model(other.model, other.tokenizer), target)
+    drafter.reset(PROMPT, GREEDY)
+    result = drafter.propose([], 12)
+    text = other.tokenizer.decode(ids[: ids.index(ids[8])])
+    assert result.finished and target.tokenizer.decode(result.ids) == text + "<|end|>"
+
+
+def test_a_draft_stops_writing_at_a_stop_string(draft, target):
+    drafter = ModelDrafter(draft, target)
+    drafter.reset(PROMPT, GREEDY)
+    text = target.tokenizer.decode(drafter.propose([], 20).ids)
+    stop = next(a + b for a, b in pairwise(text[4:]) if text.index(a + b) >= 4)
+    before = drafter.forwards
+    drafter.reset(PROMPT, GREEDY, [stop])
+    result = drafter.propose([], 20)
+    assert target.tokenizer.decode(result.ids) == text[: text.index(stop) + 2] and not result.finished
+    assert drafter.forwards - before == len(result.ids)
+    # The stop string may begin in what the target wrote.
+    half = target.tokenizer.encode(text[: text.index(stop) + 1])
+    assert target.tokenizer.decode(drafter.propose(half, 20).ids) == stop[1]
+
+
+def test_the_window_bounds_the_draft(draft, target):
+    draft.window = len(draft.render(PROMPT)) + 9
+    drafter = ModelDrafter(draft, target)
+    drafter.reset(PROMPT, GREEDY)
+    ids = drafter.propose([], 50).ids
+    assert len(ids) == 9
+    assert drafter.propose(ids[:7], 50).ids == ids[7:]
+    assert drafter.propose(ids, 50).ids == []
+    with pytest.raises(ValueError, match="'draft', whose context window is"):
+        drafter.reset(PROMPT * 2, GREEDY)
+
+
+def test_a_base_model_uses_the_targets_chat_template(make_model, tokenizer, target):
+    from transformers import PreTrainedTokenizerFast
+
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|end|>")
+    base = language_model(make_model("llama", seed=3), bare)
+    ModelDrafter(base, target)
+    assert base.render(PROMPT) == target.render(PROMPT)
+
+
+def test_tokens_that_only_one_model_embeds(make_model, tokenizer, target):
+    """Models of a family pad their vocabularies differently; ids beyond the smaller one never cross over."""
+    wide = make_model("llama", seed=3, vocab_size=300)
+    with torch.no_grad():  # after its first tokens, the draft model writes nothing but padding ids
+        wide.get_output_embeddings().weight[:280] *= 0.7
+    drafter = ModelDrafter(language_model(wide, tokenizer), target)
+    drafter.reset(PROMPT, GREEDY)
+    ids = drafter.propose([], 30).ids
+    assert len(ids) < 30 and max(ids, default=0) < 260
+    narrow = ModelDrafter(target, language_model(wide, tokenizer))
+    narrow.reset(PROMPT, GREEDY)
+    assert narrow.propose([299], 5).ids == []
+
+
+def test_sampling_goes_on_with_its_randomness_and_starts_again_at_reset(draft, target):
+    drafter = ModelDrafter(draft, target)
+    hot = Sampling(temperature=50.0, seed=1)
+    drafter.reset(PROMPT, hot)
+    first, second = drafter.propose([], 8).ids, drafter.propose([], 8).ids
+    assert first != second
+    drafter.reset(PROMPT, hot)
+    assert drafter.propose([], 8).ids == first
+
+
+def test_a_text_draft_is_proposed_once(target):
+    drafter = TextDrafter("It is 38.", target, PROMPT)
+    drafter.reset(PROMPT, GREEDY)
+    result = drafter.propose([], 2)
+    assert result.finished and target.tokenizer.decode(result.ids) == "It is 38.<|end|>"
+    assert drafter.propose(result.ids[:3], 50).ids == []
+    assert TextDrafter("It is", target, PROMPT, finished=False).propose([], 50).ids == target.tokenizer.encode("It is")
+    with pytest.raises(ValueError, match="draft text"):
+        TextDrafter("", target, PROMPT)
+
+
+def test_a_rejected_draft_is_aligned_with_what_is_written_instead():
+    context, rest = [1, 2], [50, 51, 52, 53, 54, 55, 52, 53, 56]
+    drafter = RejectedDraft(context, rest, tokens=3)
+
+    def guess(written: list[int], limit: int = 9) -> list[int]:
+        return list(drafter.guess([*context, *written], limit, GREEDY, None).tokens)
+
+    assert guess([90]) == guess([90, 51]) == []
+    assert guess([90, 51, 52]) == [53, 54, 55]  # 50 was replaced
+    assert guess([90, 91, 51, 52]) == [53, 54, 55]  # one more token than the draft had: found again
+    assert guess([90, 91, 92, 93, 94, 52, 53]) == [56]  # of two places the nearest
+    assert guess([50]) == [51, 52, 53] and guess([50], limit=1) == [51]
+    assert guess([7] * 9) == [] == guess([7] * 20)
+
+
+def test_another_drafter_guesses_where_a_rejected_draft_says_nothing():
+    drafter = RejectedDraft([1, 2], [50, 51, 52], otherwise=LookupDrafter(tokens=2))
+    assert list(drafter.guess([1, 2, 50], 9, GREEDY, None).tokens) == [51, 52]
+    assert list(drafter.guess([1, 2, 1, 2], 9, GREEDY, None).tokens) == [1, 2]

@@ -1,0 +1,228 @@
+"""Loading by name: what is accepted, and one clear sentence for what is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
+
+from parse_infer.engine import ParseEngine
+from parse_infer.models import loading
+from parse_infer.models.attention import SPLIT_ATTENTION
+from parse_infer.models.loading import end_tokens, load_language_model, resolve, same_tokenizer
+from tests.parse_infer.language_models import language_model, resembling, word_tokenizer
+
+PROMPT = "Tom has 5 apples."
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """No test here may reach for the network: an id that is not on disk is an error at once."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="module")
+def saved(make_model, tokenizer, tmp_path_factory) -> Path:
+    """A folder with a target, a draft model and an adapter for the target."""
+    folder = tmp_path_factory.mktemp("models")
+    target = make_model("llama")
+    for name, model in (("target", target), ("draft", resembling(make_model, target))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def broken(saved, tmp_path) -> Path:
+    """A copy of the target's folder, to be damaged."""
+    return shutil.copytree(saved / "target", tmp_path / "broken")
+
+
+def test_an_engine_from_folders(saved, random_adapter, tmp_path):
+    target = load_language_model(saved / "target", role="target", device="cpu")
+    assert target.model.config._attn_implementation == SPLIT_ATTENTION
+    adapter = random_adapter(target.model).save_pretrained(tmp_path / "adapter")
+    engine = ParseEngine.from_pretrained(str(saved / "target"), saved / "draft", str(adapter), device="cpu")
+    assert engine.threshold == engine.judge.config.threshold == 0.5
+    assert engine.draft.model.config._attn_implementation != SPLIT_ATTENTION
+    alone = engine.generate_target(PROMPT, max_new_tokens=12)
+    assert engine.generate(PROMPT, max_new_tokens=12, threshold=1.5).token_ids == alone.token_ids
+    assert engine.generate(PROMPT, max_new_tokens=12, threshold=0.0).stats.acceptance_rate == 1.0
+    with pytest.raises(ValueError, match="other weights"):  # same shape, but not the target it was trained for
+        ParseEngine.from_pretrained(saved / "draft", adapter=adapter, device="cpu")
+
+
+def test_zero_shot_or_an_adapter_but_not_both(saved):
+    engine = ParseEngine.from_pretrained(saved / "target", saved / "draft", zero_shot=True, device="cpu")
+    assert 0 < engine.score(PROMPT, "So it is 5.").validity < 1
+    with pytest.raises(ValueError, match="choose one judge"):
+        ParseEngine.from_pretrained(saved / "target", adapter="zoo:adapter", zero_shot=True)
+
+
+def test_the_dtype_is_that_of_the_files_unless_given(saved):
+    assert load_language_model(saved / "draft", role="draft", device="cpu").model.dtype == torch.float32
+    half = load_language_model(saved / "draft", role="draft", device="cpu", dtype="bfloat16")
+    assert half.model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("device", ["warp", "cuda:99"])
+def test_a_device_that_is_not_there(saved, device):
+    with pytest.raises(ValueError, match=f"'{device}'"):
+        load_language_model(saved / "draft", role="draft", device=device)
+
+
+def test_a_dtype_that_does_not_exist(saved):
+    with pytest.raises(ValueError, match="'float7'"):
+        load_language_model(saved / "draft", role="draft", dtype="float7")
+
+
+def test_names(tmp_path, monkeypatch):
+    assert resolve("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert resolve(tmp_path) == resolve(str(tmp_path)) == tmp_path
+    monkeypatch.setattr(loading, "ZOO", tmp_path)
+    (tmp_path / "target").mkdir()
+    assert resolve("zoo:target") == tmp_path / "target"
+    with pytest.raises(FileNotFoundError, match="'zoo:draft' is not part of this installation"):
+        resolve("zoo:draft")
+    with pytest.raises(ValueError, match="did you mean 'zoo:target'"):
+        resolve("zoo:targt")
+    with pytest.raises(ValueError, match="known: zoo:target, zoo:draft, zoo:adapter"):
+        resolve("zoo:x")
+    for name in (tmp_path / "gone", "./gone", str(tmp_path / "gone"), ""):
+        with pytest.raises(FileNotFoundError, match="no folder"):
+            resolve(name)
+
+
+def sentence(error: pytest.ExceptionInfo) -> str:
+    """The error's text, which must be one line (the command line prints it as it is)."""
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 500, text
+    return text
+
+
+def load_broken(folder: Path | str) -> str:
+    with pytest.raises((ValueError, OSError)) as error:
+        load_language_model(folder, role="target", device="cpu")
+    return sentence(error)
+
+
+def test_an_id_that_is_not_there():
+    assert "'nobody/no-such-model-here'" in load_broken("nobody/no-such-model-here")
+
+
+def test_a_folder_without_a_config(broken):
+    (broken / "config.json").unlink()
+    assert "config.json is missing" in load_broken(broken)
+
+
+def test_a_half_written_config(broken):
+    (broken / "config.json").write_text('{"model_type": "lla')
+    assert "config.json" in (text := load_broken(broken)) and "not valid JSON" in text
+
+
+def test_a_folder_without_weights(broken):
+    (broken / "model.safetensors").unlink()
+    assert str(broken) in load_broken(broken)
+
+
+def test_half_written_weights(broken):
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    assert "damaged or incomplete" in load_broken(broken)
+
+
+def test_weights_that_lack_tensors_are_never_run(broken):
+    config = json.loads((broken / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    (broken / "config.json").write_text(json.dumps(config))
+    assert "tensors are missing" in (text := load_broken(broken)) and "model.layers.2." in text
+
+
+def test_weights_of_another_shape(broken):
+    config = json.loads((broken / "config.json").read_text())
+    config["intermediate_size"] *= 2
+    (broken / "config.json").write_text(json.dumps(config))
+    assert str(broken) in load_broken(broken)
+
+
+def test_a_folder_without_a_tokenizer(broken):
+    for file in broken.glob("tokenizer*"):
+        file.unlink()
+    assert "tokenizer" in load_broken(broken)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_embeds(broken):
+    word_tokenizer().save_pretrained(broken)
+    assert "embeds only 260 tokens" in load_broken(broken)
+
+
+def test_a_model_that_cannot_be_cropped_is_refused(make_model, tokenizer, tmp_path):
+    model = make_model("llama")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ValueError, match="linear_attention"):
+        language_model(model, tokenizer)
+
+
+def test_same_tokenizer(tokenizer):
+    again = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|user|>")
+    assert same_tokenizer(tokenizer, again)  # a chat template or a choice of end token makes no other tokens
+    assert not same_tokenizer(tokenizer, word_tokenizer())
+
+
+def test_every_end_token_ends_an_answer(make_model, tokenizer):
+    model = make_model("llama")
+    model.generation_config.eos_token_id = [3, 258]
+    assert end_tokens(model, tokenizer) == {3, 258}
+    assert language_model(model, tokenizer).end_token == 258
+    model.generation_config.eos_token_id = 3
+    assert end_tokens(model, tokenizer) == {3, 258}
+    model.generation_config.eos_token_id = None
+    assert end_tokens(model, tokenizer) == {258}
+
+
+def test_prompts_are_rendered_by_the_chat_template_where_there_is_one(make_model, tokenizer):
+    chat = language_model(make_model("llama"), tokenizer)
+    user, assistant, end = 256, 257, 258
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text)
+
+    assert chat.render("Hi") == [user, *ids("Hi"), assistant]
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    assert chat.render([*turns, turns[0]])[-4:] == [user, *ids("Hi"), assistant]
+    assert chat.render(turns) == [user, *ids("Hi"), assistant, *ids("Yes")]  # an answer that is to be continued
+    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|end|>")
+    base = language_model(make_model("llama"), plain)
+    assert base.render("Hi") == ids("Hi") and end not in base.render("Hi")
+    with pytest.raises(ValueError, match="no chat template"):
+        base.render(turns)
+
+
+def test_a_beginning_token_stands_once(make_model, tokenizer):
+    """Tokenizers that put a token in front of every text do so for plain prompts; a chat template writes its own."""
+    core = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    core.post_processor = processors.TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", 256)])
+    own = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
+    model = language_model(make_model("llama"), own)
+    assert model.render("Hi") == [256, *tokenizer.encode("Hi")]
+    own.chat_template = tokenizer.chat_template
+    assert model.render("Hi") == [256, *tokenizer.encode("Hi"), 257]
+
+
+def test_the_template_gets_its_switches_and_may_refuse(make_model, tokenizer):
+    own = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|end|>")
+    own.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        "{{ messages[0].content }}{% if not think %}[short]{% endif %}"
+    )
+    model = loading.LanguageModel("own", make_model("llama"), own, {"think": True})
+    assert own.decode(model.render("Hi")) == "Hi"
+    assert own.decode(language_model(model.model, own).render("Hi")) == "Hi[short]"
+    with pytest.raises(ValueError, match="no system role"):
+        model.render([{"role": "system", "content": "Be brief."}])

@@ -1,0 +1,169 @@
+"""Labelled drafts: what is accepted, what is refused and how it is named, the split, token ids, batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from data_tools.labels.rows import LabelledDraft, check_row, load_rows, split_by_problem
+from parse_infer.models.fingerprint import describe_target
+from parse_train.validity.build_info import BuildInfo, read_build_info
+from parse_train.validity.collator import IGNORED, ValidityCollator
+from parse_train.validity.data import Encoder, encode_rows
+
+PLAIN = {"prompt": "1+1?", "completions": ["one", "two\n", "three"], "labels": [True, True, False]}
+
+
+def test_a_build_loads_shard_by_shard(training_folder: Path, build_rows: list[dict[str, Any]]) -> None:
+    rows = load_rows(str(training_folder / "data"))
+    assert [row.cuts for row in rows] == [row["cuts"] for row in build_rows]
+    assert rows[0].values == build_rows[0]["values"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"prompt": None}, "prompt is missing"),
+        ({"prompt": 7}, "prompt must be"),
+        ({"completions": "text"}, "completions must be a list"),
+        ({"labels": [True, True]}, "labels must be 3 times"),
+        ({"labels": [1, 1, 0]}, "labels must be 3 times"),
+        ({"values": [0.5, 2, None]}, "values must be 3 numbers"),
+        ({"cuts": [1, 2, 3]}, "draft_ids and cuts belong together"),
+        ({"draft_ids": [5, 6, 7], "cuts": [1, 1, 3]}, "rising offsets that end at 3"),
+        ({"draft_ids": [5, 6, 7], "cuts": [1, 2, 4]}, "rising offsets that end at 3"),
+        ({"draft_ids": [5, -6, 7], "cuts": [1, 2, 3]}, "token ids"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(
+    tmp_path: Path, write_jsonl: Callable[..., Path], change: dict[str, Any], reason: str
+) -> None:
+    file = write_jsonl(tmp_path / "rows.jsonl", [PLAIN, PLAIN | change])
+    with pytest.raises(ValueError, match=f"rows.jsonl, line 2: .*{reason}"):
+        load_rows(str(file))
+
+
+def test_a_half_written_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(PLAIN) + "\n" + json.dumps(PLAIN)[:20])
+    with pytest.raises(ValueError, match="line 2 is not complete JSON"):
+        load_rows(str(tmp_path))
+
+
+@pytest.mark.parametrize("source", ["/nowhere/rows.jsonl", "./nowhere", "nowhere"])
+def test_missing_data_is_said(source: str) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load_rows(source)
+
+
+def test_an_empty_folder_is_said(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds no .jsonl"):
+        load_rows(str(tmp_path))
+
+
+def draft(problem: str | None, prompt: str) -> LabelledDraft:
+    return check_row(PLAIN | {"prompt": prompt, "problem_id": problem}, "here")
+
+
+def test_no_problem_stands_on_both_sides_of_the_split() -> None:
+    # Problem 7 also goes by the name "alias", with the same prompt.
+    rows = [draft(f"p{i % 20}", f"q{i % 20}") for i in range(60)] + [draft("alias", "q7"), draft(None, "q3")]
+    train, held_out = split_by_problem(rows, 0.25, seed=1)
+    assert len(train) + len(held_out) == 62
+    assert not {row.prompt_key for row in train} & {row.prompt_key for row in held_out}
+    assert len({row.prompt_key for row in held_out}) == 5
+    again, _ = split_by_problem(rows[::-1], 0.25, seed=1)
+    assert {row.prompt_key for row in again} == {row.prompt_key for row in train}
+    other, _ = split_by_problem(rows, 0.25, seed=2)
+    assert {row.prompt_key for row in other} != {row.prompt_key for row in train}
+
+
+def test_one_problem_cannot_be_split() -> None:
+    with pytest.raises(ValueError, match="at least 2"):
+        split_by_problem([draft("p", "q"), draft("p", "q")], 0.5, seed=0)
+
+
+def test_segments_of_a_plain_set_are_tokenised_one_by_one(tokenizer: PreTrainedTokenizerFast) -> None:
+    example = Encoder(tokenizer, 260)(check_row(PLAIN, "here"))
+    assert example is not None
+    assert tokenizer.decode(example.draft_ids) == "one\ntwo\nthree"
+    assert [tokenizer.decode(example.draft_ids[:cut]) for cut in example.cuts] == [
+        "one\n",
+        "one\ntwo\n",
+        "one\ntwo\nthree",
+    ]
+    assert tokenizer.decode(example.context_ids) == "<|user|>1+1?<|assistant|>"
+    assert example.targets == [1.0, 1.0, 0.0]
+
+
+def test_soft_labels_are_the_values_where_known(
+    tokenizer: PreTrainedTokenizerFast, build_rows: list[dict[str, Any]]
+) -> None:
+    row = next(row for row in build_rows if len(set(row["labels"])) == 2)
+    example = Encoder(tokenizer, 260, soft_labels=True)(check_row(row, "here"))
+    assert example is not None
+    assert example.labels == row["labels"]
+    assert example.targets == [0.75 if label else 0.0 for label in row["labels"]]
+
+
+def test_drafts_of_another_tokenizer_are_refused(
+    tokenizer: PreTrainedTokenizerFast, build_rows: list[dict[str, Any]]
+) -> None:
+    encoder = Encoder(tokenizer, 100)
+    with pytest.raises(ValueError, match="vocabulary has only 100"):
+        encoder(check_row(build_rows[0], "here"))
+    shifted = [row | {"draft_ids": [(i + 1) % 256 for i in row["draft_ids"]]} for row in build_rows]
+    encoder = Encoder(tokenizer, 260)
+    with pytest.raises(ValueError, match="spells another text"):
+        for row in shifted:
+            encoder(check_row(row, "here"))
+
+
+def test_long_rows_are_left_out(tokenizer: PreTrainedTokenizerFast, build_rows: list[dict[str, Any]]) -> None:
+    rows = [check_row(row, "here") for row in build_rows]
+    encoder = Encoder(tokenizer, 260)
+    lengths = [example.length for row in rows if (example := encoder(row)) is not None]
+    kept, left_out = encode_rows(rows, encoder, max_length=sorted(lengths)[10])
+    assert left_out == sum(length > sorted(lengths)[10] for length in lengths) > 0
+    assert len(kept) + left_out == len(rows)
+
+
+def test_a_batch_is_padded_on_the_right(tokenizer: PreTrainedTokenizerFast, build_rows: list[dict[str, Any]]) -> None:
+    encoder = Encoder(tokenizer, 260, soft_labels=True)
+    examples = [example for row in build_rows[:4] if (example := encoder(check_row(row, "here"))) is not None]
+    batch = ValidityCollator(pad_id=258)(examples)
+    longest, most = max(e.length for e in examples), max(len(e.cuts) for e in examples)
+    assert batch["input_ids"].shape == (4, longest)
+    assert batch["visible"].shape == batch["labels"].shape == (4, most)
+    for i, example in enumerate(examples):
+        k, context = len(example.cuts), len(example.context_ids)
+        assert batch["input_ids"][i, : example.length].tolist() == example.context_ids + example.draft_ids
+        assert (batch["input_ids"][i, example.length :] == 258).all()
+        assert batch["visible"][i].tolist() == [context + cut for cut in example.cuts] + [0] * (most - k)
+        assert batch["visible"][i, k - 1] == example.length
+        assert batch["labels"][i].tolist() == [int(x) for x in example.labels] + [IGNORED] * (most - k)
+        torch.testing.assert_close(batch["targets"][i, :k], torch.tensor(example.targets))
+
+
+def test_a_build_says_how_it_was_made(make_model: Callable[..., Any], tmp_path: Path) -> None:
+    model = make_model("llama")
+    assert read_build_info(str(tmp_path)) == BuildInfo()
+    content = {
+        "config": {"cut_policy": {"kind": "sentence"}, "rollouts": 4, "margin": 0.25, "template_options": {"a": 1}},
+        "models": {"target": describe_target(model)},
+    }
+    (tmp_path / "build.json").write_text(json.dumps(content))
+    info = read_build_info(str(tmp_path))
+    assert (info.cut_policy, info.template_options) == ({"kind": "sentence"}, {"a": 1})
+    assert info.label == {"rollouts": 4, "margin": 0.25}
+    info.check_target(model, "here")
+    with pytest.raises(ValueError, match="here was labelled by rollouts of"):
+        info.check_target(make_model("llama", seed=1), "here")
+    (tmp_path / "build.json").write_text("{")
+    with pytest.raises(ValueError, match="build.json is damaged"):
+        read_build_info(str(tmp_path))

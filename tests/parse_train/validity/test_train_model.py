@@ -1,0 +1,265 @@
+"""What training relies on: gradient in adapter and head alone, and the same validities as at inference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
+
+from parse_infer.models.decoder import Decoder
+from parse_infer.models.fingerprint import describe_target
+from parse_infer.verify.head import ValidityHead
+from parse_infer.verify.packing import probe_positions
+from parse_infer.verify.segments import Segmenter
+from parse_infer.verify.trained_judge import ValidityAdapter
+from parse_infer.verify.verifier import Verifier
+from parse_infer.verify.zero_shot_judge import ZeroShotJudge
+from parse_train.recipe import load_recipe
+from parse_train.validity.collator import ValidityCollator
+from parse_train.validity.data import ValidityExample
+from parse_train.validity.export import AdapterFacts, export_adapter
+from parse_train.validity.model import ValidityModel
+from parse_train.validity.threshold import RiskControl
+from parse_train.validity.train import build_model, describe
+
+PROBE = (256, 63)
+REPOSITORY = Path(__file__).parents[3]
+
+
+def trained(target: PreTrainedModel, **options: Any) -> ValidityModel:
+    """A model whose adapter and head really do something, as after training."""
+    head = ValidityHead.from_verbalizer(target, 67, 73, token_rank=3)
+    model = ValidityModel(target, PROBE, head, lora_rank=4, lora_alpha=8, **options)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        model.head.bias.fill_(0.3)
+        model.head.tokens.out.weight.mul_(3)
+    return model
+
+
+@pytest.fixture
+def examples(random_ids: Callable[..., list[int]]) -> list[ValidityExample]:
+    """Three drafts of unequal length and number of cuts, longer than the sliding window of the tests."""
+    shapes = [(9, [3, 8, 15]), (5, [6]), (12, [2, 20])]
+    return [
+        ValidityExample(
+            random_ids(n, seed=i), random_ids(cuts[-1], seed=10 + i), cuts, [True] * len(cuts), [1.0] * len(cuts)
+        )
+        for i, (n, cuts) in enumerate(shapes)
+    ]
+
+
+@pytest.fixture
+def batch(examples: list[ValidityExample]) -> dict[str, Tensor]:
+    return ValidityCollator(pad_id=258)(examples)
+
+
+def loss_of(model: ValidityModel, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
+    return logits[batch["visible"] > 0].tanh().sum()
+
+
+def test_gradient_reaches_adapter_and_head_only(model: PreTrainedModel, batch: dict[str, Tensor]) -> None:
+    validity = trained(model)
+    loss_of(validity.train(), batch).backward()
+    for name, parameter in validity.named_parameters():
+        learns = "lora_" in name or name.startswith("head.")
+        assert parameter.requires_grad == learns, name
+        if learns:
+            assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+        else:
+            assert parameter.grad is None, name
+
+
+def test_back_propagating_through_the_context_changes_no_gradient(
+    model: PreTrainedModel, batch: dict[str, Tensor]
+) -> None:
+    validity = trained(model)
+    gradients = []
+    for backprop in (False, True):
+        validity.backprop_context = backprop
+        validity.zero_grad()
+        loss = loss_of(validity, batch)
+        loss.backward()
+        gradients.append([loss] + [p.grad.clone() for p in validity.parameters() if p.grad is not None])
+    for cached, packed in zip(*gradients, strict=True):
+        torch.testing.assert_close(cached, packed, rtol=1e-3, atol=1e-5)
+
+
+def test_training_and_inference_agree(
+    model: PreTrainedModel,
+    architecture: str,
+    make_model: Callable[..., PreTrainedModel],
+    examples: list[ValidityExample],
+    batch: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> None:
+    """The exported adapter in a `Verifier` gives the validities of the training forward."""
+    facts = AdapterFacts(describe_target(model), "?!", ("C", "I"), {"kind": "step"})
+    validity = trained(model)
+    with torch.no_grad():
+        expected = validity.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"].sigmoid()
+    export_adapter(tmp_path / "adapter", validity, facts, {"auroc": 0.9})
+
+    target = make_model(architecture)  # loaded anew: nothing of the training is left in it
+    adapter = ValidityAdapter.from_pretrained(tmp_path / "adapter", target)
+    verifier = Verifier(Decoder(target, {258}), adapter, Segmenter(tokenizer))
+    for i, example in enumerate(examples):
+        verifier.decoder.seek(example.context_ids)
+        found = verifier.verify(example.draft_ids, example.cuts).validity
+        torch.testing.assert_close(torch.tensor(found), expected[i, : len(found)], rtol=0, atol=1e-4)
+    spread = expected[batch["visible"] > 0]
+    assert spread.max() - spread.min() > 0.05  # the comparison is not one of constants
+
+
+def test_the_update_is_pefts_activated_lora(
+    make_model: Callable[..., PreTrainedModel], examples: list[ValidityExample], tmp_path: Path
+) -> None:
+    """peft itself, given the exported folder and the offset of the probe, computes the same hidden state."""
+    facts = AdapterFacts(describe_target(make_model("llama")), "?!", ("C", "I"), {})
+    validity = trained(make_model("llama"))
+    validity.head.tokens = None  # it reads no update
+    export_adapter(tmp_path / "adapter", validity, facts, {})
+    peft_model = PeftModel.from_pretrained(make_model("llama"), tmp_path / "adapter").eval()
+    example = examples[0]
+    ids = torch.tensor([example.context_ids + example.draft_ids + list(PROBE)])
+    hidden = {}
+    norm = peft_model.get_base_model().model.norm
+    handle = norm.register_forward_hook(lambda _, __, output: hidden.update(last=output[:, -1]))
+    with torch.no_grad():
+        peft_model(input_ids=ids, alora_offsets=[len(PROBE)])
+        expected = validity.head(hidden["last"])[0]
+        batch = ValidityCollator()([example])
+        ours = validity.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"][0, -1]
+    handle.remove()
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+
+
+def test_the_context_is_the_base_targets(
+    model: PreTrainedModel, architecture: str, make_model: Callable[..., PreTrainedModel], batch: dict[str, Tensor]
+) -> None:
+    """Adapter off: hidden states of prompt and draft are the untouched target's."""
+    validity, base = trained(model), make_model(architecture)
+    ours = validity.context_hidden(batch["input_ids"])
+    with torch.no_grad():
+        own = getattr(base, base.base_model_prefix)(input_ids=batch["input_ids"], past_key_values=DynamicCache())
+    torch.testing.assert_close(ours, own.last_hidden_state, rtol=1e-4, atol=1e-4)
+
+
+def test_padding_changes_nothing(
+    make_model: Callable[..., PreTrainedModel], examples: list[ValidityExample], batch: dict[str, Tensor]
+) -> None:
+    validity = trained(make_model("llama_gqa")).eval()
+    with torch.no_grad():
+        together = validity(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
+        for i, example in enumerate(examples):
+            alone = ValidityCollator()([example])
+            logits = validity(alone["input_ids"], alone["visible"], alone["cuts"])["logits"][0]
+            torch.testing.assert_close(together[i, : len(example.cuts)], logits, rtol=1e-4, atol=1e-5)
+    assert probe_positions(batch["visible"], 2).shape == (3, 6)
+
+
+def test_the_untrained_head_is_the_verbalizer(
+    make_model: Callable[..., PreTrainedModel], batch: dict[str, Tensor], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Before training, with the zero-shot judge's probe, the model is the zero-shot judge."""
+    target = make_model("llama")
+    judge = ZeroShotJudge(target, tokenizer)
+    validity = ValidityModel(target, judge.probe.ids, judge.head.requires_grad_(True), lora_rank=4)
+    with torch.no_grad():
+        logits = validity.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
+    zero_shot = validity.judge(batch["input_ids"], batch["visible"], judge.probe.ids, judge.head)
+    real = batch["visible"] > 0
+    torch.testing.assert_close(logits[real], zero_shot[real])
+
+
+def test_the_state_is_adapter_and_head(make_model: Callable[..., PreTrainedModel], batch: dict[str, Tensor]) -> None:
+    one, other = (
+        trained(make_model("llama")),
+        ValidityModel(make_model("llama"), PROBE, ValidityHead(32, token_rank=3), lora_rank=4, lora_alpha=8),
+    )
+    state = one.state_dict()
+    assert all("lora_" in name or name.startswith("head.") for name in state)
+    assert set(state) == {name for name, p in one.named_parameters() if p.requires_grad}
+    other.load_state_dict(state)  # strict: the frozen target is not missed
+    with torch.no_grad():
+        expected = one.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
+        torch.testing.assert_close(
+            other.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"], expected
+        )
+    with pytest.raises(RuntimeError, match="head.weight"):
+        other.load_state_dict({name: value for name, value in state.items() if name != "head.weight"})
+
+
+def test_dropout_is_the_adapters_alone(make_model: Callable[..., PreTrainedModel], batch: dict[str, Tensor]) -> None:
+    target = make_model("llama", attention_dropout=0.5)
+    validity = trained(target, lora_dropout=0.5).train()
+    first, second = (validity(batch["input_ids"], batch["visible"], batch["cuts"])["logits"] for _ in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(validity.context_hidden(batch["input_ids"]), validity.context_hidden(batch["input_ids"]))
+    validity.eval()
+    first, second = (validity(batch["input_ids"], batch["visible"], batch["cuts"])["logits"] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_the_exported_folder_says_what_it_is(make_model: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+    from parse_train.validity.figures import reliability_diagram
+    from parse_train.validity.metrics import ScoredDrafts
+
+    target = make_model("llama")
+    facts = AdapterFacts(describe_target(target), "?!", ("C", "I"), {"kind": "step"}, {"kind": "hard"}, {"data": "d"})
+    risk = RiskControl(0.7, 0.05, 0.1, 0.04, 0.03, 0.6, 300)
+    figure = reliability_diagram(ScoredDrafts.from_rows([[0.9, 0.2]], [[True, False]], [[2, 4]]))
+    for _ in range(2):  # an adapter that is there is replaced
+        folder = export_adapter(
+            tmp_path / "adapter", trained(make_model("llama")), facts, {"auroc": 0.9}, risk, {"r": figure}
+        )
+    assert {path.name for path in folder.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "validity_head.safetensors",
+        "validity_config.json",
+        "README.md",
+        "r.png",
+    }
+    config = ValidityAdapter.from_pretrained(folder, make_model("llama")).config
+    assert (config.threshold, config.metrics["auroc"], config.probe_ids) == (0.7, 0.9, PROBE)
+    assert config.risk is not None and config.risk["alpha"] == 0.05
+    assert "![r](r.png)" in (folder / "README.md").read_text()
+
+
+def test_the_real_recipe_builds_on_a_tiny_model_of_its_kind(
+    make_model: Callable[..., PreTrainedModel],
+    tokenizer: PreTrainedTokenizerFast,
+    batch: dict[str, Tensor],
+    tmp_path: Path,
+) -> None:
+    """Qwen3's configuration end to end: load, wrap, one step in bfloat16."""
+    from parse_train.validity.train import load_target
+
+    make_model("qwen3").save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    overrides = ["--target", str(tmp_path / "target"), "--output_dir", str(tmp_path / "out"), "--report_to", "none"]
+    main, config = load_recipe(REPOSITORY / "recipes/real/train.yaml", [*overrides, "--use_cpu"])
+    assert main.__module__ == "parse_train.validity.train"
+    assert (config.lora_rank, config.bf16, config.target_dtype) == (32, True, "bfloat16")
+    lm = load_target(config)
+    assert lm.model.dtype == torch.bfloat16
+    assert describe(config, lm, {}, {}).target["model_type"] == "qwen3"
+    validity = build_model(config, lm).train()
+    adapted = {name.split(".")[-4] for name, p in validity.named_parameters() if "lora_A" in name}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(validity, batch)
+    loss.backward()
+    assert torch.isfinite(loss)

@@ -1,0 +1,154 @@
+"""Training of the embedded models: packed rows leak nothing, the optimizer resumes, a tiny run works end to end."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from parse_train.zoo.language_model import IGNORED, LanguageModelConfig, PackedSamples, collate, start_from
+from parse_train.zoo.muon import MuonWithAdamW
+from parse_train.zoo.tokenizer import TokenizerConfig, train_tokenizer
+
+ARCHITECTURE = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(TokenizerConfig(output_dir=str(folder), vocab_size=600, n_problems=300))
+    return str(folder)
+
+
+def config(tokenizer_folder: str, output_dir: Path, **changes) -> LanguageModelConfig:
+    fields = {"max_steps": 3, "per_device_train_batch_size": 2, "row_length": 256, "torch_compile_backbone": False}
+    fields |= {"output_dir": str(output_dir), "tokenizer": tokenizer_folder, "model_config": ARCHITECTURE, **changes}
+    return LanguageModelConfig(report_to="none", use_cpu=True, **fields)
+
+
+def tiny_model(vocab_size: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    fields = {key: value for key, value in ARCHITECTURE.items() if key != "model_type"}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **fields)).eval()
+
+
+def test_tokenizer_reads_numbers_digit_by_digit_and_loses_nothing(tokenizer_folder):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    text = "There are 17 girls x 312 = 5,304.\n#### 5304 ünï"
+    ids = tokenizer(text).input_ids
+    assert tokenizer.decode(ids) == text
+    pieces = [tokenizer.decode([i]) for i in ids]
+    assert all(sum(c.isdigit() for c in piece) <= 1 for piece in pieces), pieces
+    chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|user|>Q<|assistant|>A<|end|>"
+    assert (
+        tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True) == "<|user|>Q<|assistant|>"
+    )
+
+
+def test_a_packed_row_equals_its_samples_alone(tokenizer_folder, tmp_path):
+    """No sample sees another one, and its positions start at zero."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    rows = list(itertools.islice(PackedSamples(config(tokenizer_folder, tmp_path), tokenizer), 3))
+    model = tiny_model(len(tokenizer))
+    batch = collate(rows)
+    with torch.no_grad():
+        packed = model(
+            input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=batch["attention_mask"]
+        ).logits
+        documents = 0
+        for i, row in enumerate(rows):
+            for number in range(int(row["document"].max()) + 1):
+                where = row["document"] == number
+                alone = model(input_ids=row["input_ids"][where][None]).logits[0]
+                torch.testing.assert_close(packed[i][where], alone, atol=1e-5, rtol=1e-4)
+                assert row["labels"][where][0] == IGNORED
+                documents += 1
+    assert documents > 3, "rows hold one sample each: nothing was packed"
+    answer = rows[0]["labels"] != IGNORED
+    assert torch.equal(rows[0]["labels"][answer], rows[0]["input_ids"][answer])
+
+
+def test_muon_takes_the_matrices_and_resumes():
+    def run(steps: int, resume_at: int | None = None) -> torch.Tensor:
+        model = tiny_model(64)
+        optimizer = MuonWithAdamW(model, [model.get_output_embeddings().weight], lr=1e-2, weight_decay=0.1)
+        for step in range(steps):
+            if step == resume_at:
+                state = optimizer.state_dict()
+                optimizer = MuonWithAdamW(model, [model.get_output_embeddings().weight], lr=5.0)
+                optimizer.load_state_dict(state)
+            torch.manual_seed(step)
+            model(input_ids=torch.randint(0, 64, (2, 8)), labels=torch.randint(0, 64, (2, 8))).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([p.flatten() for p in model.parameters()])
+
+    model = tiny_model(64)
+    parts = MuonWithAdamW(model, [model.get_output_embeddings().weight], lr=1e-2).parts
+    muon = {id(p) for group in parts["muon"].param_groups for p in group["params"]}
+    assert muon == {id(p) for name, p in model.named_parameters() if name.endswith("proj.weight")}
+    torch.testing.assert_close(run(4), run(4, resume_at=2), atol=0, rtol=0)
+
+
+def test_a_tiny_run_from_the_recipe_saves_a_model_that_loads(tokenizer_folder, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    fields = yaml.safe_load(Path("recipes/zoo/draft.yaml").read_text())
+    fields |= {"tokenizer": tokenizer_folder, "output_dir": str(tmp_path / "run"), "model_config": ARCHITECTURE}
+    fields |= {"max_steps": 3, "per_device_train_batch_size": 2, "row_length": 192, "torch_compile_backbone": False}
+    fields |= {"initial_model": None, "initial_layers": None}
+    recipe.write_text(yaml.safe_dump(fields | {"bf16": False, "save_steps": 2}))
+    run = subprocess.run(
+        [sys.executable, "-m", "parse_train", str(recipe)], capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    assert model.dtype == torch.float32, "the embedded models run in float32 unless asked otherwise"
+    assert model.config.eos_token_id == AutoTokenizer.from_pretrained(tmp_path / "run" / "final").eos_token_id
+
+
+def test_a_draft_model_starts_from_layers_of_its_target(tmp_path):
+    target = tiny_model(64)
+    target.save_pretrained(tmp_path)
+    fields = {key: value for key, value in ARCHITECTURE.items() if key != "model_type"} | {"num_hidden_layers": 1}
+    draft = LlamaForCausalLM(LlamaConfig(vocab_size=64, **fields))
+    start_from(draft, str(tmp_path), [1])
+    torch.testing.assert_close(draft.model.layers[0].mlp.up_proj.weight, target.model.layers[1].mlp.up_proj.weight)
+    torch.testing.assert_close(draft.lm_head.weight, target.lm_head.weight)
+    with pytest.raises(ValueError, match="name one layer for each"):
+        start_from(draft, str(tmp_path), [0, 1])
+    deeper = LlamaForCausalLM(LlamaConfig(vocab_size=64, **fields | {"num_hidden_layers": 4})).eval()
+    start_from(deeper, str(tmp_path), [0, 0, 1, 1])
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(deeper(ids).logits, target.eval()(ids).logits)
+    other = LlamaForCausalLM(LlamaConfig(vocab_size=65, **fields))
+    with pytest.raises(ValueError, match="do not fit model_config"):
+        start_from(other, str(tmp_path), [0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer": ""}, "key tokenizer"),
+        ({"model_config": {}}, "model_type"),
+        ({"max_steps": -1}, "max_steps is -1"),
+    ],
+)
+def test_mistakes_in_the_recipe_are_one_sentence(tokenizer_folder, tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        config(tokenizer_folder, tmp_path, **change)
