@@ -1,8 +1,8 @@
 """`accelerate launch recipes/train.yaml`: lets Python run a recipe as it runs a zip application.
 
 Given a path to run, Python first asks `sys.path_hooks` whether somebody can import from there (see the documentation
-of `runpy` and of the interpreter's command line). `recipes.pth`, which is installed beside the packages, imports this
-module whenever Python starts. So it imports nothing heavy, and steps aside for whatever is no recipe of ours.
+of `runpy` and of the interpreter's command line). `parse_engine_recipes.pth`, which is installed beside the packages,
+imports this module whenever Python starts. So it imports nothing heavy, and steps aside for whatever is no recipe.
 """
 
 import sys

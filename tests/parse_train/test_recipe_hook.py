@@ -1,0 +1,92 @@
+"""`python RECIPE` runs a recipe, and nothing else on this machine notices."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parse_train.recipe import RECIPES
+from parse_train.recipe_hook import recipe_importer
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("path", sorted(REPOSITORY.glob("recipes/**/*.yaml")), ids=lambda path: path.name)
+def test_the_recipes_of_the_repository_are_known_and_nothing_else_is(path: Path) -> None:
+    if any(line.startswith("recipe:") for line in path.read_text().splitlines()):
+        assert recipe_importer(str(path)).find_spec("__main__").origin == str(path)
+    else:
+        with pytest.raises(ImportError):
+            recipe_importer(str(path))
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize(
+    "line", ["recipe: {}", "recipe: '{}'  # a comment", 'recipe:   "{}"', "a: 1\nrecipe: {}\nb: 2"]
+)
+def test_a_known_kind_is_found_however_it_is_written(tmp_path: Path, kind: str, line: str) -> None:
+    path = tmp_path / "any.yml"
+    path.write_text(line.format(kind) + "\n")
+    importer = recipe_importer(str(path))
+    assert importer.find_spec("__main__").loader is importer
+    assert importer.find_spec("os") is None  # the path stays in sys.path: it must hold nothing else
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"a: 1\n", b"recipe: pancakes\n", b"  recipe: validity\n", b"", b"\xff\xfe\x00", b"# recipe: validity\n"],
+)
+def test_any_other_yaml_is_somebody_elses(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "other.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ImportError):
+        recipe_importer(str(path))
+
+
+def test_what_cannot_be_read_is_somebody_elses(tmp_path: Path) -> None:
+    for path in (tmp_path / "gone.yaml", tmp_path, tmp_path / "x.py", tmp_path / "folder.yaml"):
+        if path.name == "folder.yaml":
+            path.mkdir()
+        with pytest.raises(ImportError):
+            recipe_importer(str(path))
+
+
+def test_python_runs_a_recipe_and_its_arguments_arrive(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("recipe: validity\ntarget: x\n")
+    result = python(recipe, "--nonsense", "3")
+    assert result.returncode == 2
+    assert "unknown key nonsense" in result.stderr and len(result.stderr.strip().splitlines()) == 1
+
+
+def test_python_still_says_what_it_says_about_other_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "other.yaml"
+    path.write_text("a: [1, 2\n")
+    hooked, plain = python(path), python("-S", path)  # -S: without site-packages, and so without the hook
+    assert hooked.returncode == plain.returncode == 1
+    assert hooked.stderr == plain.stderr and "SyntaxError" in plain.stderr
+
+
+def test_the_hook_is_there_at_start_up_and_imports_nothing() -> None:
+    assert "parse_train.recipe_hook" in python("-c", "import sys; print(*sys.modules)").stdout.split()
+    code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); before = set(sys.modules); "
+    code += "import parse_train.recipe_hook; print(*set(sys.modules) - before)"
+    alone = python("-S", "-c", code)  # -S: nothing else is imported at start-up
+    assert set(alone.stdout.split()) == {"parse_train", "parse_train.recipe_hook"}, alone.stderr
+
+
+def test_runpy_runs_a_recipe_as_python_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("recipe: validity\n")
+    monkeypatch.setattr(sys, "argv", [str(recipe), "--help-me"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(recipe), run_name="__main__")
+    assert end.value.code == 2
