@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import Accepted, Done, Drafted, GenerationSettings, Resumed, Verified
 from parse_infer.guesses.registry import load_token_drafter
@@ -449,6 +450,52 @@ def test_sampling_is_reproducible_by_its_seed(engine):
 
     assert texts(1) == texts(1)
     assert texts(1)[0] != texts(2)[0] and texts(1)[1] != texts(2)[1]
+
+
+def test_a_rejected_token_is_not_drawn_again_by_the_noise_that_wrote_it(make_engine):
+    """One seed for both models, as `generate --seed` gives it: their random numbers differ all the same."""
+    engine = make_engine(noise=0.0)
+    hot = Sampling(temperature=50.0, seed=1)  # nearly uniform: the same random numbers would give the same tokens
+    for resume in ("finish", "hand_back"):
+        settings = GenerationSettings(16, threshold=1.5, resume=resume, draft_sampling=hot, resume_sampling=hot)
+        drafts, written = [], []
+        for event in engine.stream(PROMPT, settings):
+            if isinstance(event, Drafted):
+                drafts.append(event.text)
+                written.append("")
+            elif isinstance(event, Resumed):
+                written[-1] += event.text
+        assert all(draft[:4] != text[:4] for draft, text in zip(drafts, written, strict=True) if len(text) >= 4)
+        assert len({text[:4] for text in written}) == len(written)
+
+
+def test_handing_back_the_target_writes_its_own_greedy_text(engine):
+    """The exact tail may put off when the draft model takes over, and nothing else."""
+    threshold = partial_threshold(engine)
+    prompt = engine.target.render(PROMPT)
+    for exact_tail in (True, False):
+        settings = GenerationSettings(60, threshold=threshold, resume="hand_back", exact_tail=exact_tail)
+        result = engine.generate(PROMPT, settings)
+        assert result.stats.rounds > 1
+        at = 0
+        for span in result.spans:
+            if span.validity is None:
+                ids = result.token_ids[at : at + span.n_tokens]
+                assert ids == greedy(engine, prompt + result.token_ids[:at], span.n_tokens)
+            at += span.n_tokens
+        # What the target writes before it hands back ends with a segment; it is longer only behind an exact tail.
+        lengths = [s.n_tokens for s in result.spans[:-1] if s.source == "target"]
+        assert all(n <= 4 for n in lengths)
+
+
+def test_a_draft_of_one_segment_goes_on_as_long_as_it_holds(engine):
+    drafter = ModelDrafter(engine.draft, engine.target, one_segment=engine.segmenter.policy)
+    stepwise = ParseEngine(engine.target, engine.draft, engine.judge, drafter=drafter)
+    whole = engine.generate(PROMPT, max_new_tokens=20, threshold=0.0)
+    ours = stepwise.generate(PROMPT, max_new_tokens=20, threshold=0.0, resume="hand_back")
+    assert ours.token_ids == whole.token_ids
+    assert (ours.stats.rounds, ours.stats.target_forwards) == (5, 5)  # a segment has 4 tokens
+    assert all(span.source == "draft" for span in ours.spans)
 
 
 def test_a_segment_is_not_sampled_with_the_same_randomness_again(engine):

@@ -6,6 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.drafters.text import TextDrafter
@@ -176,6 +178,28 @@ def test_a_text_draft_is_proposed_once(target):
     assert TextDrafter("It is", target, PROMPT, finished=False).propose([], 50).ids == target.tokenizer.encode("It is")
     with pytest.raises(ValueError, match="draft text"):
         TextDrafter("", target, PROMPT)
+
+
+def test_a_draft_continues_an_open_turn_without_a_seam(make_model, draft):
+    """A SentencePiece tokenizer puts a space in front of every text; inside the assistant's turn none may appear."""
+    core = Tokenizer(models.BPE(unk_token="?"))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.BpeTrainer(special_tokens=["?", "</s>"], show_progress=False)
+    core.train_from_iterator(["It is 38 so they share 19."] * 3, trainer)
+    template = draft.tokenizer.chat_template
+    pieces = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", chat_template=template)
+    size = len(pieces)
+    target = language_model(
+        printable(make_model("llama", vocab_size=size, eos_token_id=1, pad_token_id=1), pieces), pieces, "target"
+    )
+    turn = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "It is 3"}]
+    for prompt, spaced in ((turn, False), (turn[:1], True)):
+        ids = TextDrafter("8 so", target, prompt, finished=False).propose([], 9).ids
+        assert pieces.convert_ids_to_tokens(ids)[0].startswith("▁") == spaced
+        drafter = ModelDrafter(draft, target)
+        drafter.reset(prompt, GREEDY)
+        first = drafter.propose([], 8).ids
+        assert pieces.convert_ids_to_tokens(first)[0].startswith("▁") == spaced
 
 
 def test_a_rejected_draft_is_aligned_with_what_is_written_instead():

@@ -17,7 +17,7 @@ from parse_infer.guesses.eagle_head import EagleConfig, EagleHead
 from parse_infer.guesses.registry import load_token_drafter
 from parse_infer.guesses.tree import branches
 from parse_infer.guesses.walk import speculate
-from parse_infer.models.attention import enable_split_attention
+from parse_infer.models.attention import CHUNK_ROWS, enable_split_attention
 from parse_infer.models.sampling import Sampling
 from tests.parse_infer.language_models import language_model, printable, resembling
 
@@ -308,3 +308,69 @@ def test_a_resume_starts_guessing_at_once(make_model, tokenizer, random_adapter,
     before = engine.target.decoder.forwards
     next(events)  # the second token of the resume
     assert engine.target.decoder.forwards == before + 1 and drafter.forwards > first
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "sets rope_scaling to"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}}, "sets rope_parameters to"),
+        ({"norm_before_residual": True}, "sets norm_before_residual to True, which is not supported"),
+        ({"num_hidden_layers": 2}, "sets num_hidden_layers to 2, which is not supported; only 1 is"),
+        ({"hidden_act": "gelu"}, "only 'silu' is"),
+        ({"attention_bias": True}, "sets attention_bias to True"),
+    ],
+)
+def test_what_a_configuration_says_is_understood_or_refused(lm, tmp_path: Path, change, message):
+    make_head(lm).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    harmless = {"torch_dtype": "bfloat16", "use_cache": True, "rope_scaling": None, "attention_bias": False}
+    harmless |= {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    del config["rope_theta"]
+    (tmp_path / "config.json").write_text(json.dumps(config | harmless))
+    assert EagleHead.from_pretrained(tmp_path, lm).config.rope_theta == 5e5
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        EagleHead.from_pretrained(tmp_path, lm)
+
+
+def test_a_tree_has_no_more_children_than_the_head_has_tokens(lm, random_ids):
+    drafter = EagleDrafter(make_head(lm, vocabulary=3), lm, tokens=2, top_k=4)
+    lm.decoder.seek(random_ids(9))
+    lm.decoder.forward()
+    lm.decoder.seek(random_ids(10))
+    assert len(drafter.guess(lm.decoder.ids, 2, Sampling(), None).tokens) == 3 + 3 * 3
+
+
+def test_a_long_context_is_read_without_a_mask_of_its_square(lm, random_ids, monkeypatch):
+    ids, head = random_ids(600), make_head(lm)
+    drafter, rows = EagleDrafter(head, lm, tokens=3, top_k=1), []
+    forward = head.forward
+
+    def note(hidden, embeddings, positions, mask, past=None):
+        rows.append(0 if mask is None else mask.shape[-2])
+        return forward(hidden, embeddings, positions, mask, past)
+
+    monkeypatch.setattr(head, "forward", note)
+    lm.decoder.seek(ids[:-1])
+    lm.decoder.forward()
+    lm.decoder.seek(ids)
+    found = drafter.guess(ids, 3, Sampling(), None).tokens
+    assert max(rows) <= CHUNK_ROWS < len(ids)
+    _, output = whole(lm, head, ids)
+    assert found[0] == int(head.token_ids[head.logits(output[-1]).argmax()])
+
+
+def test_only_the_layers_that_a_head_reads_are_kept(lm, random_ids):
+    """No forward of the model is asked for the states behind every layer."""
+    asked = []
+    handle = lm.model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: asked.append(kwargs.get("output_hidden_states")), with_kwargs=True
+    )
+    lm.decoder.tap((0, 2))
+    lm.decoder.seek(random_ids(9))
+    lm.decoder.forward()
+    _, kept = lm.decoder.drain()
+    handle.remove()
+    assert kept.shape == (9, 2 * lm.model.config.hidden_size) and not any(asked)
+    assert not any(layer._forward_pre_hooks for layer in lm.model.model.layers)  # nor is anything left behind

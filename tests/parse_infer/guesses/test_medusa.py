@@ -160,3 +160,13 @@ def test_what_does_not_fit_is_refused(lm, tmp_path: Path, change, sizes, message
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=re.escape(message)):
         load_token_drafter(f"{tmp_path}{sizes}", lm)
+
+
+def test_what_a_configuration_says_is_understood_or_refused(lm, tmp_path: Path):
+    make_heads(lm).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"topk": 10, "medusa_fc_bias": False}))
+    MedusaHead.from_pretrained(tmp_path, lm)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"medusa_fc_bias": True}))
+    with pytest.raises(ValueError, match="sets medusa_fc_bias to True, which is not supported"):
+        MedusaHead.from_pretrained(tmp_path, lm)

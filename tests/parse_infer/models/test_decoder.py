@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CohereConfig, CohereForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaForCausalLM
 from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
@@ -215,6 +216,28 @@ def test_interrupted_before_guesses_are_kept(make_model, random_ids, tree):
     decoder.seek(ids)
     decoder.look_ahead(guesses)  # and without a seek in between
     assert torch.allclose(decoder.forward(following).hidden, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [2, 6])
+def test_keeping_a_path_costs_one_copy_of_each_tensor(make_model, random_ids, length):
+    class Count(TorchDispatchMode):
+        copies = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.copies += function.overloadpacket in (torch.ops.aten.index_copy_, torch.ops.aten.copy_)
+            return function(*args, **(kwargs or {}))
+
+    model = make_model("llama_gqa")
+    enable_split_attention(model)
+    decoder, ids = Decoder(model, ()), random_ids(9)
+    decoder.seek(ids)
+    guesses = random_ids(length + 1, seed=1)  # a wrong child of the root, then the path
+    decoder.look_ahead(branches(guesses, [-1, -1, *range(1, length)], len(ids), decoder.device))
+    with Count() as count:
+        decoder.keep(range(1, length + 1))
+    assert count.copies == 2 * model.config.num_hidden_layers
+    expected = plain_hidden(model, ids + guesses[1:] + [5])[-1]
+    assert torch.allclose(decoder.forward([5]).hidden[-1], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_bad_calls_are_named(decoder, random_ids):

@@ -172,6 +172,22 @@ def test_greedy_match_counts_the_targets_own_tokens(model, make_verifier, random
     assert decoder.forwards == before
 
 
+def test_the_draft_passes_the_output_layer_once(model, make_verifier, random_ids):
+    """What the surprise of its tokens has compared is not compared again for the exact tail."""
+    verifier = make_verifier(model)
+    context, draft = random_ids(30), random_ids(40, seed=1)
+    verifier.decoder.seek(context)
+    rows: list[int] = []
+    handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    result = verifier.verify(draft)
+    found = [verifier.greedy_match(draft, result, start) for start in range(len(draft))]
+    handle.remove()
+    assert sum(rows) == len(draft)
+    own = verifier.decoder.logits(result.hidden[:-1]).argmax(-1).tolist()
+    same = [a == b for a, b in zip(own, draft, strict=True)]
+    assert found == [next((i for i, ok in enumerate(same[s:]) if not ok), 40 - s) for s in range(40)]
+
+
 def test_an_empty_draft_has_nothing_to_verify(make_model, make_verifier, random_ids):
     verifier = make_verifier(make_model("llama"))
     verifier.decoder.seek(random_ids(5))
