@@ -2,17 +2,16 @@
 
 Given a path to run, Python first asks `sys.path_hooks` whether somebody can import from there (see the documentation
 of `runpy` and of the interpreter's command line). `parse_engine_recipes.pth`, which is installed beside the packages,
-imports this module whenever Python starts. So it imports nothing heavy, and steps aside for whatever is no recipe.
+adds a hook of three lines whenever Python starts; only for a path that ends in .yaml or .yml does that import this
+module, which steps aside for whatever is no recipe.
 """
-
-import sys
 
 MAIN = "import sys; from parse_train.__main__ import main; sys.exit(main(sys.argv))"
 
 
 def recipe_importer(path: str) -> "RecipeImporter":
     """The path hook: an importer for a YAML file with a known `recipe:` key, ImportError (as hooks do) otherwise."""
-    if path.endswith((".yaml", ".yml")) and _is_recipe(path):
+    if _is_recipe(path):
         return RecipeImporter(path)
     raise ImportError(f"{path} is no recipe", path=path)
 
@@ -41,7 +40,3 @@ def _is_recipe(path: str) -> bool:
     from parse_train.recipe import RECIPES
 
     return any(line[len("recipe:") :].partition("#")[0].strip(" \t\r\n'\"") in RECIPES for line in lines)
-
-
-if recipe_importer not in sys.path_hooks:
-    sys.path_hooks.append(recipe_importer)
