@@ -11,7 +11,7 @@ from parse_infer.models.loading import LanguageModel, same_tokenizer
 from parse_infer.models.sampling import Sampling, distribution, draw
 
 
-class ModelTokenDrafter:
+class DraftChain:
     """Lets `draft` write a chain of the next few tokens; its cache follows the context by itself.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 
 from parse_infer.files import locate
 from parse_infer.guesses import eagle_head, medusa
-from parse_infer.guesses.draft_chain import ModelTokenDrafter
+from parse_infer.guesses.draft_chain import DraftChain
 from parse_infer.guesses.eagle import EagleDrafter
 from parse_infer.guesses.head_files import CONFIG, WEIGHTS, read_config
 from parse_infer.guesses.lookup import LookupDrafter
@@ -25,7 +25,7 @@ from parse_infer.suggest import suggestion
 
 _CLASSES: dict[str, type] = {
     "lookup": LookupDrafter,
-    "draft": ModelTokenDrafter,
+    "draft": DraftChain,
     "eagle3": EagleDrafter,
     "parallel": EagleDrafter,
     "medusa": MedusaDrafter,
@@ -86,7 +86,7 @@ def load_token_drafter(name: str, model: LanguageModel, draft: LanguageModel | N
         return LookupDrafter(**_fit(LookupDrafter, sizes, name))
     if kind == "draft":
         assert draft is not None
-        return ModelTokenDrafter(draft, model, **_fit(ModelTokenDrafter, sizes, name))
+        return DraftChain(draft, model, **_fit(DraftChain, sizes, name))
     embedded = _EMBEDDED.get(model.name, {}).get(kind)
     folder = ZOO / embedded if embedded else locate(kind, (CONFIG, WEIGHTS), "head")
     architecture = (read_config(folder).get("architectures") or ["nothing"])[0]

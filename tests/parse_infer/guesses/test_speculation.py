@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from parse_infer.guesses.draft_chain import ModelTokenDrafter
+from parse_infer.guesses.draft_chain import DraftChain
 from parse_infer.guesses.lookup import LookupDrafter
 from parse_infer.guesses.token_drafter import ROOT, Guess
 from parse_infer.guesses.walk import speculate, walk
@@ -76,7 +76,7 @@ def test_two_hundred_prompts_greedy_with_a_draft_model(make_model, tokenizer, ra
         for mine, its in zip(small.parameters(), target.parameters(), strict=True):
             mine.copy_(its + 0.05 * its.std() * torch.randn(its.shape, generator=torch.Generator().manual_seed(1)))
     lm, draft = language_model(target, tokenizer, "target"), language_model(small, tokenizer, "draft")
-    drafter = ModelTokenDrafter(draft, lm, tokens=4, confidence=0.0)
+    drafter = DraftChain(draft, lm, tokens=4, confidence=0.0)
     forwards = 0
     for seed in range(200):
         prompt = random_ids(9, seed)
@@ -198,7 +198,7 @@ def test_sampling_through_a_draft_model_keeps_the_distribution(make_model, token
     target = make_model("llama")
     lm = language_model(target, tokenizer, "target")
     draft = language_model(resembling(make_model, target, 0.3), tokenizer, "draft")
-    drafter, prompt, sampling = ModelTokenDrafter(draft, lm, 3, confidence=0.1), random_ids(8), Sampling(0.6, top_k=4)
+    drafter, prompt, sampling = DraftChain(draft, lm, 3, confidence=0.1), random_ids(8), Sampling(0.6, top_k=4)
     generator = torch.Generator().manual_seed(0)
     lm.decoder.seek(prompt)
     first = distribution(lm.decoder.next_logits(), sampling)
@@ -236,14 +236,14 @@ def test_a_draft_models_chain_ends_in_doubt(make_model, tokenizer, random_ids):
     sure = logits.softmax(-1).amax(-1)
     for confidence in (0.0, float(sure.min()) + 1e-4, float(sure.median()), 1.0):
         doubts = [i for i, p in enumerate(sure.tolist()) if p < confidence]
-        guess = ModelTokenDrafter(draft, lm, 8, confidence).guess(prompt, 8, Sampling(), None)
+        guess = DraftChain(draft, lm, 8, confidence).guess(prompt, 8, Sampling(), None)
         assert list(guess.tokens) == expected[: doubts[0] + 1 if doubts else 8]
     with pytest.raises(ValueError, match="confidence is a probability, not 2"):
-        ModelTokenDrafter(draft, lm, confidence=2)
+        DraftChain(draft, lm, confidence=2)
 
 
 def test_a_draft_model_needs_the_same_tokenizer(make_model, tokenizer):
     lm = language_model(make_model("llama"), tokenizer)
     other = language_model(make_model("llama", vocab_size=300), word_tokenizer())
     with pytest.raises(ValueError, match="tokenizers differ"):
-        ModelTokenDrafter(other, lm)
+        DraftChain(other, lm)

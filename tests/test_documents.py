@@ -1,0 +1,140 @@
+"""Every command and every piece of code in README and docs runs, on less data where it would take minutes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from data_tools.cli import main as parse_data
+from parse_infer.bench.documents import main as documents
+from parse_infer.cli.app import main as parse_infer
+from parse_train.__main__ import main as parse_train
+from parse_train.recipe import load_recipe
+from parse_train.validity.step_cost import main as step_cost
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+LAUNCHERS = ("accelerate", "torchrun", "python")
+# What is put behind a command, so that it takes seconds.
+LESS = {
+    "parse-infer bench": "--limit 1 --thresholds none --max-new-tokens 24",
+    "parse-infer generate": "--max-new-tokens 24",
+    "parse-infer cost": "--rounds 1",
+    "parse-data build": "--limit 8 --problems_per_group 8 --max_draft_tokens 128",
+    "validity": "--max_steps 1 --baselines false --report_to none --use_cpu true",
+    "eagle": "--max_steps 1 --n_problems 4 --n_eval_problems 2 --report_to none --use_cpu true",
+}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The commands of a page in order, as words; a quoted text may span lines."""
+    for block in blocks(page, "bash"):
+        waiting = ""
+        for line in block.splitlines():
+            waiting += line + "\n"
+            try:
+                words = shlex.split(waiting, comments=True)
+            except ValueError:  # a quotation that is not closed yet
+                continue
+            waiting = ""
+            if words:
+                yield words
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stands for the folders data/ and runs/ of a checkout, for all pages: what one command writes the next one reads."""
+    return tmp_path_factory.mktemp("checkout")
+
+
+def run(words: list[str], room: Path, number: int) -> int:
+    """One command in this process, with `data/` and `runs/` in `room`."""
+    words = [str(room / word) if re.match("(data|runs)/", word) else word for word in words]
+    start = " ".join(words[:2])
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE), (
+            f"no target {words[1]}"
+        )
+        return 0
+    if words[0] == "parse-infer":
+        return parse_infer([*words[1:], *LESS.get(start, "").split()])
+    if words[0] == "parse-data":
+        if "recipes/real/data.yaml" in words:
+            return 0  # its models are on the Hub; tests/data_tools reads the recipe
+        elsewhere = ["--output_dir", str(room / "data" / "validity")] if words[1] == "build" else []
+        return parse_data([*words[1:], *elsewhere, *LESS.get(start, "").split()])
+    if words[:3] == ["python", "-m", "parse_infer.bench.documents"]:
+        return documents(words[3:])
+    if words[:3] == ["python", "-m", "parse_train.validity.step_cost"]:
+        less = ["--rounds", "1", "--per_device_train_batch_size", "2", "--data", str(room / "data" / "validity")]
+        return step_cost([*words[3:], *less])
+    assert words[0] in LAUNCHERS, f"nobody knows how to run {words}"
+    return train(words, room, number)
+
+
+def train(words: list[str], room: Path, number: int) -> int:
+    """A recipe, whoever starts it (tests/parse_train/test_train_launch.py starts processes)."""
+    for word in words:
+        assert not word.startswith("recipes/") or (REPOSITORY / word).is_file(), f"there is no {word}"
+    at = next(i for i, word in enumerate(words) if word.endswith(".yaml") and "/accelerate/" not in word)
+    recipe, overrides = words[at], words[at + 1 :]
+    if recipe.startswith("recipes/real/"):
+        load_recipe(recipe, [*overrides, "--report_to", "none"])
+        return 0
+    kind = re.search(r"^recipe: (\w+)", (REPOSITORY / recipe).read_text(), re.MULTILINE)
+    assert kind is not None
+    name = Path(recipe).stem.replace("train", "validity")
+    places = ["--output_dir", str(room / "runs" / (name if number == 0 else f"{name}-{number}"))]
+    places += ["--data", str(room / "data" / "validity")] if kind[1] == "validity" else []
+    places += ["--answers", str(room / "runs" / "answers")] if kind[1] == "eagle" else []
+    return parse_train([recipe, *overrides, *places, *LESS[kind[1]].split()])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_run(
+    page: Path, room: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    trained = 0
+    for words in commands(page):
+        if words[0] in ("pip", "git"):
+            continue
+        first = words[0] not in LAUNCHERS or not any(word.endswith("recipes/train.yaml") for word in words)
+        code = run(words, room, 0 if first else trained if page.name != "README.md" else 0)
+        trained += not first
+        assert code == 0, f"{shlex.join(words)}: {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for code in blocks(page, "python"):
+        exec(compile(code, page.name, "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("http") or (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_what_has_moved_is_not_named_any_more() -> None:
+    """Modules and folders in documents, recipes and cards exist."""
+    pages = [*PAGES, *REPOSITORY.glob("recipes/**/*.yaml"), *REPOSITORY.glob("parse_infer/zoo/*/README.md")]
+    exists: Callable[[str], bool] = lambda name: (REPOSITORY / name).exists()  # noqa: E731
+    for page in pages:
+        for name in re.findall(
+            r"\b((?:parse_infer|parse_train|data_tools|recipes|tests)/[\w./-]*\w)", page.read_text()
+        ):
+            assert exists(name), f"{page.relative_to(REPOSITORY)} names {name}"
