@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,7 +51,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stands for the folders data/ and runs/ of a checkout, for all pages: what one command writes the next one reads."""
+    """Stands for data/ and runs/ of a checkout, for all pages: what one command writes the next one reads."""
     return tmp_path_factory.mktemp("checkout")
 
 
@@ -132,9 +132,7 @@ def test_the_readme_is_short() -> None:
 def test_what_has_moved_is_not_named_any_more() -> None:
     """Modules and folders in documents, recipes and cards exist."""
     pages = [*PAGES, *REPOSITORY.glob("recipes/**/*.yaml"), *REPOSITORY.glob("parse_infer/zoo/*/README.md")]
-    exists: Callable[[str], bool] = lambda name: (REPOSITORY / name).exists()  # noqa: E731
+    named = r"\b((?:parse_infer|parse_train|data_tools|recipes|tests)/[\w./-]*\w)"
     for page in pages:
-        for name in re.findall(
-            r"\b((?:parse_infer|parse_train|data_tools|recipes|tests)/[\w./-]*\w)", page.read_text()
-        ):
-            assert exists(name), f"{page.relative_to(REPOSITORY)} names {name}"
+        for name in re.findall(named, page.read_text(encoding="utf-8")):
+            assert (REPOSITORY / name).exists(), f"{page.relative_to(REPOSITORY)} names {name}"
