@@ -16,17 +16,18 @@ import torch
 import transformers
 
 from parse_infer.engine import ParseEngine
+from parse_infer.models.devices import device_name
 from parse_infer.models.fingerprint import fingerprint
 from parse_infer.models.loading import LanguageModel
 
 
-def describe_machine() -> dict[str, Any]:
-    """Processor, cores, threads and library versions."""
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Processor, cores, threads, the device where it is a GPU, and library versions."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": device_name(device),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -19,17 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from parse_infer.bench.environment import describe_machine, describe_models, describe_run
 from parse_infer.bench.figure import draw_figure
-from parse_infer.bench.modes import (
-    DEFAULT_MODES,
-    DRAFTING,
-    SWEPT,
-    BenchProblem,
-    Mode,
-    check_modes,
-    make_modes,
-    read_draft,
-    timed,
-)
+from parse_infer.bench.mode_names import DEFAULT_MODES, DRAFTING, SWEPT, check_modes
+from parse_infer.bench.modes import BenchProblem, Mode, make_modes, read_draft, timed
 from parse_infer.bench.records import Record, RecordStore, write_text
 from parse_infer.bench.report import summarise
 from parse_infer.bench.tables import markdown
@@ -45,12 +36,12 @@ class BenchSettings:
     """What is measured. Part of the configuration that two halves of a run must share."""
 
     modes: tuple[str, ...] = DEFAULT_MODES
-    max_new_tokens: int = 512
+    max_new_tokens: int = GenerationSettings.max_new_tokens
     threshold: float | None = None
     """For the trained judge; None: the adapter's own."""
     zero_shot_threshold: float | None = None
     """For the zero-shot judge; None: 0.5."""
-    resume: Resume = "finish"
+    resume: Resume = GenerationSettings.resume
     """What follows a rejected draft, in the PARSE modes; see `GenerationSettings.resume`."""
     thresholds: tuple[float, ...] = THRESHOLDS
     """Thresholds of the sweep behind the figure; () for none."""
@@ -64,15 +55,18 @@ class BenchSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "modes", check_modes(self.modes))
         object.__setattr__(self, "thresholds", tuple(sorted({float(t) for t in self.thresholds})))
-        GenerationSettings(resume=self.resume)  # names a wrong value
-        for name in ("max_new_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        self.generation()  # names a wrong value
+        if self.repeats < 1:
+            raise ValueError(f"repeats is {self.repeats}; it must be at least 1")
         if self.sweep_limit < 0:
             raise ValueError(f"sweep_limit is {self.sweep_limit}; it must be at least 0")
-        for value in (*self.thresholds, self.threshold, self.zero_shot_threshold):
+        for value in (*self.thresholds, self.zero_shot_threshold):
             if value is not None:
                 check_threshold(value)
+
+    def generation(self) -> GenerationSettings:
+        """How every mode answers; greedy."""
+        return GenerationSettings(self.max_new_tokens, self.threshold, resume=self.resume)
 
 
 def run_bench(
@@ -110,13 +104,16 @@ def run_bench(
     modes = make_modes(
         engine,
         settings.modes,
-        max_new_tokens=settings.max_new_tokens,
-        threshold=settings.threshold,
+        settings.generation(),
         zero_shot_threshold=settings.zero_shot_threshold,
-        resume=settings.resume,
         thresholds=settings.thresholds if settings.sweep_limit else (),
     )
-    environment = {**describe_machine(), **describe_models(engine), "task": task, "problems": len(problems)}
+    environment = {
+        **describe_machine(engine.target.model.device),
+        **describe_models(engine),
+        "task": task,
+        "problems": len(problems),
+    }
     config = {**_as_config(settings), **environment, "digest": _digest(problems)}
     store = RecordStore(folder, config)
     _measure(engine, problems, check, modes, settings, store, console)

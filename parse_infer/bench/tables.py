@@ -8,7 +8,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from parse_infer.bench.modes import describe
+from parse_infer.bench.mode_names import describe
 
 HEADER = (
     "mode",

@@ -134,7 +134,7 @@ def bench(
       parse-infer bench --task jsonl --task-option path=problems.jsonl --modes target,parse --out runs/mine
     """
     loaded_task = _task(task, task_option)
-    from parse_infer.bench.modes import DEFAULT_MODES, check_guides, needs
+    from parse_infer.bench.mode_names import DEFAULT_MODES, check_guides, needs
     from parse_infer.bench.run import THRESHOLDS, BenchSettings, run_bench
     from parse_infer.bench.tables import acceptance_note, terminal_tables
 

@@ -60,8 +60,8 @@ def run_demo(
     """
     if not problems:
         raise ValueError("there are no problems to show: choose another limit")
-    modes = make_modes(engine, tuple(NAMES), max_new_tokens=max_new_tokens)
-    settings = GenerationSettings(max_new_tokens=max_new_tokens)
+    settings = GenerationSettings(max_new_tokens)
+    modes = make_modes(engine, tuple(NAMES), settings)
     for mode in modes:
         timed(engine, mode, problems[0].prompt)  # not counted: first calls are slower
     tallies = {name: Tally() for name in NAMES}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from parse_infer.bench.mode_names import DEFAULT_MODES
 from parse_infer.cli.app import main
 
 _folders: dict[str, str] = {}
@@ -136,7 +137,7 @@ def test_bench_runs_every_mode_and_goes_on_in_its_folder(models, problems, tmp_p
     assert main(command) == 0
     assert "sequential" in capsys.readouterr().out
     results = json.loads((out / "results.json").read_text())
-    assert list(results["modes"]) == ["target", "draft", "parse", "parse-zero-shot", "sequential", "assisted"]
+    assert list(results["modes"]) == [*DEFAULT_MODES]
     assert results["environment"]["problems"] == 3 and results["environment"]["chosen_threshold"] == 0.5
     assert {"cpu", "cores", "threads", "torch", "transformers", "dtype", "date", "command"} <= set(
         results["environment"]
