@@ -113,8 +113,9 @@ def run_bench(
         **describe_models(engine),
         "task": task,
         "problems": len(problems),
+        "digest": _digest(problems),
     }
-    config = {**_as_config(settings), **environment, "digest": _digest(problems)}
+    config = {**_as_config(settings), **environment}
     store = RecordStore(folder, config)
     _measure(engine, problems, check, modes, settings, store, console)
     environment |= {**_as_config(settings), "chosen_threshold": _chosen(engine, settings), **describe_run()}
