@@ -49,7 +49,8 @@ def describe_models(engine: ParseEngine) -> dict[str, Any]:
 def describe_run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """When and how the benchmark was started."""
     command = list(sys.argv if argv is None else argv)
-    command[0] = Path(command[0]).name
+    program = Path(command[0])
+    command[0] = "parse-infer" if program.name == "__main__.py" else program.name  # python -m parse_infer
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),

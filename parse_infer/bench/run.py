@@ -21,10 +21,12 @@ from parse_infer.bench.environment import describe_machine, describe_models, des
 from parse_infer.bench.figure import draw_figure
 from parse_infer.bench.mode_names import DEFAULT_MODES, DRAFTING, SWEPT, check_modes
 from parse_infer.bench.modes import BenchProblem, Mode, make_modes, read_draft, timed
-from parse_infer.bench.records import Record, RecordStore, write_text
+from parse_infer.bench.records import Record, RecordStore
 from parse_infer.bench.report import summarise
+from parse_infer.bench.results_file import write_results
 from parse_infer.bench.tables import markdown
 from parse_infer.engine import ParseEngine
+from parse_infer.files import write_text
 from parse_infer.generation import GenerationSettings, Resume
 from parse_infer.policy import check_threshold
 
@@ -123,7 +125,7 @@ def run_bench(
     folder = Path(folder)
     draw_figure(results, folder / "figure.png")
     write_text(folder / "results.md", markdown(results))
-    write_text(folder / "results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    write_results(folder / "results.json", results)
     return results
 
 
@@ -171,13 +173,14 @@ def _run(
     drafted = mode.base in DRAFTING
     prefill_s, token_exact = None, None
     if mode.name == "draft":
-        prefill_s, token_exact = read_draft(engine, problem.prompt, generation.token_ids)
+        prefill, token_exact = read_draft(engine, problem.prompt, generation.token_ids)
+        prefill_s = round(prefill, 4)
     return Record(
         problem_id=problem.id,
         mode=mode.name,
         repeat=repeat,
         correct=bool(check(problem, generation.text)),
-        seconds=seconds,
+        seconds=round(seconds, 4),
         n_tokens=len(generation.token_ids),
         text=generation.text,
         finish_reason=generation.finish_reason,

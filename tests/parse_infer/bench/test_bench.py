@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from parse_infer.bench.mode_names import DEFAULT_MODES, MODES, check_modes, desc
 from parse_infer.bench.modes import Mode, make_modes, read_draft, timed
 from parse_infer.bench.records import Record, RecordStore
 from parse_infer.bench.report import summarise
+from parse_infer.bench.results_file import from_columns, read_results, to_columns, write_results
 from parse_infer.bench.run import BenchSettings, run_bench, schedule
 from parse_infer.bench.statistics import difference_interval, rate_ratio_interval, wilson_interval
 from parse_infer.engine import ParseEngine
@@ -259,6 +261,11 @@ def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_p
     assert calls == len(rows) + 1
 
     assert json.loads((tmp_path / "results.json").read_text()) == json.loads(json.dumps(results))
+    evidence = read_results(tmp_path / "results.json")
+    ids = evidence["records"]["problems"]
+    kept = list(from_columns(evidence["records"]))
+    assert json.loads(json.dumps(summarise(kept, ids, evidence["environment"]))) == evidence
+    assert len(kept) == len(rows) and not any(r.text for r in kept)
     assert list(results["modes"]) == list(ALL_MODES)
     assert all(KEYS <= set(figures) for figures in results["modes"].values())
     assert results["modes"]["target"]["speedup"] == 1 and results["modes"]["target"]["accuracy_diff"] == 0
@@ -334,3 +341,26 @@ def test_a_damaged_record_is_named_with_its_line(tmp_path: Path):
         RecordStore(tmp_path, {"seed": 0})
     with pytest.raises(ValueError, match="seed 0 and this one has 1"):
         RecordStore(tmp_path, {"seed": 1})
+
+
+def test_records_survive_as_columns_with_a_line_each(tmp_path: Path):
+    ids = ["a [1]", "b, {2}"]
+    records = [
+        record(problem, mode, 0.5 + i, 10 * i, i % 2 == 0, repeat=repeat, draft_tokens=i if mode == "parse" else None)
+        for i, (repeat, problem, mode) in enumerate(product((0, 1), ids, ("target", "parse")))
+    ] + [record(ids[0], "parse@0.5", 1.0, 3, repeat=repeat) for repeat in (0, 1)]
+    columns = to_columns(records[::-1], ids)
+    assert set(from_columns(columns)) == set(records)
+    assert "draft_tokens" not in columns["modes"]["target"]
+    write_results(tmp_path / "results.json", {"environment": {}, "modes": {}, "sweep": None, "records": columns})
+    lines = (tmp_path / "results.json").read_text().splitlines()
+    assert '        "n_tokens": [0, 20, 40, 60],' in lines and len(lines) < 40
+    assert read_results(tmp_path / "results.json")["records"] == columns
+
+
+def test_results_that_are_none_are_one_sentence(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="run parse-infer bench"):
+        read_results(tmp_path / "results.json")
+    (tmp_path / "results.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match="has no key 'environment'"):
+        read_results(tmp_path / "results.json")
