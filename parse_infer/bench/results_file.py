@@ -7,6 +7,7 @@ left out.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,11 @@ def write_results(path: Path, results: Results) -> None:
     text = json.dumps(results, indent=2, ensure_ascii=False)
     # A line break inside a string is escaped, so what looks like a list over several lines is one.
     write_text(path, re.sub(r"\[\n[^\[\]{}]*\]", lambda found: _one_line(found[0]), text) + "\n")
+
+
+def digest(results: Results) -> str:
+    """Tells the results that a figure was drawn from."""
+    return hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_results(path: Path) -> Results:
