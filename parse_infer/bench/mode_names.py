@@ -18,8 +18,8 @@ MODES = {
     "target": "the target alone",
     "draft": "the draft model alone",
     "parse": "PARSE as it comes: trained adapter, the draft model guesses what the target writes",
-    "parse-zero-shot": "the same with the target itself asked whether each prefix is right",
-    "sequential": "the same, one segment at a time, each verified before the next (SpecReason)",
+    "parse-zero-shot": "PARSE with the same guesses, the target itself asked whether each prefix is right",
+    "sequential": "one segment at a time, each verified before the next (SpecReason), with PARSE's adapter and guesses",
     "assisted": "transformers' assisted generation with the same draft model",
     "transformers": "the target alone in transformers' own decode loop",
 }
@@ -87,10 +87,11 @@ def needs(names: Sequence[str]) -> tuple[bool, bool]:
 
 def describe(name: str) -> str:
     """What a mode is, in a few words."""
-    parts = [MODES["parse"].split(",")[0]] if name.startswith("parse+") else [MODES[base_of(name)]]
-    parts += name.split(":")[1:] if base_of(name) == "assisted" else []
-    whose = ("the target's own", "the draft model's")
-    for owner, drafter in zip(whose, drafters_of(name), strict=False):
+    base, drafters = base_of(name), drafters_of(name)
+    if not drafters:
+        return ", ".join([MODES[base], *name.split(":")[1:]])
+    parts = ["the target" if base == "target" else "PARSE with the trained adapter"]
+    for owner, drafter in zip(("the target's", "the draft model's"), drafters, strict=False):
         parts.append(f"{owner} tokens guessed by {'nobody' if drafter == NOBODY else drafter}")
     return ", ".join(parts)
 

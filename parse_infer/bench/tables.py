@@ -24,7 +24,7 @@ HEADER = (
     "of limit, %",
 )
 SPEED_COLUMNS, COST_COLUMNS = range(1, 6), range(6, len(HEADER))
-WIDE = 122  # characters that all columns need
+WIDE = 130  # characters that all columns need
 
 
 def rows(modes: dict[str, dict[str, Any]]) -> list[list[str]]:
@@ -63,7 +63,7 @@ def _terminal_table(results: dict[str, Any], columns: Iterable[int], title: str 
         table.add_column(HEADER[i], justify="right", no_wrap=True)
     for row in rows(results["modes"]):
         cells = [row[i].replace(" [", "\n[") for i in chosen]  # intervals on a line of their own
-        table.add_row(row[0], *cells, style="bold" if row[0] == "parse" else None)
+        table.add_row(row[0].replace(":", "\n  "), *cells, style="bold" if row[0] == "parse" else None)
     return table
 
 

@@ -166,6 +166,14 @@ def test_rivals_get_the_guesses_that_parse_gets(engine, make_model):
     assert forwards["parse"] < forwards["parse+none"]
 
 
+def test_an_engines_own_token_drafters_play_no_part(engine):
+    guesses = ModelTokenDrafter(engine.draft, engine.target)
+    engine = ParseEngine(engine.target, engine.draft, engine.judge, target_drafter=guesses)
+    target, parse = make(engine, "target", "parse+none", threshold=1.1)
+    assert timed(engine, target, PROBLEMS[0].prompt)[0].stats.target_forwards == BUDGET  # plain: a token each
+    assert parse.engine.target_drafter is None
+
+
 def test_a_draft_model_with_other_tokens_guesses_nothing(engine, make_model):
     draft = LanguageModel("foreign", make_model("llama", seed=5, vocab_size=300, eos_token_id=0), word_tokenizer())
     foreign = ParseEngine(engine.target, draft, engine.judge)
@@ -202,7 +210,7 @@ def test_modes_in_words():
     )
     assert title("assisted:tokens=8") == "transformers' assisted generation (tokens 8)"
     assert title("parse+none+parallel") == "PARSE, nobody guesses for the target, parallel guesses for the draft model"
-    assert describe("parse+none") == "PARSE as it comes: trained adapter, the target's own tokens guessed by nobody"
+    assert describe("parse+none") == "PARSE with the trained adapter, the target's tokens guessed by nobody"
     assert set(DEFAULT_MODES) - set(MODES) == {"target+draft"}
 
 
