@@ -19,7 +19,7 @@ MODES = {
     "draft": "the draft model alone",
     "parse": "PARSE as it comes: trained adapter, the draft model guesses what the target writes",
     "parse-zero-shot": "PARSE with the same guesses, the target itself asked whether each prefix is right",
-    "sequential": "one segment at a time, each verified before the next (SpecReason), with PARSE's adapter and guesses",
+    "sequential": "one segment at a time, each verified before the next (SpecReason), PARSE's judge and guesses",
     "assisted": "transformers' assisted generation with the same draft model",
     "transformers": "the target alone in transformers' own decode loop",
 }

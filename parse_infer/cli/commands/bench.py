@@ -26,7 +26,8 @@ def bench(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task, such as path=…; repeatable.")
     ] = None,
     split: Annotated[
-        str, typer.Option(metavar="test|validation|train", help="Where the problems come from; search on validation.")
+        str,
+        typer.Option(metavar="test|validation|train", help="Which problems: look for settings on validation ones."),
     ] = "test",
     limit: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 300,
     seed: Annotated[int, typer.Option(min=0, help="Which problems; also the bootstrap's seed.")] = 0,
