@@ -12,6 +12,7 @@ from typing import Any
 from data_tools.tasks import wording
 from data_tools.tasks.checkers import same_number
 from data_tools.tasks.task import SPLITS, Problem, Split, check_split
+from parse_infer.extras import missing_package
 
 
 @dataclass
@@ -38,8 +39,8 @@ class GsmSymbolic:
     def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
         try:
             from reasoning_gym import create_dataset
-        except ImportError as error:
-            raise ValueError("task gsm_symbolic needs the package reasoning-gym: pip install reasoning-gym") from error
+        except ModuleNotFoundError as error:
+            raise ValueError(f"task gsm_symbolic: {missing_package(error)}") from error
         check_split(split)
         # 2**40 seeds a split, 2**24 (four thousand chunks) a seed: ranges of different splits and seeds never meet.
         base = (SPLITS.index(split) << 40) + (seed << 24)

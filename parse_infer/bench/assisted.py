@@ -2,27 +2,86 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from parse_infer.generation import Generation, GenerationSettings, Span, Statistics, Timings
 from parse_infer.models.loading import LanguageModel, same_tokenizer
 from parse_infer.models.prompts import Prompt
 
+Schedule = Literal["constant", "heuristic"]
+
+
+@dataclass(frozen=True)
+class AssistantSettings:
+    """How the assistant drafts; None leaves transformers' own default (20 tokens, confidence 0.4, constant)."""
+
+    tokens: int | None = None
+    """The most tokens before the target looks."""
+    confidence: float | None = None
+    """It stops earlier behind a token of a lower probability; 0: never. Where scikit-learn is installed, transformers
+    tunes it within each answer, beginning from here."""
+    schedule: Schedule | None = None
+    """"heuristic" changes `tokens` within an answer: two more if all held, else one less."""
+
+    @classmethod
+    def parse(cls, name: str) -> AssistantSettings:
+        """From "assisted:tokens=8:confidence=0.3:schedule=heuristic", each part optional.
+
+        Raises ValueError for an unknown key or a value out of range.
+        """
+        found: dict[str, Any] = {}
+        for part in name.split(":")[1:]:
+            key, _, value = part.partition("=")
+            if key == "tokens" and value.isdecimal() and int(value) > 0:
+                found[key] = int(value)
+            elif key == "confidence" and re.fullmatch(r"0(\.\d+)?|1(\.0+)?", value):
+                found[key] = float(value)
+            elif key == "schedule" and value in get_args(Schedule):
+                found[key] = value
+            else:
+                raise ValueError(
+                    f"{part!r} in mode {name!r} is none of: tokens=NUMBER, confidence=0 to 1, "
+                    f"schedule={' or '.join(get_args(Schedule))}"
+                )
+        return cls(**found)
+
+    @contextmanager
+    def on(self, assistant: PreTrainedModel) -> Iterator[None]:
+        """They are the assistant's inside the block: transformers reads them from its generation config, and a
+        heuristic schedule also writes there."""
+        config: Any = assistant.generation_config
+        wanted = {
+            "num_assistant_tokens": self.tokens,
+            "assistant_confidence_threshold": self.confidence,
+            "num_assistant_tokens_schedule": self.schedule,
+        }
+        before = {key: getattr(config, key) for key in wanted}
+        try:
+            for key, value in wanted.items():
+                setattr(config, key, before[key] if value is None else value)
+            yield
+        finally:
+            for key, value in before.items():
+                setattr(config, key, value)
+
 
 class TransformersGeneration:
-    """Greedy answers by transformers' own loop: assisted by `draft`, or plain where there is none.
+    """Greedy answers by transformers' own loop: assisted by `draft`, or plain where there is none."""
 
-    transformers' defaults apply (20 assistant tokens, confidence threshold 0.4), which is what its users get.
-    """
-
-    def __init__(self, target: LanguageModel, draft: LanguageModel | None = None) -> None:
+    def __init__(
+        self, target: LanguageModel, draft: LanguageModel | None = None, assistant: AssistantSettings | None = None
+    ) -> None:
         self._target = target
         self._draft = draft
+        self._assistant = assistant or AssistantSettings()
         self._options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         self._options["eos_token_id"] = sorted(target.eos_ids) or None
         pad = target.tokenizer.pad_token_id
@@ -47,7 +106,8 @@ class TransformersGeneration:
         stats = Statistics()
         draft_model = self._draft.model if self._draft is not None else None
         model: Any = target.model  # `generate` comes from a mixin that the base class does not declare
-        with _counted(model) as target_calls, _counted(draft_model) as draft_calls:
+        drafting = self._assistant.on(draft_model) if draft_model is not None else nullcontext()
+        with _counted(model) as target_calls, _counted(draft_model) as draft_calls, drafting:
             output = model.generate(
                 input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=budget, **self._options
             )

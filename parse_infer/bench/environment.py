@@ -16,17 +16,18 @@ import torch
 import transformers
 
 from parse_infer.engine import ParseEngine
+from parse_infer.models.devices import device_name
 from parse_infer.models.fingerprint import fingerprint
 from parse_infer.models.loading import LanguageModel
 
 
-def describe_machine() -> dict[str, Any]:
-    """Processor, cores, threads and library versions."""
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Processor, cores, threads, the device where it is a GPU, and library versions."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": device_name(device),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -48,7 +49,8 @@ def describe_models(engine: ParseEngine) -> dict[str, Any]:
 def describe_run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """When and how the benchmark was started."""
     command = list(sys.argv if argv is None else argv)
-    command[0] = Path(command[0]).name
+    program = Path(command[0])
+    command[0] = "parse-infer" if program.name == "__main__.py" else program.name  # python -m parse_infer
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),

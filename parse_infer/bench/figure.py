@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
 
+from parse_infer.bench.results_file import digest
+from parse_infer.files import replacing
+
+_ORIGIN = "Results"  # key of the text in a PNG that says which results it shows
 CURVES = {"parse": ("PARSE, trained judge", "#1b7837"), "parse-zero-shot": ("PARSE, zero-shot judge", "#b2611d")}
 POINTS = {
     "target": ("target alone", "o", "#222222"),
     "draft": ("draft model alone", "s", "#777777"),
     "sequential": ("sequential verification", "D", "#2166ac"),
+    "target+draft": ("target + draft model, lossless", "p", "#c51b7d"),
     "assisted": ("assisted generation", "^", "#7b3294"),
     "transformers": ("target, transformers' loop", "v", "#999999"),
 }
@@ -23,6 +28,7 @@ POINTS = {
 def draw_figure(results: dict[str, Any], path: Path) -> None:
     """Write a PNG. All of it shows the same problems: those of the sweep where there is one, else all.
 
+    The file says in its text which results it shows; see `drawn_from`.
     Without the target among the modes, speed is in tokens per second.
     """
     sweep = results["sweep"]
@@ -40,9 +46,12 @@ def draw_figure(results: dict[str, Any], path: Path) -> None:
             threshold = results["environment"].get("chosen_threshold") if chosen else None
             suffix = "" if threshold is None else f", chosen threshold {threshold:.3g}"
             _point(axes, modes[name], speed, label + suffix, "*" if chosen else "P", colour, 15 if chosen else 8)
-    for name, (label, marker, colour) in POINTS.items():
-        if name in modes:
-            _point(axes, modes[name], speed, label, marker, colour, 7)
+    for name in modes:
+        kind, _, sizes = name.partition(":")
+        if kind in POINTS:
+            label, marker, colour = POINTS[kind]
+            own = f", {sizes.replace(':', ', ').replace('=', ' ')}" if sizes else ""
+            _point(axes, modes[name], speed, label + own, marker, colour, 7)
     axes.set_xlabel(f"right answers, % (bars: 95 % interval; {n} problems)")
     axes.set_ylabel("speed-up over the target alone (tokens/s)" if speed == "speedup" else "tokens/s")
     axes.set_ylim(bottom=0)
@@ -52,12 +61,16 @@ def draw_figure(results: dict[str, Any], path: Path) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        figure.savefig(beside, format="png")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replacing(path) as beside:
+        figure.savefig(beside, format="png", metadata={_ORIGIN: digest(results)})
+
+
+def drawn_from(path: Path) -> str | None:
+    """The digest of the results that a figure shows; None for no such file, or one that says nothing."""
+    if not path.is_file():
+        return None
+    with Image.open(path) as image:
+        return image.info.get(_ORIGIN)
 
 
 def _curve(axes: Axes, points: list[dict[str, Any]], speed: str, label: str, colour: str) -> None:

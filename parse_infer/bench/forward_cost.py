@@ -27,6 +27,7 @@ from parse_infer.guesses.token_drafter import Guess
 from parse_infer.guesses.walk import read_guess
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
+from parse_infer.models.devices import wait_for
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import ZOO, LanguageModel, resolve
 from parse_infer.models.sampling import Sampling
@@ -225,18 +226,13 @@ def measure(todo: list[Step], rounds: int, device: torch.device) -> dict[str, li
         for step in todo:
             for counts in (False, False, True):
                 step.prepare()
-                _wait(device)
+                wait_for(device)
                 begin = time.perf_counter()
                 step.run()
-                _wait(device)
+                wait_for(device)
                 if counts:
                     seconds[step.name].append(time.perf_counter() - begin)
     return seconds
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def report(seconds: dict[str, list[float]], drafted: int) -> tuple[Table, str]:

@@ -1,6 +1,7 @@
 """From records to results: accuracies, speeds and their intervals, as JSON-ready numbers and as a Markdown page.
 
-`summarise` returns `{"environment", "modes": {mode: figures}, "limit", "acceptance", "sweep"}`. Figures of a mode:
+`summarise` returns `{"environment", "modes": {mode: figures}, "limit", "acceptance", "sweep", "records"}`; the records
+(see `parse_infer.bench.results_file`) are all that it needs to do so again. Figures of a mode:
 
 - accuracy, accuracy_ci: share of right answers, 95 % Wilson interval;
 - accuracy_diff, accuracy_diff_ci: accuracy minus the target's on the same problems, 95 % paired bootstrap interval;
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from parse_infer.bench.records import Record
+from parse_infer.bench.results_file import to_columns
 from parse_infer.bench.statistics import difference_interval, rate_ratio_interval, wilson_interval
 
 Figures = dict[str, Any]
@@ -60,6 +62,7 @@ def summarise(records: Sequence[Record], problem_ids: Sequence[str], environment
             "points": points,
             "modes": {name: _figures(part[name], part, seed) for name in order},
         }
+    results["records"] = to_columns(records, problem_ids)
     return results
 
 

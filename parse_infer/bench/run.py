@@ -19,21 +19,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from parse_infer.bench.environment import describe_machine, describe_models, describe_run
 from parse_infer.bench.figure import draw_figure
-from parse_infer.bench.modes import (
-    DEFAULT_MODES,
-    DRAFTING,
-    SWEPT,
-    BenchProblem,
-    Mode,
-    check_modes,
-    make_modes,
-    read_draft,
-    timed,
-)
-from parse_infer.bench.records import Record, RecordStore, write_text
+from parse_infer.bench.mode_names import DEFAULT_MODES, DRAFTING, SWEPT, check_modes
+from parse_infer.bench.modes import BenchProblem, Mode, make_modes, read_draft, timed
+from parse_infer.bench.records import Record, RecordStore
 from parse_infer.bench.report import summarise
+from parse_infer.bench.results_file import write_results
 from parse_infer.bench.tables import markdown
 from parse_infer.engine import ParseEngine
+from parse_infer.files import write_text
 from parse_infer.generation import GenerationSettings, Resume
 from parse_infer.policy import check_threshold
 
@@ -45,12 +38,12 @@ class BenchSettings:
     """What is measured. Part of the configuration that two halves of a run must share."""
 
     modes: tuple[str, ...] = DEFAULT_MODES
-    max_new_tokens: int = 512
+    max_new_tokens: int = GenerationSettings.max_new_tokens
     threshold: float | None = None
     """For the trained judge; None: the adapter's own."""
     zero_shot_threshold: float | None = None
     """For the zero-shot judge; None: 0.5."""
-    resume: Resume = "finish"
+    resume: Resume = GenerationSettings.resume
     """What follows a rejected draft, in the PARSE modes; see `GenerationSettings.resume`."""
     thresholds: tuple[float, ...] = THRESHOLDS
     """Thresholds of the sweep behind the figure; () for none."""
@@ -64,15 +57,18 @@ class BenchSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "modes", check_modes(self.modes))
         object.__setattr__(self, "thresholds", tuple(sorted({float(t) for t in self.thresholds})))
-        GenerationSettings(resume=self.resume)  # names a wrong value
-        for name in ("max_new_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        self.generation()  # names a wrong value
+        if self.repeats < 1:
+            raise ValueError(f"repeats is {self.repeats}; it must be at least 1")
         if self.sweep_limit < 0:
             raise ValueError(f"sweep_limit is {self.sweep_limit}; it must be at least 0")
-        for value in (*self.thresholds, self.threshold, self.zero_shot_threshold):
+        for value in (*self.thresholds, self.zero_shot_threshold):
             if value is not None:
                 check_threshold(value)
+
+    def generation(self) -> GenerationSettings:
+        """How every mode answers; greedy."""
+        return GenerationSettings(self.max_new_tokens, self.threshold, resume=self.resume)
 
 
 def run_bench(
@@ -110,14 +106,18 @@ def run_bench(
     modes = make_modes(
         engine,
         settings.modes,
-        max_new_tokens=settings.max_new_tokens,
-        threshold=settings.threshold,
+        settings.generation(),
         zero_shot_threshold=settings.zero_shot_threshold,
-        resume=settings.resume,
         thresholds=settings.thresholds if settings.sweep_limit else (),
     )
-    environment = {**describe_machine(), **describe_models(engine), "task": task, "problems": len(problems)}
-    config = {**_as_config(settings), **environment, "digest": _digest(problems)}
+    environment = {
+        **describe_machine(engine.target.model.device),
+        **describe_models(engine),
+        "task": task,
+        "problems": len(problems),
+        "digest": _digest(problems),
+    }
+    config = {**_as_config(settings), **environment}
     store = RecordStore(folder, config)
     _measure(engine, problems, check, modes, settings, store, console)
     environment |= {**_as_config(settings), "chosen_threshold": _chosen(engine, settings), **describe_run()}
@@ -125,7 +125,7 @@ def run_bench(
     folder = Path(folder)
     draw_figure(results, folder / "figure.png")
     write_text(folder / "results.md", markdown(results))
-    write_text(folder / "results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    write_results(folder / "results.json", results)
     return results
 
 
@@ -173,13 +173,14 @@ def _run(
     drafted = mode.base in DRAFTING
     prefill_s, token_exact = None, None
     if mode.name == "draft":
-        prefill_s, token_exact = read_draft(engine, problem.prompt, generation.token_ids)
+        prefill, token_exact = read_draft(engine, problem.prompt, generation.token_ids)
+        prefill_s = round(prefill, 4)
     return Record(
         problem_id=problem.id,
         mode=mode.name,
         repeat=repeat,
         correct=bool(check(problem, generation.text)),
-        seconds=seconds,
+        seconds=round(seconds, 4),
         n_tokens=len(generation.token_ids),
         text=generation.text,
         finish_reason=generation.finish_reason,

@@ -8,7 +8,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from parse_infer.bench.modes import describe
+from parse_infer.bench.mode_names import describe
 
 HEADER = (
     "mode",
@@ -24,7 +24,7 @@ HEADER = (
     "of limit, %",
 )
 SPEED_COLUMNS, COST_COLUMNS = range(1, 6), range(6, len(HEADER))
-WIDE = 122  # characters that all columns need
+WIDE = 130  # characters that all columns need
 
 
 def rows(modes: dict[str, dict[str, Any]]) -> list[list[str]]:
@@ -32,16 +32,16 @@ def rows(modes: dict[str, dict[str, Any]]) -> list[list[str]]:
     return [
         [
             name,
-            _percent(m["accuracy"], m["accuracy_ci"]),
-            "" if name == "target" else _points(m["accuracy_diff"], m["accuracy_diff_ci"]),
-            _number(m["tokens_per_s"], 0),
-            _times(m["speedup"], None if name == "target" else m["speedup_ci"]),
-            _times(m["time_speedup"]),
-            _number(m["seconds_per_answer"], 3),
-            _percent(m["acceptance_rate"]),
-            _number(m["target_forwards"], 1),
-            _number(m["acceptance_length"] if m["target_forwards"] else None, 2),
-            _percent(m["limit_share"]),
+            format_percent(m["accuracy"], m["accuracy_ci"]),
+            "" if name == "target" else format_points(m["accuracy_diff"], m["accuracy_diff_ci"]),
+            format_number(m["tokens_per_s"], 0),
+            format_times(m["speedup"], None if name == "target" else m["speedup_ci"]),
+            format_times(m["time_speedup"]),
+            format_number(m["seconds_per_answer"], 3),
+            format_percent(m["acceptance_rate"]),
+            format_number(m["target_forwards"], 1),
+            format_number(m["acceptance_length"] if m["target_forwards"] else None, 2),
+            format_percent(m["limit_share"]),
         ]
         for name, m in modes.items()
     ]
@@ -63,7 +63,7 @@ def _terminal_table(results: dict[str, Any], columns: Iterable[int], title: str 
         table.add_column(HEADER[i], justify="right", no_wrap=True)
     for row in rows(results["modes"]):
         cells = [row[i].replace(" [", "\n[") for i in chosen]  # intervals on a line of their own
-        table.add_row(row[0], *cells, style="bold" if row[0] == "parse" else None)
+        table.add_row(row[0].replace(":", "\n  "), *cells, style="bold" if row[0] == "parse" else None)
     return table
 
 
@@ -75,7 +75,7 @@ def markdown(results: dict[str, Any]) -> str:
         "",
         *_environment(environment),
         "",
-        *_table(HEADER, rows(results["modes"])),
+        *markdown_table(HEADER, rows(results["modes"])),
         "",
     ]
     lines += [f"- {name}: {describe(name)}" for name in results["modes"]]
@@ -88,14 +88,14 @@ def markdown(results: dict[str, Any]) -> str:
             [
                 p["mode"],
                 f"{p['threshold']:g}",
-                _percent(p["accuracy"], p["accuracy_ci"]),
-                _points(p["accuracy_diff"], p["accuracy_diff_ci"]),
-                _times(p["speedup"], p["speedup_ci"]),
-                _percent(p["acceptance_rate"]),
+                format_percent(p["accuracy"], p["accuracy_ci"]),
+                format_points(p["accuracy_diff"], p["accuracy_diff_ci"]),
+                format_times(p["speedup"], p["speedup_ci"]),
+                format_percent(p["acceptance_rate"]),
             ]
             for p in sweep["points"]
         ]
-        lines += [*_table(heading, cells), "", "![speed-up against accuracy](figure.png)", ""]
+        lines += [*markdown_table(heading, cells), "", "![speed-up against accuracy](figure.png)", ""]
     return "\n".join(lines)
 
 
@@ -105,17 +105,23 @@ def acceptance_note(results: dict[str, Any]) -> str:
     if not acceptance or acceptance["token_exact"] is None:
         return ""
     return (
-        f"Share of the draft kept by validity: {_percent(acceptance['semantic'])} %; share before the first token "
-        f"that differs from the target's greedy choice: {_percent(acceptance['token_exact'])} %."
+        f"Share of the draft kept by validity: {format_percent(acceptance['semantic'])} %; share before the first "
+        f"token that differs from the target's greedy choice: {format_percent(acceptance['token_exact'])} %."
     )
 
 
+def machine(environment: dict[str, Any]) -> str:
+    """What it ran on, in words."""
+    name = environment.get("gpu") or environment["cpu"]
+    counts = [f"{environment[f'{part}s']} {part}{'s' * (environment[f'{part}s'] != 1)}" for part in ("core", "thread")]
+    return ", ".join([name, *counts])
+
+
 def _environment(environment: dict[str, Any]) -> list[str]:
-    machine = environment.get("gpu") or environment["cpu"]
     lines = [
         f"`{environment['command']}`, {environment['date']}.",
         "",
-        f"{machine}, {environment['cores']} cores, {environment['threads']} threads; {environment['device']}, "
+        f"{machine(environment)}; {environment['device']}, "
         f"{environment['dtype']}; torch {environment['torch']}, transformers {environment['transformers']}.",
     ]
     for role in ("target", "draft"):
@@ -146,29 +152,29 @@ def _notes(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _table(heading: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(heading: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
     rule = ["---"] + ["---:"] * (len(heading) - 1)
     return ["| " + " | ".join(row) + " |" for row in (heading, rule, *cells)]
 
 
-def _number(value: float | None, digits: int) -> str:
+def format_number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def _percent(value: float | None, interval: Sequence[float] | None = None) -> str:
+def format_percent(value: float | None, interval: Sequence[float] | None = None) -> str:
     if value is None:
         return ""
     around = f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]" if interval else ""
     return f"{100 * value:.1f}{around}"
 
 
-def _points(value: float | None, interval: Sequence[float] | None) -> str:
+def format_points(value: float | None, interval: Sequence[float] | None) -> str:
     if value is None or interval is None:
         return ""
     return f"{100 * value:+.1f} [{100 * interval[0]:+.1f}, {100 * interval[1]:+.1f}]"
 
 
-def _times(value: float | None, interval: Sequence[float] | None = None) -> str:
+def format_times(value: float | None, interval: Sequence[float] | None = None) -> str:
     if value is None:
         return ""
     around = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""

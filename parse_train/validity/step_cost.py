@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import set_seed
 
 from data_tools.recipe_parser import parse_recipe
+from parse_infer.models.devices import device_name, wait_for
 from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import load_datasets
@@ -82,15 +83,16 @@ def measure(
     def once(kind: str, batch: dict[str, Tensor]) -> float:
         model.backprop_context = kind == WHOLE
         model.zero_grad(set_to_none=True)
+        wait_for(device)
         if device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_memory_stats(device)
         begin = time.perf_counter()
         step(batch)
+        wait_for(device)
+        took = time.perf_counter() - begin
         if device.type == "cuda":
-            torch.cuda.synchronize()
-            peaks[kind] = max(peaks[kind], torch.cuda.max_memory_allocated())
-        return time.perf_counter() - begin
+            peaks[kind] = max(peaks[kind], torch.cuda.max_memory_allocated(device))
+        return took
 
     for batch in batches:
         for kind in seconds:
@@ -156,7 +158,7 @@ def run(config: ValidityTrainingConfig, rounds: int) -> str:
 
     cost = measure(model, batches, step, rounds)
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
-    where = torch.cuda.get_device_name() if config.device.type == "cuda" else platform.machine()
+    where = device_name(config.device) or platform.machine()
     shapes = ", ".join(f"{len(b['input_ids'])} drafts of up to {b['input_ids'].shape[1]} tokens" for b in batches[:1])
     return (
         f"{config.target}: {parameters:.1f} M parameters, {where}, {torch.get_num_threads()} threads, torch "

@@ -7,6 +7,7 @@ import pytest
 from data_tools.tasks.registry import load_task
 from parse_infer.bench.modes import make_modes, timed
 from parse_infer.engine import ParseEngine
+from parse_infer.generation import GenerationSettings
 from parse_infer.models.loading import ZOO
 
 DRAFTERS = ("lookup", "draft", "eagle3", "parallel", "medusa")
@@ -30,7 +31,7 @@ def alone(engine, prompts):
 
 @pytest.mark.parametrize("name", [*DRAFTERS, *CHAINS])
 def test_the_targets_answers_come_with_fewer_forwards(engine, prompts, alone, name):
-    (mode,) = make_modes(engine, [f"target+{name}"], max_new_tokens=200)
+    (mode,) = make_modes(engine, [f"target+{name}"], GenerationSettings(200))
     guided = [timed(engine, mode, prompt)[0] for prompt in prompts]
     assert [g.token_ids for g in guided] == [a.token_ids for a in alone]
     tokens, forwards = sum(len(a.token_ids) for a in alone), sum(g.stats.target_forwards for g in guided)
@@ -41,8 +42,8 @@ def test_the_targets_answers_come_with_fewer_forwards(engine, prompts, alone, na
 
 
 def test_parse_writes_the_same_spans_with_and_without_drafters(engine, prompts):
-    names = ["parse", *(f"parse+{name}" for name in DRAFTERS), "parse+draft+parallel"]
-    modes = make_modes(engine, names, max_new_tokens=200, resume="hand_back")
+    names = ["parse+none", *(f"parse+{name}" for name in DRAFTERS), "parse+draft+parallel"]
+    modes = make_modes(engine, names, GenerationSettings(200, resume="hand_back"))
     for prompt in prompts:
         plain, *others = (timed(engine, mode, prompt)[0] for mode in modes)
         for mode, other in zip(modes[1:], others, strict=True):

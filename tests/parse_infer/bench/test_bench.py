@@ -5,19 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from parse_infer.bench.modes import MODES, Mode, check_modes, make_modes, read_draft, timed
+from parse_infer.bench.assisted import AssistantSettings
+from parse_infer.bench.mode_names import DEFAULT_MODES, MODES, check_modes, describe, title
+from parse_infer.bench.modes import Mode, make_modes, read_draft, timed
 from parse_infer.bench.records import Record, RecordStore
 from parse_infer.bench.report import summarise
+from parse_infer.bench.results_file import from_columns, read_results, to_columns, write_results
 from parse_infer.bench.run import BenchSettings, run_bench, schedule
 from parse_infer.bench.statistics import difference_interval, rate_ratio_interval, wilson_interval
 from parse_infer.engine import ParseEngine
+from parse_infer.generation import GenerationSettings
+from parse_infer.guesses.draft_chain import ModelTokenDrafter
+from parse_infer.guesses.lookup import LookupDrafter
 from parse_infer.models.loading import LanguageModel
+from parse_infer.verify.segments import CutPolicy
+from tests.parse_infer.language_models import resembling, word_tokenizer
 
 KEYS = {
     *("accuracy", "accuracy_ci", "accuracy_diff", "accuracy_diff_ci", "tokens_per_s", "speedup", "speedup_ci"),
@@ -34,7 +43,7 @@ class Problem:
 
 PROBLEMS = [Problem(f"p{i}", f"What is {i} and {i}?") for i in range(4)]
 BUDGET = 12
-ALL_MODES = (*MODES, "target+lookup", "target+draft", "parse+lookup", "parse+draft")
+ALL_MODES = (*MODES, "target+lookup", "target+draft", "parse+none", "parse+lookup", "parse+draft")
 
 
 @pytest.fixture
@@ -49,8 +58,12 @@ def engine(
     )
 
 
+def make(engine: ParseEngine, *names: str, **settings) -> list[Mode]:
+    return make_modes(engine, names, GenerationSettings(BUDGET, **settings))
+
+
 def outputs(engine: ParseEngine, names: tuple[str, ...], **settings) -> dict[str, list[list[int]]]:
-    modes = make_modes(engine, names, max_new_tokens=BUDGET, **settings)
+    modes = make(engine, *names, **settings)
     return {m.name: [timed(engine, m, p.prompt)[0].token_ids for p in PROBLEMS] for m in modes}
 
 
@@ -59,7 +72,7 @@ def test_wilson_interval_has_width_at_the_ends_and_holds_the_share():
     assert 0.98 < low < 1 and high == pytest.approx(1)
     low, high = wilson_interval(81, 263)  # Newcombe 1998, table II: 0.2553 to 0.3662
     assert (round(low, 4), round(high, 4)) == (0.2553, 0.3662)
-    with pytest.raises(ValueError, match="3 of 2"):
+    with pytest.raises(ValueError, match="must not be greater than"):
         wilson_interval(3, 2)
 
 
@@ -97,14 +110,14 @@ def test_a_threshold_of_zero_keeps_the_whole_draft(engine):
 
 
 def test_sequential_verification_reads_each_segment_once(engine):
-    mode = make_modes(engine, ("sequential",), max_new_tokens=BUDGET, threshold=0.0)[0]
+    mode = make(engine, "sequential", threshold=0.0)[0]
     stats = timed(engine, mode, PROBLEMS[0].prompt)[0].stats
     assert stats.rounds == stats.verification_passes == stats.target_forwards == BUDGET // 4  # cut every 4 tokens
     assert stats.acceptance_rate == 1
 
 
 def test_assisted_generation_is_counted(engine):
-    mode = make_modes(engine, ("assisted",), max_new_tokens=BUDGET)[0]
+    mode = make(engine, "assisted")[0]
     stats = timed(engine, mode, PROBLEMS[0].prompt)[0].stats
     assert 0 < stats.target_forwards <= BUDGET and stats.draft_forwards > 0
     assert stats.accepted_tokens == BUDGET - stats.target_forwards
@@ -119,16 +132,103 @@ def test_token_exact_share_is_that_of_the_target(engine):
 
 
 def test_no_mode_starts_from_another_ones_cache(engine):
-    target, parse = make_modes(engine, ("target", "parse"), max_new_tokens=BUDGET, threshold=1.1)
+    target, parse = make(engine, "target", "parse", threshold=1.1)
     timed(engine, parse, PROBLEMS[0].prompt)
     generation, _ = timed(engine, target, PROBLEMS[0].prompt)
     assert generation.stats.target_forwards == BUDGET  # the prompt is read again
 
 
+GUIDED = ("parse", "parse+none", "parse+lookup", "parse-zero-shot", "sequential")
+
+
+def test_every_mode_cuts_drafts_as_the_engine_does(engine):
+    policy = CutPolicy("tokens", every=3)  # the adapter's own: every 4
+    engine = ParseEngine(engine.target, engine.draft, engine.judge, cut_policy=policy)
+    for mode in make(engine, *GUIDED, threshold=0.0):
+        assert mode.engine.segmenter.policy == policy, mode.name
+        stats = timed(engine, mode, PROBLEMS[0].prompt)[0].stats
+        if mode.name == "sequential":
+            assert stats.rounds == BUDGET / 3
+
+
+def test_rivals_get_the_guesses_that_parse_gets(engine, make_model):
+    draft = LanguageModel("alike", resembling(make_model, engine.target.model), engine.draft.tokenizer)
+    engine = ParseEngine(engine.target, draft, engine.judge)
+    drafters = {mode.name: mode.engine.target_drafter for mode in make(engine, *GUIDED, "target")}
+    assert drafters["target"] is drafters["parse+none"] is None
+    assert isinstance(drafters["parse+lookup"], LookupDrafter)
+    for name in ("parse", "parse-zero-shot", "sequential"):
+        assert isinstance(drafters[name], ModelTokenDrafter), name
+    # They are used: with nothing accepted, the target writes everything, and needs fewer forwards for it.
+    forwards = {}
+    for mode in make(engine, "parse", "parse+none", threshold=1.1, exact_tail=False):
+        forwards[mode.name] = sum(timed(engine, mode, p.prompt)[0].stats.target_forwards for p in PROBLEMS)
+    assert forwards["parse"] < forwards["parse+none"]
+
+
+def test_an_engines_own_token_drafters_play_no_part(engine):
+    guesses = ModelTokenDrafter(engine.draft, engine.target)
+    engine = ParseEngine(engine.target, engine.draft, engine.judge, target_drafter=guesses)
+    target, parse = make(engine, "target", "parse+none", threshold=1.1)
+    assert timed(engine, target, PROBLEMS[0].prompt)[0].stats.target_forwards == BUDGET  # plain: a token each
+    assert parse.engine.target_drafter is None
+
+
+def test_a_draft_model_with_other_tokens_guesses_nothing(engine, make_model):
+    draft = LanguageModel("foreign", make_model("llama", seed=5, vocab_size=300, eos_token_id=0), word_tokenizer())
+    foreign = ParseEngine(engine.target, draft, engine.judge)
+    assert [mode.engine.target_drafter for mode in make(foreign, *GUIDED[:2], *GUIDED[3:])] == [None] * 4
+
+
+def test_sizes_stand_behind_the_mode(engine):
+    fine, coarse = make(engine, "target+draft:tokens=1:confidence=0", "target+draft:tokens=9:confidence=0")
+    drafted = [timed(engine, mode, PROBLEMS[0].prompt)[0].stats.drafter_forwards for mode in (fine, coarse)]
+    assert drafted[0] < drafted[1]
+    names = ("assisted:tokens=1:confidence=0", "assisted:tokens=5:confidence=0:schedule=heuristic", "assisted")
+    config = engine.draft.model.generation_config
+    before, seen = config.to_dict(), []
+    engine.draft.model.register_forward_pre_hook(
+        lambda *_: seen.append((config.num_assistant_tokens, config.num_assistant_tokens_schedule))
+    )
+    for mode in make(engine, *names):
+        seen.clear()
+        stats = timed(engine, mode, PROBLEMS[0].prompt)[0].stats
+        assert config.to_dict() == before, mode.name
+        if mode.name == names[0]:
+            assert set(seen) == {(1, None)} and stats.draft_forwards <= stats.target_forwards
+        elif mode.name == names[1]:
+            assert seen[0] == (5, "heuristic")
+        else:
+            assert set(seen) == {(None, None)}
+    assert AssistantSettings.parse("assisted:tokens=8:confidence=0.25") == AssistantSettings(8, 0.25)
+
+
+def test_modes_in_words():
+    assert title("parse") == "**PARSE**" and title("target") == "target alone"
+    assert title("target+draft:tokens=12:confidence=0.3") == (
+        "target + draft model (tokens 12, confidence 0.3), lossless speculation"
+    )
+    assert title("assisted:tokens=8") == "transformers' assisted generation (tokens 8)"
+    assert title("parse+none+parallel") == "PARSE, nobody guesses for the target, parallel guesses for the draft model"
+    assert describe("parse+none") == "PARSE with the trained adapter, the target's tokens guessed by nobody"
+    assert set(DEFAULT_MODES) - set(MODES) == {"target+draft"}
+
+
+@pytest.mark.parametrize(
+    "name", ["assisted:tokens=0", "assisted:confidence=2", "assisted:schedule=never", "assisted:size=3", "assisted:"]
+)
+def test_wrong_sizes_of_assisted_generation_are_named(name):
+    with pytest.raises(ValueError, match=f"in mode '{name}' is none of: tokens=NUMBER"):
+        check_modes([name])
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [(["parze"], "unknown mode 'parze'; did you mean 'parse'"), ([" "], "no mode to run; modes: target")]
-    + [([name], "unknown mode") for name in ("draft+lookup", "parse+", "target+lookup+lookup", "parse+a+b+c")],
+    + [
+        ([name], "unknown mode")
+        for name in ("draft+lookup", "parse+", "target:tokens=2", "target+lookup+lookup", "parse+a+b+c")
+    ],
 )
 def test_unknown_modes_are_named(names, message):
     with pytest.raises(ValueError, match=message):
@@ -169,12 +269,17 @@ def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_p
     assert calls == len(rows) + 1
 
     assert json.loads((tmp_path / "results.json").read_text()) == json.loads(json.dumps(results))
+    evidence = read_results(tmp_path / "results.json")
+    ids = evidence["records"]["problems"]
+    kept = list(from_columns(evidence["records"]))
+    assert json.loads(json.dumps(summarise(kept, ids, evidence["environment"]))) == evidence
+    assert len(kept) == len(rows) and not any(r.text for r in kept)
     assert list(results["modes"]) == list(ALL_MODES)
     assert all(KEYS <= set(figures) for figures in results["modes"].values())
     assert results["modes"]["target"]["speedup"] == 1 and results["modes"]["target"]["accuracy_diff"] == 0
     for lossless in ("assisted", "target+lookup", "target+draft"):
         assert results["modes"][lossless]["accuracy_diff_ci"] == (0, 0), lossless
-    for name in ("lookup", "draft"):  # what is guessed changes no answer of PARSE either
+    for name in ("none", "lookup", "draft"):  # what is guessed changes no answer of PARSE either
         texts = {mode: [r["text"] for r in rows if r["mode"] == mode] for mode in ("parse", f"parse+{name}")}
         assert texts["parse"] == texts[f"parse+{name}"]
     assert results["modes"]["target+draft"]["drafter_forwards"] > 0
@@ -244,3 +349,26 @@ def test_a_damaged_record_is_named_with_its_line(tmp_path: Path):
         RecordStore(tmp_path, {"seed": 0})
     with pytest.raises(ValueError, match="seed 0 and this one has 1"):
         RecordStore(tmp_path, {"seed": 1})
+
+
+def test_records_survive_as_columns_with_a_line_each(tmp_path: Path):
+    ids = ["a [1]", "b, {2}"]
+    records = [
+        record(problem, mode, 0.5 + i, 10 * i, i % 2 == 0, repeat=repeat, draft_tokens=i if mode == "parse" else None)
+        for i, (repeat, problem, mode) in enumerate(product((0, 1), ids, ("target", "parse")))
+    ] + [record(ids[0], "parse@0.5", 1.0, 3, repeat=repeat) for repeat in (0, 1)]
+    columns = to_columns(records[::-1], ids)
+    assert set(from_columns(columns)) == set(records)
+    assert "draft_tokens" not in columns["modes"]["target"]
+    write_results(tmp_path / "results.json", {"environment": {}, "modes": {}, "sweep": None, "records": columns})
+    lines = (tmp_path / "results.json").read_text().splitlines()
+    assert '        "n_tokens": [0, 20, 40, 60],' in lines and len(lines) < 40
+    assert read_results(tmp_path / "results.json")["records"] == columns
+
+
+def test_results_that_are_none_are_one_sentence(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="run parse-infer bench"):
+        read_results(tmp_path / "results.json")
+    (tmp_path / "results.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match="has no key 'environment'"):
+        read_results(tmp_path / "results.json")

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from parse_infer.bench.mode_names import DEFAULT_MODES
 from parse_infer.cli.app import main
+from tests.parse_infer.language_models import word_tokenizer
 
 _folders: dict[str, str] = {}
 
@@ -99,6 +101,31 @@ def test_generate_reads_a_prompt_from_standard_input_and_streams_events(models, 
     assert events[-1]["event"] == "done" and events[-1]["text"]
 
 
+def test_the_draft_model_guesses_for_the_target_also_where_the_draft_is_a_text(models, capsys):
+    question = ["generate", "What is 3 + 4?", "--draft-text", "It is 8.", "--max-new-tokens", "12", "--json"]
+    answers = {}
+    for drafter in ("draft", "draft:tokens=4", "auto", "none"):
+        assert main([*question, "--target-drafter", drafter]) == 0, capsys.readouterr().err
+        answers[drafter] = json.loads(capsys.readouterr().out)
+    guesses = {drafter: answer["stats"]["drafter_forwards"] for drafter, answer in answers.items()}
+    assert guesses["draft"] > 0 and guesses["draft:tokens=4"] > 0
+    assert guesses["auto"] == guesses["none"] == 0  # nothing else asks for a draft model, so none is loaded
+    assert len({answer["text"] for answer in answers.values()}) == 1
+    assert main([*question, *judge_only(models)]) == 0
+    capsys.readouterr()
+    sentence = error_of(capsys, *question, "--target-drafter", "draft", *judge_only(models))
+    assert "needs a draft model of its own" in sentence
+
+
+def test_a_draft_model_guesses_unless_it_is_told_not_to(models, capsys):
+    guesses = []
+    question = ["generate", "Hi", "--threshold", "1.5", "--max-new-tokens", "12", "--json", *models]
+    for options in ([], ["--target-drafter", "auto"], ["--target-drafter", "none"]):
+        assert main([*question, *options]) == 0
+        guesses.append(json.loads(capsys.readouterr().out)["stats"]["drafter_forwards"])
+    assert guesses[0] == guesses[1] > guesses[2] == 0
+
+
 def test_score_gives_the_validity_of_every_segment(models, tmp_path, capsys):
     assert main(["score", "Hi", "one\ntwo\n", "--cuts", "step", "--json", *judge_only(models)]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -136,7 +163,7 @@ def test_bench_runs_every_mode_and_goes_on_in_its_folder(models, problems, tmp_p
     assert main(command) == 0
     assert "sequential" in capsys.readouterr().out
     results = json.loads((out / "results.json").read_text())
-    assert list(results["modes"]) == ["target", "draft", "parse", "parse-zero-shot", "sequential", "assisted"]
+    assert list(results["modes"]) == [*DEFAULT_MODES]
     assert results["environment"]["problems"] == 3 and results["environment"]["chosen_threshold"] == 0.5
     assert {"cpu", "cores", "threads", "torch", "transformers", "dtype", "date", "command"} <= set(
         results["environment"]
@@ -153,6 +180,30 @@ def test_bench_runs_every_mode_and_goes_on_in_its_folder(models, problems, tmp_p
     assert (out / "records.jsonl").read_text() == records
     capsys.readouterr()
     assert "holds a benchmark with seed 0 and this one has 1" in error_of(capsys, *command, "--seed", "1")
+
+
+def test_bench_takes_other_splits_and_says_so(models, tmp_path):
+    found = {}
+    for split in ("test", "validation"):
+        out = tmp_path / split
+        command = ["bench", "--split", split, "--limit", "2", "--modes", "draft", "--max-new-tokens", "3"]
+        assert main([*command, "--thresholds", "none", "--out", str(out), *models[:4]]) == 0
+        found[split] = json.loads((out / "results.json").read_text())["environment"]
+        assert found[split]["task"] == f"gsm_symbolic, {split} split, seed 0"
+    assert found["test"]["digest"] != found["validation"]["digest"]
+
+
+def test_bench_leaves_out_what_two_tokenizers_do_not_allow(models, problems, make_model, tmp_path, capsys):
+    make_model("llama", seed=15, vocab_size=300, eos_token_id=0).save_pretrained(tmp_path / "foreign")
+    word_tokenizer().save_pretrained(tmp_path / "foreign")
+    command = ["bench", *problems, "--limit", "2", "--max-new-tokens", "4", "--thresholds", "none", *models]
+    command += ["--draft", str(tmp_path / "foreign")]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    assert "note: target+draft is left out, the two models have different tokens" in capsys.readouterr().err
+    modes = json.loads((tmp_path / "out" / "results.json").read_text())["modes"]
+    assert list(modes) == [name for name in DEFAULT_MODES if name != "target+draft"]
+    sentence = error_of(capsys, *command, "--modes", "target+draft", "--out", str(tmp_path / "asked"))
+    assert "their tokenizers differ" in sentence
 
 
 @pytest.mark.parametrize(
@@ -183,6 +234,9 @@ def test_bench_runs_every_mode_and_goes_on_in_its_folder(models, problems, tmp_p
         (["bench", "--task", "gsm_symbolik"], "unknown task 'gsm_symbolik'; did you mean 'gsm_symbolic'?"),
         (["bench", "--task-option", "max_numbr=3"], "did you mean 'max_number'?"),
         (["bench", "--task-option", "max_number=many"], "max_number is 'many'; it must be a number"),
+        (["bench", "--split", "tset"], "unknown split 'tset'; choose one of train, validation, test"),
+        (["bench", "--modes", "assisted:tokens=few"], "'tokens=few' in mode 'assisted:tokens=few' is none of"),
+        (["bench", "--limit", "1", "--resume", "go_on"], "resume is 'go_on'; it must be one of: finish, hand_back"),
         (["bench", "--limit", "1", "--thresholds", "0.5,x"], "--thresholds is '0.5,x'"),
         (["bench", "--limit", "1", "--threshold", "-1"], "the threshold must be a finite number"),
     ],

@@ -8,33 +8,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from parse_infer.cli import options
-from parse_infer.cli.options import load_engine, print_json
+from parse_infer.cli.model_options import NOBODY, ModelOptions, with_models
+from parse_infer.cli.options import print_json
 
 if TYPE_CHECKING:
     from parse_infer.cli.prompt_rows import PromptRow
 
 
+@with_models(draft=None, target_drafter=NOBODY, draft_drafter=None)
 def score(
+    models: ModelOptions,
     prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None,
     response: Annotated[str | None, typer.Argument(help="The response to judge.")] = None,
     file: Annotated[
         str | None, typer.Option(help='jsonl with "prompt", "response" and optionally "id"; - is standard input.')
     ] = None,
-    threshold: options.Threshold = None,
     cuts: Annotated[
         str | None, typer.Option(metavar="step|sentence|tokens", help="Where to cut; default: as drafts are cut.")
     ] = None,
     every: Annotated[int, typer.Option(help="With --cuts tokens: distance of two cuts.")] = 32,
     unfinished: Annotated[bool, typer.Option("--unfinished", help="The response is not a whole answer yet.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per response.")] = False,
-    target: options.Target = None,
-    adapter: options.Adapter = None,
-    zero_shot: options.ZeroShot = False,
-    device: options.Device = None,
-    dtype: options.Dtype = "auto",
-    template_option: options.TemplateOption = None,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Validity of any response, segment by segment, in one forward of the target.
 
@@ -49,18 +43,7 @@ def score(
 
     policy = CutPolicy(cuts, every) if cuts is not None else None  # type: ignore[arg-type]
     rows = _response_rows(prompt, response, file)
-    engine = load_engine(
-        target,
-        None,
-        adapter,
-        needs_draft=False,
-        zero_shot=zero_shot,
-        threshold=threshold,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        template_options=template_option,
-    )
+    engine = models.load(needs_draft=False)
     check_prompts(engine, rows)
     out = Console(highlight=False)
     for row in rows:

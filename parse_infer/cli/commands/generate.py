@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from parse_infer.cli import options
-from parse_infer.cli.options import load_engine, print_json
+from parse_infer.cli.model_options import ModelOptions, with_models
+from parse_infer.cli.options import given, print_json
 
 if TYPE_CHECKING:
     from parse_infer.cli.prompt_rows import PromptRow
@@ -19,22 +20,21 @@ if TYPE_CHECKING:
     from parse_infer.generation import Generation, GenerationSettings
 
 
+@with_models()
 def generate(
+    models: ModelOptions,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; without one, --file or standard input.")] = None,
     file: Annotated[
         str | None, typer.Option(help='jsonl with "prompt" (text or messages), "id", "draft"; - is standard input.')
     ] = None,
     draft_text: Annotated[str | None, typer.Option(help="Check this draft instead of the draft model's.")] = None,
-    threshold: options.Threshold = None,
     mode: Annotated[
         str, typer.Option(metavar="validity|exact", help="exact: lossless, only the target's own greedy tokens.")
     ] = "validity",
     acceptance: Annotated[
         str, typer.Option(metavar="first_failure|longest", help="Up to the first failing cut, or to the last valid.")
     ] = "first_failure",
-    resume: Annotated[
-        str, typer.Option(metavar="finish|hand_back", help="The target writes the rest, or one segment at a time.")
-    ] = "finish",
+    resume: options.Resume = None,
     exact_tail: Annotated[bool, typer.Option(help="Also keep draft tokens that equal the target's choice.")] = True,
     max_new_tokens: options.MaxNewTokens = 512,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer after this text; repeatable.")] = None,
@@ -44,16 +44,6 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Write text (with --json: events) as it comes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer.")] = False,
-    target: options.Target = None,
-    draft: options.Draft = None,
-    adapter: options.Adapter = None,
-    zero_shot: options.ZeroShot = False,
-    target_drafter: options.TargetDrafter = None,
-    draft_drafter: options.DraftDrafter = None,
-    device: options.Device = None,
-    dtype: options.Dtype = "auto",
-    template_option: options.TemplateOption = None,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Answer a prompt, or every prompt of a jsonl file.
 
@@ -70,29 +60,15 @@ def generate(
     rows = _prompt_rows(prompt, file, draft_text)
     settings = GenerationSettings(
         max_new_tokens=max_new_tokens,
-        threshold=threshold,
         mode=mode,  # type: ignore[arg-type]
         acceptance=acceptance,  # type: ignore[arg-type]
-        resume=resume,  # type: ignore[arg-type]
         exact_tail=exact_tail,
         draft_sampling=Sampling(draft_temperature, top_p, seed=seed),
         resume_sampling=Sampling(temperature, top_p, seed=seed),
         stop=tuple(stop or ()),
+        **given(resume=resume),
     )
-    engine = load_engine(
-        target,
-        draft,
-        adapter,
-        needs_draft=any(row.draft is None for row in rows),
-        needs_judge=mode == "validity",
-        zero_shot=zero_shot,
-        target_drafter=target_drafter,
-        draft_drafter=draft_drafter,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        template_options=template_option,
-    )
+    engine = models.load(needs_draft=any(row.draft is None for row in rows), needs_judge=mode == "validity")
     check_prompts(engine, rows)
     out = Console(highlight=False, soft_wrap=True)
     for number, row in enumerate(rows):

@@ -1,0 +1,121 @@
+"""The modes of a benchmark by name: which there are, what each needs, and what each is called where people read it.
+
+A name is a key of `MODES`; sizes stand behind "assisted" ("assisted:tokens=8:confidence=0.3"), token drafters behind
+the modes of `GUIDED` ("target+draft:tokens=12", "parse+eagle3", "parse+draft+parallel"; the last one speeds up the
+draft model), the threshold of a sweep behind "@" ("parse@0.5").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from parse_infer.bench.assisted import AssistantSettings
+from parse_infer.guesses.registry import check_token_drafter, split_name
+from parse_infer.suggest import suggestion
+
+MODES = {
+    "target": "the target alone",
+    "draft": "the draft model alone",
+    "parse": "PARSE as it comes: trained adapter, the draft model guesses what the target writes",
+    "parse-zero-shot": "PARSE with the same guesses, the target itself asked whether each prefix is right",
+    "sequential": "one segment at a time, each verified before the next (SpecReason), PARSE's judge and guesses",
+    "assisted": "transformers' assisted generation with the same draft model",
+    "transformers": "the target alone in transformers' own decode loop",
+}
+GUIDED = {"target": 1, "parse": 2}  # the most token drafters behind a mode
+NOBODY = "none"  # parse+none: what the target writes is guessed by nobody but the rejected draft
+SPECULATION = "target+draft"
+DEFAULT_MODES = ("target", "draft", SPECULATION, "assisted", "sequential", "parse", "parse-zero-shot")
+SWEPT = ("parse", "parse-zero-shot")  # modes that a sweep runs at every threshold
+NEEDS_ADAPTER = ("parse", "sequential")
+DRAFTING = ("parse", "parse-zero-shot", "sequential", "assisted")  # modes that accept or reject a draft
+
+_TITLES = {
+    "target": "target alone",
+    "draft": "draft model alone",
+    "parse": "**PARSE**",
+    "parse-zero-shot": "PARSE, zero-shot judge",
+    "sequential": "sequential verification (SpecReason style)",
+    "assisted": "transformers' assisted generation",
+    "transformers": "target alone, transformers' loop",
+}
+
+
+def base_of(name: str) -> str:
+    """The key of `MODES` that a name begins with."""
+    return re.split("[@+:]", name)[0]
+
+
+def drafters_of(name: str) -> list[str]:
+    """The token drafters behind a name."""
+    return name.split("+")[1:]
+
+
+def check_modes(names: Iterable[str]) -> tuple[str, ...]:
+    """The names without repetitions; ValueError for one that is no mode, with the closest one, and for none at all."""
+    chosen = tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
+    for name in chosen:
+        base, drafters = name.split("+")[0], drafters_of(name)
+        if 0 < len(drafters) <= GUIDED.get(base, 0) and all(drafters):
+            continue
+        if name.startswith("assisted:"):
+            AssistantSettings.parse(name)
+        elif name not in MODES:
+            raise ValueError(f"unknown mode {name!r}; {suggestion(name, MODES)}")
+    if not chosen:
+        raise ValueError(f"no mode to run; modes: {', '.join(MODES)}")
+    return chosen
+
+
+def check_guides(names: Sequence[str], target: str, draft: str | None) -> None:
+    """Raises ValueError for a token drafter that these models (by name) cannot have; runs before they are loaded."""
+    for name in names:
+        for place, drafter in enumerate(drafters_of(name)):
+            if (base_of(name), place, drafter) == ("parse", 0, NOBODY):
+                continue
+            model, has_draft = (target, draft is not None) if place == 0 else (str(draft), False)
+            check_token_drafter(f"the token drafter of mode {name!r}", drafter, model, has_draft)
+
+
+def needs(names: Sequence[str]) -> tuple[bool, bool]:
+    """Whether these modes need a draft model, and whether they need an adapter."""
+    bases = {base_of(name) for name in names}
+    guides = {split_name(drafter)[0] for name in names for drafter in drafters_of(name)}
+    return bool(bases & {*DRAFTING, "draft"} or "draft" in guides), bool(bases & {*NEEDS_ADAPTER})
+
+
+def describe(name: str) -> str:
+    """What a mode is, in a few words."""
+    base, drafters = base_of(name), drafters_of(name)
+    if not drafters:
+        return ", ".join([MODES[base], *name.split(":")[1:]])
+    parts = ["the target" if base == "target" else "PARSE with the trained adapter"]
+    for owner, drafter in zip(("the target's", "the draft model's"), drafters, strict=False):
+        parts.append(f"{owner} tokens guessed by {'nobody' if drafter == NOBODY else drafter}")
+    return ", ".join(parts)
+
+
+def title(name: str) -> str:
+    """What a mode is called in a table of the documentation; Markdown."""
+    base, drafters = base_of(name), [_in_words(drafter) for drafter in drafters_of(name)]
+    if base == "target" and drafters:
+        return f"target + {drafters[0]}, lossless speculation"
+    if drafters:
+        guesses = [f"{drafter} guesses for {who}" for drafter, who in zip(drafters, _WHO, strict=False)]
+        return ", ".join(["PARSE", *guesses])
+    sizes = name.split(":")[1:] if base == "assisted" else []
+    return f"{_TITLES[base]}{_bracket(sizes)}"
+
+
+_WHO = ("the target", "the draft model")
+
+
+def _in_words(drafter: str) -> str:
+    kind, *sizes = drafter.split(":")
+    names = {"draft": "draft model", NOBODY: "nobody"}
+    return f"{names.get(kind, kind)}{_bracket(sizes)}"
+
+
+def _bracket(sizes: Sequence[str]) -> str:
+    return f" ({', '.join(size.replace('=', ' ') for size in sizes)})" if sizes else ""

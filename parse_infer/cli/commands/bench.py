@@ -1,0 +1,119 @@
+"""`parse-infer bench`: the modes of `parse_infer.bench` on the problems of a task."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from parse_infer.cli import options
+from parse_infer.cli.model_options import NOBODY, ModelOptions, with_models
+from parse_infer.cli.options import given, read_numbers
+from parse_infer.cli.problems import open_task, take_problems
+
+if TYPE_CHECKING:
+    from parse_infer.engine import ParseEngine
+
+
+@with_models(target_drafter=NOBODY, draft_drafter=None, zero_shot=False)  # modes name their own guesses and judge
+def bench(
+    models: ModelOptions,
+    task: Annotated[str, typer.Option(help="gsm_symbolic, gsm8k or jsonl.")] = "gsm_symbolic",
+    task_option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task, such as path=…; repeatable.")
+    ] = None,
+    split: Annotated[
+        str,
+        typer.Option(metavar="test|validation|train", help="Which problems: look for settings on validation ones."),
+    ] = "test",
+    limit: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 300,
+    seed: Annotated[int, typer.Option(min=0, help="Which problems; also the bootstrap's seed.")] = 0,
+    modes: Annotated[str | None, typer.Option(metavar="A,B,…", help="Default: the first seven below.")] = None,
+    out: Annotated[str, typer.Option(metavar="DIR", help="Results; a run continues there.")] = "runs/bench",
+    max_new_tokens: options.MaxNewTokens = 256,
+    zero_shot_threshold: Annotated[float | None, typer.Option(help="For the zero-shot judge; default 0.5.")] = None,
+    resume: options.Resume = None,
+    thresholds: Annotated[
+        str | None, typer.Option(metavar="A,B,…|none", help="Thresholds of the figure; default: 0.05 to 0.99.")
+    ] = None,
+    sweep_limit: Annotated[int, typer.Option(min=0, help="Run the figure's thresholds on this many problems.")] = 100,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per problem and mode; the median time counts.")] = 1,
+) -> None:
+    """Compare PARSE with the target alone, the draft model alone, sequential and token-level speculation.
+
+    Writes results.json, results.md and figure.png; an interrupted run continues with the same command.
+
+    \b
+    Modes:
+      target            the target alone
+      draft             the draft model alone
+      target+draft      the target, its tokens guessed by the draft model: lossless speculation
+      assisted          transformers' assisted generation with the same draft model
+      sequential        one segment at a time, each verified before the next (SpecReason), with PARSE's guesses
+      parse             PARSE as it comes: trained adapter, the draft model guesses what the target writes
+      parse-zero-shot   the same, the target itself asked whether each prefix is right
+      transformers      the target alone in transformers' own decode loop
+      target+NAME       the target, its tokens guessed by lookup, draft, eagle3, parallel, medusa or a folder
+      parse+NAME        PARSE with such guesses for what the target writes; parse+none: with nobody's
+      parse+NAME+NAME   the same, and the second for what the draft model writes
+
+    \b
+    Sizes stand behind a name:
+      target+draft:tokens=12:confidence=0.3, parse+eagle3:tokens=4:top_k=3
+      assisted:tokens=12:confidence=0.3:schedule=heuristic (without: transformers' own)
+
+    \b
+    Examples:
+      parse-infer bench --limit 300 --out runs/bench
+      parse-infer bench --modes target,target+eagle3,parse,parse+eagle3,parse+draft+parallel --out runs/bench-tokens
+      parse-infer bench --split validation --modes target,assisted,assisted:tokens=8 --out runs/search
+      parse-infer bench --task jsonl --task-option path=problems.jsonl --modes target,parse --out runs/mine
+    """
+    loaded_task = open_task(task, task_option)
+    from parse_infer.bench.mode_names import DEFAULT_MODES, check_guides, needs
+    from parse_infer.bench.run import THRESHOLDS, BenchSettings, run_bench
+    from parse_infer.bench.tables import acceptance_note, terminal_tables
+
+    settings = BenchSettings(
+        modes=DEFAULT_MODES if modes is None else tuple(modes.split(",")),
+        max_new_tokens=max_new_tokens,
+        threshold=models.threshold,
+        zero_shot_threshold=zero_shot_threshold,
+        thresholds=THRESHOLDS if thresholds is None else read_numbers(thresholds, "--thresholds"),
+        sweep_limit=sweep_limit,
+        repeats=repeats,
+        seed=seed,
+        **given(resume=resume),
+    )
+    needs_draft, needs_judge = needs(settings.modes)
+    check_guides(settings.modes, models.target_name, models.draft_name if needs_draft else None)
+    problems = take_problems(loaded_task, split, seed, limit)
+    engine = models.load(needs_draft=needs_draft, needs_judge=needs_judge)
+    if modes is None:
+        settings = replace(settings, modes=_possible(DEFAULT_MODES, engine))
+    name = " ".join([task, *(task_option or ())])
+    try:
+        where = f"{name}, {split} split, seed {seed}"
+        results = run_bench(engine, problems, loaded_task.check, out, settings, task=where)
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        raise typer.Exit(130) from None
+    console = Console(highlight=False)
+    for table in terminal_tables(results, console.width):
+        console.print(table)
+    console.print(acceptance_note(results))
+    console.print(f"Written: {out}/results.json, results.md, figure.png", soft_wrap=True)
+
+
+def _possible(modes: tuple[str, ...], engine: ParseEngine) -> tuple[str, ...]:
+    """Without what needs a draft model with the target's tokens, where these two have different ones."""
+    from parse_infer.bench.mode_names import SPECULATION
+    from parse_infer.models.loading import same_tokenizer
+
+    if engine.draft is None or same_tokenizer(engine.draft.tokenizer, engine.target.tokenizer):
+        return modes
+    print(f"note: {SPECULATION} is left out, the two models have different tokens", file=sys.stderr)
+    return tuple(mode for mode in modes if mode != SPECULATION)

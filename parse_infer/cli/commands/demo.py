@@ -1,0 +1,34 @@
+"""`parse-infer demo`: a few problems, answered while you watch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from parse_infer.cli import options
+from parse_infer.cli.model_options import ModelOptions, with_models
+from parse_infer.cli.problems import open_task, take_problems
+
+
+@with_models()
+def demo(
+    models: ModelOptions,
+    limit: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Which held-out problems.")] = 0,
+    max_new_tokens: options.MaxNewTokens = 256,
+) -> None:
+    """Watch PARSE answer held-out word problems, next to the target and the draft model alone.
+
+    \b
+    Examples:
+      parse-infer demo
+      parse-infer demo --limit 5 --seed 7
+    """
+    task = open_task("gsm_symbolic")
+    problems = take_problems(task, "test", seed, limit)
+    engine = models.load()
+    from parse_infer.cli.demonstration import run_demo
+
+    run_demo(engine, problems, task.check, Console(highlight=False), max_new_tokens=max_new_tokens)

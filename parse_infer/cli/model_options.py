@@ -1,0 +1,142 @@
+"""The models behind a command: one dataclass, whose fields are options of every command that has a parameter of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from parse_infer.cli.options import Device, Dtype, check_device, check_dtype, read_pairs
+
+if TYPE_CHECKING:
+    from parse_infer.engine import ParseEngine
+
+NOBODY = "none"
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which models, and how they are loaded. The embedded ones stand in for one another only."""
+
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            help="Keep a prefix whose validity is at least this; more than 1 keeps none. Default: the adapter's."
+        ),
+    ] = None
+    target: Annotated[
+        str | None, typer.Option(help="Hugging Face id or folder; default: the embedded zoo:target.")
+    ] = None
+    draft: Annotated[str | None, typer.Option(help="Draft model; default with the embedded target: zoo:draft.")] = None
+    adapter: Annotated[
+        str | None, typer.Option(help="Trained adapter; default with the embedded target: zoo:adapter.")
+    ] = None
+    zero_shot: Annotated[
+        bool, typer.Option("--zero-shot", help="No adapter: ask the target itself whether each prefix is right.")
+    ] = False
+    target_drafter: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Who guesses tokens of what the target writes; changes no answer. auto: the draft model, where it is "
+            "there and has the same tokens. none, lookup, draft, eagle3, parallel, medusa, or the folder of a head; "
+            "sizes behind it as in eagle3:tokens=4:top_k=3.",
+        ),
+    ] = "auto"
+    draft_drafter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Who guesses tokens of what the draft model writes; changes no draft. lookup, parallel, or a folder; "
+            "default: nobody.",
+        ),
+    ] = None
+    device: Device = None
+    dtype: Dtype = "auto"
+    template_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="Switch of the chat templates, for example enable_thinking=false; repeatable."
+        ),
+    ] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with a model.")
+    ] = False
+
+    @property
+    def target_name(self) -> str:
+        return self.target or "zoo:target"
+
+    @property
+    def draft_name(self) -> str:
+        """Raises ValueError where none is given and none is embedded."""
+        if self.draft is None and self.target_name != "zoo:target":
+            raise ValueError(f"the target {self.target!r} needs a draft model of its own: give one with --draft")
+        return self.draft or "zoo:draft"
+
+    @property
+    def adapter_name(self) -> str:
+        """Raises ValueError where none is given and none is embedded."""
+        if self.adapter is None and self.target_name != "zoo:target":
+            raise ValueError(
+                f"the target {self.target!r} needs an adapter of its own: give one with --adapter, or use what needs "
+                "none (--zero-shot, --mode exact, or other --modes of bench)"
+            )
+        return self.adapter or "zoo:adapter"
+
+    def load(self, *, needs_draft: bool = True, needs_judge: bool = True) -> ParseEngine:
+        """Load what is named or needed.
+
+        Raises ValueError or OSError with one sentence for whatever is missing or does not fit.
+        """
+        needs_draft = needs_draft or self.draft is not None or self.target_drafter.split(":")[0] == "draft"
+        draft = self.draft_name if needs_draft else None
+        needs_adapter = self.adapter is not None or (needs_judge and not self.zero_shot)
+        adapter = self.adapter_name if needs_adapter else None
+        check_dtype(self.dtype)
+        template_options = read_pairs(self.template_option, "--template-option")
+
+        from transformers.utils import logging as transformers_logging
+
+        from parse_infer.engine import ParseEngine
+
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        return ParseEngine.from_pretrained(
+            self.target_name,
+            draft,
+            adapter,
+            zero_shot=self.zero_shot,
+            target_drafter=None if self.target_drafter == NOBODY else self.target_drafter,
+            draft_drafter=self.draft_drafter,
+            threshold=self.threshold,
+            device=check_device(self.device),
+            dtype=self.dtype,
+            template_options=template_options,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+
+def with_models(**fixed: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Turns a command's parameter `models: ModelOptions` into an option for each field that is not `fixed` for it."""
+    hints = get_type_hints(ModelOptions, include_extras=True)
+    offered = [f for f in fields(ModelOptions) if f.name not in fixed]
+
+    def expand(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            chosen = {f.name: values.pop(f.name) for f in offered}
+            command(**values, models=ModelOptions(**chosen, **fixed))
+
+        signature, kind = inspect.signature(command, eval_str=True), inspect.Parameter.KEYWORD_ONLY
+        parameters = [p.replace(kind=kind) for p in signature.parameters.values() if p.name != "models"]
+        parameters += [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in offered]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return expand

@@ -1,0 +1,29 @@
+"""The optional parts of the installation: `pip install "parse-engine[bench]"` and so on, see pyproject.toml."""
+
+from __future__ import annotations
+
+# The smallest extra that brings each module which the base installation does not have.
+EXTRAS = {
+    "matplotlib": "bench",
+    "numpy": "bench",
+    "PIL": "bench",
+    "reasoning_gym": "bench",
+    "scipy": "bench",
+    "datasets": "data",
+    "filelock": "data",
+    "trl": "data",
+    "yaml": "data",
+    "accelerate": "train",
+    "peft": "train",
+    "sklearn": "train",
+    "tokenizers": "train",
+    "wandb": "train",
+}
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """One sentence: what is missing, and how to get it."""
+    module = (error.name or str(error)).partition(".")[0]
+    extra = EXTRAS.get(module)
+    wanted = f'"parse-engine[{extra}]"' if extra else module
+    return f"the package {module} is missing: pip install {wanted}"

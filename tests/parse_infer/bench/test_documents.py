@@ -1,0 +1,129 @@
+"""Tables and figures of the documentation are those of the committed results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parse_infer.bench.documents import main, update
+from parse_infer.bench.records import Record
+from parse_infer.bench.report import summarise
+from parse_infer.bench.results_file import read_results, write_results
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {
+    "command": "parse-infer bench --limit 40",
+    "date": "2026-01-02T03:04:05+00:00",
+    "cpu": "Some CPU",
+    "gpu": None,
+    "cores": 2,
+    "threads": 1,
+    "dtype": "float32",
+    "task": "gsm_symbolic, test split, seed 0",
+    "problems": 40,
+    "seed": 0,
+}
+MODES = {"target": 2.0, "draft": 0.2, "target+draft:tokens=8": 1.0, "parse": 0.5, "parse+none": 0.6}
+
+
+def results(faster: float = 1.0) -> dict:
+    ids = [f"p{i}" for i in range(40)]
+    records = [
+        Record(
+            problem_id=problem,
+            mode=mode,
+            repeat=0,
+            correct=i % 5 > 0 or mode == "target",
+            seconds=seconds / faster,
+            n_tokens=50 + i,
+            text="",
+            finish_reason="eos",
+            target_forwards=0 if mode == "draft" else 7,
+            draft_tokens=40 if mode.startswith("parse") else None,
+            accepted_tokens=30 if mode.startswith("parse") else None,
+        )
+        for i, problem in enumerate(ids)
+        for mode, seconds in MODES.items()
+    ]
+    return summarise(records, ids, ENVIRONMENT)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A repository with a README, a page and results."""
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    write_results(tmp_path / "docs" / "results" / "bench.json", results())
+    block = "<!-- results: docs/results/bench.json table={} -->\n{}<!-- end -->\n"
+    readme = (
+        "# Title\n\n"
+        + block.format("headline", "old\n")
+        + "\n<!-- figure: docs/results/bench.json docs/speed.png -->\n"
+    )
+    (tmp_path / "README.md").write_text(readme + "![speed](docs/speed.png)\n\nLast line.\n")
+    page = block.format("tokens", "") + "Between.\n" + block.format("modes", "")
+    (tmp_path / "docs" / "page.md").write_text(page + "```\n" + block.format("example", "untouched\n") + "```\n")
+    return tmp_path
+
+
+def test_tables_and_figures_are_written_once(root, capsys):
+    assert main([str(root), "--check"]) == 1
+    assert "README.md differs from its results: run python -m" in capsys.readouterr().out
+    assert not (root / "docs" / "speed.png").exists() and "old\n" in (root / "README.md").read_text()
+    assert main([str(root)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"written: {n}" for n in ("README.md", "docs/speed.png", "docs/page.md")
+    ]
+    assert main([str(root), "--check"]) == 0 and update(root) == []
+    readme = (root / "README.md").read_text()
+    assert readme.startswith("# Title\n\n<!-- results: ") and readme.endswith("Last line.\n") and "old" not in readme
+    assert "| target alone | 100.0 [91.2, 100.0] |  | 35 | 1.00× |  | 7.0 |" in readme
+    assert "| target + draft model (tokens 8), lossless speculation | 80.0 [65.2, 89.5] | -20.0 [" in readme
+    assert "| **PARSE** | 80.0 [65.2, 89.5] | -20.0 [" in readme and "| 4.00× [4.00, 4.00] |" in readme
+    origin = "40 problems of gsm_symbolic, test split, seed 0; Some CPU, 2 cores, 1 thread, float32; "
+    assert origin + "`parse-infer bench --limit 40`, 2026-01-02. Brackets: 95 % intervals.\n\n<!-- end -->" in readme
+    page = (root / "docs" / "page.md").read_text()
+    assert "| `parse+none` | 80.0 | 116 | 3.33× [3.33, 3.33] | 9.93 | 7.0 | 0.0 |" in page
+    assert "| mode | right, % | to target |" in page and "untouched\n" in page and "\nBetween.\n" in page
+
+
+def test_other_results_and_changed_tables_are_found(root):
+    update(root)
+    (root / "docs" / "page.md").write_text((root / "docs" / "page.md").read_text().replace("116", "999"))
+    assert update(root, write=False) == ["docs/page.md"]
+    write_results(root / "docs" / "results" / "bench.json", results(faster=2.0))
+    assert update(root) == ["README.md", "docs/speed.png", "docs/page.md"]
+    assert update(root, write=False) == []
+    (root / "docs" / "speed.png").unlink()
+    assert update(root, write=False) == ["docs/speed.png"]
+
+
+def test_a_figure_belongs_to_the_results_that_are_read_back(root):
+    """What the benchmark draws from memory is what the command finds on disk."""
+    from parse_infer.bench.figure import draw_figure, drawn_from
+    from parse_infer.bench.results_file import digest
+
+    draw_figure(results(), root / "docs" / "speed.png")
+    assert drawn_from(root / "docs" / "speed.png") == digest(read_results(root / "docs" / "results" / "bench.json"))
+    assert drawn_from(ROOT / "parse_infer" / "zoo" / "adapter" / "acceptance.png") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("<!-- results: docs/results/bench.json table=headlin -->\n<!-- end -->", "did you mean 'headline'?"),
+        ("<!-- results: docs/results/bench.json table=modes -->", "README.md, line 2: the block has no end"),
+        ("<!-- results: docs/results/bench.json -->", "README.md, line 2: write <!-- results: FILE table=KIND -->"),
+        ("<!-- results: docs/results/none.json table=modes -->\n<!-- end -->", "docs/results/none.json"),
+        ("<!-- figure: docs/results/none.json docs/speed.png -->", "docs/results/none.json"),
+    ],
+)
+def test_mistakes_are_one_sentence_with_the_line(root, text, sentence, capsys):
+    (root / "README.md").write_text("\n" + text)
+    assert main([str(root)]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_the_documentation_shows_what_was_measured():
+    assert update(ROOT, write=False) == []

@@ -1,0 +1,118 @@
+"""What is imported is declared, and where: the base installation loads and generates, extras bring the rest."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from parse_infer.extras import EXTRAS, missing_package
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"parse_infer", "parse_train", "data_tools"}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+OPTIONAL = PROJECT["optional-dependencies"]
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}  # others: the module's name, with -
+
+
+def declared(*extras: str) -> set[str]:
+    """Distributions of the base installation and of some extras, with the extras that they name."""
+    found: set[str] = set()
+    for requirement in [*PROJECT["dependencies"], *(r for extra in extras for r in OPTIONAL[extra])]:
+        name, inner = re.match(r"([\w.-]+)(?:\[([\w,]+)\])?", requirement).groups()
+        found |= declared(*inner.split(",")) if name == PROJECT["name"] else {name.lower()}
+    return found
+
+
+def imported(*files: Path) -> Iterator[tuple[str, Path]]:
+    """Every foreign module that the files import, anywhere in them."""
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module else []
+            for module in {name.split(".")[0] for name in names} - PACKAGES - set(sys.stdlib_module_names):
+                yield module, path
+
+
+def distribution(module: str) -> str:
+    return DISTRIBUTIONS.get(module, module.replace("_", "-"))
+
+
+def files(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+OUTER = [path for room in ("bench", "cli") for path in files(f"parse_infer/{room}")]
+
+
+@pytest.mark.parametrize(
+    ("sources", "extras"),
+    [
+        ([path for path in files("parse_infer") if path not in OUTER], []),
+        (OUTER, ["bench"]),
+        (files("data_tools"), ["data"]),
+        (files("parse_train"), ["train"]),
+    ],
+    ids=["parse_infer", "parse_infer/bench and cli", "data_tools", "parse_train"],
+)
+def test_every_import_is_declared(sources, extras):
+    assert len(sources) > 10
+    known = declared(*extras)
+    undeclared = {module: path.name for module, path in imported(*sources) if distribution(module) not in known}
+    assert not undeclared
+
+
+def test_nothing_is_declared_that_nobody_imports():
+    everything = [path for package in PACKAGES for path in files(package)]
+    used = {distribution(module) for module, _ in imported(*everything)}
+    assert declared("bench", "data", "train") <= used
+
+
+def test_sentences_about_missing_packages_name_the_extra_that_has_them():
+    base, own = declared(), {extra: declared(extra) for extra in ("bench", "data", "train")}
+    everything = [path for package in PACKAGES for path in files(package)]
+    modules = {module for module, _ in imported(*everything) if distribution(module) not in base}
+    assert {m: next(e for e in own if distribution(m) in own[e]) for m in modules} == EXTRAS
+    assert missing_package(ModuleNotFoundError(name="scipy.stats")) == (
+        'the package scipy is missing: pip install "parse-engine[bench]"'
+    )
+    assert missing_package(ModuleNotFoundError(name="tiktoken")).endswith(": pip install tiktoken")
+
+
+BASE_ONLY = f"""
+import json, sys
+# filelock and yaml come with the base installation's own dependencies, tokenizers and numpy too
+sys.modules.update(dict.fromkeys({sorted(set(EXTRAS) - {"filelock", "numpy", "tokenizers", "yaml"})}))
+from parse_infer.cli.app import main
+for arguments in json.load(sys.stdin):
+    print(main(arguments), file=sys.stderr)
+"""
+
+
+def test_the_base_installation_generates_and_names_the_extra_for_what_it_cannot_do(tmp_path: Path):
+    (tmp_path / "problems.jsonl").write_text('{"prompt": "1 + 1?", "reference": "2"}')
+    jsonl = ["--task", "jsonl", "--task-option", f"path={tmp_path}/problems.jsonl"]
+    commands = [
+        ["generate", "What is 3 + 4?", "--max-new-tokens", "4"],
+        ["score", "What is 3 + 4?", "It is 7."],
+        ["cost", "--target", "zoo:draft", "--draft", "zoo:draft", "--rounds", "1", "--context", "8"],
+        ["demo", "--limit", "1"],
+        ["bench", *jsonl, "--out", str(tmp_path / "bench")],
+        ["bench", "--task", "gsm8k", "--out", str(tmp_path / "bench")],
+    ]
+    run = subprocess.run(
+        [sys.executable, "-c", BASE_ONLY], input=json.dumps(commands), capture_output=True, text=True, cwd=ROOT
+    )
+    lines = [line for line in run.stderr.splitlines() if re.fullmatch(r"\d+", line) or line.startswith("error")]
+    assert [line for line in lines if line.isdecimal()] == ["0", "0", "0", "2", "2", "2"], run.stderr
+    demo, bench, gsm8k = (line for line in lines if line.startswith("error"))
+    assert demo.endswith('the package reasoning_gym is missing: pip install "parse-engine[bench]"')
+    assert re.search(r'the package (matplotlib|scipy|PIL) is missing: pip install "parse-engine\[bench\]"', bench)
+    assert gsm8k.endswith('pip install "parse-engine[bench]"') or gsm8k.endswith('pip install "parse-engine[data]"')
