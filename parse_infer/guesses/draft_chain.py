@@ -37,12 +37,9 @@ class DraftChain:
         if not 0 <= confidence <= 1:
             raise ValueError(f"confidence is a probability, not {confidence}")
         self.draft, self.tokens, self.confidence = draft, tokens, confidence
+        self.forwards = 0
         self._vocabulary = min(draft.n_embeddings, model.n_embeddings)
         self._columns = model.model.config.get_text_config(decoder=True).vocab_size
-
-    @property
-    def forwards(self) -> int:
-        return self.draft.decoder.forwards
 
     @torch.inference_mode()
     def guess(self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
@@ -51,6 +48,7 @@ class DraftChain:
             return Guess.chain(())
         decoder, tokens, drawn_from = self.draft.decoder, [], []
         decoder.seek(ids)
+        before = decoder.forwards
         for _ in range(size):
             logits = decoder.next_logits()[: self._vocabulary]
             q = logits.float().softmax(-1) if sampling.greedy else distribution(logits, sampling)
@@ -61,4 +59,5 @@ class DraftChain:
             if token in decoder.eos_ids or q[token] < self.confidence:
                 break
             decoder.seek([*decoder.ids, token])
+        self.forwards += decoder.forwards - before
         return Guess.chain(tokens, torch.stack(drawn_from) if drawn_from else None)

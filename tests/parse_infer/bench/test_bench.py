@@ -22,7 +22,7 @@ from parse_infer.bench.run import BenchSettings, run_bench, schedule
 from parse_infer.bench.statistics import difference_interval, rate_ratio_interval, wilson_interval
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import GenerationSettings
-from parse_infer.guesses.draft_chain import ModelTokenDrafter
+from parse_infer.guesses.draft_chain import DraftChain
 from parse_infer.guesses.lookup import LookupDrafter
 from parse_infer.models.loading import LanguageModel
 from parse_infer.verify.segments import CutPolicy
@@ -158,7 +158,7 @@ def test_rivals_get_the_guesses_that_parse_gets(engine, make_model):
     assert drafters["target"] is drafters["parse+none"] is None
     assert isinstance(drafters["parse+lookup"], LookupDrafter)
     for name in ("parse", "parse-zero-shot", "sequential"):
-        assert isinstance(drafters[name], ModelTokenDrafter), name
+        assert isinstance(drafters[name], DraftChain), name
     # They are used: with nothing accepted, the target writes everything, and needs fewer forwards for it.
     forwards = {}
     for mode in make(engine, "parse", "parse+none", threshold=1.1, exact_tail=False):
@@ -167,7 +167,7 @@ def test_rivals_get_the_guesses_that_parse_gets(engine, make_model):
 
 
 def test_an_engines_own_token_drafters_play_no_part(engine):
-    guesses = ModelTokenDrafter(engine.draft, engine.target)
+    guesses = DraftChain(engine.draft, engine.target)
     engine = ParseEngine(engine.target, engine.draft, engine.judge, target_drafter=guesses)
     target, parse = make(engine, "target", "parse+none", threshold=1.1)
     assert timed(engine, target, PROBLEMS[0].prompt)[0].stats.target_forwards == BUDGET  # plain: a token each
