@@ -13,7 +13,7 @@ from urllib.parse import urlparse
 from matplotlib.figure import Figure
 
 from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.figures import acceptance_figure, reliability_diagram
+from parse_train.validity.figures import acceptance_figure, png, reliability_diagram
 from parse_train.validity.metrics import ScoredDrafts
 
 logger = logging.getLogger(__name__)
@@ -83,11 +83,7 @@ def log_images(figures: Mapping[str, Figure], step: int) -> None:
     import wandb
     from PIL import Image
 
-    images = {}
-    for name, figure in figures.items():
-        png = io.BytesIO()
-        figure.savefig(png, format="png", dpi=120)
-        images[name] = wandb.Image(Image.open(png))
+    images = {name: wandb.Image(Image.open(io.BytesIO(png(figure)))) for name, figure in figures.items()}
     run.log({**images, "train/global_step": step})
 
 

@@ -6,7 +6,7 @@ On disk it is a folder of safetensors and JSON: `adapter_config.json` and `adapt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -98,8 +98,11 @@ class ValidityAdapter:
     def probe(self) -> Probe:
         return Probe(self.config.probe_ids, self.config.probe_text)
 
-    def save_pretrained(self, folder: str | Path) -> Path:
+    def save_pretrained(self, folder: str | Path, figures: Mapping[str, bytes] | None = None) -> Path:
         """Write the five files, all or nothing: into a temporary folder beside `folder`, which is then renamed.
+
+        Args:
+            figures: PNG files by name, for the model card.
 
         Raises:
             ValueError: there is no low-rank update to save, or `folder` holds something else than an adapter.
@@ -110,7 +113,7 @@ class ValidityAdapter:
         peft_config["base_model_name_or_path"] = self.config.target.get("name")
         peft_config["alora_invocation_tokens"] = list(self.config.probe_ids)
         head = {name: tensor.float() for name, tensor in self.head.state_dict().items()}
-        return write_adapter(Path(folder), peft_config, self.tensors, head, self.config.to_dict())
+        return write_adapter(Path(folder), peft_config, self.tensors, head, self.config.to_dict(), figures or {})
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, target: PreTrainedModel) -> ValidityAdapter:

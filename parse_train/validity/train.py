@@ -12,6 +12,7 @@ from transformers import set_seed
 
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_language_model
+from parse_infer.verify.adapter_folder import PROMISE
 from parse_infer.verify.head import ValidityHead, verbalizer_ids
 from parse_infer.verify.segments import CutPolicy
 from parse_train import checkpoints, tracking
@@ -195,7 +196,7 @@ def report(drafts: dict[str, ScoredDrafts], alpha: float, risk: RiskControl) -> 
         lines.append(
             f"threshold {risk.threshold:.4f}: on {risk.n_drafts} held-out drafts it accepts "
             f"{risk.acceptance_rate:.1%} of the tokens, with false accepts in {risk.false_accept_rate:.1%} of the "
-            f"drafts; at most {risk.bound:.1%} at confidence {1 - risk.delta:g}"
+            f"drafts; at most {risk.bound:.1%} at confidence {1 - risk.delta:g} ({PROMISE})"
         )
     else:
         lines.append(f"WARNING: {risk.warning()}")

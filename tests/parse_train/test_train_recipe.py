@@ -52,7 +52,7 @@ def test_environment_variables_come_from_the_recipe(recipe: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("learning_rat: 1", "unknown key learning_rat; did you mean learning_rate?"),
+        ("learning_rat: 1", "unknown key learning_rat; did you mean 'learning_rate'?"),
         ("lora_rank: many", "argument --lora_rank/--lora-rank: invalid int value: 'many'"),
         ("lora_rank: 1.5", "invalid int value: '1.5'"),
         ("lora_rank: 0", "lora_rank is 0; it must be at least 1"),
@@ -78,8 +78,8 @@ def test_a_mistake_is_one_sentence(recipe: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--lora-rnk", "3"], "unknown key lora_rnk; did you mean lora_rank?"),
-        (["--lora_rnk=3"], "did you mean lora_rank?"),
+        (["--lora-rnk", "3"], "unknown key lora_rnk; did you mean 'lora_rank'?"),
+        (["--lora_rnk=3"], "did you mean 'lora_rank'?"),
         (["stray"], "'stray' belongs to no key"),
         (["--target", "/nowhere/target"], "There is no folder '/nowhere/target'"),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from peft import PeftModel
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
@@ -235,7 +236,17 @@ def test_the_exported_folder_says_what_it_is(make_model: Callable[..., PreTraine
     config = ValidityAdapter.from_pretrained(folder, make_model("llama")).config
     assert (config.threshold, config.metrics["auroc"], config.probe_ids) == (0.7, 0.9, PROBE)
     assert config.risk is not None and config.risk["alpha"] == 0.05
-    assert "![r](r.png)" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert "![r](r.png)" in card and "one verification pass over one whole draft" in card
+
+    class Broken(Figure):
+        def savefig(self, *_: Any, **__: Any) -> None:
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):  # an export that fails leaves the adapter as it was
+        export_adapter(folder, trained(make_model("llama")), facts, {"auroc": 0.1}, risk, {"r": Broken()})
+    assert (folder / "README.md").read_text() == card
+    assert (folder / "r.png").is_file()
 
 
 def test_the_real_recipe_builds_on_a_tiny_model_of_its_kind(
