@@ -41,17 +41,14 @@ def main(config: ValidityTrainingConfig) -> None:
     build.check_target(lm.model, config.data)
     train, evaluation, counts = load_datasets(config, encoder_for(config, lm))
     served_drafts(config, evaluation)  # a wrong temperature is found now, not after the training
-    resume = checkpoints.checkpoint_to_resume(config, len(train))
+    start = checkpoints.prepare(config, len(train))
+    if config.process_index == 0:
+        print(", ".join(f"{name} {value}" for name, value in counts.items()))
     facts = describe(config, lm, counts, build.label)
     model = build_model(config, lm)
-    with config.main_process_first(local=False):  # the others wait until old checkpoints are gone
-        if config.process_index == 0:
-            checkpoints.begin(config, len(train))
-            print(", ".join(f"{name} {value}" for name, value in counts.items()))
-            print(f"resuming from {resume}" if resume else f"training on {config.device}")
     tracking.start(config)
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=ValidityCollator(pad_id(lm)))
-    trainer.train(resume_from_checkpoint=resume)
+    checkpoints.train(trainer, start)
     finish(config, lm, trainer, evaluation, facts)
 
 

@@ -100,7 +100,6 @@ def test_a_recipe_is_a_program_that_goes_on_where_it_was_interrupted(
     """What a kill leaves behind: a complete checkpoint, and one that was being written."""
     output = training_folder / "killed"
     output.mkdir()
-    shutil.copy(uninterrupted / "recipe.json", output)
     shutil.copytree(uninterrupted / "checkpoint-2", output / "checkpoint-2")
     shutil.copytree(uninterrupted / "checkpoint-4", output / "checkpoint-4")
     half_written = output / "checkpoint-4" / "model.safetensors"
@@ -140,3 +139,12 @@ def test_deepspeed_learns_the_same_and_resumes(uninterrupted: Path, training_fol
     assert re.search("resuming from .*checkpoint-4", result.stdout)
     for name, value in weights(output).items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=1e-5)
+
+    # Killed between the last step and the export: nothing is trained on.
+    before, saved = weights(output), sorted(path.name for path in output.glob("checkpoint-*"))
+    shutil.rmtree(output / "adapter")
+    result = launch("deepspeed-zero2.yaml", *arguments, *options)
+    assert result.returncode == 0, result.stderr
+    assert "checkpoint-6 is the end of the training" in result.stdout
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == saved
+    assert all(torch.equal(value, before[name]) for name, value in weights(output).items())
