@@ -169,10 +169,9 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadM
     folder = Path(str(config.output_dir))
     answers = Path(config.answers or folder / "answers")
     limits = {"train": config.n_problems, "validation": config.n_eval_problems}
-    with config.main_process_first(local=False):
-        for split, limit in limits.items():
-            if config.process_index == 0:
-                write_answers(lm, config, config.seed, split, limit, answers / split)
+    for split, limit in limits.items():
+        write_answers(lm, config, config.seed, split, limit, answers / split)
+    with config.main_process_first(local=False):  # the others find what is cached
         train, evaluation = (read_answers(answers / split, split, limit) for split, limit in limits.items())
     start_from_output(model.head, lm, commonest_tokens(train, model.head.config.vocab_size, len(model.head.token_ids)))
     model.head.to(lm.model.device)
