@@ -31,6 +31,7 @@ class ValidityConfig:
     Attributes:
         probe_ids, probe_text: the probe.
         token_rank: of the head's `TokenDoubt`; 0: it has none.
+        closes_turn: the probe itself ends the assistant's turn (`Probe.closes_turn`).
         verbalizer: the words (valid, not valid) that the head was initialised from.
         cut_policy: `CutPolicy.to_dict()` of the cuts the adapter was trained on.
         target: `describe_target(model)`: name, model_type, hidden_size, num_hidden_layers, vocab_size, fingerprint.
@@ -45,6 +46,7 @@ class ValidityConfig:
     probe_text: str
     target: dict[str, Any]
     token_rank: int = 0
+    closes_turn: bool = False
     verbalizer: tuple[str, str] | None = None
     cut_policy: dict[str, Any] = field(default_factory=dict)
     label: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +98,7 @@ class ValidityAdapter:
 
     @property
     def probe(self) -> Probe:
-        return Probe(self.config.probe_ids, self.config.probe_text)
+        return Probe(self.config.probe_ids, self.config.probe_text, self.config.closes_turn)
 
     def save_pretrained(self, folder: str | Path, figures: Mapping[str, bytes] | None = None) -> Path:
         """Write the five files, all or nothing: into a temporary folder beside `folder`, which is then renamed.

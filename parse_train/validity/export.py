@@ -24,7 +24,6 @@ class AdapterFacts:
     """
 
     target: dict[str, Any]
-    probe_text: str
     verbalizer: tuple[str, str]
     cut_policy: dict[str, Any]
     label: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +49,9 @@ def export_adapter(
         ValueError: `folder` holds something else than an adapter.
     """
     config = ValidityConfig(
-        probe_ids=model.probe_ids,
+        probe_ids=model.probe.ids,
+        probe_text=model.probe.text,
+        closes_turn=model.probe.closes_turn,
         token_rank=model.token_rank,
         **asdict(facts),
         threshold=None if risk is None else risk.threshold,

@@ -13,7 +13,7 @@ from transformers import set_seed
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_infer.verify.adapter_folder import PROMISE
-from parse_infer.verify.head import ValidityHead, verbalizer_ids
+from parse_infer.verify.head import Probe, ValidityHead, verbalizer_ids
 from parse_infer.verify.segments import CutPolicy
 from parse_train import checkpoints, tracking
 from parse_train.validity.baselines import baseline_scores
@@ -80,16 +80,18 @@ def build_model(config: ValidityTrainingConfig, lm: LanguageModel) -> ValidityMo
     Raises:
         ValueError: a probe without tokens, verbalizer words that begin alike, adapted layers that do not exist.
     """
-    probe_ids = lm.tokenizer.encode(config.probe_text, add_special_tokens=False)
+    probe_ids = tuple(lm.tokenizer.encode(config.probe_text, add_special_tokens=False))
     if not probe_ids:
         raise ValueError(f"probe_text {config.probe_text!r} has no token")
+    probe = Probe(probe_ids, config.probe_text, closes_turn=probe_ids[0] in lm.eos_ids)
     words = (config.verbalizer_yes, config.verbalizer_no)
     yes_id, no_id = verbalizer_ids(lm.tokenizer, config.probe_text, words)
     head = ValidityHead.from_verbalizer(lm.model, yes_id, no_id, config.token_rank)
     return ValidityModel(
         lm.model,
-        probe_ids,
+        probe,
         head,
+        end_ids=lm.eos_ids,
         lora_rank=config.lora_rank,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
@@ -117,7 +119,6 @@ def describe(
     label = {"kind": "soft" if config.soft_labels else "hard", **label, "class_weighting": config.class_weighting}
     return AdapterFacts(
         target,
-        config.probe_text,
         (config.verbalizer_yes, config.verbalizer_no),
         CutPolicy.from_dict(config.cut_policy).to_dict(),
         label,
