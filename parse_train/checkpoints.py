@@ -91,7 +91,7 @@ class RecipeNote(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         return {"args": {"recipe": self.recipe}, "attributes": {}}
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         state.stateful_callbacks[type(self).__name__] = self.state()  # that of a named checkpoint may differ
 
 

@@ -121,9 +121,21 @@ def check_row(row: Any, where: str) -> LabelledDraft:
     for key in ("temperature", "target_value"):
         if row.get(key) is not None and not _number(row[key]):
             raise refuse(f"{key} must be a number or null, got {row[key]!r}")
-    names = {key: None if row.get(key) is None else str(row[key]) for key in ("problem_id", "reference")}
-    known = {key: row.get(key) for key in ("target_value", "temperature", "finished", "draft_correct")}
-    return LabelledDraft(where, prompt, completions, labels, values, ids, cuts, **names, **known)
+    return LabelledDraft(
+        where,
+        prompt,
+        completions,
+        labels,
+        values,
+        draft_ids=ids,
+        cuts=cuts,
+        problem_id=None if row.get("problem_id") is None else str(row["problem_id"]),
+        reference=None if row.get("reference") is None else str(row["reference"]),
+        target_value=row.get("target_value"),
+        temperature=row.get("temperature"),
+        finished=row.get("finished"),
+        draft_correct=row.get("draft_correct"),
+    )
 
 
 def _all(values: Any, kind: type) -> bool:

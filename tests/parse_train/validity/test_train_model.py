@@ -118,7 +118,7 @@ def test_training_and_inference_agree(
     facts = AdapterFacts(describe_target(model), ("C", "I"), {"kind": "step"})
     validity = trained(model, probe, backprop_context=backprop)
     with torch.no_grad():
-        expected = validity.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"].sigmoid()
+        expected = validity.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
     export_adapter(tmp_path / "adapter", validity, facts, {"auroc": 0.9})
 
     target = make_model(architecture)  # loaded anew: nothing of the training is left in it
@@ -128,9 +128,9 @@ def test_training_and_inference_agree(
     for i, example in enumerate(examples):
         verifier.decoder.seek(example.context_ids)
         found = verifier.verify(example.draft_ids, example.cuts).validity
-        torch.testing.assert_close(torch.tensor(found), expected[i, : len(found)], rtol=0, atol=1e-4)
+        torch.testing.assert_close(torch.tensor(found).logit(), expected[i, : len(found)], rtol=0, atol=1e-3)
     spread = expected[batch["visible"] > 0]
-    assert spread.max() - spread.min() > 0.05  # the comparison is not one of constants
+    assert spread.max() - spread.min() > 0.5  # the comparison is not one of constants
 
 
 def test_a_probe_that_closes_the_turn_does_not_show_the_end_twice(
