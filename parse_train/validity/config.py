@@ -101,7 +101,7 @@ class ValidityTrainingConfig(TrainingConfig):
     )
 
     risk_alpha: float = field(
-        default=0.05, metadata={"help": "Accepted prefixes may be wrong in at most this share of the drafts ..."}
+        default=0.05, metadata={"help": "One pass may accept a wrong prefix of at most this share of the drafts ..."}
     )
     risk_delta: float = field(
         default=0.1, metadata={"help": "... with a confidence of 1 - risk_delta; this picks the threshold."}

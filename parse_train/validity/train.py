@@ -1,6 +1,6 @@
 """The recipe `validity`: train adapter and head, choose the threshold, compare with baselines, export.
 
-`accelerate launch -m parse_train recipes/train.yaml`
+`accelerate launch recipes/train.yaml`
 """
 
 from __future__ import annotations

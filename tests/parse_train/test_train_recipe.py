@@ -17,6 +17,7 @@ from parse_train.validity.config import ValidityTrainingConfig
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted(REPOSITORY.glob("recipes/**/train.yaml"))
+TRAININGS = sorted(path for path in REPOSITORY.glob("recipes/**/*.yaml") if "\nrecipe: " in path.read_text())
 
 
 @pytest.fixture
@@ -100,6 +101,15 @@ def test_without_a_recipe(capsys: pytest.CaptureFixture[str], arguments: list[st
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "validity" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", TRAININGS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_every_recipe_says_how_it_is_run(path: Path) -> None:
+    name = path.relative_to(REPOSITORY)
+    assert any(
+        line.startswith("#   accelerate launch ") and line.endswith(f" {name}")
+        for line in path.read_text().splitlines()
+    )
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(REPOSITORY)))
