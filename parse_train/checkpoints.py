@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from parse_infer.files import read_json
 from parse_train.training_config import TrainingConfig
 
 STATE = "trainer_state.json"
@@ -74,8 +75,9 @@ def prepare(config: TrainingConfig, rows: int | None = None) -> Start:
 def train(trainer: Trainer, start: Start) -> None:
     """Train to the end. A finished training gets its weights back and is ready to be evaluated and exported."""
     if start.checkpoint is not None and start.finished:  # the Trainer would take one step more before it looks
-        load_model(trainer.model, start.checkpoint / "model.safetensors")  # type: ignore[arg-type]
         trainer.state = TrainerState.load_from_json(str(start.checkpoint / STATE))
+        best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+        load_model(trainer.model, Path(best or start.checkpoint) / "model.safetensors")  # type: ignore[arg-type]
         trainer.is_deepspeed_enabled = False  # it evaluates only what it trains
         return
     trainer.add_callback(RecipeNote(start.recipe))
@@ -165,4 +167,4 @@ def _finished(folder: Path) -> bool:
 
 
 def _state(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / STATE).read_text(encoding="utf-8"))
+    return read_json(folder / STATE, "name an earlier checkpoint")

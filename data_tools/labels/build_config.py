@@ -86,7 +86,7 @@ class BuildConfig:
     batch_size: int = field(default=64, metadata={"help": "Rows decoded at a time."})
     problems_per_group: int = field(
         default=32,
-        metadata={"help": "Problems worked on together, and in one file; bounds what an interruption costs."},
+        metadata={"help": "Problems worked on together, one file each time; bounds memory and what a kill costs."},
     )
 
     def __post_init__(self) -> None:

@@ -4,7 +4,8 @@
     build.json                         what decides about the rows, and what they were made on
     .build/lock                        held while somebody builds here (released by the system when the process dies)
 
-A group that was interrupted is worked out again as a whole. A file may be empty: all its problems were skipped.
+A group that was interrupted is worked out again as a whole, so that its batches, and with them the rounding, are as
+without the interruption. A file may be empty: all its problems were skipped.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class ValidityModel(nn.Module):
         if not probe.closes_turn:
             return visible
         last = input_ids.gather(1, (visible - 1).clamp_min(0))
-        ends = torch.isin(last, torch.tensor(self.end_ids, device=last.device))
+        ends = torch.isin(last, torch.tensor(self.end_ids, dtype=torch.long, device=last.device))
         return visible - (ends & (cuts > 0)).long()
 
     @torch.no_grad()

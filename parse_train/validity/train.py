@@ -41,11 +41,11 @@ def main(config: ValidityTrainingConfig) -> None:
     build.check_target(lm.model, config.data)
     train, evaluation, counts = load_datasets(config, encoder_for(config, lm))
     served_drafts(config, evaluation)  # a wrong temperature is found now, not after the training
-    start = checkpoints.prepare(config, len(train))
-    if config.process_index == 0:
-        print(", ".join(f"{name} {value}" for name, value in counts.items()))
     facts = describe(config, lm, counts, build.label)
     model = build_model(config, lm)
+    if config.process_index == 0:
+        print(", ".join(f"{name} {value}" for name, value in counts.items()))
+    start = checkpoints.prepare(config, len(train))
     tracking.start(config)
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=ValidityCollator(pad_id(lm)))
     checkpoints.train(trainer, start)

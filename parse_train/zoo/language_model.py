@@ -172,7 +172,6 @@ class LanguageModelTrainer(Trainer):
 
 def main(config: LanguageModelConfig) -> None:
     """Train from scratch, or go on from a checkpoint, and save model and tokenizer in `output_dir`/final."""
-    start = checkpoints.prepare(config)
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
     torch.manual_seed(config.seed)
     fields = dict(config.model_config)
@@ -189,6 +188,7 @@ def main(config: LanguageModelConfig) -> None:
         start_from(model, config.initial_model, config.initial_layers)
     if config.torch_compile_backbone:
         model.model.compile()
+    start = checkpoints.prepare(config)
     trainer = LanguageModelTrainer(
         model=model,
         args=config,
