@@ -72,7 +72,7 @@ def build(
 
 @app.command(help=_INSPECT_HELP)
 def inspect(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The output_dir of a build.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The output_dir of a build, or other rows.")],
     examples: Annotated[int, typer.Option(min=0, help="Number of drafts shown.")] = 3,
     seed: Annotated[int, typer.Option(help="Which drafts are shown.")] = 0,
 ) -> None:

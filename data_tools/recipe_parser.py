@@ -7,7 +7,6 @@ names only, and types that are checked in the file as they are on the command li
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any, NoReturn, cast, get_origin, get_type_hints
 
 import yaml
 from trl.scripts.utils import TrlParser
+
+from parse_infer.suggest import suggestion
 
 
 class RecipeParser(TrlParser):
@@ -99,15 +100,10 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-def closest(name: str, known: Sequence[str]) -> str:
-    """The entry of `known` most like `name`."""
-    return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-
-
 def _refuse_unknown(parser: RecipeParser, where: str | Path, keys: Sequence[str]) -> None:
     for key in keys:
         name = key.lstrip("-").replace("-", "_")
-        raise ValueError(f"{where}: unknown key {name}; did you mean {closest(name, parser.known_keys())}?")
+        raise ValueError(f"{where}: unknown key {name}; {suggestion(name, parser.known_keys())}")
 
 
 def mapping(text: str) -> dict[str, Any]:

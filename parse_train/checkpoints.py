@@ -1,64 +1,100 @@
-"""Which checkpoint a training continues from: the last complete one, and only of the same recipe."""
+"""Which checkpoint a training continues from: the last complete one, and only of the same recipe.
+
+A checkpoint carries its recipe in `trainer_state.json`, the file that transformers' Trainer writes last.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_model
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from parse_train.validity.config import ValidityTrainingConfig
+from parse_infer.files import read_json
+from parse_train.training_config import TrainingConfig
 
-RECIPE_FILE = "recipe.json"
-# A different value of any of these makes a different training.
-DECISIVE = (
-    *("target", "target_dtype", "data", "eval_data", "eval_share", "max_length", "step_separator", "template_options"),
-    *("probe_text", "verbalizer_yes", "verbalizer_no", "lora_rank", "lora_alpha", "lora_dropout", "token_rank"),
-    *("lora_target_modules", "soft_labels", "class_weighting", "learning_rate", "lr_scheduler_type", "warmup_steps"),
-    *("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "optim"),
-    *("weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "bf16", "train_sampling_strategy", "seed"),
-    *("data_seed", "world_size"),
+STATE = "trainer_state.json"
+# Fields (or beginnings of their names) that may change from run to run. Whatever else differs makes another training.
+HARMLESS = (
+    # where things go, and what is shown
+    *("output_dir", "adapter_dir", "answers", "run_name", "project", "report_to", "trackio_", "log", "disable_tqdm"),
+    *("debug", "skip_memory_metrics", "push_to_hub", "hub_"),
+    # when the training is looked at, and what is made of its result
+    *("save_", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_accumulation_steps", "do_"),
+    *("per_device_eval_batch_size", "n_eval_problems", "baselines", "risk_", "cut_policy", "head_dtype"),
+    # what it runs on
+    *("use_cpu", "local_rank", "ddp_", "torch_compile", "batch_size", "resume_from_checkpoint", "enable_jit_"),
+    *(
+        "dataloader_num_workers",
+        "dataloader_pin_memory",
+        "dataloader_persistent_workers",
+        "dataloader_prefetch_factor",
+    ),
 )
 
 
-def checkpoint_to_resume(config: ValidityTrainingConfig, train_drafts: int) -> str | None:
-    """The folder to resume from, or None to start anew. Reads only; every process may call it.
+@dataclass(frozen=True)
+class Start:
+    """Where a training begins: at a checkpoint, or from nothing. One that is `finished` is not trained on."""
+
+    recipe: dict[str, Any]
+    checkpoint: Path | None = None
+    finished: bool = False
+
+
+def prepare(config: TrainingConfig, rows: int | None = None) -> Start:
+    """Decide where the training begins, and clear what is in its way. Every process must call it.
+
+    Args:
+        rows: how many rows are learnt from, if that is known.
 
     Raises:
         ValueError: the checkpoints in `output_dir` come from a different recipe, or the named one is incomplete.
         FileNotFoundError: the named one does not exist.
     """
-    wanted = config.resume_from_checkpoint
-    if wanted == "restart":
-        return None
-    if wanted not in (None, "auto"):
-        if not Path(wanted).is_dir():
-            raise FileNotFoundError(f"resume_from_checkpoint: there is no folder {wanted}")
-        reason = incomplete(Path(wanted))
-        if reason:
-            raise ValueError(f"the checkpoint {wanted} cannot be resumed: {reason}; name an earlier one")
-        return wanted
-    complete = [folder for folder in checkpoints(str(config.output_dir)) if incomplete(folder) is None]
-    if not complete:
-        return None
-    _check_same_recipe(config, train_drafts)
-    return str(complete[-1])
+    start = _find(config, _recipe(config, rows))
+    with config.main_process_first(local=False):  # the others wait until old checkpoints are gone
+        if config.process_index == 0:
+            for folder in checkpoints(str(config.output_dir)):
+                if config.resume_from_checkpoint == "restart" or incomplete(folder):
+                    shutil.rmtree(folder)
+            if start.finished:
+                print(f"{start.checkpoint} is the end of the training: it goes on to evaluation and export")
+            else:
+                print(f"resuming from {start.checkpoint}" if start.checkpoint else f"training on {config.device}")
+    return start
 
 
-def begin(config: ValidityTrainingConfig, train_drafts: int) -> None:
-    """Note the recipe in `output_dir`, so that a later run can tell whether it is the same. Main process only.
+def train(trainer: Trainer, start: Start) -> None:
+    """Train to the end. A finished training gets its weights back and is ready to be evaluated and exported."""
+    if start.checkpoint is not None and start.finished:  # the Trainer would take one step more before it looks
+        trainer.state = TrainerState.load_from_json(str(start.checkpoint / STATE))
+        best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+        load_model(trainer.model, Path(best or start.checkpoint) / "model.safetensors")  # type: ignore[arg-type]
+        trainer.is_deepspeed_enabled = False  # it evaluates only what it trains
+        return
+    trainer.add_callback(RecipeNote(start.recipe))
+    trainer.train(resume_from_checkpoint=None if start.checkpoint is None else str(start.checkpoint))
 
-    With `resume_from_checkpoint: restart`, deletes the checkpoints there first.
-    """
-    if config.resume_from_checkpoint == "restart":
-        for folder in checkpoints(str(config.output_dir)):
-            shutil.rmtree(folder)
-    output = Path(str(config.output_dir))
-    output.mkdir(parents=True, exist_ok=True)
-    (output / RECIPE_FILE).write_text(json.dumps(_decisive(config, train_drafts), indent=2) + "\n")
+
+class RecipeNote(TrainerCallback, ExportableState):
+    """Puts the recipe into the `trainer_state.json` of every checkpoint."""
+
+    def __init__(self, recipe: dict[str, Any]) -> None:
+        self.recipe = recipe
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"recipe": self.recipe}, "attributes": {}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        state.stateful_callbacks[type(self).__name__] = self.state()  # that of a named checkpoint may differ
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
@@ -68,11 +104,11 @@ def checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def incomplete(folder: Path) -> str | None:
-    """Why a checkpoint cannot be resumed (a half-written file), or None. The Trainer writes its state last."""
+    """Why a checkpoint cannot be resumed (a half-written file), or None."""
     try:
-        json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        _state(folder)
     except (OSError, ValueError):
-        return "trainer_state.json is missing or cut off"
+        return f"{STATE} is missing or cut off"
     try:
         with safe_open(folder / "model.safetensors", framework="pt") as tensors:
             tensors.keys()
@@ -83,20 +119,52 @@ def incomplete(folder: Path) -> str | None:
     return None
 
 
-def _decisive(config: ValidityTrainingConfig, train_drafts: int) -> dict[str, Any]:
-    values = {name: getattr(config, name) for name in DECISIVE} | {"train_drafts": train_drafts}
+def _find(config: TrainingConfig, recipe: dict[str, Any]) -> Start:
+    wanted = config.resume_from_checkpoint
+    if wanted == "restart":
+        return Start(recipe)
+    if wanted not in (None, "auto"):
+        named = Path(wanted)
+        if not named.is_dir():
+            raise FileNotFoundError(f"resume_from_checkpoint: there is no folder {wanted}")
+        if reason := incomplete(named):
+            raise ValueError(f"the checkpoint {wanted} cannot be resumed: {reason}; name an earlier one")
+        return Start(recipe, named, _finished(named) and _difference(named, recipe) is None)
+    complete = [folder for folder in checkpoints(str(config.output_dir)) if incomplete(folder) is None]
+    if not complete:
+        return Start(recipe)
+    if difference := _difference(complete[-1], recipe):
+        raise ValueError(
+            f"{config.output_dir} holds checkpoints of {difference}: choose another output_dir, or "
+            "--resume_from_checkpoint restart to delete them"
+        )
+    return Start(recipe, complete[-1], _finished(complete[-1]))
+
+
+def _recipe(config: TrainingConfig, rows: int | None) -> dict[str, Any]:
+    """All that decides about the result, as JSON gives it back."""
+    values = {f.name: getattr(config, f.name) for f in fields(config) if not f.name.startswith(HARMLESS)}
+    deepspeed = getattr(config, "deepspeed_plugin", None) is not None  # its checkpoints are of another kind
+    values |= {"rows": rows, "world_size": config.world_size, "deepspeed": deepspeed}
     return json.loads(json.dumps(values, default=str))
 
 
-def _check_same_recipe(config: ValidityTrainingConfig, train_drafts: int) -> None:
-    file = Path(str(config.output_dir), RECIPE_FILE)
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        before = {}
-    for name, value in _decisive(config, train_drafts).items():
+def _difference(folder: Path, recipe: dict[str, Any]) -> str | None:
+    """What training a checkpoint belongs to, unless to this one."""
+    note = _state(folder).get("stateful_callbacks", {}).get(RecipeNote.__name__)
+    if note is None:
+        return "an unknown training"
+    before = note["args"]["recipe"]
+    for name, value in recipe.items():
         if name in before and before[name] != value:
-            raise ValueError(
-                f"{config.output_dir} holds checkpoints of a training with {name} {before[name]!r}, now it is "
-                f"{value!r}: choose another output_dir, or --resume_from_checkpoint restart to delete them"
-            )
+            return f"a training with {name} {before[name]!r}, now it is {value!r}"
+    return None
+
+
+def _finished(folder: Path) -> bool:
+    state = _state(folder)
+    return state["global_step"] >= state["max_steps"]
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    return read_json(folder / STATE, "name an earlier checkpoint")

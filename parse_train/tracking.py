@@ -12,14 +12,14 @@ from urllib.parse import urlparse
 
 from matplotlib.figure import Figure
 
-from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.figures import acceptance_figure, reliability_diagram
+from parse_train.training_config import TrainingConfig
+from parse_train.validity.figures import acceptance_figure, png, reliability_diagram
 from parse_train.validity.metrics import ScoredDrafts
 
 logger = logging.getLogger(__name__)
 
 
-def start(config: ValidityTrainingConfig) -> None:
+def start(config: TrainingConfig) -> None:
     """Begin a run on the main process if the recipe reports to wandb; transformers' callback then uses it.
 
     What cannot work (no package, no network) is said once and taken out of `config.report_to`.
@@ -83,11 +83,7 @@ def log_images(figures: Mapping[str, Figure], step: int) -> None:
     import wandb
     from PIL import Image
 
-    images = {}
-    for name, figure in figures.items():
-        png = io.BytesIO()
-        figure.savefig(png, format="png", dpi=120)
-        images[name] = wandb.Image(Image.open(png))
+    images = {name: wandb.Image(Image.open(io.BytesIO(png(figure)))) for name, figure in figures.items()}
     run.log({**images, "train/global_step": step})
 
 
@@ -99,7 +95,7 @@ def finish(summary: Mapping[str, float]) -> None:
         run.finish()
 
 
-def _trackers(config: ValidityTrainingConfig) -> list[str]:
+def _trackers(config: TrainingConfig) -> list[str]:
     return config.report_to if isinstance(config.report_to, list) else []
 
 
@@ -111,7 +107,7 @@ def _run():  # type: ignore[no-untyped-def]  # wandb.Run, where wandb is install
     return wandb.run
 
 
-def _give_up(config: ValidityTrainingConfig, reason: str) -> None:
+def _give_up(config: TrainingConfig, reason: str) -> None:
     config.report_to = [name for name in _trackers(config) if name != "wandb"]
     if config.process_index == 0:
         print(f"{reason}: metrics go to the log only")

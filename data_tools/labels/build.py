@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,10 +13,11 @@ import torch
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.card import write_card
 from data_tools.labels.drafts import DraftSampler, SampledDraft, segment_texts
+from data_tools.labels.group_folder import GroupFolder
 from data_tools.labels.prefix_search import PrefixSearch
 from data_tools.labels.progress import BuildProgress
 from data_tools.labels.rollouts import Place, PrefixValues, is_right
-from data_tools.labels.shards import ShardWriter, check_identity, shard_rows
+from data_tools.labels.rows import read_rows
 from data_tools.labels.summary import Summary, summarise
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem, Split, Task
@@ -41,36 +39,30 @@ def build(config: BuildConfig) -> Summary:
         ValueError, OSError: one sentence about what is wrong with the configuration, a model, the task or the folder.
     """
     task = load_task(config.task, **config.task_options)
-    check_identity(Path(config.output_dir), config.identity())  # before models take minutes to load
-    with ShardWriter(
-        config.output_dir, config.split, config.identity(), {"versions": _versions()}, config.problems_per_shard
-    ) as writer:
-        if config.limit is not None and config.limit < len(writer.done):
+    groups = GroupFolder(config.output_dir, config.split)
+    with groups.held(config.identity(), {"versions": _versions()}):  # before models take minutes to load
+        held = max(groups.ends.values(), default=0)
+        if config.limit is not None and config.limit < held:
             raise ValueError(
-                f"{config.output_dir} already holds {len(writer.done)} problems, more than the limit of "
-                f"{config.limit}; raise the limit, or choose another output_dir"
+                f"{config.output_dir} already holds {held} problems, more than the limit of {config.limit}; raise the "
+                "limit, or choose another output_dir"
             )
         labeller: Labeller | None = None
-        with BuildProgress(config.output_dir, total=config.limit, done=len(writer.done)) as progress:
-            for start, problems in _groups(task, config):
-                finished = writer.done[start : start + len(problems)]
-                _check_same_problems(finished, problems, config.output_dir)
-                if len(finished) == len(problems):
+        with BuildProgress(config.output_dir, total=config.limit, done=groups.n_problems) as progress:
+            for group, problems in _groups(task, config):
+                _check_same_problems(groups, group, problems)
+                if groups.has(group):
                     continue
                 if labeller is None:
                     labeller = Labeller.load(config, task, progress.activity)
-                    writer.note_models(labeller.describe_models())
-                # A group that was interrupted is worked out as a whole again: its batches, and so the rounding of its
-                # logits, are the same as without the interruption.
-                labelled = labeller.label(problems)
-                for problem, rows in list(zip(problems, labelled, strict=True))[len(finished) :]:
-                    writer.append(_key(problem), rows)
-                    progress.advance(len(rows))
-                progress.rollouts(labeller.rollouts)
-        if not writer.done:
+                    groups.note_models(labeller.describe_models())
+                rows = labeller.label(problems)
+                groups.write(group, rows)
+                progress.advance(groups.n_problems, len(rows), labeller.rollouts)
+        if not groups.ends:
             raise ValueError(f"task {config.task} has no problem in its split {config.split}")
-        summary = summarise(shard_rows(writer.folder))
-        write_card(writer.folder, config, summary, n_problems=len(writer.done))
+        summary = summarise(read_rows(groups.folder))
+        write_card(groups.folder, config, summary, groups.n_problems)
     return summary
 
 
@@ -133,8 +125,8 @@ class Labeller:
     def describe_models(self) -> dict[str, dict[str, Any]]:
         return {"target": describe_target(self.target.model), "draft": describe_target(self.draft.model)}
 
-    def label(self, problems: Sequence[Problem]) -> list[list[dict[str, Any]]]:
-        """The rows of each problem, one per draft; none for a problem that is skipped."""
+    def label(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
+        """The rows of the problems in their order, one per draft; none for a problem that is skipped."""
         config = self.config
         self.activity("target value")
         values = PrefixValues(
@@ -166,10 +158,7 @@ class Labeller:
                 open_cases[i].search.record(k, value)
         self.rollouts += values.rollouts
 
-        rows: list[list[dict[str, Any]]] = [[] for _ in problems]
-        for case in cases:
-            rows[case.problem].append(self._row(case, problems[case.problem], values.target_values[case.problem]))
-        return rows
+        return [self._row(case, problems[case.problem], values.target_values[case.problem]) for case in cases]
 
     def _case(self, index: int, problem: Problem, draft: SampledDraft, target_value: float) -> _Case:
         cuts = self.segmenter.cuts(draft.ids)
@@ -200,28 +189,24 @@ class Labeller:
         }
 
 
-def _groups(task: Task, config: BuildConfig) -> Iterator[tuple[int, list[Problem]]]:
-    """Problems in groups of `problems_per_group`, each with the number of its first problem."""
+def _groups(task: Task, config: BuildConfig) -> Iterator[tuple[range, list[Problem]]]:
+    """Problems in groups of `problems_per_group`, each with their numbers."""
     problems = task.problems(cast(Split, config.split), config.seed, config.limit)
     start = 0
     while group := list(islice(problems, config.problems_per_group)):
-        yield start, group
+        yield range(start, start + len(group)), group
         start += len(group)
 
 
-def _check_same_problems(finished: Sequence[str], problems: Sequence[Problem], folder: str) -> None:
-    for before, problem in zip(finished, problems, strict=False):
-        if before != _key(problem):
+def _check_same_problems(groups: GroupFolder, group: range, problems: Sequence[Problem]) -> None:
+    """ValueError unless the finished rows of a group belong to its problems."""
+    asked = [(problem.id, problem.prompt, problem.reference) for problem in problems]
+    for row in groups.rows(group.start):
+        if (row.get("problem_id"), row.get("prompt"), row.get("reference")) not in asked:
             raise ValueError(
-                f"{folder} was begun with other problems (in place of {problem.id!r}, which is new or has changed): "
-                "choose another output_dir"
+                f"{groups.folder} was begun with other problems ({row.get('problem_id')!r} has changed or has "
+                "gone): choose another output_dir"
             )
-
-
-def _key(problem: Problem) -> str:
-    """The problem's id and a digest of what is asked."""
-    asked = json.dumps([problem.prompt, problem.reference])
-    return f"{problem.id} {hashlib.sha256(asked.encode()).hexdigest()[:12]}"
 
 
 def _versions() -> dict[str, str]:

@@ -19,7 +19,6 @@ _AT_LEAST_ONE = (
     "max_rollout_tokens",
     "problems_per_group",
     "batch_size",
-    "problems_per_shard",
 )
 
 
@@ -86,9 +85,9 @@ class BuildConfig:
 
     batch_size: int = field(default=64, metadata={"help": "Rows decoded at a time."})
     problems_per_group: int = field(
-        default=32, metadata={"help": "Problems worked on together; bounds the memory and what an interruption costs."}
+        default=32,
+        metadata={"help": "Problems worked on together, one file each time; bounds memory and what a kill costs."},
     )
-    problems_per_shard: int = field(default=1000, metadata={"help": "Problems per file."})
 
     def __post_init__(self) -> None:
         for key in ("output_dir", "target", "draft", "task"):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from data_tools.labels.build_config import BuildConfig
-from data_tools.labels.shards import shard_rows, write_atomically
+from data_tools.labels.rows import read_rows
 from data_tools.labels.summary import BINS, Summary
+from parse_infer.files import write_text
 
 # Column types are declared: a column that starts with thousands of nulls would be guessed wrongly.
 _LISTS = {"completions": "string", "labels": "bool", "values": "float64", "draft_ids": "int64", "cuts": "int64"}
@@ -44,7 +46,7 @@ _COLUMNS = """\
 def write_card(folder: Path, config: BuildConfig, summary: Summary, n_problems: int) -> None:
     """Write README.md. `n_problems` counts problems without drafts too."""
     header = yaml.safe_dump(_header(config, folder), sort_keys=False, allow_unicode=True)
-    write_atomically(folder / "README.md", f"---\n{header}---\n{_text(config, summary, n_problems)}")
+    write_text(folder / "README.md", f"---\n{header}---\n{_text(config, summary, n_problems)}")
 
 
 def _header(config: BuildConfig, folder: Path) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def _header(config: BuildConfig, folder: Path) -> dict[str, Any]:
 
 
 def _has_messages(folder: Path) -> bool:
-    return isinstance(next(iter(shard_rows(folder)), {}).get("prompt"), list)
+    return any(isinstance(row.prompt, list) for row in islice(read_rows(folder), 1))
 
 
 def _text(config: BuildConfig, summary: Summary, n_problems: int) -> str:

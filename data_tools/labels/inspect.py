@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from data_tools.labels.shards import shard_rows
-from data_tools.labels.summary import BINS, Summary, first_error
+from data_tools.labels.rows import LabelledDraft, read_rows
+from data_tools.labels.summary import BINS, Summary
+from parse_infer.models.prompts import Prompt
 
 BAR_WIDTH = 32
 _VALID, _INVALID = "green", "red"
@@ -31,9 +31,9 @@ def inspect_folder(folder: str | Path, n_examples: int = 3, seed: int = 0, conso
     summary = Summary()
     with_error = _Sample((n_examples + 1) // 2, seed)
     without = _Sample(n_examples, seed)
-    for row in shard_rows(folder):
+    for row in read_rows(folder):
         summary.add(row)
-        (without if first_error(row["labels"]) is None else with_error).offer(row)
+        (without if row.first_error is None else with_error).offer(row)
     examples = with_error.rows + without.rows[: n_examples - len(with_error.rows)]
     console.print(counts_table(summary, str(folder)))
     console.print(balance_bar(summary))
@@ -89,34 +89,33 @@ def histogram(title: str, bars: Iterable[tuple[str, int]]) -> Table:
     return table
 
 
-def example_panel(row: Mapping[str, Any]) -> Panel:
+def example_panel(row: LabelledDraft) -> Panel:
     """One draft: segments in green while the prefix is valid, in red from the first error on, with their values."""
     text = Text()
-    values = row.get("values") or [None] * len(row["labels"])
-    for segment, label, value in zip(row["completions"], row["labels"], values, strict=True):
+    for segment, label, value in zip(row.completions, row.labels, row.values, strict=True):
         body = segment.rstrip("\n")
         text.append(body, style=_VALID if label else _INVALID)
         text.append(f"  {'✓' if label else '✗'}" + ("" if value is None else f" {value:g}"), style="dim")
         text.append("\n")
     text.rstrip()
-    head = Text(_prompt_text(row["prompt"]), style="bold")
-    return Panel(Group(head, text), title=Text(str(row.get("problem_id", ""))), subtitle=Text(_subtitle(row)))
+    head = Text(_prompt_text(row.prompt), style="bold")
+    return Panel(Group(head, text), title=Text(row.problem_id or ""), subtitle=Text(_subtitle(row)))
 
 
-def _subtitle(row: Mapping[str, Any]) -> str:
+def _subtitle(row: LabelledDraft) -> str:
     parts = []
-    if row.get("reference") is not None:
-        parts.append(f"reference {row['reference']}")
-    if row.get("target_value") is not None:
-        parts.append(f"target value {row['target_value']:g}")
-    if row.get("temperature") is not None:
-        parts.append(f"temperature {row['temperature']:g}")
-    if row.get("finished") is False:
+    if row.reference is not None:
+        parts.append(f"reference {row.reference}")
+    if row.target_value is not None:
+        parts.append(f"target value {row.target_value:g}")
+    if row.temperature is not None:
+        parts.append(f"temperature {row.temperature:g}")
+    if row.finished is False:
         parts.append("unfinished")
     return ", ".join(parts)
 
 
-def _prompt_text(prompt: str | Sequence[Mapping[str, str]]) -> str:
+def _prompt_text(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
@@ -126,10 +125,10 @@ class _Sample:
     """A uniform sample of at most `size` rows of a stream."""
 
     def __init__(self, size: int, seed: int) -> None:
-        self.rows: list[Mapping[str, Any]] = []
+        self.rows: list[LabelledDraft] = []
         self._size, self._seen, self._random = size, 0, Random(seed)
 
-    def offer(self, row: Mapping[str, Any]) -> None:
+    def offer(self, row: LabelledDraft) -> None:
         self._seen += 1
         if len(self.rows) < self._size:
             self.rows.append(row)

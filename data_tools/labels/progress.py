@@ -49,18 +49,13 @@ class BuildProgress:
     def activity(self, text: str) -> None:
         self._bar.update(self._task, activity=text)
 
-    def advance(self, rows: int) -> None:
-        """One more problem is finished, with this many rows."""
-        self.done += 1
+    def advance(self, done: int, rows: int, rollouts: int) -> None:
+        """This many problems are finished now, with so many more rows; `rollouts` are all those of this run."""
+        self.done, self.n_rollouts = done, rollouts
         self.rows += rows
-        self._bar.update(self._task, advance=1, rate=self._rate())
+        self._bar.update(self._task, completed=done, rate=self._rate())
         if not self.console.is_terminal and time.monotonic() - self.last_line > LINE_EVERY:
             self._print(self._state())
-
-    def rollouts(self, total: int) -> None:
-        """Rollouts of this run so far."""
-        self.n_rollouts = total
-        self._bar.update(self._task, rate=self._rate())
 
     def _rate(self) -> str:
         seconds = max(time.monotonic() - self.started, 1e-6)

@@ -1,14 +1,14 @@
-"""Labelled drafts as they stand in files: read, checked row by row, split by problem."""
+"""Labelled drafts as they stand in files, read and checked row by row."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parse_infer.files import read_jsonl
 from parse_infer.models.prompts import Prompt
 
 
@@ -16,8 +16,8 @@ from parse_infer.models.prompts import Prompt
 class LabelledDraft:
     """One row of a build, checked. `completions`, `labels`, `values` and `cuts` have one entry per segment.
 
-    `draft_ids` (in target tokens) and `cuts` are None for rows of a plain stepwise-supervision set, as may be the
-    `temperature` that the draft was sampled at. `where` says where the row stands, for error messages.
+    What a row of a plain stepwise-supervision set does not have is None: `draft_ids` (in target tokens) and `cuts`,
+    and what is known about problem and draft. `where` says where the row stands, for error messages.
     """
 
     where: str
@@ -28,7 +28,11 @@ class LabelledDraft:
     draft_ids: list[int] | None = None
     cuts: list[int] | None = None
     problem_id: str | None = None
+    reference: str | None = None
+    target_value: float | None = None
     temperature: float | None = None
+    finished: bool | None = None
+    draft_correct: bool | None = None
 
     @property
     def problem(self) -> str:
@@ -36,58 +40,50 @@ class LabelledDraft:
         return self.problem_id or self.prompt_key
 
     @property
+    def first_error(self) -> int | None:
+        """Index of the first prefix that is not valid."""
+        return self.labels.index(False) if False in self.labels else None
+
+    @property
     def prompt_key(self) -> str:
         return self.prompt if isinstance(self.prompt, str) else json.dumps([dict(m) for m in self.prompt])
 
 
-def load_rows(source: str) -> list[LabelledDraft]:
-    """Rows of `source`: a folder with .jsonl shards, a .jsonl file, or the Hugging Face id of a set (its train split).
+def read_rows(source: str | Path) -> Iterator[LabelledDraft]:
+    """Rows of `source` one after the other: all .jsonl files in a folder, a .jsonl file, or the training split of a
+    data set on the Hugging Face Hub.
 
     Raises:
-        FileNotFoundError: nothing there, or no shard in the folder.
+        FileNotFoundError: nothing there, or no .jsonl file in the folder.
         ValueError: a row that is not as it should be, named by file and line.
     """
-    path = Path(source)
+    path, name = Path(source), str(source)
     if path.is_dir():
         files = sorted(path.rglob("*.jsonl"))
         if not files:
-            raise FileNotFoundError(f"the folder {source} holds no .jsonl file; `parse-data build` writes them")
+            raise FileNotFoundError(f"the folder {name} holds no .jsonl file; `parse-data build` writes them")
     elif path.is_file():
         files = [path]
-    elif source.endswith(".jsonl") or source.startswith((".", "/")) or source.count("/") != 1:
-        raise FileNotFoundError(f"there is no labelled data at {source}; `parse-data build` makes some")
+    elif name.endswith(".jsonl") or name.startswith((".", "/")) or name.count("/") != 1:
+        raise FileNotFoundError(f"there is no labelled data at {name}; `parse-data build` makes some")
     else:
         files = []
-    rows = [check_row(row, where) for row, where in (_lines(files) if files else _hub_rows(source))]
-    if not rows:
-        raise ValueError(f"{source} holds no labelled draft")
-    return rows
+    places = (found for file in files for found in read_jsonl(file)) if files else _hub_rows(name)
+    for where, row in places:
+        yield check_row(row, where)
 
 
-def _lines(files: Iterable[Path]) -> Iterator[tuple[Any, str]]:
-    for file in files:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                where = f"{file}, line {number}"
-                try:
-                    yield json.loads(line), where
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{where} is not complete JSON ({error.msg})") from error
-
-
-def _hub_rows(name: str) -> Iterator[tuple[Any, str]]:
+def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
     from datasets import load_dataset
 
     try:
         dataset = load_dataset(name, split="train")
     except Exception as error:  # datasets raises many kinds: no such set, no network, no such split
         raise FileNotFoundError(
-            f"{name} is neither a local folder or file nor a data set on the Hugging Face hub: {error}"
+            f"{name} is neither a local folder or file nor a data set on the Hugging Face Hub: {error}"
         ) from error
     for number, row in enumerate(dataset, start=1):
-        yield row, f"{name}, row {number}"
+        yield f"{name}, row {number}", row
 
 
 def check_row(row: Any, where: str) -> LabelledDraft:
@@ -122,11 +118,24 @@ def check_row(row: Any, where: str) -> LabelledDraft:
             raise refuse(
                 f"cuts must be {len(labels)} rising offsets that end at {len(ids)}, the draft's length, got {cuts!r}"
             )
-    temperature = row.get("temperature")
-    if temperature is not None and not _number(temperature):
-        raise refuse(f"temperature must be a number or null, got {temperature!r}")
-    problem_id = None if row.get("problem_id") is None else str(row["problem_id"])
-    return LabelledDraft(where, prompt, completions, labels, values, ids, cuts, problem_id, temperature)
+    for key in ("temperature", "target_value"):
+        if row.get(key) is not None and not _number(row[key]):
+            raise refuse(f"{key} must be a number or null, got {row[key]!r}")
+    return LabelledDraft(
+        where,
+        prompt,
+        completions,
+        labels,
+        values,
+        draft_ids=ids,
+        cuts=cuts,
+        problem_id=None if row.get("problem_id") is None else str(row["problem_id"]),
+        reference=None if row.get("reference") is None else str(row["reference"]),
+        target_value=row.get("target_value"),
+        temperature=row.get("temperature"),
+        finished=row.get("finished"),
+        draft_correct=row.get("draft_correct"),
+    )
 
 
 def _all(values: Any, kind: type) -> bool:
@@ -135,37 +144,3 @@ def _all(values: Any, kind: type) -> bool:
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def split_by_problem(
-    rows: Sequence[LabelledDraft], eval_share: float, seed: int
-) -> tuple[list[LabelledDraft], list[LabelledDraft]]:
-    """Rows to learn from and rows of held-out problems. The choice depends on problem and seed, not on row order.
-
-    Problems with different ids but the same prompt count as one.
-
-    Raises:
-        ValueError: fewer than two problems.
-    """
-    first_with_prompt: dict[str, str] = {}
-    owner: dict[str, str] = {}
-
-    def find(problem: str) -> str:
-        while owner.setdefault(problem, problem) != problem:
-            problem = owner[problem]
-        return problem
-
-    for row in rows:
-        other = first_with_prompt.setdefault(row.prompt_key, row.problem)
-        owner[find(row.problem)] = find(other)
-    # Grouped problems may be named after any of their members; the smallest name does not depend on row order.
-    names: dict[str, str] = {}
-    for row in rows:
-        root = find(row.problem)
-        names[root] = min(names.get(root, row.problem), row.problem)
-    if len(names) < 2:
-        raise ValueError(f"the data holds drafts of {len(names)} problem(s); at least 2 are needed to hold one out")
-    ordered = sorted(names, key=lambda root: hashlib.sha256(f"{seed}:{names[root]}".encode()).digest())
-    held_out = set(ordered[: min(max(1, round(eval_share * len(ordered))), len(ordered) - 1)])
-    train = [row for row in rows if find(row.problem) not in held_out]
-    return train, [row for row in rows if find(row.problem) in held_out]

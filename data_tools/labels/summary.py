@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+
+from data_tools.labels.rows import LabelledDraft
 
 BINS = 10  # of the position of the first error
 
@@ -32,26 +32,23 @@ class Summary:
     target_values: dict[str, float | None] = field(default_factory=dict)
     """By problem."""
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Count one row. Only `prompt`, `completions` and `labels` have to be there."""
-        labels = row["labels"]
+    def add(self, row: LabelledDraft) -> None:
+        """Count one row."""
         self.rows += 1
-        self.prefixes += len(labels)
-        self.valid += sum(map(bool, labels))
-        self.measured += sum(value is not None for value in row.get("values") or ())
-        correct = bool(row.get("draft_correct"))
-        self.correct += correct
-        self.unfinished += row.get("finished") is False
-        error = first_error(labels)
+        self.prefixes += len(row.labels)
+        self.valid += sum(row.labels)
+        self.measured += sum(value is not None for value in row.values)
+        self.correct += bool(row.draft_correct)
+        self.unfinished += row.finished is False
+        error = row.first_error
         if error is not None:
             self.with_error += 1
-            self.error_position[error * BINS // len(labels)] += 1
+            self.error_position[error * BINS // len(row.labels)] += 1
             self.error_segment[error] += 1
-        if row.get("temperature") is not None:
-            drafts, right = self.temperatures.get(row["temperature"], (0, 0))
-            self.temperatures[row["temperature"]] = (drafts + 1, right + correct)
-        problem = str(row.get("problem_id") or hash(json.dumps(row["prompt"], sort_keys=True)))
-        self.target_values[problem] = row.get("target_value")
+        if row.temperature is not None:
+            drafts, right = self.temperatures.get(row.temperature, (0, 0))
+            self.temperatures[row.temperature] = (drafts + 1, right + bool(row.draft_correct))
+        self.target_values[row.problem] = row.target_value
 
     @property
     def problems(self) -> int:
@@ -88,16 +85,11 @@ class Summary:
         return table
 
 
-def summarise(rows: Iterable[Mapping[str, Any]]) -> Summary:
+def summarise(rows: Iterable[LabelledDraft]) -> Summary:
     summary = Summary()
     for row in rows:
         summary.add(row)
     return summary
-
-
-def first_error(labels: Iterable[Any]) -> int | None:
-    """Index of the first prefix that is not valid."""
-    return next((k for k, label in enumerate(labels) if not label), None)
 
 
 def _share(part: int, whole: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,11 @@ HEAD = "validity_head.safetensors"
 CONFIG = "validity_config.json"
 CARD = "README.md"
 WAY_OUT = "export or download the adapter again"
+PROMISE = (
+    "one verification pass over one whole draft; several passes with hand-back are not covered, and drafts of one "
+    "problem count as independent"
+)
+"""What the risk level of a threshold speaks of."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,12 @@ def write_adapter(
     tensors: Mapping[str, Tensor],
     head: Mapping[str, Tensor],
     validity_config: Mapping[str, Any],
+    figures: Mapping[str, bytes],
 ) -> Path:
     """Write an adapter folder; an adapter that is there already is replaced in one step.
+
+    Args:
+        figures: PNG files by name, shown in the model card.
 
     Raises:
         ValueError: `folder` exists and holds something else than an adapter.
@@ -73,25 +82,28 @@ def write_adapter(
         for name, content in ((PEFT_CONFIG, peft_config), (CONFIG, validity_config)):
             text = json.dumps(dict(content), indent=2, ensure_ascii=False, default=_as_json)
             (beside / name).write_text(text + "\n", encoding="utf-8")
-        (beside / CARD).write_text(model_card(validity_config), encoding="utf-8")
+        for name, png in figures.items():
+            (beside / f"{name}.png").write_bytes(png)
+        (beside / CARD).write_text(model_card(validity_config, list(figures)), encoding="utf-8")
     return folder
 
 
-def model_card(config: Mapping[str, Any]) -> str:
-    """README.md of an adapter, from its validity_config.json."""
+def model_card(config: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
+    """README.md of an adapter, from its validity_config.json and the names of its figures."""
     target, threshold = config["target"], config.get("threshold")
     front = ["---", "library_name: peft", "tags: [parse-engine, lora, activated-lora]"]
     if "/" in target["name"]:  # a Hub id
         front.append(f"base_model: {target['name']}")
     rows = [f"| {key} | {_shown(value)} |" for key, value in config.get("metrics", {}).items()]
     metrics = ["", "## Held-out figures", "", "| metric | value |", "|---|---|", *rows] if rows else []
+    shown = ["", "## Figures", "", *(f"![{name}]({name}.png)" for name in figures)] if figures else []
     facts = {
         "target": f"{target['name']} ({target['model_type']}, {target['num_hidden_layers']} layers)",
         "probe": f"`{json.dumps(config['probe_text'], ensure_ascii=False)}`",
         "cuts": json.dumps(config.get("cut_policy", {})),
         "label": json.dumps(config.get("label", {}), ensure_ascii=False),
         "threshold": "not calibrated" if threshold is None else f"{threshold:.4g}",
-        "risk": json.dumps(config.get("risk")),
+        "risk": json.dumps(config.get("risk")) + (f" ({PROMISE})" if config.get("risk") else ""),
         "provenance": json.dumps(config.get("provenance", {}), ensure_ascii=False),
     }
     return "\n".join(
@@ -105,6 +117,7 @@ def model_card(config: Mapping[str, Any]) -> str:
             "",
             *(f"- {key}: {value}" for key, value in facts.items()),
             *metrics,
+            *shown,
             "",
         ]
     )

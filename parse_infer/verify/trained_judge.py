@@ -6,7 +6,7 @@ On disk it is a folder of safetensors and JSON: `adapter_config.json` and `adapt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ class ValidityConfig:
     Attributes:
         probe_ids, probe_text: the probe.
         token_rank: of the head's `TokenDoubt`; 0: it has none.
+        closes_turn: the probe itself ends the assistant's turn (`Probe.closes_turn`).
         verbalizer: the words (valid, not valid) that the head was initialised from.
         cut_policy: `CutPolicy.to_dict()` of the cuts the adapter was trained on.
         target: `describe_target(model)`: name, model_type, hidden_size, num_hidden_layers, vocab_size, fingerprint.
@@ -45,6 +46,7 @@ class ValidityConfig:
     probe_text: str
     target: dict[str, Any]
     token_rank: int = 0
+    closes_turn: bool = False
     verbalizer: tuple[str, str] | None = None
     cut_policy: dict[str, Any] = field(default_factory=dict)
     label: dict[str, Any] = field(default_factory=dict)
@@ -96,10 +98,13 @@ class ValidityAdapter:
 
     @property
     def probe(self) -> Probe:
-        return Probe(self.config.probe_ids, self.config.probe_text)
+        return Probe(self.config.probe_ids, self.config.probe_text, self.config.closes_turn)
 
-    def save_pretrained(self, folder: str | Path) -> Path:
+    def save_pretrained(self, folder: str | Path, figures: Mapping[str, bytes] | None = None) -> Path:
         """Write the five files, all or nothing: into a temporary folder beside `folder`, which is then renamed.
+
+        Args:
+            figures: PNG files by name, for the model card.
 
         Raises:
             ValueError: there is no low-rank update to save, or `folder` holds something else than an adapter.
@@ -110,7 +115,7 @@ class ValidityAdapter:
         peft_config["base_model_name_or_path"] = self.config.target.get("name")
         peft_config["alora_invocation_tokens"] = list(self.config.probe_ids)
         head = {name: tensor.float() for name, tensor in self.head.state_dict().items()}
-        return write_adapter(Path(folder), peft_config, self.tensors, head, self.config.to_dict())
+        return write_adapter(Path(folder), peft_config, self.tensors, head, self.config.to_dict(), figures or {})
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, target: PreTrainedModel) -> ValidityAdapter:

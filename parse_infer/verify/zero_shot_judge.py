@@ -56,6 +56,7 @@ class ZeroShotJudge:
         self.config = ValidityConfig(
             probe_ids=self.probe.ids,
             probe_text=text,
+            closes_turn=chat,
             verbalizer=words,
             cut_policy=(cut_policy or CutPolicy()).to_dict(),
             target=describe_target(model),

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset, Features, List, Value, load_dataset
 from rich.progress import track
 from torch import Tensor
 
 from data_tools.labels.drafts import DraftSampler, render
-from data_tools.labels.shards import ShardWriter
+from data_tools.labels.group_folder import GroupFolder, check_identity
 from data_tools.tasks.registry import load_task
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import Sampling
 
 IGNORED = -100
-_GROUP = 64  # problems answered together; an interruption costs no more
+_GROUP = 64  # problems answered together, and in one file; an interruption costs no more
 
 
 @dataclass
@@ -49,34 +51,52 @@ class AnswerConfig:
 def write_answers(lm: LanguageModel, config: AnswerConfig, seed: int, split: str, limit: int, folder: Path) -> None:
     """Answer the first `limit` problems of `split`, except those whose answers `folder` has.
 
+    The processes of a distributed run share the groups; every one of them must call it. On return all are answered.
+
     Raises:
         ValueError: the folder holds other answers, or another run is writing there.
     """
     keys = ("model", "task", "task_options", "answer_temperature", "max_answer_tokens", "template_options")
     identity = {key: getattr(config, key) for key in keys} | {"split": split, "seed": seed}
-    with ShardWriter(folder, split, identity, {}) as writer:
-        writer.note_models({"answering": describe_target(lm.model)})
-        if len(writer.done) >= limit:
-            return
-        task = load_task(config.task, **config.task_options)
-        problems = list(task.problems(split, seed=seed, limit=limit))  # type: ignore[arg-type]
-        sampler = DraftSampler(
-            lm, lm, [Sampling(config.answer_temperature)], config.max_answer_tokens, seed, config.batch_size
-        )
-        # A group that was interrupted is answered as a whole again, so that its batches are the same.
-        groups = range(len(writer.done) // _GROUP * _GROUP, len(problems), _GROUP)
-        for first in track(groups, f"{lm.name} answers {split} problems"):
-            group = problems[first : first + _GROUP]
-            finished = len(writer.done) - first
-            for problem, drafts in list(zip(group, sampler.sample(group), strict=True))[finished:]:
-                prompt = render(lm, problem)
-                row = {"input_ids": prompt + (drafts[0].ids if drafts else []), "start": len(prompt)}
-                writer.append(str(problem.id), [row])
+    check_identity(folder, identity)  # every process says so
+    processes = PartialState()
+    with GroupFolder(folder, split).held(identity) if processes.is_main_process else nullcontext():
+        if processes.is_main_process:
+            GroupFolder(folder, split).note_models({"answering": describe_target(lm.model)})
+        processes.wait_for_everyone()  # what an interrupted run left is put away
+        answers = GroupFolder(folder, split)
+        if not all(answers.has(group) for group in _groups(limit)):
+            _answer(lm, config, seed, limit, answers, processes)
+        processes.wait_for_everyone()
+
+
+def _answer(
+    lm: LanguageModel, config: AnswerConfig, seed: int, limit: int, answers: GroupFolder, processes: PartialState
+) -> None:
+    """This process's share of the groups that are missing."""
+    task = load_task(config.task, **config.task_options)
+    problems = list(task.problems(answers.split, seed=seed, limit=limit))  # type: ignore[arg-type]
+    mine = _groups(len(problems))[processes.process_index :: processes.num_processes]
+    missing = [group for group in mine if not answers.has(group)]
+    sampler = DraftSampler(
+        lm, lm, [Sampling(config.answer_temperature)], config.max_answer_tokens, seed, config.batch_size
+    )
+    what = f"{lm.name} answers {answers.split} problems"
+    for group in track(missing, what, disable=not processes.is_main_process):
+        rows = []
+        for problem, drafts in zip(asked := [problems[i] for i in group], sampler.sample(asked), strict=True):
+            prompt = render(lm, problem)
+            rows.append({"input_ids": prompt + (drafts[0].ids if drafts else []), "start": len(prompt)})
+        answers.write(group, rows)
+
+
+def _groups(n_problems: int) -> list[range]:
+    return [range(start, min(start + _GROUP, n_problems)) for start in range(0, n_problems, _GROUP)]
 
 
 def read_answers(folder: Path, split: str, limit: int) -> Dataset:
     """The first `limit` answers, memory-mapped: {"input_ids": prompt and answer, "start": where the answer begins}."""
-    files = sorted(str(path) for path in (folder / "data").glob(f"{split}-*.jsonl"))
+    files = [str(path) for path in GroupFolder(folder, split).files]
     features = Features({"input_ids": List(Value("int32")), "start": Value("int32")})
     rows = load_dataset("json", data_files=files, split="train", features=features, cache_dir=str(folder / ".cache"))
     return rows.select(range(min(limit, len(rows))))

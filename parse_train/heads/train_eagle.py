@@ -1,4 +1,4 @@
-"""Train EAGLE-3 and P-EAGLE heads: `accelerate launch -m parse_train recipes/eagle3.yaml` or `recipes/parallel.yaml`.
+"""Train EAGLE-3 and P-EAGLE heads: `accelerate launch recipes/eagle3.yaml` or `recipes/parallel.yaml`.
 
 EAGLE-3: "training-time test" (arXiv 2503.01840): the head is run on its own output, `steps` times, as it will be when
 it drafts. P-EAGLE (arXiv 2602.01469; ParallelSpec's training in groups, arXiv 2410.05589, on EAGLE-3's features): all

@@ -1,4 +1,4 @@
-"""Train Medusa heads (arXiv 2401.10774): `accelerate launch -m parse_train recipes/medusa.yaml`.
+"""Train Medusa heads (arXiv 2401.10774): `accelerate launch recipes/medusa.yaml`.
 
 "Medusa-1": the model stays as it is. Every head starts as a copy of the model's output layer, and learns the model's
 distribution for a token further ahead.

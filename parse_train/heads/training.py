@@ -15,18 +15,18 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import EvalPrediction, Trainer, set_seed
 
 from data_tools.tasks.registry import load_task
 from parse_infer.models.loading import LanguageModel, load_language_model
-from parse_train import tracking
+from parse_train import checkpoints, tracking
 from parse_train.heads.own_answers import IGNORED, AnswerConfig, collate, commonest_tokens, read_answers, write_answers
+from parse_train.training_config import TrainingConfig
 from parse_train.zoo.muon import MuonWithAdamW
 
 
 @dataclass
-class HeadTrainingConfig(AnswerConfig, TrainingArguments):
+class HeadTrainingConfig(AnswerConfig, TrainingConfig):
     """Fields on top of transformers' `TrainingArguments` that every kind of head has."""
 
     steps: int = field(default=5, metadata={"help": "Tokens the head learns to guess ahead."})
@@ -38,8 +38,6 @@ class HeadTrainingConfig(AnswerConfig, TrainingArguments):
     head_dtype: str = field(default="auto", metadata={"help": "Of the stored head: auto (the model's), or bfloat16."})
 
     def __post_init__(self) -> None:
-        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        self.remove_unused_columns = False
         self.label_names = ["labels"]
         super().__post_init__()
         for key in ("model", "output_dir"):
@@ -171,14 +169,14 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadM
     folder = Path(str(config.output_dir))
     answers = Path(config.answers or folder / "answers")
     limits = {"train": config.n_problems, "validation": config.n_eval_problems}
-    with config.main_process_first(local=False):
-        for split, limit in limits.items():
-            if config.process_index == 0:
-                write_answers(lm, config, config.seed, split, limit, answers / split)
+    for split, limit in limits.items():
+        write_answers(lm, config, config.seed, split, limit, answers / split)
+    with config.main_process_first(local=False):  # the others find what is cached
         train, evaluation = (read_answers(answers / split, split, limit) for split, limit in limits.items())
     start_from_output(model.head, lm, commonest_tokens(train, model.head.config.vocab_size, len(model.head.token_ids)))
     model.head.to(lm.model.device)
-    tracking.start(config)  # type: ignore[arg-type]
+    start = checkpoints.prepare(config, len(train))
+    tracking.start(config)
     trainer = HeadTrainer(
         model,
         config,
@@ -187,7 +185,7 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadM
         data_collator=collate,
         compute_metrics=head_metrics,
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(config.output_dir))
+    checkpoints.train(trainer, start)
     metrics = trainer.evaluate()
     if config.process_index == 0:
         head = model.head.bfloat16() if config.head_dtype == "bfloat16" else model.head

@@ -32,14 +32,9 @@ def baseline_scores(trainer: ValidityTrainer, lm: LanguageModel, dataset: Validi
     judge = ZeroShotJudge(lm.model, lm.tokenizer)
     model = trainer.model
 
-    eos = torch.tensor(sorted(lm.eos_ids), dtype=torch.long, device=trainer.args.device)
-
     def zero_shot(batch: dict[str, Tensor]) -> Tensor:
-        visible = batch["visible"]
-        if judge.probe.closes_turn:  # as in `Verifier`: the probe ends the turn itself
-            last = batch["input_ids"].gather(1, (visible - 1).clamp_min(0))
-            visible = visible - (torch.isin(last, eos) & (visible > 1)).long()
-        return model.judge(batch["input_ids"], visible, judge.probe.ids, judge.head).sigmoid()
+        places = (batch["input_ids"], batch["visible"], batch["cuts"])
+        return model.judge(*places, judge.probe, judge.head).sigmoid()
 
     def log_probability(batch: dict[str, Tensor]) -> Tensor:
         hidden = model.context_hidden(batch["input_ids"])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from parse_infer.files import read_json
 from parse_infer.models.fingerprint import fingerprint, same_weights
 
 
@@ -42,15 +42,11 @@ def read_build_info(source: str) -> BuildInfo:
     path = Path(source) / "build.json"
     if not path.is_file():
         return BuildInfo()
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        config = content["config"]
-        label = {key: config[key] for key in ("rollouts", "rollout_temperature", "margin") if key in config}
-        return BuildInfo(
-            config.get("cut_policy") or {},
-            config.get("template_options") or {},
-            label,
-            content.get("models", {}).get("target", {}),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); build the data again") from error
+    content = read_json(path, "build the data again")
+    config, models = content.get("config"), content.get("models", {})
+    if not isinstance(config, dict) or not isinstance(models, dict):
+        raise ValueError(f"{path} is damaged, it does not say how the data was built: build the data again")
+    label = {key: config[key] for key in ("rollouts", "rollout_temperature", "margin") if key in config}
+    return BuildInfo(
+        config.get("cut_policy") or {}, config.get("template_options") or {}, label, models.get("target") or {}
+    )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from transformers import TrainingArguments
-
 from parse_infer.verify.segments import CutPolicy
+from parse_train.training_config import TrainingConfig
 
 # transformers decides about these itself; set otherwise they would break the recipe in ways hard to see.
 NOT_SUPPORTED = {
@@ -22,7 +19,7 @@ NOT_SUPPORTED = {
 
 
 @dataclass
-class ValidityTrainingConfig(TrainingArguments):
+class ValidityTrainingConfig(TrainingConfig):
     """Fields on top of transformers' `TrainingArguments`, whose batch sizes count drafts here.
 
     Raises:
@@ -104,7 +101,7 @@ class ValidityTrainingConfig(TrainingArguments):
     )
 
     risk_alpha: float = field(
-        default=0.05, metadata={"help": "Accepted prefixes may be wrong in at most this share of the drafts ..."}
+        default=0.05, metadata={"help": "One pass may accept a wrong prefix of at most this share of the drafts ..."}
     )
     risk_delta: float = field(
         default=0.1, metadata={"help": "... with a confidence of 1 - risk_delta; this picks the threshold."}
@@ -145,20 +142,8 @@ class ValidityTrainingConfig(TrainingArguments):
     )
     report_to: None | str | list[str] = field(default="wandb", metadata={"help": "Where metrics go, or none."})
     project: str = field(default="parse", metadata={"help": "Project of the tracker."})
-    resume_from_checkpoint: str | None = field(
-        default="auto",
-        metadata={
-            "help": "auto: the last complete checkpoint in output_dir, if any. restart: delete the checkpoints there "
-            "and start anew. Else the folder of a checkpoint."
-        },
-    )
 
     def __post_init__(self) -> None:
-        # transformers refuses bf16 on a machine without an accelerator unless it is told to use the CPU.
-        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        if self.use_cpu:  # DeepSpeed (which peft imports wherever it is installed) would guess, and warn
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        self.remove_unused_columns = False  # rows are not a datasets.Dataset
         self.label_names = ["labels", "cuts"]
         super().__post_init__()
         for key in ("target", "data", "output_dir"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data_tools.labels.rows import LabelledDraft, load_rows, split_by_problem
+from data_tools.labels.rows import LabelledDraft, read_rows
 from parse_infer.models.prompts import render_prompt
 from parse_train.validity.config import ValidityTrainingConfig
 
@@ -131,13 +132,13 @@ def load_datasets(
     """Training and evaluation drafts, and counts for the log. Evaluation drafts are sorted by length (longest first).
 
     Raises:
-        ValueError, FileNotFoundError: see `load_rows`; or nothing is left after `max_length`.
+        ValueError, FileNotFoundError: see `read_rows`; or nothing is left after `max_length`.
     """
-    rows = load_rows(config.data)
+    rows = list(read_rows(config.data))
     if config.eval_data is None:
         train_rows, eval_rows = split_by_problem(rows, config.eval_share, config.seed)
     else:
-        eval_rows = load_rows(config.eval_data)
+        eval_rows = list(read_rows(config.eval_data))
         held_out = {row.problem for row in eval_rows} | {row.prompt_key for row in eval_rows}
         train_rows = [row for row in rows if not {row.problem, row.prompt_key} & held_out]
     train, dropped = encode_rows(train_rows, encoder, config.max_length)
@@ -164,3 +165,37 @@ def encode_rows(rows: Sequence[LabelledDraft], encoder: Encoder, max_length: int
     encoded = [encoder(row) for row in rows]
     examples = [example for example in encoded if example is not None and example.length <= max_length]
     return examples, len(rows) - len(examples)
+
+
+def split_by_problem(
+    rows: Sequence[LabelledDraft], eval_share: float, seed: int
+) -> tuple[list[LabelledDraft], list[LabelledDraft]]:
+    """Rows to learn from and rows of held-out problems. The choice depends on problem and seed, not on row order.
+
+    Problems with different ids but the same prompt count as one.
+
+    Raises:
+        ValueError: fewer than two problems.
+    """
+    first_with_prompt: dict[str, str] = {}
+    owner: dict[str, str] = {}
+
+    def find(problem: str) -> str:
+        while owner.setdefault(problem, problem) != problem:
+            problem = owner[problem]
+        return problem
+
+    for row in rows:
+        other = first_with_prompt.setdefault(row.prompt_key, row.problem)
+        owner[find(row.problem)] = find(other)
+    # Grouped problems may be named after any of their members; the smallest name does not depend on row order.
+    names: dict[str, str] = {}
+    for row in rows:
+        root = find(row.problem)
+        names[root] = min(names.get(root, row.problem), row.problem)
+    if len(names) < 2:
+        raise ValueError(f"the data holds drafts of {len(names)} problem(s); at least 2 are needed to hold one out")
+    ordered = sorted(names, key=lambda root: hashlib.sha256(f"{seed}:{names[root]}".encode()).digest())
+    held_out = set(ordered[: min(max(1, round(eval_share * len(ordered))), len(ordered) - 1)])
+    train = [row for row in rows if find(row.problem) not in held_out]
+    return train, [row for row in rows if find(row.problem) in held_out]

@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from parse_infer.verify.trained_judge import ValidityAdapter, ValidityConfig
+from parse_train.validity.figures import png
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.threshold import RiskControl
 from parse_train.validity.trailing_lora import ADAPTER
@@ -23,7 +24,6 @@ class AdapterFacts:
     """
 
     target: dict[str, Any]
-    probe_text: str
     verbalizer: tuple[str, str]
     cut_policy: dict[str, Any]
     label: dict[str, Any] = field(default_factory=dict)
@@ -44,9 +44,14 @@ def export_adapter(
         metrics: held-out figures for the model card.
         risk: where the threshold comes from; without it, none is written.
         figures: saved as NAME.png and shown in the model card.
+
+    Raises:
+        ValueError: `folder` holds something else than an adapter.
     """
     config = ValidityConfig(
-        probe_ids=model.probe_ids,
+        probe_ids=model.probe.ids,
+        probe_text=model.probe.text,
+        closes_turn=model.probe.closes_turn,
         token_rank=model.token_rank,
         **asdict(facts),
         threshold=None if risk is None else risk.threshold,
@@ -55,10 +60,4 @@ def export_adapter(
     )
     peft_config = model.peft_model.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
     adapter = ValidityAdapter(config, model.exported_head(), None, peft_config, model.adapter_tensors())
-    written = adapter.save_pretrained(folder)
-    if figures:
-        for name, figure in figures.items():
-            figure.savefig(written / f"{name}.png", dpi=120)
-        with (written / "README.md").open("a", encoding="utf-8") as card:
-            card.write("\n## Figures\n\n" + "\n".join(f"![{name}]({name}.png)" for name in figures) + "\n")
-    return written
+    return adapter.save_pretrained(folder, {name: png(figure) for name, figure in (figures or {}).items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 
 import numpy as np
@@ -51,3 +52,9 @@ def acceptance_figure(
     axes.set(xlim=(0, None), ylim=(0, 1.02))
     axes.legend(loc="lower right", fontsize="small")
     return figure
+
+
+def png(figure: Figure) -> bytes:
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    return content.getvalue()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from parse_infer.models.attention import enable_split_attention, layer_masks, layer_windows
 from parse_infer.models.decoder import output_layer
-from parse_infer.verify.head import TokenDoubt, ValidityHead, surprise
+from parse_infer.verify.head import Probe, TokenDoubt, ValidityHead, surprise
 from parse_infer.verify.packing import probe_mask, probe_positions, readout_index
 from parse_train.validity.trailing_lora import attach_trailing_lora
 
@@ -33,8 +33,9 @@ class ValidityModel(nn.Module):
 
     Args:
         target: the target; wrapped in place.
-        probe_ids: the P tokens of a probe.
+        probe: its P tokens.
         head: the read-out, as initialised.
+        end_ids: tokens that end an answer; not shown to a probe that closes the turn itself.
         lora_rank, lora_alpha, lora_dropout, lora_target_modules: the activated LoRA (peft).
     """
 
@@ -43,9 +44,10 @@ class ValidityModel(nn.Module):
     def __init__(
         self,
         target: PreTrainedModel,
-        probe_ids: Sequence[int],
+        probe: Probe,
         head: ValidityHead,
         *,
+        end_ids: Iterable[int] = (),
         lora_rank: int = 16,
         lora_alpha: int = 32,
         lora_dropout: float = 0.0,
@@ -59,7 +61,7 @@ class ValidityModel(nn.Module):
         self._output_layer = output_layer(target)  # the adapter leaves it as it is
         self.target, self._lora = attach_trailing_lora(
             target,
-            probe_ids,
+            probe.ids,
             rank=lora_rank,
             alpha=lora_alpha,
             dropout=lora_dropout,
@@ -68,7 +70,8 @@ class ValidityModel(nn.Module):
         self.head = copy.deepcopy(head).to(target.device)
         # DeepSpeed cannot broadcast a parameter without dimensions; `exported_head` gives the bias its shape back.
         self.head.bias = nn.Parameter(head.bias.detach().reshape(1).to(target.device))
-        self.probe_ids = tuple(probe_ids)
+        self.probe = probe
+        self.end_ids = sorted(end_ids)
         self.backprop_context = backprop_context
         self._register_state_dict_hook(_drop_frozen)
         self.register_load_state_dict_post_hook(_forgive_frozen)
@@ -107,10 +110,10 @@ class ValidityModel(nn.Module):
             {"logits": float32 [B, K]}; arbitrary where `visible` is 0.
         """
         if self.backprop_context:
-            context, hidden = self._packed(input_ids, visible)
+            context, hidden = self._packed(input_ids, self._shown(self.probe, input_ids, visible, cuts))
         else:
             context, cache = self._prefill(input_ids)
-            hidden = self._probe(cache, visible, self.probe_ids, adapter=True)
+            hidden = self._probe(cache, self._shown(self.probe, input_ids, visible, cuts), self.probe, adapter=True)
         with torch.autocast(hidden.device.type, enabled=False):  # the read-out is float32 at inference too
             tokens = self.head.tokens
             doubt = None if tokens is None else self._doubt(tokens, context, input_ids, visible, cuts)
@@ -130,11 +133,20 @@ class ValidityModel(nn.Module):
         return TokenDoubt.of_prefixes(doubt, visible - 1) * (cuts > 0)
 
     @torch.no_grad()
-    def judge(self, input_ids: Tensor, visible: Tensor, probe_ids: Sequence[int], head: nn.Module) -> Tensor:
+    def judge(self, input_ids: Tensor, visible: Tensor, cuts: Tensor, probe: Probe, head: nn.Module) -> Tensor:
         """Logits [B, K] of the target alone with another probe and head: the zero-shot judge."""
-        hidden = self._probe(self._prefill(input_ids)[1], visible, probe_ids, adapter=False)
+        shown = self._shown(probe, input_ids, visible, cuts)
+        hidden = self._probe(self._prefill(input_ids)[1], shown, probe, adapter=False)
         with torch.autocast(hidden.device.type, enabled=False):
             return head(hidden)
+
+    def _shown(self, probe: Probe, input_ids: Tensor, visible: Tensor, cuts: Tensor) -> Tensor:
+        """`visible`, less one where the prefix ends with an end token that the probe repeats, as in `Verifier`."""
+        if not probe.closes_turn:
+            return visible
+        last = input_ids.gather(1, (visible - 1).clamp_min(0))
+        ends = torch.isin(last, torch.tensor(self.end_ids, dtype=torch.long, device=last.device))
+        return visible - (ends & (cuts > 0)).long()
 
     @torch.no_grad()
     def context_hidden(self, input_ids: Tensor) -> Tensor:
@@ -147,12 +159,12 @@ class ValidityModel(nn.Module):
         output = self.backbone(input_ids=input_ids, past_key_values=cache, use_cache=True)
         return output.last_hidden_state, cache
 
-    def _probe(self, cache: DynamicCache, visible: Tensor, probe_ids: Sequence[int], adapter: bool) -> Tensor:
+    def _probe(self, cache: DynamicCache, visible: Tensor, probe: Probe, adapter: bool) -> Tensor:
         """Hidden states [B, K, H] at the last token of each probe; the probes follow what is in the cache."""
-        (b, k), p, n_keys = visible.shape, len(probe_ids), cache.get_seq_length()
+        (b, k), p, n_keys = visible.shape, len(probe.ids), cache.get_seq_length()
         with self._lora.on(k * p if adapter else 0):
             output = self.backbone(
-                input_ids=torch.tensor(probe_ids, device=visible.device).repeat(b, k),
+                input_ids=torch.tensor(probe.ids, device=visible.device).repeat(b, k),
                 position_ids=probe_positions(visible, p),
                 attention_mask=layer_masks(self.windows, lambda window: probe_mask(visible, p, n_keys, window)),
                 past_key_values=cache,
@@ -162,9 +174,9 @@ class ValidityModel(nn.Module):
 
     def _packed(self, input_ids: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         """The same in one pass over prompt, draft and probes."""
-        (b, k), p, n_keys = visible.shape, len(self.probe_ids), input_ids.shape[1]
+        (b, k), p, n_keys = visible.shape, len(self.probe.ids), input_ids.shape[1]
         context = torch.arange(n_keys, device=input_ids.device).expand(b, -1)
-        probes = torch.tensor(self.probe_ids, device=visible.device).repeat(b, k)
+        probes = torch.tensor(self.probe.ids, device=visible.device).repeat(b, k)
         with self._lora.on(k * p):
             output = self.backbone(
                 input_ids=torch.cat([input_ids, probes], dim=1),

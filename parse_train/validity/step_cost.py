@@ -163,7 +163,7 @@ def run(config: ValidityTrainingConfig, rounds: int) -> str:
     return (
         f"{config.target}: {parameters:.1f} M parameters, {where}, {torch.get_num_threads()} threads, torch "
         f"{torch.__version__}, bf16 {config.bf16}; batches of {shapes}, {batches[0]['visible'].shape[1]} cuts, probes "
-        f"of {len(model.probe_ids)} tokens\n{cost.table()}"
+        f"of {len(model.probe.ids)} tokens\n{cost.table()}"
     )
 
 

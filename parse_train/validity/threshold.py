@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import beta
+from scipy.stats import binomtest
 
 from parse_train.validity.metrics import ScoredDrafts, acceptance_curve
 
@@ -23,8 +24,9 @@ class RiskControl:
     """A threshold and what is known about it.
 
     With probability at least 1 - delta over the validation drafts, at most a share `alpha` of new drafts from the same
-    source gets a wrong prefix accepted. The statement takes drafts as independent; several drafts of one problem are
-    less than that.
+    source gets a wrong prefix accepted. The promise covers one verification pass over one whole draft: an answer made
+    in several passes, with the draft model taking over again in between (hand-back), is not covered. Drafts count as
+    independent, which several drafts of one problem are not quite.
     """
 
     threshold: float
@@ -57,9 +59,10 @@ class RiskControl:
         return asdict(self)
 
 
-def clopper_pearson_upper(errors: int, trials: int, delta: float) -> float:
-    """Exact upper confidence bound, at confidence 1 - delta, of a rate that was seen `errors` in `trials` times."""
-    return 1.0 if errors >= trials else float(beta.ppf(1 - delta, errors + 1, trials - errors))
+def upper_bound(errors: int, trials: int, delta: float) -> float:
+    """Exact (Clopper-Pearson) upper bound, at confidence 1 - delta, of a rate seen `errors` in `trials` times."""
+    test = binomtest(errors, trials, alternative="less")
+    return float(test.proportion_ci(confidence_level=1 - delta, method="exact").high)
 
 
 def choose_threshold(drafts: ScoredDrafts, alpha: float, delta: float) -> RiskControl:
@@ -74,10 +77,11 @@ def choose_threshold(drafts: ScoredDrafts, alpha: float, delta: float) -> RiskCo
     """
     wrong, acceptance = acceptance_curve(drafts, GRID)
     n = len(drafts.labels)
-    errors, index = np.unique((wrong * n).round().astype(int), return_inverse=True)
-    bounds = np.array([clopper_pearson_upper(int(count), n, delta) for count in errors])[index]
-    passed = int(np.cumprod(bounds <= alpha).sum())
+    errors = (wrong * n).round().astype(int)
+    too_many = bisect_right(range(n + 1), alpha, key=lambda count: upper_bound(count, n, delta))
+    passed = int(np.cumprod(errors < too_many).sum())
     if passed == 0:
         return RiskControl(ACCEPT_NOTHING, alpha, delta, None, 0.0, 0.0, n)
     i = passed - 1
-    return RiskControl(float(GRID[i]), alpha, delta, float(bounds[i]), float(wrong[i]), float(acceptance[i]), n)
+    bound = upper_bound(int(errors[i]), n, delta)
+    return RiskControl(float(GRID[i]), alpha, delta, bound, float(wrong[i]), float(acceptance[i]), n)

@@ -1,6 +1,6 @@
 """The recipe `validity`: train adapter and head, choose the threshold, compare with baselines, export.
 
-`accelerate launch -m parse_train recipes/train.yaml`
+`accelerate launch recipes/train.yaml`
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from transformers import set_seed
 
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_language_model
-from parse_infer.verify.head import ValidityHead, verbalizer_ids
+from parse_infer.verify.adapter_folder import PROMISE
+from parse_infer.verify.head import Probe, ValidityHead, verbalizer_ids
 from parse_infer.verify.segments import CutPolicy
 from parse_train import checkpoints, tracking
 from parse_train.validity.baselines import baseline_scores
@@ -40,17 +41,14 @@ def main(config: ValidityTrainingConfig) -> None:
     build.check_target(lm.model, config.data)
     train, evaluation, counts = load_datasets(config, encoder_for(config, lm))
     served_drafts(config, evaluation)  # a wrong temperature is found now, not after the training
-    resume = checkpoints.checkpoint_to_resume(config, len(train))
     facts = describe(config, lm, counts, build.label)
     model = build_model(config, lm)
-    with config.main_process_first(local=False):  # the others wait until old checkpoints are gone
-        if config.process_index == 0:
-            checkpoints.begin(config, len(train))
-            print(", ".join(f"{name} {value}" for name, value in counts.items()))
-            print(f"resuming from {resume}" if resume else f"training on {config.device}")
+    if config.process_index == 0:
+        print(", ".join(f"{name} {value}" for name, value in counts.items()))
+    start = checkpoints.prepare(config, len(train))
     tracking.start(config)
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=ValidityCollator(pad_id(lm)))
-    trainer.train(resume_from_checkpoint=resume)
+    checkpoints.train(trainer, start)
     finish(config, lm, trainer, evaluation, facts)
 
 
@@ -82,16 +80,18 @@ def build_model(config: ValidityTrainingConfig, lm: LanguageModel) -> ValidityMo
     Raises:
         ValueError: a probe without tokens, verbalizer words that begin alike, adapted layers that do not exist.
     """
-    probe_ids = lm.tokenizer.encode(config.probe_text, add_special_tokens=False)
+    probe_ids = tuple(lm.tokenizer.encode(config.probe_text, add_special_tokens=False))
     if not probe_ids:
         raise ValueError(f"probe_text {config.probe_text!r} has no token")
+    probe = Probe(probe_ids, config.probe_text, closes_turn=probe_ids[0] in lm.eos_ids)
     words = (config.verbalizer_yes, config.verbalizer_no)
     yes_id, no_id = verbalizer_ids(lm.tokenizer, config.probe_text, words)
     head = ValidityHead.from_verbalizer(lm.model, yes_id, no_id, config.token_rank)
     return ValidityModel(
         lm.model,
-        probe_ids,
+        probe,
         head,
+        end_ids=lm.eos_ids,
         lora_rank=config.lora_rank,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
@@ -119,7 +119,6 @@ def describe(
     label = {"kind": "soft" if config.soft_labels else "hard", **label, "class_weighting": config.class_weighting}
     return AdapterFacts(
         target,
-        config.probe_text,
         (config.verbalizer_yes, config.verbalizer_no),
         CutPolicy.from_dict(config.cut_policy).to_dict(),
         label,
@@ -195,7 +194,7 @@ def report(drafts: dict[str, ScoredDrafts], alpha: float, risk: RiskControl) -> 
         lines.append(
             f"threshold {risk.threshold:.4f}: on {risk.n_drafts} held-out drafts it accepts "
             f"{risk.acceptance_rate:.1%} of the tokens, with false accepts in {risk.false_accept_rate:.1%} of the "
-            f"drafts; at most {risk.bound:.1%} at confidence {1 - risk.delta:g}"
+            f"drafts; at most {risk.bound:.1%} at confidence {1 - risk.delta:g} ({PROMISE})"
         )
     else:
         lines.append(f"WARNING: {risk.warning()}")

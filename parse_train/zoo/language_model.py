@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any, cast
 
@@ -21,18 +22,20 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
-    TrainingArguments,
 )
 
 from data_tools.tasks.drills import drill
 from data_tools.tasks.registry import load_task
+from parse_infer.files import replacing_folder
+from parse_train import checkpoints
+from parse_train.training_config import TrainingConfig
 from parse_train.zoo.muon import MuonWithAdamW
 
 IGNORED = -100
 
 
 @dataclass
-class LanguageModelConfig(TrainingArguments):
+class LanguageModelConfig(TrainingConfig):
     """Fields on top of transformers' `TrainingArguments`; `per_device_train_batch_size` counts packed rows."""
 
     tokenizer: str = field(default="", metadata={"help": "Tokenizer folder or Hugging Face id."})
@@ -64,9 +67,6 @@ class LanguageModelConfig(TrainingArguments):
     torch_compile_backbone: bool = field(default=True, metadata={"help": "Compile the layers (not the output head)."})
 
     def __post_init__(self) -> None:
-        # Without this, transformers refuses bf16 on a machine that has no accelerator.
-        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        self.remove_unused_columns = False  # the collator needs `document`
         super().__post_init__()
         if not self.tokenizer:
             raise ValueError(
@@ -171,9 +171,7 @@ class LanguageModelTrainer(Trainer):
 
 
 def main(config: LanguageModelConfig) -> None:
-    """Train from scratch (or resume from the last checkpoint in `output_dir`) and save model and tokenizer there."""
-    from transformers.trainer_utils import get_last_checkpoint
-
+    """Train from scratch, or go on from a checkpoint, and save model and tokenizer in `output_dir`/final."""
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
     torch.manual_seed(config.seed)
     fields = dict(config.model_config)
@@ -190,6 +188,7 @@ def main(config: LanguageModelConfig) -> None:
         start_from(model, config.initial_model, config.initial_layers)
     if config.torch_compile_backbone:
         model.model.compile()
+    start = checkpoints.prepare(config)
     trainer = LanguageModelTrainer(
         model=model,
         args=config,
@@ -197,13 +196,15 @@ def main(config: LanguageModelConfig) -> None:
         data_collator=collate,
         processing_class=tokenizer,
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(config.output_dir))
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    save_half(model, f"{config.output_dir}/final")
-    tokenizer.save_pretrained(f"{config.output_dir}/final")
+    checkpoints.train(trainer, start)
+    if config.process_index == 0:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+        with replacing_folder(f"{config.output_dir}/final") as final:
+            save_half(model, final)
+            tokenizer.save_pretrained(final)
 
 
-def save_half(model: PreTrainedModel, folder: str) -> None:
+def save_half(model: PreTrainedModel, folder: Path) -> None:
     """Save bfloat16 weights (half the bytes to ship) under a configuration that loads them as float32."""
     model.bfloat16().save_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)

@@ -1,6 +1,6 @@
 """Train the tokenizer of the embedded models: byte-level BPE, single digits, a chat template.
 
-`python -m parse_train recipes/zoo/tokenizer.yaml`
+`accelerate launch recipes/zoo/tokenizer.yaml`
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ However it is started, the same recipe learns the same adapter.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -17,6 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from parse_infer.models.loading import load_language_model
+from parse_train.heads.own_answers import AnswerConfig, write_answers
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "recipes" / "accelerate"
@@ -100,7 +104,6 @@ def test_a_recipe_is_a_program_that_goes_on_where_it_was_interrupted(
     """What a kill leaves behind: a complete checkpoint, and one that was being written."""
     output = training_folder / "killed"
     output.mkdir()
-    shutil.copy(uninterrupted / "recipe.json", output)
     shutil.copytree(uninterrupted / "checkpoint-2", output / "checkpoint-2")
     shutil.copytree(uninterrupted / "checkpoint-4", output / "checkpoint-4")
     half_written = output / "checkpoint-4" / "model.safetensors"
@@ -140,3 +143,65 @@ def test_deepspeed_learns_the_same_and_resumes(uninterrupted: Path, training_fol
     assert re.search("resuming from .*checkpoint-4", result.stdout)
     for name, value in weights(output).items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=1e-5)
+
+    # Killed between the last step and the export: nothing is trained on.
+    before, saved = weights(output), sorted(path.name for path in output.glob("checkpoint-*"))
+    shutil.rmtree(output / "adapter")
+    result = launch("deepspeed-zero2.yaml", *arguments, *options)
+    assert result.returncode == 0, result.stderr
+    assert "checkpoint-6 is the end of the training" in result.stdout
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == saved
+    assert all(torch.equal(value, before[name]) for name, value in weights(output).items())
+
+
+_SAYS_WHO_WRITES = """
+import sys
+from accelerate import PartialState
+from data_tools.labels.group_folder import GroupFolder
+from parse_train.__main__ import main
+
+write = GroupFolder.write
+
+def said(self, group, rows):
+    print(f"process {PartialState().process_index} wrote {self.split} {group.start}", flush=True)
+    write(self, group, rows)
+
+GroupFolder.write = said
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_processes_share_the_answers_that_a_head_learns_from(training_folder: Path, tmp_path: Path) -> None:
+    """Group by group, and the answers are those of one process."""
+    problems = [{"prompt": f"{a}+{b}?", "reference": str(a + b)} for a in range(12) for b in range(12)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    (tmp_path / "says.py").write_text(_SAYS_WHO_WRITES)
+    target, task_options = str(training_folder / "target"), {"path": str(tmp_path / "sums.jsonl")}
+    arguments = [
+        "recipes/medusa.yaml",
+        "--model",
+        target,
+        "--task",
+        "jsonl",
+        "--task_options",
+        json.dumps(task_options),
+    ]
+    arguments += ["--n_problems", "144", "--n_eval_problems", "9", "--max_answer_tokens", "6", "--max_steps", "1"]
+    arguments += ["--draft_vocab_size", "100", "--report_to", "none", "--steps", "2"]
+    arguments += ["--output_dir", str(tmp_path / "run"), "--answers", str(tmp_path / "two")]
+    result = launch("cpu-2.yaml", tmp_path / "says.py", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert sorted(re.findall(r"process (\d) wrote (\w+) (\d+)", result.stdout)) == [
+        ("0", "train", "0"),
+        ("0", "train", "128"),
+        ("0", "validation", "0"),
+        ("1", "train", "64"),
+    ]
+    config = AnswerConfig(target, task="jsonl", task_options=task_options, max_answer_tokens=6)
+    lm = load_language_model(target, role="target", device="cpu")
+    for split, limit in (("train", 144), ("validation", 9)):
+        write_answers(lm, config, 0, split, limit, tmp_path / "one" / split)
+    one, two = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).glob("*/data/*")} for name in ("one", "two")
+    )
+    assert one == two and len(one) == 4

@@ -17,6 +17,7 @@ from parse_train.validity.config import ValidityTrainingConfig
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted(REPOSITORY.glob("recipes/**/train.yaml"))
+TRAININGS = sorted(path for path in REPOSITORY.glob("recipes/**/*.yaml") if "\nrecipe: " in path.read_text())
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_environment_variables_come_from_the_recipe(recipe: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("learning_rat: 1", "unknown key learning_rat; did you mean learning_rate?"),
+        ("learning_rat: 1", "unknown key learning_rat; did you mean 'learning_rate'?"),
         ("lora_rank: many", "argument --lora_rank/--lora-rank: invalid int value: 'many'"),
         ("lora_rank: 1.5", "invalid int value: '1.5'"),
         ("lora_rank: 0", "lora_rank is 0; it must be at least 1"),
@@ -78,8 +79,8 @@ def test_a_mistake_is_one_sentence(recipe: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--lora-rnk", "3"], "unknown key lora_rnk; did you mean lora_rank?"),
-        (["--lora_rnk=3"], "did you mean lora_rank?"),
+        (["--lora-rnk", "3"], "unknown key lora_rnk; did you mean 'lora_rank'?"),
+        (["--lora_rnk=3"], "did you mean 'lora_rank'?"),
         (["stray"], "'stray' belongs to no key"),
         (["--target", "/nowhere/target"], "There is no folder '/nowhere/target'"),
     ],
@@ -100,6 +101,12 @@ def test_without_a_recipe(capsys: pytest.CaptureFixture[str], arguments: list[st
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "validity" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", TRAININGS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_every_recipe_says_how_it_is_run(path: Path) -> None:
+    command = next(line for line in path.read_text().splitlines() if line.startswith("#   accelerate launch "))
+    assert command.endswith(f" {path.relative_to(REPOSITORY)}")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(REPOSITORY)))

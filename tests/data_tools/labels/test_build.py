@@ -25,8 +25,9 @@ from data_tools.cli import main
 from data_tools.labels.build import Labeller, build
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.card import write_card
+from data_tools.labels.group_folder import GroupFolder
 from data_tools.labels.progress import BuildProgress
-from data_tools.labels.shards import ShardWriter, shard_rows
+from data_tools.labels.rows import read_rows
 from data_tools.labels.summary import summarise
 from data_tools.recipe_parser import parse_recipe
 from data_tools.tasks.registry import load_task
@@ -36,8 +37,16 @@ from tests.parse_infer.language_models import word_tokenizer
 Make = Callable[..., BuildConfig]
 
 
-def shards(folder: str | Path) -> dict[str, bytes]:
+def files(folder: str | Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(Path(folder, "data").iterdir())}
+
+
+def content(folder: str | Path) -> bytes:
+    return b"".join(files(folder).values())
+
+
+def rows_of(folder: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in content(folder).splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +57,7 @@ def target(pair: Path) -> LanguageModel:
 def test_rows_are_complete_and_their_values_right(make_config: Make, target: LanguageModel) -> None:
     config = make_config()
     summary = build(config)
-    rows = list(shard_rows(config.output_dir))
+    rows = rows_of(config.output_dir)
     task = load_task(config.task, **config.task_options)
     problems = {problem.id: problem for problem in task.problems("train", 0, config.limit)}
     assert summary.rows == len(rows) > len(problems)
@@ -89,7 +98,7 @@ def test_exhaustive_builds_measure_every_prefix(make_config: Make) -> None:
     searched, exhaustive = make_config("a", limit=6), make_config("b", limit=6, exhaustive=True)
     build(searched)
     build(exhaustive)
-    for some, full in zip(shard_rows(searched.output_dir), shard_rows(exhaustive.output_dir), strict=True):
+    for some, full in zip(rows_of(searched.output_dir), rows_of(exhaustive.output_dir), strict=True):
         assert None not in full["values"]
         assert full["draft_ids"] == some["draft_ids"]
         assert all(s in (None, f) for s, f in zip(some["values"], full["values"], strict=True))
@@ -100,13 +109,13 @@ def test_sampled_rollouts_are_shares_and_do_not_depend_on_batches(make_config: M
     one, other = make_config("a", **options), make_config("b", **options, batch_size=3, problems_per_group=2)
     build(one)
     build(other)
-    assert shards(one.output_dir) == shards(other.output_dir)
-    rows = list(shard_rows(one.output_dir))
+    assert content(one.output_dir) == content(other.output_dir)
+    rows = rows_of(one.output_dir)
     assert {row["target_value"] * 4 % 1 for row in rows} == {0.0}
     assert any(0 < value < 1 for row in rows for value in row["values"] if value is not None)
     build_again = make_config("c", **options, seed=1)
     build(build_again)
-    assert shards(one.output_dir) != shards(build_again.output_dir)
+    assert content(one.output_dir) != content(build_again.output_dir)
 
 
 def test_unsolved_problems_can_be_left_out(make_config: Make) -> None:
@@ -128,7 +137,7 @@ def test_messages_and_a_draft_with_another_tokenizer(
     path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     config = make_config(task_options={"path": str(path), "check_with": "regex"}, temperatures=[1.0])
     task = load_task(config.task, **config.task_options)
-    rows = [row for rows in Labeller(config, task, target, draft).label(list(task.problems("train"))) for row in rows]
+    rows = Labeller(config, task, target, draft).label(list(task.problems("train")))
     assert any(row["finished"] for row in rows)
     for row in rows:
         text = "".join(row["completions"])
@@ -141,44 +150,37 @@ _RUN = "import json, sys; from data_tools.labels.build import *; build(BuildConf
 
 
 def test_a_killed_build_continues_as_if_nothing_had_happened(make_config: Make) -> None:
-    whole, killed = make_config("whole", limit=14, problems_per_group=2), make_config("killed", limit=14)
-    killed.problems_per_group = 2
+    whole, killed = (make_config(name, limit=14, problems_per_group=2) for name in ("whole", "killed"))
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     process = subprocess.Popen([sys.executable, "-c", _RUN, json.dumps(asdict(killed))], env=environment)
-    journal = Path(killed.output_dir, ".build", "journal")
+    data = Path(killed.output_dir, "data")
     try:
-        while process.poll() is None and not (journal.exists() and journal.read_bytes().count(b"\n") >= 3):
+        while process.poll() is None and len(list(data.glob("*.jsonl"))) < 3:
             time.sleep(0.002)
     finally:
         process.kill()
     assert process.wait() == -signal.SIGKILL
-    done = journal.read_bytes().count(b"\n")
-    assert 3 <= done < 14
-    # The worst moment: part of a row and part of a journal line have reached the disk.
-    for path, torn in (
-        (sorted(Path(killed.output_dir, "data").iterdir())[-1], b'{"prompt": "ab'),
-        (journal, b'{"n": 4'),
-    ):
-        with path.open("ab") as file:
-            file.write(torn)
+    assert 3 <= len(list(data.glob("*.jsonl"))) < 7
+    # The worst moment: part of a row has reached the disk.
+    (data / ".train-000012-000014.jsonl.4711.partial").write_bytes(b'{"prompt": "ab')
     build(killed)
     build(whole)
-    assert shards(killed.output_dir) == shards(whole.output_dir)
-    assert journal.read_bytes() == Path(whole.output_dir, ".build", "journal").read_bytes()
+    assert files(killed.output_dir) == files(whole.output_dir)
     assert Path(killed.output_dir, "README.md").read_text() == Path(whole.output_dir, "README.md").read_text()
 
 
 def test_a_finished_build_can_be_extended_but_not_changed(make_config: Make, pair: Path) -> None:
-    short, full = make_config("a", limit=5, problems_per_shard=4), make_config("b", limit=10, problems_per_shard=4)
+    short, full = make_config("a", limit=6, problems_per_group=4), make_config("b", limit=10, problems_per_group=4)
     build(short)
-    before = shards(short.output_dir)
+    before = files(short.output_dir)
+    assert list(before) == ["train-000000-000004.jsonl", "train-000004-000006.jsonl"]
     build(short)
-    assert shards(short.output_dir) == before
+    assert files(short.output_dir) == before
     short.limit = 10
     build(short)
     build(full)
-    assert shards(short.output_dir) == shards(full.output_dir)
-    assert list(shards(full.output_dir)) == [f"train-0000{i}.jsonl" for i in range(3)]
+    assert files(short.output_dir) == files(full.output_dir)
+    assert list(files(full.output_dir)) == [f"train-{name}.jsonl" for name in _NAMES]
 
     for change, message in (
         ({"margin": 0.5}, "margin 0.0, not 0.5"),
@@ -187,8 +189,11 @@ def test_a_finished_build_can_be_extended_but_not_changed(make_config: Make, pai
         ({"limit": 9}, "more than the limit of 9"),
     ):
         with pytest.raises(ValueError, match=message):
-            build(make_config("b", **{"limit": 10, "problems_per_shard": 4} | change))
-    assert shards(short.output_dir) == shards(full.output_dir)
+            build(make_config("b", **{"limit": 10, "problems_per_group": 4} | change))
+    assert files(short.output_dir) == files(full.output_dir)
+
+
+_NAMES = ("000000-000004", "000004-000008", "000008-000010")
 
 
 def test_other_weights_or_problems_behind_the_same_name_are_noticed(make_config: Make, pair: Path) -> None:
@@ -207,31 +212,43 @@ def test_other_weights_or_problems_behind_the_same_name_are_noticed(make_config:
             build(make_config(**options, limit=4))
 
 
-def test_a_cut_anywhere_in_the_files_loses_only_unfinished_problems(tmp_path: Path) -> None:
-    def write(folder: Path, start: int = 0) -> None:
-        with ShardWriter(folder, "train", {"seed": 0}, {}, problems_per_shard=3) as writer:
-            assert writer.done == [f"p{i}" for i in range(len(writer.done))]
-            for i in range(len(writer.done), 7):
-                writer.append(f"p{i}", [{"text": f"é{i}", "row": row} for row in range(i % 3)])
+def test_whatever_a_kill_leaves_only_unfinished_groups_are_lost(tmp_path: Path) -> None:
+    def write(folder: Path, n_problems: int = 7) -> list[range]:
+        """Build groups of 3; returns those that were worked out."""
+        groups, worked_out = GroupFolder(folder, "train"), []
+        with groups.held({"seed": 0}):
+            for group in (range(0, 3), range(3, min(6, n_problems)), range(6, n_problems)):
+                if len(group) and not groups.has(group):
+                    # Nothing is left of the first group: all its problems were skipped.
+                    groups.write(group, [{"text": f"é{i}", "problem": i} for i in group if i > 2])
+                    worked_out.append(group)
+        return worked_out
 
     write(tmp_path / "whole")
-    whole = shards(tmp_path / "whole")
-    journal = (tmp_path / "whole" / ".build" / "journal").read_bytes()
-    for cut in range(0, len(journal), 31):
-        folder = tmp_path / f"cut{cut}"
-        shutil.copytree(tmp_path / "whole", folder)
-        (folder / ".build" / "journal").write_bytes(journal[:cut])
-        write(folder)
-        assert shards(folder) == whole
-        assert (folder / ".build" / "journal").read_bytes() == journal
+    whole = files(tmp_path / "whole")
+    assert list(whole) == [f"train-{name}.jsonl" for name in ("000000-000003", "000003-000006", "000006-000007")]
+    assert whole["train-000000-000003.jsonl"] == b""
+    assert GroupFolder(tmp_path / "whole", "train").n_problems == 7
 
-    (tmp_path / "cut0" / ".build" / "journal").write_bytes(journal.replace(b"}", b"", 1))
-    with pytest.raises(ValueError, match="damaged after problem 0"):
-        write(tmp_path / "cut0")
-    shard = tmp_path / "cut31" / "data" / "train-00000.jsonl"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="shorter than when it was written"):
-        write(tmp_path / "cut31")
+    for missing in whole:
+        shutil.copytree(tmp_path / "whole", folder := tmp_path / missing)
+        (folder / "data" / missing).rename(folder / "data" / f".{missing}.4711.partial")
+        assert len(write(folder)) == 1
+        assert files(folder) == whole
+
+    # A limit of 4 was raised; the kill came before the shorter file was removed.
+    write(folder := tmp_path / "longer", n_problems=4)
+    left = folder / "data" / "train-000003-000004.jsonl"
+    kept = left.read_bytes()
+    assert write(folder) == [range(3, 6), range(6, 7)]
+    left.write_bytes(kept)
+    assert [path.name for path in GroupFolder(folder, "train").files] == list(whole)
+    assert write(folder) == []
+    assert files(folder) == whole
+
+    (folder / "data" / "train-000003-000006.jsonl").write_bytes(whole["train-000003-000006.jsonl"][:-9])
+    with pytest.raises(ValueError, match="000006.jsonl, line 3: not complete JSON .*; delete the file"):
+        GroupFolder(folder, "train").rows(3)
 
 
 def test_folders_in_use_or_of_others_are_left_alone(make_config: Make) -> None:
@@ -245,6 +262,9 @@ def test_folders_in_use_or_of_others_are_left_alone(make_config: Make) -> None:
         build(config)
     with pytest.raises(ValueError, match="is a file"):
         build(make_config("data/notes.txt"))
+    (folder / "build.json").write_text(json.dumps({"format": 1, "config": config.identity()}))
+    with pytest.raises(ValueError, match=r"build.json has format 1, not 2: choose another folder"):
+        build(config)
 
 
 def test_load_dataset_knows_the_columns(make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,10 +277,13 @@ def test_load_dataset_knows_the_columns(make_config: Make, tmp_path: Path, monke
     ]
     for prompt in ("text", [{"role": "user", "content": "text"}]):
         folder = tmp_path / type(prompt).__name__
-        with ShardWriter(folder, "validation", config.identity(), {}, problems_per_shard=1) as writer:
-            for i, row in enumerate(rows):
-                writer.append(str(i), [row | {"prompt": prompt, "problem_id": str(i)}])
-            write_card(folder, config, summarise(shard_rows(folder)), n_problems=2)
+        groups = GroupFolder(folder, "validation")
+        with groups.held(config.identity()):
+            groups.write(range(1), [])  # skipped problems
+            for i, row in enumerate(rows, start=1):
+                groups.write(range(i, i + 1), [row | {"prompt": prompt, "problem_id": str(i)}])
+            groups.write(range(3, 4), [])
+            write_card(folder, config, summarise(read_rows(folder)), groups.n_problems)
         loaded = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))
         assert list(loaded) == ["validation"]
         data = loaded["validation"]
@@ -277,10 +300,9 @@ def test_progress_shows_rate_and_time_left_in_80_columns(terminal: bool, monkeyp
     stream = io.StringIO()
     console = Console(file=stream, width=80, force_terminal=terminal, color_system=None)
     with BuildProgress("data", total=2000, done=1500, console=console) as progress:
-        progress.rollouts(7)
-        for _ in range(3):
+        for done in range(1501, 1504):
             time.sleep(0.01)
-            progress.advance(rows=2)
+            progress.advance(done, rows=2, rollouts=7)
     text = stream.getvalue()
     assert "1500 of 2000 problems are done" in text
     last = [line for line in re.split("[\r\n]", text) if "1503/2000" in line][-1]
@@ -299,8 +321,8 @@ def test_the_recipes_of_the_project_are_read(name: str, target: str) -> None:
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
-        ("lables: 3", [], "unknown key lables; did you mean"),
-        ("seed: 3", ["--drop_unsolvd"], "command line: unknown key drop_unsolvd; did you mean drop_unsolved?"),
+        ("lables: 3", [], "unknown key lables; known: batch_size, cut_policy, "),
+        ("seed: 3", ["--drop_unsolvd"], "command line: unknown key drop_unsolvd; did you mean 'drop_unsolved'?"),
         ("seed: three", [], "invalid int value: 'three'"),
         ("seed: [1, 2]", [], "it takes one value"),
         ("temperatures: [0.5, hot]", [], "invalid float value: 'hot'"),

@@ -27,8 +27,8 @@ def folder(tmp_path: Path) -> Path:
     rows += [row([True] * 9 + [False], problem_id="p4", values=[None] * 9 + [0.0], finished=False)]
     (tmp_path / "data").mkdir()
     lines = [json.dumps(r) + "\n" for r in rows]
-    (tmp_path / "data" / "train-00000.jsonl").write_text("".join(lines[:4]))
-    (tmp_path / "data" / "train-00001.jsonl").write_text("".join(lines[4:]))
+    (tmp_path / "data" / "train-000000-000002.jsonl").write_text("".join(lines[:4]))
+    (tmp_path / "data" / "train-000002-000005.jsonl").write_text("".join(lines[4:]))
     return tmp_path
 
 
@@ -74,7 +74,10 @@ def test_markup_in_the_data_is_text(tmp_path: Path) -> None:
         ('{"prompt": "p", ', "rows.jsonl, line 2: not complete JSON"),
         ("[1]", "line 2: a row must be a JSON object"),
         ('{"prompt": "p", "labels": []}', "line 2: the key completions is missing"),
-        ('{"prompt": "p", "completions": ["a"], "labels": []}', "lists of the same length"),
+        (
+            '{"prompt": "p", "completions": ["a"], "labels": []}',
+            "labels must be 1 times true or false, one per segment, got []",
+        ),
     ],
 )
 def test_malformed_rows_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:

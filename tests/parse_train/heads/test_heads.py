@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -164,22 +165,25 @@ def test_the_recipe_runs_resumes_and_writes_a_head(recipe, tmp_path: Path, capsy
         "3",
     ]
     assert main(arguments) == 0, capsys.readouterr().err
-    answers = tmp_path / "answers" / "train" / "data" / "train-00000.jsonl"
+    answers = tmp_path / "answers" / "train" / "data" / "train-000000-000006.jsonl"
     written = answers.read_text()
     assert len(written.splitlines()) == 6
-    journal = answers.parents[1] / ".build" / "journal"
-    journal.write_text(journal.read_text()[:-9])  # the last answer not yet noted down, as by a kill
-    assert main([*arguments, "--num_train_epochs", "2"]) == 0, capsys.readouterr().err
+    answers.rename(answers.with_name(".killed.partial"))  # the group not yet finished, as by a kill
+    for folder in ("checkpoint-2", "head"):  # killed after the first of two steps
+        shutil.rmtree(tmp_path / folder)
+    capsys.readouterr()
+    assert main(arguments) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    assert f"resuming from {tmp_path}/checkpoint-1" in printed and "accuracy_1" in printed
     assert answers.read_text() == written
-    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
-    assert state["global_step"] == 4
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["global_step"] == 2
     guided = load_language_model(str(read_recipe(f"recipes/{recipe}.yaml")["model"]), role="target", device="cpu")
     drafter = load_token_drafter(str(tmp_path / "head"), guided)
     if recipe == "medusa":
         assert drafter.head.config.num_heads == 3
     else:
         assert drafter.head.config.parallel_drafting == ("parallel" in recipe)
-    assert "accuracy_1" in capsys.readouterr().out
     assert main([*arguments, "--seed", "5"]) == 2
     assert "was begun with seed 0, not 5" in capsys.readouterr().err
 

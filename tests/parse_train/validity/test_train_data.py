@@ -11,17 +11,21 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from data_tools.labels.rows import LabelledDraft, check_row, load_rows, split_by_problem
+from data_tools.labels.rows import LabelledDraft, check_row, read_rows
 from parse_infer.models.fingerprint import describe_target
 from parse_train.validity.build_info import BuildInfo, read_build_info
 from parse_train.validity.collator import IGNORED, ValidityCollator
-from parse_train.validity.data import Encoder, encode_rows
+from parse_train.validity.data import Encoder, encode_rows, split_by_problem
 
 PLAIN = {"prompt": "1+1?", "completions": ["one", "two\n", "three"], "labels": [True, True, False]}
 
 
+def list_rows(source: str) -> list[LabelledDraft]:
+    return list(read_rows(source))
+
+
 def test_a_build_loads_shard_by_shard(training_folder: Path, build_rows: list[dict[str, Any]]) -> None:
-    rows = load_rows(str(training_folder / "data"))
+    rows = list_rows(str(training_folder / "data"))
     assert [row.cuts for row in rows] == [row["cuts"] for row in build_rows]
     assert rows[0].values == build_rows[0]["values"]
 
@@ -46,24 +50,24 @@ def test_a_bad_row_is_named_by_file_and_line(
 ) -> None:
     file = write_jsonl(tmp_path / "rows.jsonl", [PLAIN, PLAIN | change])
     with pytest.raises(ValueError, match=f"rows.jsonl, line 2: .*{reason}"):
-        load_rows(str(file))
+        list_rows(str(file))
 
 
 def test_a_half_written_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(PLAIN) + "\n" + json.dumps(PLAIN)[:20])
-    with pytest.raises(ValueError, match="line 2 is not complete JSON"):
-        load_rows(str(tmp_path))
+    with pytest.raises(ValueError, match="line 2: not complete JSON"):
+        list_rows(str(tmp_path))
 
 
 @pytest.mark.parametrize("source", ["/nowhere/rows.jsonl", "./nowhere", "nowhere"])
 def test_missing_data_is_said(source: str) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        load_rows(source)
+        list_rows(source)
 
 
 def test_an_empty_folder_is_said(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no .jsonl"):
-        load_rows(str(tmp_path))
+        list_rows(str(tmp_path))
 
 
 def draft(problem: str | None, prompt: str) -> LabelledDraft:

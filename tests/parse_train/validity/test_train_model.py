@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from peft import PeftModel
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.fingerprint import describe_target
-from parse_infer.verify.head import ValidityHead
+from parse_infer.verify.head import Probe, ValidityHead
 from parse_infer.verify.packing import probe_positions
 from parse_infer.verify.segments import Segmenter
 from parse_infer.verify.trained_judge import ValidityAdapter
@@ -22,20 +23,23 @@ from parse_infer.verify.verifier import Verifier
 from parse_infer.verify.zero_shot_judge import ZeroShotJudge
 from parse_train.recipe import load_recipe
 from parse_train.validity.collator import ValidityCollator
+from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import ValidityExample
 from parse_train.validity.export import AdapterFacts, export_adapter
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.threshold import RiskControl
 from parse_train.validity.train import build_model, describe
+from tests.parse_infer.language_models import language_model
 
-PROBE = (256, 63)
+PROBE = Probe((256, 63), "?!")
+CLOSING = Probe((258, 63), "!?", closes_turn=True)
 REPOSITORY = Path(__file__).parents[3]
 
 
-def trained(target: PreTrainedModel, **options: Any) -> ValidityModel:
+def trained(target: PreTrainedModel, probe: Probe = PROBE, **options: Any) -> ValidityModel:
     """A model whose adapter and head really do something, as after training."""
     head = ValidityHead.from_verbalizer(target, 67, 73, token_rank=3)
-    model = ValidityModel(target, PROBE, head, lora_rank=4, lora_alpha=8, **options)
+    model = ValidityModel(target, probe, head, end_ids={258}, lora_rank=4, lora_alpha=8, **options)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -95,49 +99,86 @@ def test_back_propagating_through_the_context_changes_no_gradient(
         torch.testing.assert_close(cached, packed, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("probe", [PROBE, CLOSING], ids=["open", "closing"])
+@pytest.mark.parametrize("backprop", [False, True])
 def test_training_and_inference_agree(
     model: PreTrainedModel,
     architecture: str,
     make_model: Callable[..., PreTrainedModel],
     examples: list[ValidityExample],
-    batch: dict[str, Tensor],
     tokenizer: PreTrainedTokenizerFast,
     tmp_path: Path,
+    probe: Probe,
+    backprop: bool,
 ) -> None:
-    """The exported adapter in a `Verifier` gives the validities of the training forward."""
-    facts = AdapterFacts(describe_target(model), "?!", ("C", "I"), {"kind": "step"})
-    validity = trained(model)
+    """The exported adapter in a `Verifier` gives the validities of the training forward, also of finished drafts."""
+    for example in examples[:2]:
+        example.draft_ids[-1] = tokenizer.eos_token_id
+    batch = ValidityCollator(pad_id=258)(examples)
+    facts = AdapterFacts(describe_target(model), ("C", "I"), {"kind": "step"})
+    validity = trained(model, probe, backprop_context=backprop)
     with torch.no_grad():
-        expected = validity.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"].sigmoid()
+        expected = validity.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
     export_adapter(tmp_path / "adapter", validity, facts, {"auroc": 0.9})
 
     target = make_model(architecture)  # loaded anew: nothing of the training is left in it
     adapter = ValidityAdapter.from_pretrained(tmp_path / "adapter", target)
+    assert adapter.probe == probe
     verifier = Verifier(Decoder(target, {258}), adapter, Segmenter(tokenizer))
     for i, example in enumerate(examples):
         verifier.decoder.seek(example.context_ids)
         found = verifier.verify(example.draft_ids, example.cuts).validity
-        torch.testing.assert_close(torch.tensor(found), expected[i, : len(found)], rtol=0, atol=1e-4)
+        torch.testing.assert_close(torch.tensor(found).logit(), expected[i, : len(found)], rtol=0, atol=1e-3)
     spread = expected[batch["visible"] > 0]
-    assert spread.max() - spread.min() > 0.05  # the comparison is not one of constants
+    assert spread.max() - spread.min() > 0.5  # the comparison is not one of constants
+
+
+def test_a_probe_that_closes_the_turn_does_not_show_the_end_twice(
+    make_model: Callable[..., PreTrainedModel], examples: list[ValidityExample]
+) -> None:
+    """It sees a finished draft as one that stops just before its end token; the tokens' doubt counts that token."""
+    example = examples[0]
+    finished = ValidityExample(
+        example.context_ids, [*example.draft_ids, 258], [*example.cuts[:-1], 16], example.labels, example.targets
+    )
+
+    def agree(validity: ValidityModel) -> bool:
+        with torch.no_grad():
+            batches = [ValidityCollator()([draft]) for draft in (finished, example)]
+            one, other = (validity(b["input_ids"], b["visible"], b["cuts"])["logits"][0, -1] for b in batches)
+        return torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+
+    for probe in (CLOSING, Probe(CLOSING.ids, CLOSING.text)):
+        validity = trained(make_model("llama"), probe).eval()
+        assert not agree(validity)
+        validity.head.tokens = None
+        assert agree(validity) == probe.closes_turn
+
+
+def test_training_finds_out_whether_the_probe_closes_the_turn(
+    make_model: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    for text, closes in (("<|end|><|user|>?", True), ("<|user|><|end|>", False)):
+        config = ValidityTrainingConfig(target="t", data="d", output_dir="o", probe_text=text, use_cpu=True)
+        assert build_model(config, language_model(make_model("llama"), tokenizer, "t")).probe.closes_turn == closes
 
 
 def test_the_update_is_pefts_activated_lora(
     make_model: Callable[..., PreTrainedModel], examples: list[ValidityExample], tmp_path: Path
 ) -> None:
     """peft itself, given the exported folder and the offset of the probe, computes the same hidden state."""
-    facts = AdapterFacts(describe_target(make_model("llama")), "?!", ("C", "I"), {})
+    facts = AdapterFacts(describe_target(make_model("llama")), ("C", "I"), {})
     validity = trained(make_model("llama"))
     validity.head.tokens = None  # it reads no update
     export_adapter(tmp_path / "adapter", validity, facts, {})
     peft_model = PeftModel.from_pretrained(make_model("llama"), tmp_path / "adapter").eval()
     example = examples[0]
-    ids = torch.tensor([example.context_ids + example.draft_ids + list(PROBE)])
+    ids = torch.tensor([example.context_ids + example.draft_ids + list(PROBE.ids)])
     hidden = {}
     norm = peft_model.get_base_model().model.norm
     handle = norm.register_forward_hook(lambda _, __, output: hidden.update(last=output[:, -1]))
     with torch.no_grad():
-        peft_model(input_ids=ids, alora_offsets=[len(PROBE)])
+        peft_model(input_ids=ids, alora_offsets=[len(PROBE.ids)])
         expected = validity.head(hidden["last"])[0]
         batch = ValidityCollator()([example])
         ours = validity.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"][0, -1]
@@ -175,10 +216,10 @@ def test_the_untrained_head_is_the_verbalizer(
     """Before training, with the zero-shot judge's probe, the model is the zero-shot judge."""
     target = make_model("llama")
     judge = ZeroShotJudge(target, tokenizer)
-    validity = ValidityModel(target, judge.probe.ids, judge.head.requires_grad_(True), lora_rank=4)
+    validity = ValidityModel(target, judge.probe, judge.head.requires_grad_(True), lora_rank=4)
     with torch.no_grad():
         logits = validity.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
-    zero_shot = validity.judge(batch["input_ids"], batch["visible"], judge.probe.ids, judge.head)
+    zero_shot = validity.judge(batch["input_ids"], batch["visible"], batch["cuts"], judge.probe, judge.head)
     real = batch["visible"] > 0
     torch.testing.assert_close(logits[real], zero_shot[real])
 
@@ -217,7 +258,7 @@ def test_the_exported_folder_says_what_it_is(make_model: Callable[..., PreTraine
     from parse_train.validity.metrics import ScoredDrafts
 
     target = make_model("llama")
-    facts = AdapterFacts(describe_target(target), "?!", ("C", "I"), {"kind": "step"}, {"kind": "hard"}, {"data": "d"})
+    facts = AdapterFacts(describe_target(target), ("C", "I"), {"kind": "step"}, {"kind": "hard"}, {"data": "d"})
     risk = RiskControl(0.7, 0.05, 0.1, 0.04, 0.03, 0.6, 300)
     figure = reliability_diagram(ScoredDrafts.from_rows([[0.9, 0.2]], [[True, False]], [[2, 4]]))
     for _ in range(2):  # an adapter that is there is replaced
@@ -233,9 +274,19 @@ def test_the_exported_folder_says_what_it_is(make_model: Callable[..., PreTraine
         "r.png",
     }
     config = ValidityAdapter.from_pretrained(folder, make_model("llama")).config
-    assert (config.threshold, config.metrics["auroc"], config.probe_ids) == (0.7, 0.9, PROBE)
+    assert (config.threshold, config.metrics["auroc"], config.probe_ids) == (0.7, 0.9, PROBE.ids)
     assert config.risk is not None and config.risk["alpha"] == 0.05
-    assert "![r](r.png)" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert "![r](r.png)" in card and "one verification pass over one whole draft" in card
+
+    class Broken(Figure):
+        def savefig(self, *_: Any, **__: Any) -> None:
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):  # an export that fails leaves the adapter as it was
+        export_adapter(folder, trained(make_model("llama")), facts, {"auroc": 0.1}, risk, {"r": Broken()})
+    assert (folder / "README.md").read_text() == card
+    assert (folder / "r.png").is_file()
 
 
 def test_the_real_recipe_builds_on_a_tiny_model_of_its_kind(

@@ -1,0 +1,30 @@
+"""What every training has on top of transformers' `TrainingArguments`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+from transformers import TrainingArguments
+
+
+@dataclass
+class TrainingConfig(TrainingArguments):
+    """Base of the configurations of all trainings."""
+
+    resume_from_checkpoint: str | None = field(
+        default="auto",
+        metadata={
+            "help": "auto: the last complete checkpoint in output_dir, if any. restart: delete the checkpoints there "
+            "and start anew. Else the folder of a checkpoint."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        # transformers refuses bf16 on a machine without an accelerator unless it is told to use the CPU.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        if self.use_cpu:  # DeepSpeed (which peft imports wherever it is installed) would guess, and warn
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        self.remove_unused_columns = False  # the models' own collators know what is used
+        super().__post_init__()
