@@ -10,11 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlparse
 
-from matplotlib.figure import Figure
-
 from parse_train.training_config import TrainingConfig
-from parse_train.validity.figures import acceptance_figure, png, reliability_diagram
-from parse_train.validity.metrics import ScoredDrafts
 
 logger = logging.getLogger(__name__)
 
@@ -69,21 +65,15 @@ def has_key() -> bool:
         return False
 
 
-def log_figures(drafts: ScoredDrafts, alpha: float, step: int) -> None:
-    """Reliability diagram and acceptance curve of one evaluation."""
-    figures = {"reliability": reliability_diagram(drafts), "acceptance": acceptance_figure({"trained": drafts}, alpha)}
-    log_images({f"eval/{name}": figure for name, figure in figures.items()}, step)
-
-
-def log_images(figures: Mapping[str, Figure], step: int) -> None:
-    """Send figures to the current run, if there is one."""
+def log_images(pictures: Mapping[str, bytes], step: int) -> None:
+    """Send pictures (PNG) to the current run, if there is one."""
     run = _run()
     if run is None:
         return
     import wandb
     from PIL import Image
 
-    images = {name: wandb.Image(Image.open(io.BytesIO(png(figure)))) for name, figure in figures.items()}
+    images = {name: wandb.Image(Image.open(io.BytesIO(content))) for name, content in pictures.items()}
     run.log({**images, "train/global_step": step})
 
 

@@ -19,7 +19,7 @@ from data_tools.labels.progress import BuildProgress
 from data_tools.labels.rollouts import Place, PrefixValues, is_right
 from data_tools.labels.rows import read_rows
 from data_tools.labels.summary import Summary, summarise
-from data_tools.tasks.registry import load_task
+from data_tools.tasks.by_name import load_task
 from data_tools.tasks.task import Problem, Split, Task
 from parse_infer.models.batch_decoder import BatchDecoder
 from parse_infer.models.fingerprint import describe_target

@@ -2,15 +2,18 @@
 
 A name is a key of `MODES`; sizes stand behind "assisted" ("assisted:tokens=8:confidence=0.3"), token drafters behind
 the modes of `GUIDED` ("target+draft:tokens=12", "parse+eagle3", "parse+draft+parallel"; the last one speeds up the
-draft model), the threshold of a sweep behind "@" ("parse@0.5").
+draft model), what follows a rejected draft behind the PARSE modes ("parse:hand_back", else as the benchmark's settings
+say), the threshold of a sweep behind "@" ("parse@0.5").
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 from parse_infer.bench.assisted import AssistantSettings
+from parse_infer.generation import Resume
 from parse_infer.guesses.registry import check_token_drafter, split_name
 from parse_infer.suggest import suggestion
 
@@ -47,6 +50,12 @@ def base_of(name: str) -> str:
     return re.split("[@+:]", name)[0]
 
 
+def resume_of(name: str) -> Resume | None:
+    """What follows a rejected draft, where the name says so."""
+    base, _, said = re.split("[@+]", name)[0].partition(":")
+    return said if base in SWEPT and said in get_args(Resume) else None  # type: ignore[return-value]
+
+
 def drafters_of(name: str) -> list[str]:
     """The token drafters behind a name."""
     return name.split("+")[1:]
@@ -57,11 +66,12 @@ def check_modes(names: Iterable[str]) -> tuple[str, ...]:
     chosen = tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
     for name in chosen:
         base, drafters = name.split("+")[0], drafters_of(name)
+        base = base.removesuffix(f":{resume_of(name)}")
         if 0 < len(drafters) <= GUIDED.get(base, 0) and all(drafters):
             continue
         if name.startswith("assisted:"):
             AssistantSettings.parse(name)
-        elif name not in MODES:
+        elif drafters or base not in MODES:
             raise ValueError(f"unknown mode {name!r}; {suggestion(name, MODES)}")
     if not chosen:
         raise ValueError(f"no mode to run; modes: {', '.join(MODES)}")
@@ -91,6 +101,7 @@ def describe(name: str) -> str:
     if not drafters:
         return ", ".join([MODES[base], *name.split(":")[1:]])
     parts = ["the target" if base == "target" else "PARSE with the trained adapter"]
+    parts += [resume_of(name) or ""] if resume_of(name) else []
     for owner, drafter in zip(("the target's", "the draft model's"), drafters, strict=False):
         parts.append(f"{owner} tokens guessed by {'nobody' if drafter == NOBODY else drafter}")
     return ", ".join(parts)
@@ -104,7 +115,7 @@ def title(name: str) -> str:
     if drafters:
         guesses = [f"{drafter} guesses for {who}" for drafter, who in zip(drafters, _WHO, strict=False)]
         return ", ".join(["PARSE", *guesses])
-    sizes = name.split(":")[1:] if base == "assisted" else []
+    sizes = name.split(":")[1:] if base == "assisted" else [f"resume={resume_of(name)}"] if resume_of(name) else []
     return f"{_TITLES[base]}{_bracket(sizes)}"
 
 

@@ -10,7 +10,16 @@ from typing import Any, Protocol
 import torch
 
 from parse_infer.bench.assisted import AssistantSettings, TransformersGeneration
-from parse_infer.bench.mode_names import NOBODY, SWEPT, base_of, check_guides, check_modes, drafters_of, needs
+from parse_infer.bench.mode_names import (
+    NOBODY,
+    SWEPT,
+    base_of,
+    check_guides,
+    check_modes,
+    drafters_of,
+    needs,
+    resume_of,
+)
 from parse_infer.bench.sequential import sequential_engine, sequentially
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import Generation, GenerationSettings
@@ -107,9 +116,10 @@ def make_modes(
             sequential = sequential_engine(_guided(engine, *_guesses(engine, name)))
             modes.append(Mode(name, _with(sequential.generate, sequentially(judged)), sequential))
         else:
-            parse, own = _guided(engine, *_guesses(engine, name)), judged
+            resume = resume_of(name) or judged.resume
+            parse, own = _guided(engine, *_guesses(engine, name)), judged.override(resume=resume)
             if base == "parse-zero-shot":
-                parse, own = _zero_shot(parse, zero_shot_threshold), plain
+                parse, own = _zero_shot(parse, zero_shot_threshold), plain.override(resume=resume)
             modes.append(Mode(name, _with(parse.generate, own), parse))
             for threshold in thresholds if name in SWEPT else ():
                 at = own.override(threshold=threshold)

@@ -19,6 +19,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from parse_infer.models.architecture import layer_windows, text_config
+
 SPLIT_ATTENTION = "parse_split"
 CHUNK_ROWS = 256  # query rows per masked chunk, where no kernel knows the causal pattern: bounds the mask's size
 
@@ -166,39 +168,6 @@ def enable_split_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(SPLIT_ATTENTION)
 
 
-def layer_windows(model: PreTrainedModel) -> dict[str, int | None]:
-    """Sliding window of each kind of attention layer: {"full_attention": None, "sliding_attention": w}.
-
-    Only the kinds that the model has are listed.
-
-    Raises:
-        ValueError: a kind of layer whose cache cannot be cropped to an earlier token exactly.
-    """
-    name, config = type(model).__name__, text_config(model)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder: PARSE needs a decoder-only language model")
-    if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
-        raise ValueError(f"{name} attends in both directions: PARSE needs a causal language model")
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise ValueError(f"{name} shares keys and values between layers, which is not supported: choose another model")
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(
-                f"{name} has {kind} layers, whose cache cannot be cropped to a cut exactly: choose a model with full "
-                "or sliding-window attention"
-            )
-    if getattr(model, "_is_stateful", False):
-        raise ValueError(f"{name} keeps a recurrent state, which cannot be cropped to a cut: choose another model")
-    windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
-    for module in model.modules():
-        own = getattr(module, "sliding_window", None)
-        if isinstance(own, int) and own not in windows.values():
-            raise ValueError(f"{name} has a layer with window {own}, but its configuration lists {windows}")
-    return windows
-
-
 def layer_masks(windows: dict[str, int | None], mask_of: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
     """The model's `attention_mask` argument: `mask_of(window)` for each kind of layer in `layer_windows(model)`.
 
@@ -206,11 +175,6 @@ def layer_masks(windows: dict[str, int | None], mask_of: Callable[[int | None], 
     """
     masks = {kind: mask_of(window) for kind, window in windows.items()}
     return masks if len(masks) > 1 else next(iter(masks.values()))
-
-
-def text_config(model: PreTrainedModel) -> Any:
-    """The configuration of the language model itself (multi-part models nest it)."""
-    return model.config.get_text_config(decoder=True)
 
 
 AttentionInterface.register(SPLIT_ATTENTION, split_attention_forward)

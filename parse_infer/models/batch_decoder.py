@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from parse_infer.models.attention import layer_masks, layer_windows
+from parse_infer.models.architecture import layer_windows
+from parse_infer.models.attention import layer_masks
 from parse_infer.models.kv_rows import KVLayer, KVRows
 from parse_infer.models.sampling import RowSampling, Sampling, uniform_numbers
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from parse_infer.models.attention import SPLIT_ATTENTION, layer_masks, layer_windows, text_config
+from parse_infer.models.architecture import decoder_layers, layer_windows, output_layer, text_config
+from parse_infer.models.attention import SPLIT_ATTENTION, layer_masks
 from parse_infer.models.sampling import Sampling, choose
 
 __all__ = ["Decoder", "PassOutput", "Sampling", "Trailing"]
@@ -351,32 +352,3 @@ class Decoder:
                 f"{type(self.model).__name__} computes its logits in a way PARSE does not know "
                 "(not lm_head of the final hidden state): choose another model"
             )
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers that a token passes, in order.
-
-    Raises:
-        ValueError: the backbone has no list of that many modules.
-    """
-    n = text_config(model).num_hidden_layers
-    for module in getattr(model, model.base_model_prefix).modules():
-        if isinstance(module, nn.ModuleList) and len(module) == n:
-            return module
-    raise ValueError(f"{type(model).__name__} has no list of {n} layers that PARSE could find: choose another model")
-
-
-def output_layer(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """From final-norm hidden states [..., H] to logits [..., V], with the model's own scale and cap."""
-    lm_head, config = model.get_output_embeddings(), text_config(model)
-    # Cohere multiplies its logits, Granite divides them, Gemma caps them.
-    multiplier = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-    softcap = getattr(config, "final_logit_softcapping", None)
-
-    def logits(hidden: Tensor) -> Tensor:
-        result = lm_head(hidden)
-        if multiplier != 1:
-            result = result * multiplier
-        return result if softcap is None else torch.tanh(result / softcap) * softcap
-
-    return logits

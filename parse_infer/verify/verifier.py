@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from parse_infer.models.attention import enable_split_attention, text_config
+from parse_infer.models.architecture import text_config
+from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 from parse_infer.verify.head import Probe, TokenDoubt, ValidityHead, surprise
 from parse_infer.verify.packing import probes, readout_index

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data_tools.labels.drafts import DraftSampler, render
 from data_tools.labels.group_folder import GroupFolder, check_identity
-from data_tools.tasks.registry import load_task
+from data_tools.tasks.by_name import load_task
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import Sampling

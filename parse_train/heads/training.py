@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer, set_seed
 
-from data_tools.tasks.registry import load_task
+from data_tools.tasks.by_name import load_task
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_train import checkpoints, tracking
 from parse_train.heads.own_answers import IGNORED, AnswerConfig, collate, commonest_tokens, read_answers, write_answers

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import DynamicCache, PreTrainedModel
 
-from parse_infer.models.attention import enable_split_attention, layer_masks, layer_windows
-from parse_infer.models.decoder import output_layer
+from parse_infer.models.architecture import layer_windows, output_layer
+from parse_infer.models.attention import enable_split_attention, layer_masks
 from parse_infer.verify.head import Probe, TokenDoubt, ValidityHead, surprise
 from parse_infer.verify.packing import probe_mask, probe_positions, readout_index
 from parse_train.validity.trailing_lora import attach_trailing_lora

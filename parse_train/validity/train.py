@@ -22,7 +22,7 @@ from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import Encoder, ValidityDataset, load_datasets
 from parse_train.validity.export import AdapterFacts, export_adapter
-from parse_train.validity.figures import acceptance_figure, reliability_diagram
+from parse_train.validity.figures import acceptance_figure, png, reliability_diagram
 from parse_train.validity.metrics import ScoredDrafts, headline_metrics, ranking_metrics
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.threshold import RiskControl, choose_threshold
@@ -168,7 +168,8 @@ def finish(
             ),
         }
         folder = export_adapter(str(config.adapter_dir), trainer.model, facts, metrics, risk, figures)
-        tracking.log_images({f"final/{name}": figure for name, figure in figures.items()}, trainer.state.global_step)
+        pictures = {f"final/{name}": png(figure) for name, figure in figures.items()}
+        tracking.log_images(pictures, trainer.state.global_step)
         tracking.finish(metrics)
         print(report(drafts, config.risk_alpha, risk))
         print(f"adapter exported to {folder}")

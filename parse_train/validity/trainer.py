@@ -17,6 +17,7 @@ from parse_train import tracking
 from parse_train.validity.collator import IGNORED
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import ValidityDataset
+from parse_train.validity.figures import acceptance_figure, png, reliability_diagram
 from parse_train.validity.metrics import ScoredDrafts, headline_metrics
 from parse_train.validity.model import ValidityModel
 
@@ -112,7 +113,11 @@ class ValidityTrainer(Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         metrics = super().evaluate(*args, **kwargs)
         if self.is_world_process_zero() and self.last_evaluation is not None:
-            tracking.log_figures(self.last_evaluation, self.args.risk_alpha, self.state.global_step)
+            figures = {
+                "eval/reliability": reliability_diagram(self.last_evaluation),
+                "eval/acceptance": acceptance_figure({"trained": self.last_evaluation}, self.args.risk_alpha),
+            }
+            tracking.log_images({name: png(figure) for name, figure in figures.items()}, self.state.global_step)
         return metrics
 
     def _metrics(self, prediction: EvalPrediction) -> dict[str, float]:

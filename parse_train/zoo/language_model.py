@@ -24,8 +24,8 @@ from transformers import (
     Trainer,
 )
 
+from data_tools.tasks.by_name import load_task
 from data_tools.tasks.drills import drill
-from data_tools.tasks.registry import load_task
 from parse_infer.files import replacing_folder
 from parse_train import checkpoints
 from parse_train.training_config import TrainingConfig

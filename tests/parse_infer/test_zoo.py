@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from data_tools.tasks.registry import load_task
+from data_tools.tasks.by_name import load_task
 from parse_infer.bench.modes import make_modes, timed
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import GenerationSettings

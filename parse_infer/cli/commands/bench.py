@@ -57,6 +57,7 @@ def bench(
       parse-zero-shot   the same, the target itself asked whether each prefix is right
       transformers      the target alone in transformers' own decode loop
       target+NAME       the target, its tokens guessed by lookup, draft, eagle3, parallel, medusa or a folder
+      parse:hand_back   PARSE with this --resume, whatever that option says; also parse:finish
       parse+NAME        PARSE with such guesses for what the target writes; parse+none: with nobody's
       parse+NAME+NAME   the same, and the second for what the draft model writes
 

@@ -30,7 +30,7 @@ from data_tools.labels.progress import BuildProgress
 from data_tools.labels.rows import read_rows
 from data_tools.labels.summary import summarise
 from data_tools.recipe_parser import parse_recipe
-from data_tools.tasks.registry import load_task
+from data_tools.tasks.by_name import load_task
 from parse_infer.models.loading import LanguageModel, load_language_model
 from tests.parse_infer.language_models import word_tokenizer
 

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from data_tools.tasks.by_name import load_task
 from data_tools.tasks.checkers import read_number, same_number
-from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem
 
 

@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
+from data_tools.tasks.by_name import load_task
 from data_tools.tasks.drills import equation
-from data_tools.tasks.registry import load_task
 from data_tools.tasks.wording import NUMBER, evaluate, numbers, read_steps, reduction, write
 
 QUESTION = (

@@ -222,6 +222,18 @@ def test_wrong_sizes_of_assisted_generation_are_named(name):
         check_modes([name])
 
 
+def test_a_mode_may_say_what_follows_a_rejected_draft(engine):
+    settings = GenerationSettings(max_new_tokens=24, threshold=1.1, resume="finish", exact_tail=False)
+    names = ("parse", "parse:finish", "parse:hand_back", "parse:hand_back+none")
+    modes = make_modes(engine, names, settings)
+    rounds = {mode.name: timed(engine, mode, PROBLEMS[0].prompt)[0].stats.rounds for mode in modes}
+    assert rounds["parse"] == rounds["parse:finish"] == 1
+    assert rounds["parse:hand_back"] == rounds["parse:hand_back+none"] > 1
+    assert title("parse:hand_back") == "**PARSE** (resume hand_back)"
+    with pytest.raises(ValueError, match="unknown mode 'parse:hand_bak'"):
+        check_modes(["parse:hand_bak"])
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [(["parze"], "unknown mode 'parze'; did you mean 'parse'"), ([" "], "no mode to run; modes: target")]

@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from parse_infer.models import attention
+from parse_infer.models.architecture import layer_windows
 from parse_infer.models.attention import (
     enable_split_attention,
     layer_masks,
-    layer_windows,
     split_attention_forward,
     split_attention_mask,
 )

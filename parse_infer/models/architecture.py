@@ -1,0 +1,77 @@
+"""What the library has to know about a transformers model: its layers, their windows, its output layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The configuration of the language model itself (multi-part models nest it)."""
+    return model.config.get_text_config(decoder=True)
+
+
+def layer_windows(model: PreTrainedModel) -> dict[str, int | None]:
+    """Sliding window of each kind of attention layer: {"full_attention": None, "sliding_attention": w}.
+
+    Only the kinds that the model has are listed.
+
+    Raises:
+        ValueError: a kind of layer whose cache cannot be cropped to an earlier token exactly.
+    """
+    name, config = type(model).__name__, text_config(model)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder: PARSE needs a decoder-only language model")
+    if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
+        raise ValueError(f"{name} attends in both directions: PARSE needs a causal language model")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise ValueError(f"{name} shares keys and values between layers, which is not supported: choose another model")
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(
+                f"{name} has {kind} layers, whose cache cannot be cropped to a cut exactly: choose a model with full "
+                "or sliding-window attention"
+            )
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(f"{name} keeps a recurrent state, which cannot be cropped to a cut: choose another model")
+    windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
+    for module in model.modules():
+        own = getattr(module, "sliding_window", None)
+        if isinstance(own, int) and own not in windows.values():
+            raise ValueError(f"{name} has a layer with window {own}, but its configuration lists {windows}")
+    return windows
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers that a token passes, in order.
+
+    Raises:
+        ValueError: the backbone has no list of that many modules.
+    """
+    n = text_config(model).num_hidden_layers
+    for module in getattr(model, model.base_model_prefix).modules():
+        if isinstance(module, nn.ModuleList) and len(module) == n:
+            return module
+    raise ValueError(f"{type(model).__name__} has no list of {n} layers that PARSE could find: choose another model")
+
+
+def output_layer(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """From final-norm hidden states [..., H] to logits [..., V], with the model's own scale and cap."""
+    lm_head, config = model.get_output_embeddings(), text_config(model)
+    # Cohere multiplies its logits, Granite divides them, Gemma caps them.
+    multiplier = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    softcap = getattr(config, "final_logit_softcapping", None)
+
+    def logits(hidden: Tensor) -> Tensor:
+        result = lm_head(hidden)
+        if multiplier != 1:
+            result = result * multiplier
+        return result if softcap is None else torch.tanh(result / softcap) * softcap
+
+    return logits
