@@ -6,8 +6,12 @@ every output is nearly the same, and a wrong mask would go unnoticed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
+
+# Before torch is imported, and for the programs that tests start: two test processes share two cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
