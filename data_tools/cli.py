@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from data_tools.labels.build_config import BuildConfig
+from parse_infer.extras import missing_package
 
 app = typer.Typer(
     help="Labelled data for PARSE: drafts of one model, cut into prefixes, labelled by rollouts of another.",
@@ -88,10 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = app(arguments, prog_name="parse-data", standalone_mode=False)
     except _ClickException as error:
         return _fail(error.format_message())  # type: ignore[attr-defined]
-    except (ValueError, OSError) as error:
+    except (ModuleNotFoundError, ValueError, OSError) as error:
         if os.environ.get("PARSE_TRACEBACK"):
             raise
-        return _fail(str(error))
+        return _fail(missing_package(error) if isinstance(error, ModuleNotFoundError) else str(error))
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted; the same command continues where it stopped", file=sys.stderr)
         return 130

@@ -1,6 +1,7 @@
-"""Run a training recipe: `python -m parse_train RECIPE [--key value …]`.
+"""Run a training recipe: `accelerate launch RECIPE [--key value …]`.
 
-Also `accelerate launch -m parse_train RECIPE`, `./RECIPE`, and `accelerate launch --no_python RECIPE`.
+Also `torchrun RECIPE` and `python RECIPE` (see `parse_train.recipe_hook`), `python -m parse_train RECIPE`,
+`accelerate launch -m parse_train RECIPE`, and a recipe as a program: `./RECIPE`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ import os
 import sys
 from collections.abc import Sequence
 
+from parse_infer.extras import missing_package
 from parse_train.recipe import RECIPES, load_recipe
 
-USAGE = f"""usage: python -m parse_train RECIPE [--key value ...]
+USAGE = f"""usage: accelerate launch RECIPE [--key value ...]
+       python -m parse_train RECIPE [--key value ...]
 
 RECIPE is a YAML file whose key `recipe` is one of: {", ".join(RECIPES)}.
 Its other keys are the fields of that recipe's configuration, and so are the --key options, which override them;
-`python -m parse_train RECIPE --help` lists them all. PARSE_TRACEBACK=1 shows where an error arose."""
+`python RECIPE --help` lists them all. PARSE_TRACEBACK=1 shows where an error arose."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,15 +29,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         if not arguments or arguments[0].startswith("-"):
-            raise ValueError("name a recipe first: python -m parse_train recipes/train.yaml [--key value ...]")
+            raise ValueError("name a recipe first: accelerate launch recipes/train.yaml [--key value ...]")
         run, config = load_recipe(arguments[0], arguments[1:])
         run(config)
-    except (ValueError, OSError) as error:
+    except (ModuleNotFoundError, ValueError, OSError) as error:
         if os.environ.get("PARSE_TRACEBACK"):
             raise
+        sentence = missing_package(error) if isinstance(error, ModuleNotFoundError) else str(error)
         # Every process of a distributed run says so: the mistake may be visible to one of them alone.
         rank = os.environ.get("RANK", "0")
-        print(f"error: {error}" if rank == "0" else f"error (process {rank}): {error}", file=sys.stderr, flush=True)
+        whose = "error" if rank == "0" else f"error (process {rank})"
+        print(f"{whose}: {sentence}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
         print("interrupted; the same command continues from the last checkpoint", file=sys.stderr, flush=True)

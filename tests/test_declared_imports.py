@@ -116,3 +116,18 @@ def test_the_base_installation_generates_and_names_the_extra_for_what_it_cannot_
     assert demo.endswith('the package reasoning_gym is missing: pip install "parse-engine[bench]"')
     assert re.search(r'the package (matplotlib|scipy|PIL) is missing: pip install "parse-engine\[bench\]"', bench)
     assert gsm8k.endswith('pip install "parse-engine[bench]"') or gsm8k.endswith('pip install "parse-engine[data]"')
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "missing"),
+    [
+        ("data_tools.cli", ["build", "recipes/data.yaml"], "yaml|trl|filelock|datasets"),
+        ("parse_train.__main__", ["recipes/train.yaml"], "yaml|trl|peft|accelerate"),
+    ],
+)
+def test_without_their_extras_data_and_training_say_so_in_one_sentence(module: str, arguments: list[str], missing: str):
+    code = f"import sys; sys.modules.update(dict.fromkeys({sorted(set(EXTRAS) - {'numpy', 'tokenizers'})})); "
+    code += f"from {module} import main; sys.exit(main({arguments}))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 2 and len(run.stderr.strip().splitlines()) == 1, run.stderr
+    assert re.search(rf"error: the package ({missing}) is missing: pip install \"parse-engine\[\w+\]\"", run.stderr)
