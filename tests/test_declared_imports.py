@@ -125,7 +125,7 @@ def test_the_base_installation_generates_and_names_the_extra_for_what_it_cannot_
         ("parse_train.__main__", ["recipes/train.yaml"], "yaml|trl|peft|accelerate"),
     ],
 )
-def test_without_their_extras_data_and_training_say_so_in_one_sentence(module: str, arguments: list[str], missing: str):
+def test_without_their_extras_data_and_training_say_so(module: str, arguments: list[str], missing: str):
     code = f"import sys; sys.modules.update(dict.fromkeys({sorted(set(EXTRAS) - {'numpy', 'tokenizers'})})); "
     code += f"from {module} import main; sys.exit(main({arguments}))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
