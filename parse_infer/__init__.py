@@ -29,7 +29,7 @@ _MODULES = {
     "Generation": "generation",
     "GenerationSettings": "generation",
     "ParseEngine": "engine",
-    "Sampling": "models.decoder",
+    "Sampling": "models.sampling",
     "Score": "generation",
     "Segmenter": "verify.segments",
     "Span": "generation",

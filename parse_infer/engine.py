@@ -112,9 +112,10 @@ class ParseEngine:
 
         Without an adapter, `zero_shot=True` asks the target itself whether a prefix is right; without either, only
         mode "exact" generates. `template_options` are switches of the chat templates (`{"enable_thinking": False}`).
-        `target_drafter` and `draft_drafter` speed up what each model writes itself, without changing it: "lookup", the
-        folder or name of a head, or for the target "draft" (see `parse_infer.guesses.registry`). By default the draft
-        model guesses for the target where both have the same tokens; None: nobody does.
+        `target_drafter` and `draft_drafter` speed up what each model writes itself; greedy tokens stay the same (in
+        float32), sampled ones keep their distribution: "lookup", the folder or name of a head, or for the target
+        "draft" (see `parse_infer.guesses.registry`). By default the draft model guesses for the target where both have
+        the same tokens; None: nobody does.
 
         Raises ValueError or OSError with one sentence for whatever is missing, damaged or does not fit.
         """
@@ -307,13 +308,17 @@ class ParseEngine:
     def _serve(self, request: Request, drafter: Drafter) -> Iterator[Event]:
         """All events of a request, with its costs counted."""
         settings, stats, target = request.settings, request.stats, self.target.decoder
-        target_before, draft_before, drafter_before = target.forwards, drafter.forwards, self._drafter_forwards()
+        target_before, drafter_before = target.forwards, self._drafter_forwards()
+        draft_before = self._draft_forwards(drafter)
         self._current = request
         request.start()
         drafter.reset(request.prompt, settings.draft_sampling, settings.stop)
-        yield from self._rounds(request, drafter)
+        for event in self._rounds(request, drafter):
+            yield event
+            if self._current is not request:
+                raise RuntimeError("This stream has ended, because the engine has been given another request since.")
         stats.target_forwards = target.forwards - target_before
-        stats.draft_forwards = drafter.forwards - draft_before
+        stats.draft_forwards = self._draft_forwards(drafter) - draft_before
         stats.drafter_forwards = self._drafter_forwards() - drafter_before
         yield Done(request.result())
 
@@ -332,6 +337,7 @@ class ParseEngine:
         if drafter is None:
             raise ValueError("This engine has no draft model: pass draft=… to from_pretrained, or give a draft_text.")
         request = Request(prompt, self.target, settings, settings.resume_sampling)
+        self._current = None  # a stream that is still open must not go on with a drafter that writes something else
         drafter.reset(prompt, settings.draft_sampling, settings.stop)
         return request, drafter
 
@@ -350,13 +356,15 @@ class ParseEngine:
         for request in requests:
             self._current = request
             request.start()
-            before, drafter_before = model.decoder.forwards, self._drafter_forwards()
+            target_before, drafter_before = self.target.decoder.forwards, self._drafter_forwards()
+            draft_before = self._draft_forwards()
             model.decoder.seek(request.prompt_ids)
             for token in self._decode(model, request, drafter, source):
                 request.answer.add([token], source)
                 if not request.answer.open:
                     break
-            setattr(request.stats, f"{source}_forwards", model.decoder.forwards - before)
+            request.stats.target_forwards = self.target.decoder.forwards - target_before
+            request.stats.draft_forwards = self._draft_forwards() - draft_before
             request.stats.drafter_forwards = self._drafter_forwards() - drafter_before
             results.append(request.result())
         return results if is_list else results[0]
@@ -377,13 +385,17 @@ class ParseEngine:
             if token is None:
                 return
             yield token
-            if self._current is not request:
-                raise RuntimeError("This stream has ended, because the engine has been given another request since.")
 
     def _draft_room(self, request: Request) -> int:
         """Tokens a draft may have: the budget, and what the window holds besides context and one probe."""
         probe_len = len(self._require_judge().probe.ids) if request.settings.mode == "validity" else 0
         return min(request.answer.room, self.target.window - probe_len - len(request.context))
+
+    def _draft_forwards(self, drafter: Drafter | None = None) -> int:
+        """Of the draft model, whatever it does; else of another drafter."""
+        if self.draft is not None:
+            return self.draft.decoder.forwards
+        return 0 if drafter is None else drafter.forwards
 
     def _drafter_forwards(self) -> int:
         return sum(drafter.forwards for drafter in (self.target_drafter, self.draft_drafter) if drafter is not None)

@@ -38,18 +38,30 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(folder: str | Path) -> Iterator[Path]:
-    """The same for a whole folder, which is empty when the block begins."""
+    """The same for a whole folder, which is empty when the block begins.
+
+    What stood there goes aside for the instant between two renames. A process killed in that instant leaves it under
+    another name, and the next call puts it back.
+    """
     folder = Path(folder).expanduser().absolute()
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     before = folder.with_name(f".{folder.name}.{os.getpid()}.before")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
+    for left in folder.parent.glob(f".{folder.name}.*.before"):
+        if not folder.exists():
+            left.rename(folder)
     try:
         yield beside
+        for path in beside.rglob("*"):
+            _to_disk(path)
         if folder.exists():
             folder.rename(before)
         beside.rename(folder)
+        _to_disk(folder.parent)
     finally:
+        if before.exists() and not folder.exists():
+            before.rename(folder)
         shutil.rmtree(beside, ignore_errors=True)
         shutil.rmtree(before, ignore_errors=True)
 

@@ -26,7 +26,7 @@ class GenerationSettings:
     """Upper bound on the answer, in target tokens, the end token included."""
     threshold: float | None = None
     """A prefix holds if its validity is at least this. None: the adapter's own (0.5 if it has none). More than 1
-    accepts nothing, so the answer is the target's own."""
+    accepts nothing for its validity, so the (greedy) answer is the target's own."""
     mode: Mode = "validity"
     """"validity": keep what the judge finds right. "exact": keep only what the target would have written itself."""
     acceptance: Acceptance = "first_failure"
@@ -34,9 +34,10 @@ class GenerationSettings:
     exact_tail: bool = True
     """Behind the accepted cut, use the draft tokens that equal the target's greedy choice: those right behind it are
     kept (they are free), those after the first other token are guesses for what the target writes (several tokens in
-    one forward; see `parse_infer.guesses.rejected_draft`). With resume "finish" no answer changes. With "hand_back"
-    what the target writes is its own greedy text either way, but the draft model takes over later: behind the segment
-    in which the target first chooses another token. Applies only while `resume_sampling` is greedy."""
+    one forward; see `parse_infer.guesses.rejected_draft`). With resume "finish" no answer changes (in
+    float32). With "hand_back" what the target writes is its own greedy text either way, but the draft model takes over
+    later: behind the segment in which the target first chooses another token. Applies only while `resume_sampling` is
+    greedy."""
     resume: Resume = "finish"
     """"finish": the target writes the rest. "hand_back": it writes one segment, then the draft model goes on."""
     draft_sampling: Sampling = field(default_factory=Sampling)

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{whose}: {sentence}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command continues from the last checkpoint", file=sys.stderr, flush=True)
+        print("interrupted; the same command continues where it can", file=sys.stderr, flush=True)
         return 130
     return 0
 

@@ -145,7 +145,7 @@ def _recipe(config: TrainingConfig, rows: int | None) -> dict[str, Any]:
     """All that decides about the result, as JSON gives it back."""
     values = {f.name: getattr(config, f.name) for f in fields(config) if not f.name.startswith(HARMLESS)}
     deepspeed = getattr(config, "deepspeed_plugin", None) is not None  # its checkpoints are of another kind
-    values |= {"rows": rows, "world_size": config.world_size, "deepspeed": deepspeed}
+    values |= {"rows": rows, "world_size": config.world_size, "under_deepspeed": deepspeed}
     return json.loads(json.dumps(values, default=str))
 
 

@@ -2,7 +2,7 @@
 
 Given a path to run, Python first asks `sys.path_hooks` whether somebody can import from there (see the documentation
 of `runpy` and of the interpreter's command line). `parse_engine_recipes.pth`, which is installed beside the packages,
-adds a hook of three lines whenever Python starts; only for a path that ends in .yaml or .yml does that import this
+adds a short hook whenever Python starts; only for a path that ends in .yaml or .yml does that import this
 module, which steps aside for whatever is no recipe.
 """
 

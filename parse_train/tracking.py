@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import netrc
 import os
 from collections.abc import Mapping
@@ -11,8 +10,6 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 from parse_train.training_config import TrainingConfig
-
-logger = logging.getLogger(__name__)
 
 
 def start(config: TrainingConfig) -> None:

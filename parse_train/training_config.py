@@ -26,5 +26,7 @@ class TrainingConfig(TrainingArguments):
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.use_cpu:  # DeepSpeed (which peft imports wherever it is installed) would guess, and warn
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        if self.save_only_model:
+            raise ValueError("save_only_model is not supported here: without the optimiser's state nothing resumes")
         self.remove_unused_columns = False  # the models' own collators know what is used
         super().__post_init__()

@@ -1,4 +1,8 @@
-"""Every command and every piece of code in README and docs runs, on less data where it would take minutes."""
+"""The commands and the code of README and docs run, in this process and on less data where it would take minutes.
+
+Of `make` only the target is looked up, `pip` is left to CI, and recipes for models of the Hub are read, not run. What
+starts processes (accelerate, torchrun, python) is tested in tests/parse_train/test_launch.py.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +79,7 @@ def run(words: list[str], room: Path, number: int) -> int:
 
 
 def train(words: list[str], room: Path, number: int) -> int:
-    """A recipe, whoever starts it (tests/parse_train/test_train_launch.py starts processes)."""
+    """A recipe, whoever starts it (tests/parse_train/test_launch.py starts processes)."""
     for word in words:
         assert not word.startswith("recipes/") or (REPOSITORY / word).is_file(), f"there is no {word}"
     at = next(i for i, word in enumerate(words) if word.endswith(".yaml") and "/accelerate/" not in word)

@@ -114,7 +114,7 @@ def title(name: str) -> str:
         return f"target + {drafters[0]}, lossless speculation"
     if drafters:
         guesses = [f"{drafter} guesses for {who}" for drafter, who in zip(drafters, _WHO, strict=False)]
-        return ", ".join(["PARSE", *guesses])
+        return ", ".join([f"PARSE{_bracket([f'resume={resume_of(name)}'] if resume_of(name) else [])}", *guesses])
     sizes = name.split(":")[1:] if base == "assisted" else [f"resume={resume_of(name)}"] if resume_of(name) else []
     return f"{_TITLES[base]}{_bracket(sizes)}"
 

@@ -25,7 +25,7 @@ class ModelOptions:
     threshold: Annotated[
         float | None,
         typer.Option(
-            help="Keep a prefix whose validity is at least this; more than 1 keeps none. Default: the adapter's."
+            help="Keep a prefix whose validity is at least this; no validity is more than 1. Default: the adapter's."
         ),
     ] = None
     target: Annotated[
@@ -42,17 +42,16 @@ class ModelOptions:
         str,
         typer.Option(
             metavar="NAME",
-            help="Who guesses tokens of what the target writes; changes no answer. auto: the draft model, where it is "
-            "there and has the same tokens. none, lookup, draft, eagle3, parallel, medusa, or the folder of a head; "
-            "sizes behind it as in eagle3:tokens=4:top_k=3.",
+            help="Who guesses tokens of what the target writes; greedy answers stay the same (in float32). auto: the "
+            "draft model, where it is there and has the same tokens. none, lookup, draft, eagle3, parallel, medusa, "
+            "or the folder of a head; sizes behind it as in eagle3:tokens=4:top_k=3.",
         ),
     ] = "auto"
     draft_drafter: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Who guesses tokens of what the draft model writes; changes no draft. lookup, parallel, or a folder; "
-            "default: nobody.",
+            help="The same for what the draft model writes. lookup, parallel, or a folder; default: nobody.",
         ),
     ] = None
     device: Device = None
@@ -93,7 +92,8 @@ class ModelOptions:
 
         Raises ValueError or OSError with one sentence for whatever is missing or does not fit.
         """
-        needs_draft = needs_draft or self.draft is not None or self.target_drafter.split(":")[0] == "draft"
+        guesses = self.target_drafter.split(":")[0] == "draft" or self.draft_drafter is not None
+        needs_draft = needs_draft or guesses or self.draft is not None
         draft = self.draft_name if needs_draft else None
         needs_adapter = self.adapter is not None or (needs_judge and not self.zero_shot)
         adapter = self.adapter_name if needs_adapter else None

@@ -79,7 +79,7 @@ class EagleConfig:
         if "rope_type" not in rope:
             fixed["rope_parameters"] = {"rope_theta": values["rope_theta"]}
         known = understood(values, cls, fixed)
-        if "head_dim" not in known and {"hidden_size", "num_attention_heads"} <= known.keys():
+        if known.get("head_dim") is None and {"hidden_size", "num_attention_heads"} <= known.keys():
             known["head_dim"] = known["hidden_size"] // known["num_attention_heads"]
         try:
             return cls(**known)

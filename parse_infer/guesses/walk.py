@@ -1,7 +1,7 @@
-"""Token-level speculation: several tokens per forward of one model, and not one token other than it would write alone.
+"""Token-level speculation: several tokens per forward of one model, which are those that it would write alone.
 
 A token drafter guesses a tree of next tokens, one forward of the model looks at all of them, and a walk from the root
-keeps what the model itself would have chosen. Greedy: the very same tokens. Sampling: the very same distribution
+keeps what the model itself would have chosen. Greedy: the same tokens, up to rounding. Sampling: the same distribution
 (chains: block verification, arXiv 2403.10444, which keeps at least as much as the token-wise rule of Leviathan et al.,
 arXiv 2211.17192; siblings drawn at random: recursive rejection, SpecInfer, arXiv 2305.09781). `guided_decode` stands
 in for `Decoder.decode` wherever a model writes.

@@ -19,8 +19,6 @@ from parse_infer.models.architecture import decoder_layers, layer_windows, outpu
 from parse_infer.models.attention import SPLIT_ATTENTION, layer_masks
 from parse_infer.models.sampling import Sampling, choose
 
-__all__ = ["Decoder", "PassOutput", "Sampling", "Trailing"]
-
 
 @dataclass(frozen=True)
 class Trailing:

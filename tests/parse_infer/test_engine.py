@@ -514,6 +514,39 @@ def test_another_request_ends_an_open_stream(engine):
     assert engine.generate_target("Other.", max_new_tokens=5).token_ids == alone.token_ids
 
 
+@pytest.mark.parametrize("kind", [Drafted, Verified, Accepted, Resumed])
+@pytest.mark.parametrize("other", ["generate", "stream", "score"])
+def test_another_request_ends_an_open_stream_wherever_it_stands(engine, kind, other):
+    """Also one that was only prepared, or a batch in which a later prompt is refused."""
+    settings = GenerationSettings(20, threshold=partial_threshold(engine), resume="hand_back", exact_tail=False)
+    stream = engine.stream(PROMPT, settings)
+    next(event for event in stream if isinstance(event, kind))
+    if other == "generate":
+        with pytest.raises(ValueError, match="context window"):
+            engine.generate(["Other.", "x" * 3000])
+    elif other == "stream":
+        engine.stream("Other.")
+    else:
+        engine.score("Other.", "It is 1.")
+    with pytest.raises(RuntimeError, match="another request"):
+        list(stream)
+
+
+def test_the_forwards_of_the_draft_model_count_whatever_it_does(engine):
+    guided = ParseEngine(
+        engine.target,
+        engine.draft,
+        engine.judge,
+        target_drafter=load_token_drafter("draft", engine.target, engine.draft),
+    )
+    with TokenCount(engine.draft.model) as draft:
+        text = guided.generate(PROMPT, max_new_tokens=12, draft_text="No.", threshold=1.5).stats
+    assert text.draft_forwards == len(draft.widths) > 0
+    with TokenCount(engine.draft.model) as draft:
+        alone = guided.generate_target(PROMPT, max_new_tokens=12, guided=True).stats
+    assert alone.draft_forwards == len(draft.widths) > 0
+
+
 def test_a_dropped_stream_leaves_the_engine_usable(engine):
     stream = engine.stream(PROMPT, max_new_tokens=20, threshold=1.5, exact_tail=False)
     next(event for event in stream if isinstance(event, Resumed))

@@ -29,13 +29,13 @@ def generate(
     ] = None,
     draft_text: Annotated[str | None, typer.Option(help="Check this draft instead of the draft model's.")] = None,
     mode: Annotated[
-        str, typer.Option(metavar="validity|exact", help="exact: lossless, only the target's own greedy tokens.")
+        str, typer.Option(metavar="validity|exact", help="exact: only the target's own greedy tokens (in float32).")
     ] = "validity",
     acceptance: Annotated[
         str, typer.Option(metavar="first_failure|longest", help="Up to the first failing cut, or to the last valid.")
     ] = "first_failure",
     resume: options.Resume = None,
-    exact_tail: Annotated[bool, typer.Option(help="Also keep draft tokens that equal the target's choice.")] = True,
+    exact_tail: Annotated[bool, typer.Option(help="Use draft tokens that equal the target's choice.")] = True,
     max_new_tokens: options.MaxNewTokens = 512,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer after this text; repeatable.")] = None,
     temperature: Annotated[float, typer.Option(help="The target's sampling temperature; 0 is greedy.")] = 0.0,

@@ -230,6 +230,7 @@ def test_a_mode_may_say_what_follows_a_rejected_draft(engine):
     assert rounds["parse"] == rounds["parse:finish"] == 1
     assert rounds["parse:hand_back"] == rounds["parse:hand_back+none"] > 1
     assert title("parse:hand_back") == "**PARSE** (resume hand_back)"
+    assert title("parse:hand_back+none") == "PARSE (resume hand_back), nobody guesses for the target"
     with pytest.raises(ValueError, match="unknown mode 'parse:hand_bak'"):
         check_modes(["parse:hand_bak"])
 

@@ -111,6 +111,7 @@ def test_the_draft_model_guesses_for_the_target_also_where_the_draft_is_a_text(m
     assert guesses["draft"] > 0 and guesses["draft:tokens=4"] > 0
     assert guesses["auto"] == guesses["none"] == 0  # nothing else asks for a draft model, so none is loaded
     assert len({answer["text"] for answer in answers.values()}) == 1
+    assert main([*question, "--draft-drafter", "lookup"]) == 0, capsys.readouterr().err
     assert main([*question, *judge_only(models)]) == 0
     capsys.readouterr()
     sentence = error_of(capsys, *question, "--target-drafter", "draft", *judge_only(models))

@@ -327,6 +327,7 @@ def test_what_a_configuration_says_is_understood_or_refused(lm, tmp_path: Path, 
     harmless = {"torch_dtype": "bfloat16", "use_cache": True, "rope_scaling": None, "attention_bias": False}
     harmless |= {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
     del config["rope_theta"]
+    harmless |= {"head_dim": None}  # hidden_size / num_attention_heads
     (tmp_path / "config.json").write_text(json.dumps(config | harmless))
     assert EagleHead.from_pretrained(tmp_path, lm).config.rope_theta == 5e5
     (tmp_path / "config.json").write_text(json.dumps(config | change))

@@ -61,6 +61,7 @@ def test_environment_variables_come_from_the_recipe(recipe: Path, monkeypatch: p
         ("eval_share: 1.5", "eval_share is 1.5; it must lie between 0 and 1"),
         ("cut_policy: {kind: word}", "unknown cut policy 'word'"),
         ("fp16: true", "fp16 is not supported here: use bf16"),
+        ("save_only_model: true", "save_only_model is not supported here"),
         ("recipe: validty", "unknown recipe validty; did you mean 'validity'?"),
         ("target: ''", "the recipe needs the key target"),
         ("a: [", "is not valid YAML in line"),

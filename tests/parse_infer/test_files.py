@@ -1,0 +1,74 @@
+"""Files are whole or not there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from parse_infer.files import read_jsonl, replacing, replacing_folder, write_text
+
+
+def fill(folder: Path, text: str) -> None:
+    (folder / "a.txt").write_text(text)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file.txt"
+    write_text(path, "one")
+    with pytest.raises(RuntimeError), replacing(path) as beside:
+        beside.write_text("tw")
+        raise RuntimeError
+    assert path.read_text() == "one"
+    assert os.listdir(path.parent) == ["file.txt"]
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "folder"
+    with replacing_folder(folder) as beside:
+        fill(beside, "one")
+    with pytest.raises(RuntimeError), replacing_folder(folder) as beside:
+        fill(beside, "two")
+        raise RuntimeError
+    assert (folder / "a.txt").read_text() == "one"
+
+    rename = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if self.name.endswith(".partial"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)  # between the two renames
+    with pytest.raises(KeyboardInterrupt), replacing_folder(folder) as beside:
+        fill(beside, "two")
+    monkeypatch.undo()
+    assert (folder / "a.txt").read_text() == "one"
+    assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_what_a_killed_process_put_aside_comes_back(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (tmp_path / ".folder.1.before").mkdir()
+    fill(tmp_path / ".folder.1.before", "one")
+    with pytest.raises(RuntimeError), replacing_folder(folder):
+        raise RuntimeError
+    assert (folder / "a.txt").read_text() == "one"
+
+
+def test_rows_are_named_by_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": 2}\n')
+    assert list(read_jsonl(path, ("a",))) == [(f"{path}, line 1", {"a": 1}), (f"{path}, line 3", {"a": 2})]
+    for text, message in (
+        ('{"a": 1}\n{"a": ', "line 2: not complete JSON"),
+        ("[1]\n", "line 1: a row must be a JSON object"),
+        ('{"b": 1}\n', "line 1: no key 'a'; every row needs a"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            list(read_jsonl(path, ("a",)))
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="not a text file in UTF-8"):
+        list(read_jsonl(path))
