@@ -43,6 +43,8 @@ def update(root: Path, write: bool = True) -> list[str]:
         FileNotFoundError, ValueError: a block without an end, an unknown table, or results that are not there; by file
             and line.
     """
+    if not root.is_dir():
+        raise FileNotFoundError(f"there is no folder {root}: give the one with README.md and docs/")
     stale = []
     for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
         if not path.is_file():

@@ -125,5 +125,10 @@ def test_mistakes_are_one_sentence_with_the_line(root, text, sentence, capsys):
     assert sentence in error and error.startswith("error: ") and error.count("\n") == 1
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
+    assert main([str(tmp_path / "gone"), "--check"]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
 def test_the_documentation_shows_what_was_measured():
     assert update(ROOT, write=False) == []
