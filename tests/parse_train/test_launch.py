@@ -61,8 +61,6 @@ def uninterrupted(training_folder: Path) -> Path:
     output = training_folder / "uninterrupted"
     result = launch(
         "cpu.yaml",
-        "-m",
-        "parse_train",
         training_folder / "recipe.yaml",
         "--output_dir",
         output,
@@ -91,7 +89,7 @@ def test_two_processes_learn_what_one_learns(uninterrupted: Path, training_folde
     output = training_folder / "two"
     result = launch(
         "cpu-2.yaml",
-        *("-m", "parse_train", training_folder / "recipe.yaml", "--output_dir", output),
+        *(training_folder / "recipe.yaml", "--output_dir", output),
         *("--per_device_train_batch_size", "2"),
     )
     assert result.returncode == 0, result.stderr
@@ -126,7 +124,7 @@ def test_another_recipe_does_not_continue_a_training(uninterrupted: Path, traini
 @pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles its CPU communication with g++")
 def test_deepspeed_learns_the_same_and_resumes(uninterrupted: Path, training_folder: Path) -> None:
     output = training_folder / "zero2"
-    arguments = ("-m", "parse_train", training_folder / "recipe.yaml", "--output_dir", output)
+    arguments = (training_folder / "recipe.yaml", "--output_dir", output)
     options = ("--per_device_train_batch_size", "2", "--baselines", "false")
     result = launch("deepspeed-zero2.yaml", *arguments, *options)
     assert result.returncode == 0, result.stderr
