@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel, set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_model
+from safetensors.torch import load_file, load_model
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -77,7 +78,11 @@ def train(trainer: Trainer, start: Start) -> None:
     if start.checkpoint is not None and start.finished:  # the Trainer would take one step more before it looks
         trainer.state = TrainerState.load_from_json(str(start.checkpoint / STATE))
         best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
-        load_model(trainer.model, Path(best or start.checkpoint) / "model.safetensors")  # type: ignore[arg-type]
+        weights = _weights(Path(best or start.checkpoint))
+        if isinstance(trainer.model, PeftModel):
+            set_peft_model_state_dict(trainer.model, load_file(weights))
+        else:
+            load_model(trainer.model, weights)  # type: ignore[arg-type]
         trainer.is_deepspeed_enabled = False  # it evaluates only what it trains
         return
     trainer.add_callback(RecipeNote(start.recipe))
@@ -110,13 +115,20 @@ def incomplete(folder: Path) -> str | None:
     except (OSError, ValueError):
         return f"{STATE} is missing or cut off"
     try:
-        with safe_open(folder / "model.safetensors", framework="pt") as tensors:
+        with safe_open(_weights(folder), framework="pt") as tensors:
             tensors.keys()
     except (OSError, SafetensorError):
         return "model.safetensors is missing or cut off"
     if not ((folder / "optimizer.pt").is_file() or (folder / "latest").is_file()):  # `latest`: DeepSpeed's
         return "the optimiser's state is missing"
     return None
+
+
+def _weights(folder: Path) -> Path:
+    """The file of a checkpoint's weights: all of them, or those of a LoRA."""
+    return next(
+        (path for path in [folder / "adapter_model.safetensors"] if path.is_file()), folder / "model.safetensors"
+    )
 
 
 def _find(config: TrainingConfig, recipe: dict[str, Any]) -> Start:

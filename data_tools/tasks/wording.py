@@ -207,6 +207,23 @@ def reduction(step: Step, rng: Random, limit: Fraction | None) -> list[tuple[lis
     return None
 
 
+def in_parts(terms: list[Fraction], operators: list[str]) -> tuple[list[Fraction], list[str]] | None:
+    """`27 * 34` as `27 * 30 + 27 * 4`; None for anything but a product of two whole numbers of several digits each.
+
+    A product of two numbers is hard to write down at once; its parts are not (arXiv 2305.14201 does the same).
+    """
+    if operators != ["*"] or any(t.denominator != 1 or t <= 0 for t in terms):
+        return None
+    significant = [len(str(t).rstrip("0")) for t in terms]
+    if min(significant) < 2:
+        return None
+    whole, split = terms if significant[0] >= significant[1] else terms[::-1]
+    digits = str(split)
+    places = [Fraction(int(d)) * 10 ** (len(digits) - 1 - i) for i, d in enumerate(digits) if d != "0"]
+    parts = [term for place in places for term in (whole, place)]
+    return parts, ["*", *["+", "*"] * (len(places) - 1)]
+
+
 _SYMBOLS = ({"*": "*"}, {"*": "x"}, {"*": "x"}, {"*": "times", "+": "plus", "-": "minus", "/": "divided by"})
 _FIRST = ("", "", "First, ", "To start, ", "We begin: ")
 _MIDDLE = ("", "", "Then ", "Next, ", "After that, ", "Now ")
@@ -218,8 +235,13 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def write(steps: list[Step], answer: str, rng: Random, limit: float | None = None) -> str | None:
-    """A worked answer in a wording drawn from `rng`, ending in `#### answer`; None if a value breaks `limit`."""
+def write(
+    steps: list[Step], answer: str, rng: Random, limit: float | None = None, long_products: bool = False
+) -> str | None:
+    """A worked answer in a wording drawn from `rng`, ending in `#### answer`; None if a value breaks `limit`.
+
+    With `long_products`, the last product of an equation is worked out in parts (`in_parts`) where that helps.
+    """
     symbols = rng.choice(_SYMBOLS)
     bound = None if limit is None else Fraction(limit)
     lines = []
@@ -227,6 +249,13 @@ def write(steps: list[Step], answer: str, rng: Random, limit: float | None = Non
         chain = reduction(step, rng, bound)
         if chain is None or not is_short(step.value) or (bound is not None and step.value > bound):
             return None
+        if long_products and (parts := in_parts(*chain[-1])) is not None:
+            terms = parts[0]
+            products = [terms[i] * terms[i + 1] for i in range(0, len(terms), 2)]
+            chain.append(parts)
+            while len(products) > 1:  # add up the products one at a time
+                chain.append((products, ["+"] * (len(products) - 1)))
+                products = [products[0] + products[1], *products[2:]]
         rows = []
         for terms, operators in chain:
             words = [show(terms[0])]

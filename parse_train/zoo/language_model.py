@@ -14,6 +14,7 @@ from random import Random
 from typing import Any, cast
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import IterableDataset
 from transformers import (
     AutoConfig,
@@ -49,6 +50,16 @@ class LanguageModelConfig(TrainingConfig):
         default=None,
         metadata={"help": "Start from these weights (folder or Hugging Face id) instead of random ones; same width."},
     )
+    lora_rank: int = field(
+        default=0,
+        metadata={
+            "help": "Leave initial_model as it is and train a LoRA of this rank on all its linears; 0: train all weights."
+        },
+    )
+    lora_alpha: int = field(default=32, metadata={"help": "The LoRA's update is scaled by lora_alpha / lora_rank."})
+    chat_template: str | None = field(
+        default=None, metadata={"help": "Jinja chat template that replaces the tokenizer's own."}
+    )
     initial_layers: list[int] | None = field(
         default=None,
         metadata={
@@ -72,7 +83,9 @@ class LanguageModelConfig(TrainingConfig):
             raise ValueError(
                 "the recipe needs the key tokenizer: a folder made by recipes/zoo/tokenizer.yaml or a Hugging Face id"
             )
-        if "model_type" not in self.model_config:
+        if self.lora_rank and (self.initial_model is None or self.model_config or self.initial_layers):
+            raise ValueError("lora_rank needs initial_model, and neither model_config nor initial_layers beside it")
+        if not self.lora_rank and "model_type" not in self.model_config:
             raise ValueError("the recipe's model_config needs model_type, for example llama")
         if self.max_steps <= 0:
             raise ValueError(
@@ -149,9 +162,11 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 class LanguageModelTrainer(Trainer):
-    """Trainer with Muon, a compiled backbone and logits at answer tokens only."""
+    """Trainer with Muon (a LoRA has AdamW), a compiled backbone and logits at answer tokens only."""
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if isinstance(self.model, PeftModel):
+            return super().create_optimizer(model)
         if self.optimizer is None:
             model = cast(PreTrainedModel, self.model)
             self.optimizer = MuonWithAdamW(
@@ -162,6 +177,7 @@ class LanguageModelTrainer(Trainer):
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:  # type: ignore[override]
         labels = inputs.pop("labels")[:, 1:]
         core = self.accelerator.unwrap_model(model)
+        core = core.get_base_model() if isinstance(core, PeftModel) else core
         with torch.autocast(labels.device.type, torch.bfloat16, enabled=self.args.bf16):
             hidden = core.model(**inputs, use_cache=False).last_hidden_state[:, :-1]
             kept = labels != IGNORED
@@ -173,21 +189,12 @@ class LanguageModelTrainer(Trainer):
 def main(config: LanguageModelConfig) -> None:
     """Train from scratch, or go on from a checkpoint, and save model and tokenizer in `output_dir`/final."""
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+    if config.chat_template is not None:
+        tokenizer.chat_template = config.chat_template
     torch.manual_seed(config.seed)
-    fields = dict(config.model_config)
-    architecture = AutoConfig.for_model(
-        fields.pop("model_type"),
-        vocab_size=len(tokenizer),
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **fields,
-    )
-    model = AutoModelForCausalLM.from_config(architecture)
-    if config.initial_model is not None:
-        start_from(model, config.initial_model, config.initial_layers)
+    model = with_lora(config) if config.lora_rank else all_weights(config, tokenizer)
     if config.torch_compile_backbone:
-        model.model.compile()
+        getattr(model, "get_base_model", lambda: model)().model.compile()
     start = checkpoints.prepare(config)
     trainer = LanguageModelTrainer(
         model=model,
@@ -200,8 +207,38 @@ def main(config: LanguageModelConfig) -> None:
     if config.process_index == 0:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
         with replacing_folder(f"{config.output_dir}/final") as final:
-            save_half(model, final)
+            if config.lora_rank:
+                model.bfloat16().save_pretrained(final)
+            else:
+                save_half(model, final)
             tokenizer.save_pretrained(final)
+
+
+def all_weights(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A model of the recipe's architecture, with random weights or those of `initial_model`."""
+    fields = dict(config.model_config)
+    architecture = AutoConfig.for_model(
+        fields.pop("model_type"),
+        vocab_size=len(tokenizer),
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **fields,
+    )
+    model = AutoModelForCausalLM.from_config(architecture)
+    if config.initial_model is not None:
+        start_from(model, config.initial_model, config.initial_layers)
+    return model
+
+
+def with_lora(config: LanguageModelConfig) -> PeftModel:
+    """`initial_model`, frozen, with a fresh LoRA on all linears of its layers."""
+    numbers = torch.bfloat16 if config.bf16 else torch.float32  # frozen weights need no copy in float32
+    model = AutoModelForCausalLM.from_pretrained(config.initial_model, dtype=numbers)
+    lora = LoraConfig(
+        r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return cast(PeftModel, get_peft_model(model, lora))
 
 
 def save_half(model: PreTrainedModel, folder: Path) -> None:
