@@ -30,6 +30,7 @@ from parse_infer.models.decoder import Decoder
 from parse_infer.models.devices import wait_for
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import ZOO, LanguageModel, resolve
+from parse_infer.models.packed_linear import pack_linears
 from parse_infer.models.sampling import Sampling
 from parse_infer.verify.head import ValidityHead
 from parse_infer.verify.probe_lora import ProbeLoRA
@@ -79,6 +80,7 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Langua
     with device:
         model = AutoModelForCausalLM.from_config(_config(shape), dtype=dtype).eval().requires_grad_(False)
     enable_split_attention(model)
+    pack_linears(model)
     return LanguageModel(shape, model, AutoTokenizer.from_pretrained(ZOO / "target"))
 
 

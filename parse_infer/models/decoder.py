@@ -13,10 +13,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from parse_infer.models.architecture import decoder_layers, layer_windows, output_layer, text_config
 from parse_infer.models.attention import SPLIT_ATTENTION, layer_masks
+from parse_infer.models.fast_backbone import FastBackbone
+from parse_infer.models.kv_buffer import new_cache
 from parse_infer.models.sampling import Sampling, choose
 
 
@@ -74,9 +76,10 @@ class Decoder:
         self.forwards = 0
         self._windows = layer_windows(model)
         self._backbone = getattr(model, model.base_model_prefix)
+        self._fast = FastBackbone.for_model(model)
         self._layers = decoder_layers(model)
         self._output_layer = output_layer(model)
-        self._cache = DynamicCache()
+        self._cache = new_cache()
         self._next_logits: Tensor | None = None
         self._guessed: list[int] = []  # between look_ahead() and keep()
         self._taps: tuple[int, ...] = ()
@@ -282,30 +285,33 @@ class Decoder:
 
     def _step(self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor] | None = None) -> Tensor:
         """One forward of the backbone, [1, T] -> [1, T, H]; the cache grows by T tokens."""
+        heard = dict.fromkeys(self._taps, tokens)
         try:
-            with self._listening() as heard:
-                output = self._backbone(
-                    input_ids=tokens,
-                    position_ids=positions,
-                    attention_mask=mask,
-                    past_key_values=self._cache,
-                    use_cache=True,
-                )
+            if self._fast is not None:
+                hidden = self._fast(tokens, positions, self._cache, cast("Tensor | None", mask), heard)
+            else:
+                with self._listening(heard):
+                    hidden = self._backbone(
+                        input_ids=tokens,
+                        position_ids=positions,
+                        attention_mask=mask,
+                        past_key_values=self._cache,
+                        use_cache=True,
+                    ).last_hidden_state
         except BaseException:  # interrupted or out of memory: some layers may have grown, others not
-            self._cache, self.cached = DynamicCache(), 0
+            self._cache, self.cached = new_cache(), 0
             self._tapped, self._tapped_from = [], 0
             raise
         self.forwards += 1
         self.cached += tokens.shape[1]
         if self._taps:
-            heard[len(self._layers)] = output.last_hidden_state
+            heard[len(self._layers)] = hidden
             self._tapped.append(torch.cat([heard[layer][0] for layer in self._taps], dim=-1))
-        return output.last_hidden_state
+        return hidden
 
     @contextmanager
-    def _listening(self) -> Iterator[dict[int, Tensor]]:
-        """What enters the tapped layers during the block; no other state is kept."""
-        heard: dict[int, Tensor] = {}
+    def _listening(self, heard: dict[int, Tensor]) -> Iterator[None]:
+        """Puts what enters the tapped layers during the block into `heard`; no other state is kept."""
 
         def note(layer: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
@@ -316,7 +322,7 @@ class Decoder:
         inner = [layer for layer in self._taps if layer < len(self._layers)]
         handles = [self._layers[i].register_forward_pre_hook(note(i), with_kwargs=True) for i in inner]
         try:
-            yield heard
+            yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -324,7 +330,7 @@ class Decoder:
     def _crop(self, length: int) -> None:
         """Drop everything after the first `length` tokens from the cache."""
         if length == 0 and self.cached:
-            self._cache = DynamicCache()
+            self._cache = new_cache()
         elif length < self.cached:
             self._cache.crop(length - self.cached)  # transformers counts the tokens to remove, as a negative number
         dropped = self.cached - length

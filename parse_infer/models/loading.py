@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
+from parse_infer.models.packed_linear import pack_linears
 from parse_infer.models.prompts import Prompt, render_prompt
 from parse_infer.suggest import suggestion
 
@@ -75,10 +76,12 @@ def load_language_model(
     dtype: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
     template_options: Mapping[str, Any] | None = None,
+    trainable: bool = False,
 ) -> LanguageModel:
     """Load weights and tokenizer, put them on `device` (None: the GPU if there is one, else the CPU).
 
-    A target gets the split attention that verification passes need. Raises ValueError or OSError with one sentence
+    A target gets the split attention that verification passes need. Unless gradients are to flow through it
+    (`trainable`), a model on a CPU gets linear layers that are faster and have none. Raises ValueError or OSError with one sentence
     for anything that is missing, incomplete or unsupported: a model is never run with weights it did not load.
     """
     place, numbers = _device(device), _dtype(dtype)
@@ -90,6 +93,8 @@ def load_language_model(
     model.to(place)  # type: ignore[arg-type]
     if role == "target":
         enable_split_attention(model)
+    if not trainable:
+        pack_linears(model)
     return LanguageModel(str(name), model, tokenizer, template_options or {})
 
 

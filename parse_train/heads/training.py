@@ -163,6 +163,7 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadM
         device=config.device,
         dtype=config.model_dtype,
         template_options=config.template_options,
+        trainable=True,
     )
     lm.model.requires_grad_(False)
     model = make(lm)

@@ -60,6 +60,7 @@ def load_target(config: ValidityTrainingConfig) -> LanguageModel:
         device=config.device,
         dtype=config.target_dtype,
         template_options=config.template_options,
+        trainable=True,
     )
 
 

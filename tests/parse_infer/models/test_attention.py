@@ -108,7 +108,7 @@ def test_packed_forward_equals_the_eager_reference(model, random_ids, past, chun
     ):
         model.set_attn_implementation(implementation)
         decoder = Decoder(model, ())
-        with torch.no_grad():
+        with torch.inference_mode():
             if past:
                 decoder.seek(ids[:past])
                 decoder.forward()

@@ -186,7 +186,7 @@ def test_an_interrupted_forward_does_not_spoil_the_cache(make_model, random_ids)
     decoder.seek(random_ids(9))
     iterator = decoder.decode(6)
     next(iterator)
-    handle = model.model.layers[1].register_forward_pre_hook(interrupt)
+    handle = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
     handle.remove()

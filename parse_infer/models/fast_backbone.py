@@ -1,0 +1,143 @@
+"""The backbone of Llama-like models, without the work that transformers' own forward adds to every token.
+
+The same modules and weights, the same results; what is left out is the bookkeeping between them: masks for tokens that
+see everything, a rotary table for each step, a dozen small operations in each norm and rotation. For one token of a
+small model on a CPU that bookkeeping costs more than the matrices (docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from parse_infer.models.architecture import decoder_layers, layer_windows, text_config
+from parse_infer.models.attention import split_attention_forward
+
+_MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
+# Kinds of rotary position embedding whose angles depend on nothing but the position.
+_ROTARY = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class _Layer:
+    attention: nn.Module
+    query: nn.Module
+    key: nn.Module
+    value: nn.Module
+    output: nn.Module
+    query_norm: nn.Module | None
+    key_norm: nn.Module | None
+    before: nn.Module
+    between: nn.Module
+    gate: nn.Module
+    up: nn.Module
+    down: nn.Module
+    activation: nn.Module
+
+
+class FastBackbone:
+    """From token ids to final-norm hidden states, for one sequence. Made by `for_model`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        backbone: Any = getattr(model, model.base_model_prefix)
+        config = text_config(model)
+        self._embed, self._norm, self._rotary = backbone.embed_tokens, backbone.norm, backbone.rotary_emb
+        self._head_size: int = backbone.layers[0].self_attn.head_dim
+        self._kv_heads: int = config.num_key_value_heads
+        self._groups: int = config.num_attention_heads // config.num_key_value_heads
+        self._cos, self._sin = torch.empty(0), torch.empty(0)
+        self._layers = [_layer(layer) for layer in backbone.layers]
+
+    @classmethod
+    def for_model(cls, model: PreTrainedModel) -> FastBackbone | None:
+        """None for a model that needs its own forward: another architecture, sliding windows, several devices."""
+        backbone: Any = getattr(model, model.base_model_prefix)
+        if type(backbone).__name__ not in _MODELS or not type(backbone).__module__.startswith("transformers."):
+            return None
+        rotary = getattr(text_config(model), "rope_parameters", None) or {}
+        windows = set(layer_windows(model).values())
+        modules = list(model.modules())
+        hooked = any(hasattr(m, "_hf_hook") for m in modules)  # accelerate moves weights or inputs about
+        devices = {p.device for p in model.parameters()}
+        if rotary.get("rope_type") not in _ROTARY or windows != {None} or hooked or len(devices) != 1:
+            return None
+        return cls(model)
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, cache: Cache, mask: Tensor | None, heard: dict[int, Tensor]
+    ) -> Tensor:
+        """One forward; the cache grows by T tokens.
+
+        Args:
+            tokens, positions: int64 [1, T]; a chain has the positions that follow on the cache.
+            mask: what trailing tokens see, bool [1, 1, n, context + T] (`split_attention_forward`); None: all of the T
+                tokens are a chain.
+            heard: gets what enters the layers that are its keys.
+
+        Returns:
+            [1, T, H].
+        """
+        n, past = tokens.shape[1], cache.get_seq_length()
+        x = self._embed(tokens)
+        self._prepare_angles(past + n, x)
+        at = past if n == 1 and mask is None else positions[0]
+        cos, sin = self._cos[at], self._sin[at]
+        if mask is None and n > 1 and past:
+            mask = torch.empty(1, 1, 0, past + n, dtype=torch.bool, device=x.device)  # causal throughout
+        for i, layer in enumerate(self._layers):
+            if i in heard:
+                heard[i] = x
+            x = x + layer.output(self._attend(i, layer, _rms(layer.before, x), cos, sin, cache, mask))
+            y = _rms(layer.between, x)
+            x = x + layer.down(layer.activation(layer.gate(y)).mul_(layer.up(y)))
+        return _rms(self._norm, x)
+
+    def _attend(
+        self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, mask: Tensor | None
+    ) -> Tensor:
+        n, size = x.shape[1], self._head_size
+        query, key = layer.query(x).view(1, n, -1, size), layer.key(x).view(1, n, -1, size)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key = _rms(layer.query_norm, query), _rms(layer.key_norm, key)
+        query, key = _rotate(query.transpose(1, 2), cos, sin), _rotate(key.transpose(1, 2), cos, sin)
+        value = layer.value(x).view(1, n, -1, size).transpose(1, 2)
+        keys, values = cache.update(key, value, i)
+        scaling = layer.attention.scaling
+        if n == 1 and mask is None:  # one token sees all: the heads of a group are so many queries of one head
+            query = query.view(1, self._kv_heads, self._groups, size)
+            out = nn.functional.scaled_dot_product_attention(query, keys, values, scale=scaling)  # type: ignore[arg-type]
+            return out.view(1, 1, -1)
+        out, _ = split_attention_forward(layer.attention, query, keys, values, mask, scaling=scaling)  # type: ignore[arg-type]
+        return out.reshape(1, n, -1)
+
+    def _prepare_angles(self, end: int, x: Tensor) -> None:
+        """Tables for positions below `end`: cosines, and sines with the sign that `_rotate` wants; [T, head size]."""
+        if end > len(self._cos):
+            cos, sin = self._rotary(x, torch.arange(max(1024, 2 * end), device=x.device)[None])
+            half = self._head_size // 2
+            self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+
+
+def _layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        attention,
+        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+        *(getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)),
+        *(layer.input_layernorm, layer.post_attention_layernorm),
+        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn),
+    )
+
+
+def _rms(norm: Any, x: Tensor) -> Tensor:
+    return nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """`x * cos + rotate_half(x) * sin` of transformers, for [1, heads, T, head size]."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)

@@ -1,0 +1,73 @@
+"""Linear layers whose weights lie in memory as oneDNN wants them: the layout in which a CPU reads them fastest.
+
+A decode step is bound by reading every weight once. In the ordinary layout PyTorch's matrix library reaches about half
+of the memory's speed on such products with one row; in oneDNN's own layout nearly all of it (docs/benchmarks.md).
+`torch.compile` does the same to frozen weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+SMALL = (
+    16 * 2**20
+)  # bytes of linear weights; a model below it stays in the caches, where the ordinary product is faster
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class PackedLinear(nn.Linear):
+    """Computes what `linear` computes, without gradients. Its dense `weight` is made anew whenever it is asked for."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+        self.register_parameter("bias", linear.bias)
+        self.train(linear.training)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.packed.to_dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = self.weight
+
+
+def pack_linears(model: PreTrainedModel) -> int:
+    """Replace the linear layers of a large model on a CPU by packed ones (in place); the model can no longer be trained.
+
+    Returns:
+        How many were replaced: none where oneDNN is not there, or gives another product than PyTorch.
+    """
+    found = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m.weight.dtype in _DTYPES}
+    size = sum(m.weight.nbytes for m in found.values())
+    if model.device.type != "cpu" or size < SMALL or not all(m.weight.device.type == "cpu" for m in found.values()):
+        return 0
+    if not _trustworthy(next(iter(found.values()))):
+        return 0
+    for name, linear in found.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, PackedLinear(linear))
+    return len(found)
+
+
+def _trustworthy(linear: nn.Linear) -> bool:
+    """Whether the packed product exists in this build of PyTorch and equals the ordinary one."""
+    x = torch.linspace(-1, 1, 3 * linear.in_features, dtype=linear.weight.dtype).view(1, 3, -1)
+    with torch.inference_mode():
+        expected = linear(x)
+        try:
+            got = PackedLinear(linear)(x)
+        except (AttributeError, NotImplementedError, RuntimeError):
+            return False
+    exact = expected.dtype == torch.float32
+    scale = float(cast(Tensor, expected.abs().max()))
+    return torch.allclose(got, expected, rtol=0, atol=scale * (1e-5 if exact else 2e-2))

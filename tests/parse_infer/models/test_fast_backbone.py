@@ -1,0 +1,112 @@
+"""The fast forward computes what transformers' own computes, and is used wherever it may be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from parse_infer.guesses.tree import branches
+from parse_infer.models.attention import enable_split_attention
+from parse_infer.models.decoder import Decoder
+from parse_infer.models.fast_backbone import FastBackbone
+from tests.conftest import randomise
+
+SHAPE = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MODELS = {
+    "llama": LlamaConfig(**SHAPE),
+    "llama, biases": LlamaConfig(**SHAPE, num_key_value_heads=2, attention_bias=True, mlp_bias=True),
+    "llama 3.1": LlamaConfig(**SHAPE, rope_parameters={**LLAMA3, "original_max_position_embeddings": 64}),
+    "llama, yarn": LlamaConfig(**SHAPE, num_key_value_heads=1, rope_parameters=YARN),
+    "qwen2": Qwen2Config(**SHAPE, num_key_value_heads=2),
+    "qwen3": Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=24),
+    "mistral": MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=None),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request) -> PreTrainedModel:
+    config = MODELS[request.param]
+    return randomise(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config), seed=1)
+
+
+def without_it(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """A decoder that uses transformers' own forward."""
+    with monkeypatch.context() as patch:
+        patch.setattr(FastBackbone, "for_model", lambda model: None)
+        return Decoder(model, ())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_the_forward_of_transformers(model, random_ids, monkeypatch, dtype):
+    """Prefill, tokens one by one, a chain, a tree, and what enters each layer, over several growths of the cache."""
+    model.to(dtype)
+    enable_split_attention(model)
+    fast, slow = Decoder(model, ()), without_it(model, monkeypatch)
+    assert fast._fast is not None and slow._fast is None
+    found: list[list[torch.Tensor]] = [[], []]
+    for decoder, states in zip((fast, slow), found, strict=True):
+        decoder.tap([0, 2, 3])
+        decoder.seek(random_ids(250))
+        states.append(decoder.forward().hidden)
+        for seed in range(9):  # past the 256 tokens of room that a cache has at first
+            decoder.seek([*decoder.ids, *random_ids(1, seed)])
+            states.append(decoder.next_logits())
+        states.append(decoder.look_ahead(random_ids(5, seed=3)))
+        decoder.keep([0, 1, 2])
+        tree = branches(random_ids(4, seed=4), [-1, 0, 0, 1], len(decoder.ids), decoder.device)
+        states.append(decoder.look_ahead(tree))
+        decoder.keep([0, 2])
+        states.append(decoder.forward(random_ids(3, seed=5)).hidden)
+        states.append(decoder.drain()[1])
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    for i, (ours, theirs) in enumerate(zip(*found, strict=True)):
+        assert ours.shape == theirs.shape
+        difference = float((ours - theirs).abs().max())
+        assert difference < tolerance * max(1.0, float(theirs.abs().max())), f"step {i}: {difference}"
+
+
+def test_the_table_of_angles_grows(random_ids, monkeypatch):
+    """Positions beyond the first 1,024, reached by a long prefill and token by token."""
+    model = randomise(MODEL_FOR_CAUSAL_LM_MAPPING[LlamaConfig](MODELS["llama"]), seed=1)
+    fast, slow = Decoder(model, ()), without_it(model, monkeypatch)
+    for length in (1023, 2100):
+        hidden = []
+        for decoder in (fast, slow):
+            decoder.seek((random_ids(100) * 30)[:length])
+            hidden.append(torch.stack([decoder.next_logits(), *(_after(decoder, t) for t in (5, 6))]))
+        torch.testing.assert_close(*hidden, atol=1e-4, rtol=1e-4)
+
+
+def _after(decoder: Decoder, token: int) -> torch.Tensor:
+    decoder.seek([*decoder.ids, token])
+    return decoder.next_logits()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(**SHAPE, sliding_window=16),
+        LlamaConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+    ],
+    ids=["sliding window", "angles that depend on the length"],
+)
+def test_other_models_keep_their_own_forward(config):
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    assert FastBackbone.for_model(model) is None
+
+
+def test_weights_that_accelerate_moves_keep_their_own_forward():
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[LlamaConfig](MODELS["llama"]).eval()
+    model.model.layers[1]._hf_hook = object()  # what accelerate's dispatch leaves on a module
+    assert FastBackbone.for_model(model) is None
