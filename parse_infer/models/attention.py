@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from parse_infer.models.architecture import layer_windows, text_config
 
 SPLIT_ATTENTION = "parse_split"
-CHUNK_ROWS = 256  # query rows per masked chunk, where no kernel knows the causal pattern: bounds the mask's size
+CHUNK_ROWS = 256  # rows of a masked chunk, where no kernel knows the causal pattern: bounds the mask's size
 
 
 def split_attention_forward(
@@ -54,8 +54,7 @@ def split_attention_forward(
     window = kwargs.get("sliding_window")
     out = _causal(module, query[:, :, :leading], key[:, :, :seen], value[:, :, :seen], window, dropout, scaling)
     if trailing:
-        rows = query[:, :, leading:]
-        tail, _ = sdpa_attention_forward(module, rows, key, value, attention_mask, dropout, scaling)
+        tail = _masked(query[:, :, leading:], key, value, attention_mask, dropout, scaling)
         out = torch.cat([out, tail], dim=1)
     return out, None
 
@@ -85,15 +84,33 @@ def _causal(
             query, key, value, attn_mask=causal_lower_right(n_queries, n_keys), dropout_p=dropout, scale=scaling
         )
         return out.transpose(1, 2)
-    parts = []
-    for start in range(0, n_queries, CHUNK_ROWS):
-        stop = min(start + CHUNK_ROWS, n_queries)
+    parts, size = [], max(1, CHUNK_ROWS * key.shape[1] // query.shape[1])
+    for start in range(0, n_queries, size):
+        stop = min(start + size, n_queries)
         first = 0 if window is None else max(0, past + start - window + 1)
         last = past + stop
         mask = _band(past + start, past + stop, first, last, window, query.device)
         chunk = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
-        parts.append(sdpa_attention_forward(module, *chunk, mask, dropout, scaling)[0])
-    return torch.cat(parts, dim=1)
+        parts.append(_masked(*chunk, mask, dropout, scaling))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, scaling: float | None) -> Tensor:
+    """Attention of a few rows under a mask [B, 1, n, keys]: [B, n, heads, D].
+
+    The heads that share keys and values count as so many rows of one head, so that no key or value is copied.
+    """
+    (batch, heads, n, size), kv_heads = query.shape, key.shape[1]
+    groups = heads // kv_heads
+    out = nn.functional.scaled_dot_product_attention(
+        query.reshape(batch, kv_heads, groups * n, size),
+        key,
+        value,
+        attn_mask=mask if groups == 1 else mask.repeat(1, 1, groups, 1),
+        dropout_p=dropout,
+        scale=scaling,
+    )
+    return out.view(batch, heads, n, -1).transpose(1, 2)
 
 
 def _band(row: int, row_end: int, key: int, key_end: int, window: int | None, device: torch.device) -> Tensor:

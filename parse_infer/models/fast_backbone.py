@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from parse_infer.models.architecture import decoder_layers, layer_windows, text_config
+from parse_infer.models.architecture import layer_windows, text_config
 from parse_infer.models.attention import split_attention_forward
 
 _MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")

@@ -81,8 +81,9 @@ def load_language_model(
     """Load weights and tokenizer, put them on `device` (None: the GPU if there is one, else the CPU).
 
     A target gets the split attention that verification passes need. Unless gradients are to flow through it
-    (`trainable`), a model on a CPU gets linear layers that are faster and have none. Raises ValueError or OSError with one sentence
-    for anything that is missing, incomplete or unsupported: a model is never run with weights it did not load.
+    (`trainable`), a large model on a CPU gets linear layers that are faster and have none. Raises ValueError or OSError
+    with one sentence for anything that is missing, incomplete or unsupported: a model is never run with weights it did
+    not load.
     """
     place, numbers = _device(device), _dtype(dtype)
     path = resolve(name)

@@ -42,7 +42,7 @@ class PackedLinear(nn.Linear):
 
 
 def pack_linears(model: PreTrainedModel) -> int:
-    """Replace the linear layers of a large model on a CPU by packed ones (in place); the model can no longer be trained.
+    """Replace the linear layers of a large model on a CPU by packed ones, in place. It cannot be trained afterwards.
 
     Returns:
         How many were replaced: none where oneDNN is not there, or gives another product than PyTorch.
