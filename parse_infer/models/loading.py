@@ -80,8 +80,8 @@ def load_language_model(
 ) -> LanguageModel:
     """Load weights and tokenizer, put them on `device` (None: the GPU if there is one, else the CPU).
 
-    A target gets the split attention that verification passes need. Unless gradients are to flow through it
-    (`trainable`), a large model on a CPU gets linear layers that are faster and have none. Raises ValueError or OSError
+    A target gets the split attention that verification passes need. A large model on a CPU gets linear layers that
+    are faster and have no gradient, unless it is `trainable`. Raises ValueError or OSError
     with one sentence for anything that is missing, incomplete or unsupported: a model is never run with weights it did
     not load.
     """

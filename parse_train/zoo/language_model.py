@@ -52,9 +52,7 @@ class LanguageModelConfig(TrainingConfig):
     )
     lora_rank: int = field(
         default=0,
-        metadata={
-            "help": "Train a LoRA of this rank on all linears of initial_model, which stays as it is; 0: train all weights."
-        },
+        metadata={"help": "Train a LoRA of this rank on all linears of initial_model; 0: train all its weights."},
     )
     lora_alpha: int = field(default=32, metadata={"help": "The LoRA's update is scaled by lora_alpha / lora_rank."})
     chat_template: str | None = field(
