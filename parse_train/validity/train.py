@@ -75,18 +75,22 @@ def encoder_for(config: ValidityTrainingConfig, lm: LanguageModel) -> Encoder:
 
 
 def build_model(config: ValidityTrainingConfig, lm: LanguageModel) -> ValidityModel:
-    """Adapter (zero at first) and head (the zero-shot verbalizer's) around the target.
+    """Adapter (zero at first) and head (the zero-shot verbalizer's) around the target; without `probe_text` a head
+    that has token doubt alone.
 
     Raises:
         ValueError: a probe without tokens, verbalizer words that begin alike, adapted layers that do not exist.
     """
     probe_ids = tuple(lm.tokenizer.encode(config.probe_text, add_special_tokens=False))
-    if not probe_ids:
+    if config.probe_text and not probe_ids:
         raise ValueError(f"probe_text {config.probe_text!r} has no token")
-    probe = Probe(probe_ids, config.probe_text, closes_turn=probe_ids[0] in lm.eos_ids)
-    words = (config.verbalizer_yes, config.verbalizer_no)
-    yes_id, no_id = verbalizer_ids(lm.tokenizer, config.probe_text, words)
-    head = ValidityHead.from_verbalizer(lm.model, yes_id, no_id, config.token_rank)
+    probe = Probe(probe_ids, config.probe_text, closes_turn=bool(probe_ids) and probe_ids[0] in lm.eos_ids)
+    if probe.ids:
+        yes_id, no_id = verbalizer_ids(lm.tokenizer, config.probe_text, _words(config))
+        head = ValidityHead.from_verbalizer(lm.model, yes_id, no_id, config.token_rank)
+    else:
+        size = lm.model.config.get_text_config(decoder=True).hidden_size
+        head = ValidityHead(size, config.token_rank, probe=False)
     return ValidityModel(
         lm.model,
         probe,
@@ -115,11 +119,13 @@ def describe(
     settings = ("lora_rank", "lora_alpha", "token_rank", "learning_rate", "num_train_epochs", "seed")
     provenance: dict[str, Any] = {"data": config.data, **counts, "template_options": config.template_options}
     provenance |= {name: getattr(config, name) for name in settings}
+    if not config.probe_text:
+        del provenance["lora_rank"], provenance["lora_alpha"]
     provenance["parse_engine"] = importlib.metadata.version("parse-engine") if _installed() else "source"
     label = {"kind": "soft" if config.soft_labels else "hard", **label, "class_weighting": config.class_weighting}
     return AdapterFacts(
         target,
-        (config.verbalizer_yes, config.verbalizer_no),
+        _words(config) if config.probe_text else None,
         CutPolicy.from_dict(config.cut_policy).to_dict(),
         label,
         provenance,
@@ -200,6 +206,10 @@ def report(drafts: dict[str, ScoredDrafts], alpha: float, risk: RiskControl) -> 
     else:
         lines.append(f"WARNING: {risk.warning()}")
     return "\n".join(lines)
+
+
+def _words(config: ValidityTrainingConfig) -> tuple[str, str]:
+    return config.verbalizer_yes, config.verbalizer_no
 
 
 def _installed() -> bool:
