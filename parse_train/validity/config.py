@@ -117,7 +117,12 @@ class ValidityTrainingConfig(TrainingConfig):
         },
     )
     baselines: bool = field(
-        default=True, metadata={"help": "Also evaluate the zero-shot judge and the target's token probabilities."}
+        default=True,
+        metadata={"help": "Also evaluate the zero-shot judge, the target's token probabilities and the KL judge."},
+    )
+    draft: str | None = field(
+        default=None,
+        metadata={"help": "Draft model that wrote the data, for the KL judge; by default the one its build names."},
     )
     adapter_dir: str | None = field(
         default=None, metadata={"help": "Folder of the exported adapter; by default adapter/ in output_dir."}

@@ -23,6 +23,7 @@ from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import Encoder, ValidityDataset, load_datasets
 from parse_train.validity.export import AdapterFacts, export_adapter
 from parse_train.validity.figures import acceptance_figure, png, reliability_diagram
+from parse_train.validity.kl_judge import KLJudge, find_kl_judge
 from parse_train.validity.metrics import ScoredDrafts, headline_metrics, ranking_metrics
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.threshold import RiskControl, choose_threshold
@@ -41,15 +42,18 @@ def main(config: ValidityTrainingConfig) -> None:
     build.check_target(lm.model, config.data)
     train, evaluation, counts = load_datasets(config, encoder_for(config, lm))
     served_drafts(config, evaluation)  # a wrong temperature is found now, not after the training
+    kl_judge, reason = find_kl_judge(config, build, lm, evaluation) if config.baselines else (None, "")
     facts = describe(config, lm, counts, build.label)
     model = build_model(config, lm)
     if config.process_index == 0:
         print(", ".join(f"{name} {value}" for name, value in counts.items()))
+        if reason:
+            print(reason)
     start = checkpoints.prepare(config, len(train))
     tracking.start(config)
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=ValidityCollator(pad_id(lm)))
     checkpoints.train(trainer, start)
-    finish(config, lm, trainer, evaluation, facts)
+    finish(config, lm, trainer, evaluation, facts, kl_judge)
 
 
 def load_target(config: ValidityTrainingConfig) -> LanguageModel:
@@ -154,11 +158,12 @@ def finish(
     trainer: ValidityTrainer,
     evaluation: ValidityDataset,
     facts: AdapterFacts,
+    kl_judge: KLJudge | None = None,
 ) -> None:
     """Evaluate on held-out problems, choose the threshold, compare with the baselines, export."""
     drafts = {TRAINED: trainer.score(evaluation)}
     if config.baselines:
-        drafts |= baseline_scores(trainer, lm, evaluation)
+        drafts |= baseline_scores(trainer, lm, evaluation, kl_judge)
     if config.process_index == 0:
         served = drafts[TRAINED].select(served_drafts(config, evaluation))
         risk = choose_threshold(served, config.risk_alpha, config.risk_delta)
