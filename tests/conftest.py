@@ -133,7 +133,8 @@ def random_ids() -> Callable[..., list[int]]:
 
 @pytest.fixture
 def random_adapter() -> Callable[..., Any]:
-    """`random_adapter(model, probe_ids=(7, 9), rank=4, seed=1)`: a `ValidityAdapter` that really changes something."""
+    """`random_adapter(model, probe_ids=(7, 9), rank=4, seed=1)`: a `ValidityAdapter` that really changes something;
+    without probe tokens it has token doubt alone."""
     from parse_infer.models.fingerprint import describe_target
     from parse_infer.verify.head import ValidityHead
     from parse_infer.verify.probe_lora import ProbeLoRA
@@ -145,7 +146,7 @@ def random_adapter() -> Callable[..., Any]:
         generator = torch.Generator().manual_seed(seed)
         tensors, targets = {}, set()
         for path, module in model.named_modules():
-            if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
+            if probe_ids and isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
                 key = f"base_model.model.{path}"
                 a = torch.randn(rank, module.in_features, generator=generator) * module.in_features**-0.5
                 b = torch.randn(module.out_features, rank, generator=generator) * rank**-0.5
@@ -161,9 +162,12 @@ def random_adapter() -> Callable[..., Any]:
             "bias": "none",
             "alora_invocation_tokens": list(probe_ids),
         }
-        head = ValidityHead(model.config.hidden_size, token_rank)
+        if not probe_ids:
+            peft_config = {}
+        head = ValidityHead(model.config.hidden_size, token_rank, probe=bool(probe_ids))
         with torch.no_grad():
-            head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * 0.3)
+            if head.weight is not None:
+                head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * 0.3)
             head.bias.fill_(-0.2)
             if head.tokens is not None:
                 for parameter in head.tokens.parameters():
@@ -171,13 +175,13 @@ def random_adapter() -> Callable[..., Any]:
                 head.tokens.out.bias.fill_(-3.0)
         config = ValidityConfig(
             probe_ids=probe_ids,
-            probe_text="?!",
+            probe_text="?!" if probe_ids else "",
             target=describe_target(model),
             token_rank=token_rank,
             cut_policy={"kind": "tokens", "every": 4, "max_cuts": 32},
             threshold=0.5,
         )
-        lora = ProbeLoRA.from_peft(peft_config, tensors, model)
+        lora = ProbeLoRA.from_peft(peft_config, tensors, model) if probe_ids else None
         return ValidityAdapter(config, head.requires_grad_(False), lora, peft_config, tensors)
 
     return make

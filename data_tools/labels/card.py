@@ -88,6 +88,7 @@ def _text(config: BuildConfig, summary: Summary, n_problems: int) -> str:
 Problems of the task `{config.task}` (split `{config.split}`), answered by a draft model and cut into segments. A label
 says whether the prefix that ends there is valid: the target, resuming from it, is as likely to end right as from the
 bare prompt (`value >= target_value - margin`). The last prefix of a finished draft is labelled by its own answer.
+A perfect judge, which goes by the labels, keeps what stands before the first prefix that is not valid.
 Columns follow TRL's stepwise supervision.
 
 ```python

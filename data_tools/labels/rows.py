@@ -45,6 +45,15 @@ class LabelledDraft:
         return self.labels.index(False) if False in self.labels else None
 
     @property
+    def kept_by_oracle(self) -> int | None:
+        """Draft tokens that a perfect judge keeps with the acceptance rule "first_failure": those of the prefixes
+        before the first that is not valid. None where the tokens are not known."""
+        if self.cuts is None:
+            return None
+        n_valid = len(self.cuts) if self.first_error is None else self.first_error
+        return self.cuts[n_valid - 1] if n_valid else 0
+
+    @property
     def prompt_key(self) -> str:
         return self.prompt if isinstance(self.prompt, str) else json.dumps([dict(m) for m in self.prompt])
 

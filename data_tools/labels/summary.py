@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from data_tools.labels.rows import LabelledDraft
 
 BINS = 10  # of the position of the first error
+
+
+class DraftCounts(NamedTuple):
+    """Drafts of one temperature. What a perfect judge keeps of them bounds what any judge can: the oracle."""
+
+    drafts: int = 0
+    right: int = 0
+    """Drafts with a right answer."""
+    whole: int = 0
+    """Drafts without error, which a perfect judge keeps whole."""
+    tokens: int = 0
+    kept: int = 0
+    """Tokens that a perfect judge keeps (`LabelledDraft.kept_by_oracle`)."""
 
 
 @dataclass
@@ -27,8 +41,8 @@ class Summary:
     """First invalid segment k of K, in bins of k / K."""
     error_segment: Counter[int] = field(default_factory=Counter)
     """The same by index."""
-    temperatures: dict[float, tuple[int, int]] = field(default_factory=dict)
-    """Drafts, and right ones among them, by temperature."""
+    temperatures: dict[float, DraftCounts] = field(default_factory=dict)
+    """By temperature; greedy drafts, which inference uses, have 0."""
     target_values: dict[str, float | None] = field(default_factory=dict)
     """By problem."""
 
@@ -46,8 +60,9 @@ class Summary:
             self.error_position[error * BINS // len(row.labels)] += 1
             self.error_segment[error] += 1
         if row.temperature is not None:
-            drafts, right = self.temperatures.get(row.temperature, (0, 0))
-            self.temperatures[row.temperature] = (drafts + 1, right + bool(row.draft_correct))
+            before = self.temperatures.get(row.temperature, DraftCounts())
+            own = (1, bool(row.draft_correct), error is None, len(row.draft_ids or ()), row.kept_by_oracle or 0)
+            self.temperatures[row.temperature] = DraftCounts(*map(sum, zip(before, own, strict=True)))
         self.target_values[row.problem] = row.target_value
 
     @property
@@ -80,8 +95,12 @@ class Summary:
         if self.target_value is not None:
             table.append(("mean target value", f"{self.target_value:.3f}"))
             table.append(("problems with target value 0", _share(self.unsolved, self.problems)))
-        for temperature, (drafts, right) in sorted(self.temperatures.items()):
-            table.append((f"right at temperature {temperature:g}", _share(right, drafts)))
+        for temperature, counts in sorted(self.temperatures.items()):
+            table.append((f"right at temperature {temperature:g}", _share(counts.right, counts.drafts)))
+        for temperature, counts in sorted(self.temperatures.items()):
+            if counts.tokens:
+                kept = f"{_share(counts.kept, counts.tokens)}; whole drafts {_share(counts.whole, counts.drafts)}"
+                table.append((f"tokens a perfect judge keeps at temperature {temperature:g}", kept))
         return table
 
 

@@ -68,8 +68,8 @@ def _describe(model: LanguageModel) -> dict[str, Any]:
 def _adapter_fingerprint(engine: ParseEngine) -> str | None:
     if engine.judge is None:
         return None
-    weight = engine.judge.head.weight.detach().float().cpu().numpy()
-    return hashlib.sha256(weight.tobytes()).hexdigest()[:12]
+    weights = [p.detach().float().cpu().numpy().tobytes() for p in engine.judge.head.parameters()]
+    return hashlib.sha256(b"".join(weights)).hexdigest()[:12]
 
 
 def _cpu_name() -> str:

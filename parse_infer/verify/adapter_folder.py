@@ -1,4 +1,4 @@
-"""Reading and writing the five files of an exported adapter, complete or not at all."""
+"""Reading and writing the files of an exported adapter, complete or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMISE = (
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """What an adapter folder holds, as read."""
+    """What an adapter folder holds, as read; an adapter without a probe has no peft files."""
 
     peft_config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -44,16 +44,24 @@ def read_adapter(name_or_path: str | Path) -> AdapterFiles:
         ValueError: a file is damaged.
     """
     folder = locate(name_or_path, (PEFT_CONFIG, PEFT_WEIGHTS, HEAD, CONFIG, CARD), "adapter")
-    for name in (CONFIG, PEFT_CONFIG, PEFT_WEIGHTS, HEAD):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(
-                f"{name_or_path} is no complete validity adapter: {name} is missing (an interrupted export?)"
-            )
+
+    def check(*names: str) -> None:
+        for name in names:
+            if not (folder / name).is_file():
+                raise FileNotFoundError(
+                    f"{name_or_path} is no complete validity adapter: {name} is missing (an interrupted export?)"
+                )
+
+    check(CONFIG, HEAD)
+    config = read_json(folder / CONFIG, WAY_OUT)
+    probed = config.get("probe_ids") != []
+    if probed:
+        check(PEFT_CONFIG, PEFT_WEIGHTS)
     return AdapterFiles(
-        peft_config=read_json(folder / PEFT_CONFIG, WAY_OUT),
-        tensors=read_tensors(folder / PEFT_WEIGHTS, WAY_OUT),
+        peft_config=read_json(folder / PEFT_CONFIG, WAY_OUT) if probed else {},
+        tensors=read_tensors(folder / PEFT_WEIGHTS, WAY_OUT) if probed else {},
         head=read_tensors(folder / HEAD, WAY_OUT),
-        validity_config=read_json(folder / CONFIG, WAY_OUT),
+        validity_config=config,
     )
 
 
@@ -68,6 +76,7 @@ def write_adapter(
     """Write an adapter folder; an adapter that is there already is replaced in one step.
 
     Args:
+        peft_config, tensors: both empty where there is no probe; then no peft files are written.
         figures: PNG files by name, shown in the model card.
 
     Raises:
@@ -77,9 +86,12 @@ def write_adapter(
     if folder.exists() and not ((folder / CONFIG).is_file() or (folder.is_dir() and not any(folder.iterdir()))):
         raise ValueError(f"{folder} exists and is no adapter folder: choose another folder, or empty it first")
     with replacing_folder(folder) as beside:
-        save_file(_plain(tensors), beside / PEFT_WEIGHTS, metadata={"format": "pt"})
+        contents = {CONFIG: validity_config}
+        if tensors:
+            save_file(_plain(tensors), beside / PEFT_WEIGHTS, metadata={"format": "pt"})
+            contents[PEFT_CONFIG] = peft_config
         save_file(_plain(head), beside / HEAD, metadata={"format": "pt"})
-        for name, content in ((PEFT_CONFIG, peft_config), (CONFIG, validity_config)):
+        for name, content in contents.items():
             text = json.dumps(dict(content), indent=2, ensure_ascii=False, default=_as_json)
             (beside / name).write_text(text + "\n", encoding="utf-8")
         for name, png in figures.items():
@@ -92,6 +104,8 @@ def model_card(config: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
     """README.md of an adapter, from its validity_config.json and the names of its figures."""
     target, threshold = config["target"], config.get("threshold")
     front = ["---", "library_name: peft", "tags: [parse-engine, lora, activated-lora]"]
+    if not config["probe_ids"]:
+        front = ["---", "tags: [parse-engine]"]
     if "/" in target["name"]:  # a Hub id
         front.append(f"base_model: {target['name']}")
     rows = [f"| {key} | {_shown(value)} |" for key, value in config.get("metrics", {}).items()]
@@ -99,7 +113,7 @@ def model_card(config: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
     shown = ["", "## Figures", "", *(f"![{name}]({name}.png)" for name in figures)] if figures else []
     facts = {
         "target": f"{target['name']} ({target['model_type']}, {target['num_hidden_layers']} layers)",
-        "probe": f"`{json.dumps(config['probe_text'], ensure_ascii=False)}`",
+        "probe": f"`{json.dumps(config['probe_text'], ensure_ascii=False)}`" if config["probe_ids"] else "none",
         "cuts": json.dumps(config.get("cut_policy", {})),
         "label": json.dumps(config.get("label", {}), ensure_ascii=False),
         "threshold": "not calibrated" if threshold is None else f"{threshold:.4g}",

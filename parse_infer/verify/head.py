@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ class Probe:
     """The token suffix that asks about a prefix.
 
     Attributes:
-        ids: P token ids; the last one carries the read-out.
+        ids: P token ids; the last one carries the read-out. Without any nothing is asked: token doubt decides alone.
         text: what it says.
         closes_turn: the probe itself ends the assistant's turn, so a draft's own end token is not shown before it.
     """
@@ -30,10 +30,6 @@ class Probe:
     ids: tuple[int, ...]
     text: str
     closes_turn: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.ids:
-            raise ValueError("a probe needs at least one token")
 
 
 class TokenDoubt(nn.Module):
@@ -119,17 +115,27 @@ class ValidityHead(nn.Module):
     Args:
         hidden_size: H.
         token_rank: inner size of `TokenDoubt`; 0: the probe alone decides.
+        probe: False: there is no probe and no w, and token doubt alone decides.
+
+    Raises:
+        ValueError: neither probe nor token doubt.
     """
 
-    def __init__(self, hidden_size: int, token_rank: int = 0) -> None:
+    def __init__(self, hidden_size: int, token_rank: int = 0, probe: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(hidden_size))
+        if not (probe or token_rank):
+            raise ValueError("a head without probe and without token doubt has nothing to judge by")
+        self.hidden_size = hidden_size
+        self.weight = nn.Parameter(torch.zeros(hidden_size)) if probe else None
         self.bias = nn.Parameter(torch.zeros(()))
         self.tokens = TokenDoubt(hidden_size, token_rank) if token_rank else None
 
-    def forward(self, hidden: Tensor, doubt: Tensor | None = None) -> Tensor:
-        """Hidden states [..., H] of probes, and the doubt [...] about their prefixes -> logits [...]"""
-        logits = hidden.float() @ self.weight.float() + self.bias.float()
+    def forward(self, hidden: Tensor | None, doubt: Tensor | None = None) -> Tensor:
+        """Hidden states [..., H] of probes (None where there are none), and the doubt [...] about their prefixes ->
+        logits [...]"""
+        logits = self.bias.float()
+        if self.weight is not None:
+            logits = cast(Tensor, hidden).float() @ self.weight.float() + logits
         return logits if doubt is None else logits - doubt
 
     @classmethod
@@ -147,7 +153,7 @@ class ValidityHead(nn.Module):
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
         head = cls(output.weight.shape[1], token_rank).to(output.weight.device)
         with torch.no_grad():
-            head.weight.copy_((output.weight[yes_id].float() - output.weight[no_id].float()) * scale)
+            cast(Tensor, head.weight).copy_((output.weight[yes_id].float() - output.weight[no_id].float()) * scale)
             if getattr(output, "bias", None) is not None:
                 head.bias.copy_((output.bias[yes_id].float() - output.bias[no_id].float()) * scale)
         return head

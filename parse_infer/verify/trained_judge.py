@@ -1,7 +1,7 @@
 """The validity adapter: a probe, a low-rank update for it, and a head that reads the validity off its last token.
 
 On disk it is a folder of safetensors and JSON: `adapter_config.json` and `adapter_model.safetensors` (plain peft),
-`validity_head.safetensors`, `validity_config.json` and `README.md`.
+`validity_head.safetensors`, `validity_config.json` and `README.md`. One without a probe has no peft files.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from parse_infer.verify.probe_lora import ProbeLoRA
 __all__ = ["Probe", "ValidityAdapter", "ValidityConfig", "ValidityHead", "describe_target", "fingerprint"]
 
 SCHEMA_VERSION = 1
+_NEEDED = ("probe_ids", "probe_text", "target")
 
 
 @dataclass
@@ -29,7 +30,7 @@ class ValidityConfig:
     """Content of validity_config.json.
 
     Attributes:
-        probe_ids, probe_text: the probe.
+        probe_ids, probe_text: the probe; empty where token doubt decides alone.
         token_rank: of the head's `TokenDoubt`; 0: it has none.
         closes_turn: the probe itself ends the assistant's turn (`Probe.closes_turn`).
         verbalizer: the words (valid, not valid) that the head was initialised from.
@@ -72,7 +73,8 @@ class ValidityConfig:
                 f"validity_config.json has schema version {version}, this parse-engine reads {SCHEMA_VERSION}: "
                 "install the version that wrote it, or export the adapter again"
             )
-        missing = [key for key in ("probe_ids", "probe_text", "target") if not values.get(key)]
+        needed = ("target",) if values.get("probe_ids") == [] and values.get("token_rank") else _NEEDED
+        missing = [key for key in needed if not values.get(key)]
         if missing:
             raise ValueError(f"validity_config.json has no {missing[0]}: the adapter was not exported completely")
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
@@ -85,9 +87,10 @@ class ValidityAdapter:
     Attributes:
         config: see `ValidityConfig`.
         head: the read-out, on the target's device.
-        lora: the update bound to a loaded target; None while nothing is bound (an adapter about to be saved).
-        peft_config: content of adapter_config.json.
-        tensors: content of adapter_model.safetensors, by peft's names.
+        lora: the update bound to a loaded target; None while nothing is bound (an adapter about to be saved), and
+            without a probe, which alone is updated.
+        peft_config: content of adapter_config.json; empty without a probe.
+        tensors: content of adapter_model.safetensors, by peft's names; empty without a probe.
     """
 
     config: ValidityConfig
@@ -101,7 +104,7 @@ class ValidityAdapter:
         return Probe(self.config.probe_ids, self.config.probe_text, self.config.closes_turn)
 
     def save_pretrained(self, folder: str | Path, figures: Mapping[str, bytes] | None = None) -> Path:
-        """Write the five files, all or nothing: into a temporary folder beside `folder`, which is then renamed.
+        """Write the files, all or nothing: into a temporary folder beside `folder`, which is then renamed.
 
         Args:
             figures: PNG files by name, for the model card.
@@ -109,11 +112,12 @@ class ValidityAdapter:
         Raises:
             ValueError: there is no low-rank update to save, or `folder` holds something else than an adapter.
         """
-        if not self.peft_config or not self.tensors:
+        if self.config.probe_ids and not (self.peft_config and self.tensors):
             raise ValueError("an adapter without its peft configuration and weights cannot be saved")
         peft_config = dict(self.peft_config)
-        peft_config["base_model_name_or_path"] = self.config.target.get("name")
-        peft_config["alora_invocation_tokens"] = list(self.config.probe_ids)
+        if peft_config:
+            peft_config["base_model_name_or_path"] = self.config.target.get("name")
+            peft_config["alora_invocation_tokens"] = list(self.config.probe_ids)
         head = {name: tensor.float() for name, tensor in self.head.state_dict().items()}
         return write_adapter(Path(folder), peft_config, self.tensors, head, self.config.to_dict(), figures or {})
 
@@ -129,13 +133,13 @@ class ValidityAdapter:
         config = ValidityConfig.from_dict(files.validity_config)
         check_target(str(name_or_path), config.target, target)
         _check_probe(config.probe_ids, target)
-        head = ValidityHead(config.target["hidden_size"], config.token_rank)
+        head = ValidityHead(config.target["hidden_size"], config.token_rank, probe=bool(config.probe_ids))
         shapes = {key: tuple(tensor.shape) for key, tensor in files.head.items()}
         if shapes != {key: tuple(tensor.shape) for key, tensor in head.state_dict().items()}:
             raise ValueError(f"the validity head of {name_or_path} holds {shapes}: its files do not go together")
         head.load_state_dict(files.head)
         head.to(target.device).requires_grad_(False)
-        lora = ProbeLoRA.from_peft(files.peft_config, files.tensors, target)
+        lora = ProbeLoRA.from_peft(files.peft_config, files.tensors, target) if config.probe_ids else None
         return cls(config, head.eval(), lora, files.peft_config, files.tensors)
 
 

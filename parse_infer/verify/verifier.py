@@ -72,7 +72,7 @@ class Verifier:
         self.decoder = decoder
         self.judge = judge
         self.segmenter = segmenter
-        self._probe = Probe((0,), "") if judge is None else judge.probe
+        self._probe = Probe((), "") if judge is None else judge.probe
         self._embeddings = cast(nn.Embedding, decoder.model.get_input_embeddings())
 
     @torch.inference_mode()
@@ -104,11 +104,11 @@ class Verifier:
         probed = len(cuts) * len(self._probe.ids)
         lora = None if judge is None else judge.lora
         with lora.applied(probed) if lora is not None and probed else nullcontext():
-            behind = probes(self._probe.ids, visible, start + len(draft_ids), self.decoder.device) if cuts else None
+            behind = probes(self._probe.ids, visible, start + len(draft_ids), self.decoder.device) if probed else None
             output = self.decoder.forward(draft_ids, behind)
         if judge is None or not cuts:
             return Verification(cuts, [], output.hidden)
-        asked = output.trailing[readout_index(len(cuts), len(self._probe.ids))]
+        asked = output.trailing[readout_index(len(cuts), len(self._probe.ids))] if probed else None
         tokens = judge.head.tokens
         if tokens is None:
             return Verification(cuts, judge.head(asked).sigmoid().tolist(), output.hidden)

@@ -1,10 +1,9 @@
-"""What the trained head is compared with: the zero-shot judge, and the target's own token probabilities."""
+"""What the trained head is compared with: zero-shot judge, the target's token probabilities, and the KL judge."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
@@ -13,6 +12,7 @@ from parse_infer.models.loading import LanguageModel
 from parse_infer.verify.zero_shot_judge import ZeroShotJudge
 from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.data import ValidityDataset, ValidityExample
+from parse_train.validity.kl_judge import KLJudge
 from parse_train.validity.metrics import ScoredDrafts
 from parse_train.validity.trainer import ValidityTrainer
 
@@ -20,33 +20,38 @@ ZERO_SHOT = "zero-shot judge"
 LOG_PROBABILITY = "log-probability of the segment"
 LOWEST_LOG_PROBABILITY = "lowest log-probability so far"
 
-Scorer = Callable[[dict[str, Tensor]], Tensor]  # a batch -> scores [B, K]
+Rows = list[list[float]]  # scores of B drafts at their cuts
 
 
-def baseline_scores(trainer: ValidityTrainer, lm: LanguageModel, dataset: ValidityDataset) -> dict[str, ScoredDrafts]:
+def baseline_scores(
+    trainer: ValidityTrainer, lm: LanguageModel, dataset: ValidityDataset, kl_judge: KLJudge | None = None
+) -> dict[str, ScoredDrafts]:
     """Scores of every draft of `dataset` by each baseline. Every process must call it; all get the result.
 
     A segment's score is the target's mean log-probability of its tokens; the lowest of the segments so far is the
     same as a score of the whole prefix.
+
+    Args:
+        kl_judge: must be able to read all drafts; None: left out.
     """
     judge = ZeroShotJudge(lm.model, lm.tokenizer)
     model = trainer.model
 
-    def zero_shot(batch: dict[str, Tensor]) -> Tensor:
+    def score(examples: Sequence[ValidityExample], batch: dict[str, Tensor]) -> dict[str, Rows]:
         places = (batch["input_ids"], batch["visible"], batch["cuts"])
-        return model.judge(*places, judge.probe, judge.head).sigmoid()
-
-    def log_probability(batch: dict[str, Tensor]) -> Tensor:
+        asked = model.judge(*places, judge.probe, judge.head).sigmoid()
         hidden = model.context_hidden(batch["input_ids"])
-        return segment_log_probability(hidden, batch["input_ids"], batch["visible"], batch["cuts"], lm.decoder.logits)
+        segments = segment_log_probability(hidden, *places, lm.decoder.logits)
+        scores = {ZERO_SHOT: asked, LOG_PROBABILITY: segments, LOWEST_LOG_PROBABILITY: segments.cummin(1).values}
+        found = {name: _without_padding(values, examples) for name, values in scores.items()}
+        if kl_judge is not None:
+            for example, states in zip(examples, hidden, strict=True):
+                before = states[len(example.context_ids) - 1 : example.length - 1]
+                for name, row in kl_judge.score(example, before).items():
+                    found.setdefault(name, []).append(row)
+        return found
 
-    segments = _score(trainer, dataset, log_probability)
-    lowest = ScoredDrafts(np.minimum.accumulate(segments.scores, axis=1), segments.labels, segments.cuts)
-    return {
-        ZERO_SHOT: _score(trainer, dataset, zero_shot),
-        LOG_PROBABILITY: segments,
-        LOWEST_LOG_PROBABILITY: lowest,
-    }
+    return _score(trainer, dataset, score)
 
 
 @torch.no_grad()
@@ -72,21 +77,32 @@ def segment_log_probability(
     return scores
 
 
-def _score(trainer: ValidityTrainer, dataset: ValidityDataset, scorer: Scorer) -> ScoredDrafts:
+def _without_padding(scores: Tensor, examples: Sequence[ValidityExample]) -> Rows:
+    return [row[: len(e.cuts)] for row, e in zip(scores.float().cpu().tolist(), examples, strict=True)]
+
+
+def _score(
+    trainer: ValidityTrainer,
+    dataset: ValidityDataset,
+    scorer: Callable[[Sequence[ValidityExample], dict[str, Tensor]], dict[str, Rows]],
+) -> dict[str, ScoredDrafts]:
     """Apply `scorer` to all drafts, shared among the processes."""
     rank, world = trainer.args.process_index, trainer.args.world_size
     size, collate = trainer.args.per_device_eval_batch_size, ValidityCollator()
     trainer.model.eval()
     mine = range(rank, len(dataset), world)
-    found: list[tuple[int, list[float]]] = []
+    found: list[tuple[str, int, list[float]]] = []
     for begin in range(0, len(mine), size):
         indices = mine[begin : begin + size]
         examples = [dataset[i] for i in indices]
         batch = {key: value.to(trainer.args.device) for key, value in collate(examples).items()}
         with trainer.compute_loss_context_manager():
-            rows = scorer(batch).float().cpu().tolist()
-        found += [(i, row[: len(e.cuts)]) for i, e, row in zip(indices, examples, rows, strict=True)]
-    return _assemble(dict(gather_object(found)), dataset.examples)
+            scores = scorer(examples, batch)
+        found += [(name, i, row) for name, rows in scores.items() for i, row in zip(indices, rows, strict=True)]
+    rows_of: dict[str, dict[int, list[float]]] = {}
+    for name, i, row in gather_object(found):
+        rows_of.setdefault(name, {})[i] = row
+    return {name: _assemble(rows, dataset.examples) for name, rows in rows_of.items()}
 
 
 def _assemble(scores: dict[int, list[float]], examples: list[ValidityExample]) -> ScoredDrafts:

@@ -22,6 +22,8 @@ class BuildInfo:
     """How labels were made: rollouts, their temperature, the margin."""
     target: dict[str, Any] = field(default_factory=dict)
     """`describe_target` of the model whose rollouts gave the labels."""
+    draft: dict[str, Any] = field(default_factory=dict)
+    """The same of the model that wrote the drafts, with the name it was loaded by."""
 
     def check_target(self, model: PreTrainedModel, data: str) -> None:
         """Raise ValueError if the labels come from other weights than `model`'s."""
@@ -48,5 +50,9 @@ def read_build_info(source: str) -> BuildInfo:
         raise ValueError(f"{path} is damaged, it does not say how the data was built: build the data again")
     label = {key: config[key] for key in ("rollouts", "rollout_temperature", "margin") if key in config}
     return BuildInfo(
-        config.get("cut_policy") or {}, config.get("template_options") or {}, label, models.get("target") or {}
+        config.get("cut_policy") or {},
+        config.get("template_options") or {},
+        label,
+        models.get("target") or {},
+        {**(models.get("draft") or {}), "name": config.get("draft")},
     )

@@ -65,7 +65,7 @@ class ValidityTrainingConfig(TrainingConfig):
         default="\nCorrect?",
         metadata={
             "help": "Text of the probe, tokenised with special tokens as such. Shorter is cheaper: the adapter learns "
-            "what it asks."
+            "what it asks. Empty: no probe and no update, single tokens alone decide (token_rank)."
         },
     )
     verbalizer_yes: str = field(default="Correct", metadata={"help": "Word whose first token starts the head: valid."})
@@ -73,7 +73,10 @@ class ValidityTrainingConfig(TrainingConfig):
     lora_rank: int = field(default=16, metadata={"help": "Rank of the low-rank update."})
     token_rank: int = field(
         default=64,
-        metadata={"help": "Inner size of the network that compares draft tokens with the target's own; 0: none."},
+        metadata={
+            "help": "Inner size of the network that compares draft tokens with the target's own; 0: none, the probe "
+            "alone decides."
+        },
     )
     lora_alpha: int = field(default=32, metadata={"help": "The update is scaled by lora_alpha / lora_rank."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout in front of the low-rank update."})
@@ -114,7 +117,12 @@ class ValidityTrainingConfig(TrainingConfig):
         },
     )
     baselines: bool = field(
-        default=True, metadata={"help": "Also evaluate the zero-shot judge and the target's token probabilities."}
+        default=True,
+        metadata={"help": "Also evaluate the zero-shot judge, the target's token probabilities and the KL judge."},
+    )
+    draft: str | None = field(
+        default=None,
+        metadata={"help": "Draft model that wrote the data, for the KL judge; by default the one its build names."},
     )
     adapter_dir: str | None = field(
         default=None, metadata={"help": "Folder of the exported adapter; by default adapter/ in output_dir."}
@@ -160,6 +168,8 @@ class ValidityTrainingConfig(TrainingConfig):
                 raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 1")
         if self.token_rank < 0:
             raise ValueError(f"token_rank is {self.token_rank}; it must be at least 0")
+        if not (self.probe_text or self.token_rank):
+            raise ValueError("probe_text is empty and token_rank is 0: a head needs one of the two to judge by")
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout is {self.lora_dropout}; it must be at least 0 and below 1")
         CutPolicy.from_dict(self.cut_policy)  # names a wrong key or value

@@ -11,13 +11,14 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from data_tools.labels.rows import LabelledDraft, read_rows
-from parse_infer.models.prompts import render_prompt
+from parse_infer.models.prompts import Prompt, render_prompt
 from parse_train.validity.config import ValidityTrainingConfig
 
 
 @dataclass(frozen=True)
 class ValidityExample:
-    """Token ids of one labelled draft. `cuts` are token offsets in the draft; `targets` lie in 0..1."""
+    """Token ids of one labelled draft. `cuts` are token offsets in the draft; `targets` lie in 0..1. `prompt` is the
+    text or the messages behind `context_ids`, `problem` what drafts of one problem have in common."""
 
     context_ids: list[int]
     draft_ids: list[int]
@@ -25,6 +26,8 @@ class ValidityExample:
     labels: list[bool]
     targets: list[float]
     temperature: float | None = None
+    prompt: Prompt = ""
+    problem: str = ""
 
     @property
     def length(self) -> int:
@@ -82,7 +85,7 @@ class Encoder:
         hard = [row.labels[i] for i in kept]
         values = [row.values[i] if self.soft_labels else None for i in kept]
         targets = [float(label if value is None else value) for label, value in zip(hard, values, strict=True)]
-        return ValidityExample(self._context(row), ids, cuts, hard, targets, row.temperature)
+        return ValidityExample(self._context(row), ids, cuts, hard, targets, row.temperature, row.prompt, row.problem)
 
     def _check_tokens(self, row: LabelledDraft, ids: list[int]) -> None:
         """Whether the tokens can be the target's: in its vocabulary, and (for the first rows) spelling the text."""

@@ -24,7 +24,7 @@ class AdapterFacts:
     """
 
     target: dict[str, Any]
-    verbalizer: tuple[str, str]
+    verbalizer: tuple[str, str] | None
     cut_policy: dict[str, Any]
     label: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -58,6 +58,7 @@ def export_adapter(
         risk=None if risk is None else risk.to_dict(),
         metrics={name: round(value, 5) for name, value in metrics.items()},
     )
-    peft_config = model.peft_model.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
+    peft_model = model.peft_model
+    peft_config = {} if peft_model is None else peft_model.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
     adapter = ValidityAdapter(config, model.exported_head(), None, peft_config, model.adapter_tensors())
     return adapter.save_pretrained(folder, {name: png(figure) for name, figure in (figures or {}).items()})

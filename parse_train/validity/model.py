@@ -16,13 +16,13 @@ from parse_infer.models.architecture import layer_windows, output_layer
 from parse_infer.models.attention import enable_split_attention, layer_masks
 from parse_infer.verify.head import Probe, TokenDoubt, ValidityHead, surprise
 from parse_infer.verify.packing import probe_mask, probe_positions, readout_index
-from parse_train.validity.trailing_lora import attach_trailing_lora
+from parse_train.validity.trailing_lora import TrailingLora, attach_trailing_lora
 
 _NO_DOUBT = -1e4  # finite: the gradient of logcumsumexp has no answer for a row of -inf
 
 
 class ValidityModel(nn.Module):
-    """Scores prefixes of drafts; gradient reaches the adapter and the head only.
+    """Scores prefixes of drafts; gradient reaches the adapter and the head only (without a probe the head alone).
 
     Prompt and draft run first, with the adapter off and without gradient, and leave keys and values in a cache: the
     same ones the base target leaves at inference. Then the K·P probe tokens run with gradient against that cache.
@@ -32,8 +32,8 @@ class ValidityModel(nn.Module):
     The state dict holds adapter and head only: the target is frozen and identified by its name.
 
     Args:
-        target: the target; wrapped in place.
-        probe: its P tokens.
+        target: the target; wrapped in place, unless there is no probe to adapt.
+        probe: its P tokens; none for a head that has token doubt alone.
         head: the read-out, as initialised.
         end_ids: tokens that end an answer; not shown to a probe that closes the turn itself.
         lora_rank, lora_alpha, lora_dropout, lora_target_modules: the activated LoRA (peft).
@@ -59,14 +59,18 @@ class ValidityModel(nn.Module):
         self.windows = layer_windows(target)
         self.backbone_name = target.base_model_prefix
         self._output_layer = output_layer(target)  # the adapter leaves it as it is
-        self.target, self._lora = attach_trailing_lora(
-            target,
-            probe.ids,
-            rank=lora_rank,
-            alpha=lora_alpha,
-            dropout=lora_dropout,
-            target_modules=lora_target_modules,
-        )
+        self.target: PreTrainedModel | PeftModel
+        if probe.ids:
+            self.target, self._lora = attach_trailing_lora(
+                target,
+                probe.ids,
+                rank=lora_rank,
+                alpha=lora_alpha,
+                dropout=lora_dropout,
+                target_modules=lora_target_modules,
+            )
+        else:
+            self.target, self._lora = target.requires_grad_(False), TrailingLora()
         self.head = copy.deepcopy(head).to(target.device)
         # DeepSpeed cannot broadcast a parameter without dimensions; `exported_head` gives the bias its shape back.
         self.head.bias = nn.Parameter(head.bias.detach().reshape(1).to(target.device))
@@ -77,13 +81,14 @@ class ValidityModel(nn.Module):
         self.register_load_state_dict_post_hook(_forgive_frozen)
 
     @property
-    def peft_model(self) -> PeftModel:
-        return self.target
+    def peft_model(self) -> PeftModel | None:
+        """The wrapped target; None without a probe."""
+        return self.target if isinstance(self.target, PeftModel) else None
 
     @property
     def base(self) -> PreTrainedModel:
         """The target itself, with adapted layers inside; they add nothing unless told to."""
-        return cast(PreTrainedModel, self.target.get_base_model())
+        return cast(PreTrainedModel, self.target if self.peft_model is None else self.peft_model.get_base_model())
 
     @property
     def backbone(self) -> nn.Module:
@@ -109,12 +114,15 @@ class ValidityModel(nn.Module):
         Returns:
             {"logits": float32 [B, K]}; arbitrary where `visible` is 0.
         """
-        if self.backprop_context:
+        hidden: Tensor | None
+        if not self.probe.ids:
+            context, hidden = self.context_hidden(input_ids), None
+        elif self.backprop_context:
             context, hidden = self._packed(input_ids, self._shown(self.probe, input_ids, visible, cuts))
         else:
             context, cache = self._prefill(input_ids)
             hidden = self._probe(cache, self._shown(self.probe, input_ids, visible, cuts), self.probe, adapter=True)
-        with torch.autocast(hidden.device.type, enabled=False):  # the read-out is float32 at inference too
+        with torch.autocast(context.device.type, enabled=False):  # the read-out is float32 at inference too
             tokens = self.head.tokens
             doubt = None if tokens is None else self._doubt(tokens, context, input_ids, visible, cuts)
             return {"logits": self.head(hidden, doubt)}
@@ -190,7 +198,7 @@ class ValidityModel(nn.Module):
     def exported_head(self) -> ValidityHead:
         """The head as it is saved: on the CPU, in float32."""
         state = {name: tensor.detach().float().cpu() for name, tensor in self.head.state_dict().items()}
-        head = ValidityHead(len(self.head.weight), self.token_rank)
+        head = ValidityHead(self.head.hidden_size, self.token_rank, probe=bool(self.probe.ids))
         head.load_state_dict(state | {"bias": state["bias"].reshape(())})
         return head
 
@@ -199,8 +207,8 @@ class ValidityModel(nn.Module):
         return 0 if self.head.tokens is None else self.head.tokens.expected.out_features
 
     def adapter_tensors(self) -> dict[str, Tensor]:
-        """The adapter's tensors under peft's own names, on the CPU in float32."""
-        state = get_peft_model_state_dict(self.target)
+        """The adapter's tensors under peft's own names, on the CPU in float32; none without a probe."""
+        state = {} if self.peft_model is None else get_peft_model_state_dict(self.peft_model)
         return {name: tensor.detach().float().cpu().contiguous() for name, tensor in state.items()}
 
 

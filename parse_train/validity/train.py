@@ -23,6 +23,7 @@ from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import Encoder, ValidityDataset, load_datasets
 from parse_train.validity.export import AdapterFacts, export_adapter
 from parse_train.validity.figures import acceptance_figure, png, reliability_diagram
+from parse_train.validity.kl_judge import KLJudge, find_kl_judge
 from parse_train.validity.metrics import ScoredDrafts, headline_metrics, ranking_metrics
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.threshold import RiskControl, choose_threshold
@@ -41,15 +42,18 @@ def main(config: ValidityTrainingConfig) -> None:
     build.check_target(lm.model, config.data)
     train, evaluation, counts = load_datasets(config, encoder_for(config, lm))
     served_drafts(config, evaluation)  # a wrong temperature is found now, not after the training
+    kl_judge, reason = find_kl_judge(config, build, lm, evaluation) if config.baselines else (None, "")
     facts = describe(config, lm, counts, build.label)
     model = build_model(config, lm)
     if config.process_index == 0:
         print(", ".join(f"{name} {value}" for name, value in counts.items()))
+        if reason:
+            print(reason)
     start = checkpoints.prepare(config, len(train))
     tracking.start(config)
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=ValidityCollator(pad_id(lm)))
     checkpoints.train(trainer, start)
-    finish(config, lm, trainer, evaluation, facts)
+    finish(config, lm, trainer, evaluation, facts, kl_judge)
 
 
 def load_target(config: ValidityTrainingConfig) -> LanguageModel:
@@ -76,18 +80,22 @@ def encoder_for(config: ValidityTrainingConfig, lm: LanguageModel) -> Encoder:
 
 
 def build_model(config: ValidityTrainingConfig, lm: LanguageModel) -> ValidityModel:
-    """Adapter (zero at first) and head (the zero-shot verbalizer's) around the target.
+    """Adapter (zero at first) and head (the zero-shot verbalizer's) around the target; without `probe_text` a head
+    that has token doubt alone.
 
     Raises:
         ValueError: a probe without tokens, verbalizer words that begin alike, adapted layers that do not exist.
     """
     probe_ids = tuple(lm.tokenizer.encode(config.probe_text, add_special_tokens=False))
-    if not probe_ids:
+    if config.probe_text and not probe_ids:
         raise ValueError(f"probe_text {config.probe_text!r} has no token")
-    probe = Probe(probe_ids, config.probe_text, closes_turn=probe_ids[0] in lm.eos_ids)
-    words = (config.verbalizer_yes, config.verbalizer_no)
-    yes_id, no_id = verbalizer_ids(lm.tokenizer, config.probe_text, words)
-    head = ValidityHead.from_verbalizer(lm.model, yes_id, no_id, config.token_rank)
+    probe = Probe(probe_ids, config.probe_text, closes_turn=bool(probe_ids) and probe_ids[0] in lm.eos_ids)
+    if probe.ids:
+        yes_id, no_id = verbalizer_ids(lm.tokenizer, config.probe_text, _words(config))
+        head = ValidityHead.from_verbalizer(lm.model, yes_id, no_id, config.token_rank)
+    else:
+        size = lm.model.config.get_text_config(decoder=True).hidden_size
+        head = ValidityHead(size, config.token_rank, probe=False)
     return ValidityModel(
         lm.model,
         probe,
@@ -116,11 +124,13 @@ def describe(
     settings = ("lora_rank", "lora_alpha", "token_rank", "learning_rate", "num_train_epochs", "seed")
     provenance: dict[str, Any] = {"data": config.data, **counts, "template_options": config.template_options}
     provenance |= {name: getattr(config, name) for name in settings}
+    if not config.probe_text:
+        del provenance["lora_rank"], provenance["lora_alpha"]
     provenance["parse_engine"] = importlib.metadata.version("parse-engine") if _installed() else "source"
     label = {"kind": "soft" if config.soft_labels else "hard", **label, "class_weighting": config.class_weighting}
     return AdapterFacts(
         target,
-        (config.verbalizer_yes, config.verbalizer_no),
+        _words(config) if config.probe_text else None,
         CutPolicy.from_dict(config.cut_policy).to_dict(),
         label,
         provenance,
@@ -149,11 +159,12 @@ def finish(
     trainer: ValidityTrainer,
     evaluation: ValidityDataset,
     facts: AdapterFacts,
+    kl_judge: KLJudge | None = None,
 ) -> None:
     """Evaluate on held-out problems, choose the threshold, compare with the baselines, export."""
     drafts = {TRAINED: trainer.score(evaluation)}
     if config.baselines:
-        drafts |= baseline_scores(trainer, lm, evaluation)
+        drafts |= baseline_scores(trainer, lm, evaluation, kl_judge)
     if config.process_index == 0:
         served = drafts[TRAINED].select(served_drafts(config, evaluation))
         risk = choose_threshold(served, config.risk_alpha, config.risk_delta)
@@ -201,6 +212,10 @@ def report(drafts: dict[str, ScoredDrafts], alpha: float, risk: RiskControl) -> 
     else:
         lines.append(f"WARNING: {risk.warning()}")
     return "\n".join(lines)
+
+
+def _words(config: ValidityTrainingConfig) -> tuple[str, str]:
+    return config.verbalizer_yes, config.verbalizer_no
 
 
 def _installed() -> bool:

@@ -12,6 +12,8 @@ from rich.console import Console
 
 from data_tools.cli import main
 from data_tools.labels.inspect import inspect_folder
+from data_tools.labels.rows import LabelledDraft, check_row
+from data_tools.labels.summary import summarise
 
 
 def row(labels: list[bool], **more: Any) -> dict[str, Any]:
@@ -45,10 +47,27 @@ def test_counts_balance_and_error_positions(folder: Path) -> None:
     assert (summary.measured, summary.correct, summary.unfinished, summary.with_error) == (1, 6, 1, 4)
     assert summary.error_position == [3, 0, 0, 0, 0, 0, 0, 0, 0, 1]
     assert dict(summary.error_segment) == {0: 3, 9: 1}
-    assert summary.temperatures == {0.0: (6, 6), 1.0: (3, 0)}
+    assert summary.temperatures == {0.0: (6, 6, 6, 0, 0), 1.0: (3, 0, 0, 0, 0)}
     text = printed(folder)
     assert "33 (71.7%)" in text and "33 valid, 13 not valid prefixes" in text
     assert "90-100 %" in text and "right at temperature 0" in text
+    assert "perfect judge" not in text  # the tokens are not known
+
+
+def test_a_perfect_judge_keeps_the_tokens_before_the_first_error() -> None:
+    def draft(labels: list[bool], cuts: list[int], temperature: float) -> LabelledDraft:
+        return check_row(row(labels, cuts=cuts, draft_ids=[1] * cuts[-1], temperature=temperature), "here")
+
+    drafts = [
+        draft([True, True], [4, 10], 0.0),
+        draft([True, False, True], [5, 10, 20], 0.0),  # what follows a failure is not kept
+        draft([False], [7], 1.0),
+    ]
+    assert [d.kept_by_oracle for d in drafts] == [10, 5, 0]
+    assert check_row(row([True]), "here").kept_by_oracle is None
+    lines = dict(summarise(drafts).lines())
+    assert lines["tokens a perfect judge keeps at temperature 0"] == "15 (50.0%); whole drafts 1 (50.0%)"
+    assert lines["tokens a perfect judge keeps at temperature 1"] == "0 (0.0%); whole drafts 0 (0.0%)"
 
 
 def test_examples_are_coloured_by_label_and_repeatable(folder: Path) -> None:

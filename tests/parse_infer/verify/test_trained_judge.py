@@ -48,6 +48,19 @@ def test_saved_equals_loaded(target, random_adapter, random_ids, tmp_path):
     assert "auroc | 0.93" in card and "LlamaForCausalLM" in card
 
 
+def test_without_a_probe_nothing_is_said_of_peft(target, random_adapter, tmp_path):
+    adapter = random_adapter(target, probe_ids=())
+    folder = adapter.save_pretrained(tmp_path / "adapter")
+    assert {path.name for path in folder.iterdir()} == {CONFIG, HEAD, CARD}
+    assert "peft" not in (folder / CARD).read_text() and "- probe: none" in (folder / CARD).read_text()
+    loaded = ValidityAdapter.from_pretrained(folder, target)
+    assert loaded.lora is None and loaded.probe.ids == () and loaded.config == adapter.config
+    doubt = torch.tensor([0.5, -1.0])
+    assert torch.equal(loaded.head(None, doubt), adapter.head(None, doubt))
+    with pytest.raises(ValueError, match="nothing to judge by"):
+        ValidityHead(32, probe=False)
+
+
 def test_saving_again_replaces_the_adapter(target, random_adapter, folder):
     changed = random_adapter(target, seed=5)
     changed.config.threshold = 0.25
@@ -128,7 +141,9 @@ def test_a_target_with_other_weights_is_refused_by_name(make_model, folder):
     ("change", "sentence"),
     [
         ({"schema_version": 99}, "schema version 99"),
-        ({"probe_ids": []}, "no probe_ids"),
+        ({"probe_ids": None}, "no probe_ids"),
+        ({"probe_ids": [], "token_rank": 0}, "no probe_ids"),
+        ({"probe_ids": []}, "its files do not go together"),
         ({"probe_ids": [260]}, "outside the target's vocabulary of 260"),
         ({"target": None}, "no target"),
     ],

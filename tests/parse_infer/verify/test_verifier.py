@@ -12,6 +12,7 @@ from parse_infer.verify.packing import probes, readout_index
 from parse_infer.verify.segments import CutPolicy, Segmenter
 from parse_infer.verify.verifier import Verifier
 from parse_infer.verify.zero_shot_judge import ZeroShotJudge, chat_suffix
+from tests.parse_infer.language_models import TokenCount
 
 EOS = 258
 
@@ -68,6 +69,19 @@ def test_packed_equals_separate(model, make_verifier, random_ids, cached):
     expected = separate_passes(model, verifier.judge, context, draft, result.cuts)
     assert result.validity == pytest.approx(expected, abs=1e-4)
     assert max(expected) - min(expected) > 0.05  # the probes differ, so a mix-up would show
+
+
+def test_token_doubt_alone_reads_the_draft_and_no_probe(model, make_verifier, random_adapter, random_ids):
+    verifier = make_verifier(model, random_adapter(model, probe_ids=()))
+    context, draft = random_ids(30), random_ids(22, seed=1)
+    verifier.decoder.seek(context)
+    with TokenCount(model) as count:
+        result = verifier.verify(draft)
+    assert count.widths == [52] and result.own_choice is not None
+    model.set_attn_implementation("sdpa")
+    expected = separate_passes(model, verifier.judge, context, draft, result.cuts)
+    assert result.validity == pytest.approx(expected, abs=1e-4)
+    assert max(expected) - min(expected) > 0.05
 
 
 def test_packed_hidden_states_equal_separate_ones(model, make_verifier, random_ids):

@@ -158,13 +158,20 @@ def test_a_build_says_how_it_was_made(make_model: Callable[..., Any], tmp_path: 
     model = make_model("llama")
     assert read_build_info(str(tmp_path)) == BuildInfo()
     content = {
-        "config": {"cut_policy": {"kind": "sentence"}, "rollouts": 4, "margin": 0.25, "template_options": {"a": 1}},
-        "models": {"target": describe_target(model)},
+        "config": {
+            "cut_policy": {"kind": "sentence"},
+            "rollouts": 4,
+            "margin": 0.25,
+            "template_options": {"a": 1},
+            "draft": "d",
+        },
+        "models": {"target": describe_target(model), "draft": {"name": "last-part", "fingerprint": "w1:0"}},
     }
     (tmp_path / "build.json").write_text(json.dumps(content))
     info = read_build_info(str(tmp_path))
     assert (info.cut_policy, info.template_options) == ({"kind": "sentence"}, {"a": 1})
     assert info.label == {"rollouts": 4, "margin": 0.25}
+    assert info.draft == {"name": "d", "fingerprint": "w1:0"}
     info.check_target(model, "here")
     with pytest.raises(ValueError, match="here was labelled by rollouts of"):
         info.check_target(make_model("llama", seed=1), "here")

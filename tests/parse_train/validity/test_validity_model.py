@@ -33,12 +33,15 @@ from tests.parse_infer.language_models import language_model
 
 PROBE = Probe((256, 63), "?!")
 CLOSING = Probe((258, 63), "!?", closes_turn=True)
+NONE = Probe((), "")  # token doubt alone
 REPOSITORY = Path(__file__).parents[3]
 
 
 def trained(target: PreTrainedModel, probe: Probe = PROBE, **options: Any) -> ValidityModel:
     """A model whose adapter and head really do something, as after training."""
     head = ValidityHead.from_verbalizer(target, 67, 73, token_rank=3)
+    if not probe.ids:
+        head = ValidityHead(target.config.hidden_size, token_rank=3, probe=False)
     model = ValidityModel(target, probe, head, end_ids={258}, lora_rank=4, lora_alpha=8, **options)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -99,7 +102,7 @@ def test_back_propagating_through_the_context_changes_no_gradient(
         torch.testing.assert_close(cached, packed, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("probe", [PROBE, CLOSING], ids=["open", "closing"])
+@pytest.mark.parametrize("probe", [PROBE, CLOSING, NONE], ids=["open", "closing", "none"])
 @pytest.mark.parametrize("backprop", [False, True])
 def test_training_and_inference_agree(
     model: PreTrainedModel,
@@ -131,6 +134,32 @@ def test_training_and_inference_agree(
         torch.testing.assert_close(torch.tensor(found).logit(), expected[i, : len(found)], rtol=0, atol=1e-3)
     spread = expected[batch["visible"] > 0]
     assert spread.max() - spread.min() > 0.5  # the comparison is not one of constants
+
+
+def test_token_doubt_alone_is_what_an_empty_probe_text_trains(
+    make_model: Callable[..., PreTrainedModel],
+    tokenizer: PreTrainedTokenizerFast,
+    batch: dict[str, Tensor],
+    tmp_path: Path,
+) -> None:
+    """The head alone learns, the target stays unwrapped, and what is exported has neither probe nor verbalizer."""
+    options: dict[str, Any] = {"target": "t", "data": "d", "output_dir": "o", "use_cpu": True, "probe_text": ""}
+    with pytest.raises(ValueError, match="probe_text is empty and token_rank is 0"):
+        ValidityTrainingConfig(**options, token_rank=0)
+    config = ValidityTrainingConfig(**options, token_rank=4)
+    lm = language_model(make_model("llama"), tokenizer, "t")
+    facts = describe(config, lm, {}, {})
+    validity = build_model(config, lm).train()
+    loss_of(validity, batch).backward()
+    learning = {name for name, parameter in validity.named_parameters() if parameter.requires_grad}
+    assert all(name.startswith("head.") for name in learning) and "head.weight" not in learning
+    assert all(p.grad is not None for name, p in validity.named_parameters() if name in learning)
+    assert set(validity.state_dict()) == learning and validity.base is lm.model
+    adapter = ValidityAdapter.from_pretrained(export_adapter(tmp_path / "a", validity, facts, {}), make_model("llama"))
+    assert adapter.config.verbalizer is None and "lora_rank" not in adapter.config.provenance
+    zero_shot = ZeroShotJudge(lm.model, tokenizer)
+    logits = validity.judge(batch["input_ids"], batch["visible"], batch["cuts"], zero_shot.probe, zero_shot.head)
+    assert logits.shape == batch["cuts"].shape
 
 
 def test_a_probe_that_closes_the_turn_does_not_show_the_end_twice(
