@@ -53,7 +53,7 @@ class LanguageModelConfig(TrainingConfig):
     lora_rank: int = field(
         default=0,
         metadata={
-            "help": "Leave initial_model as it is and train a LoRA of this rank on all its linears; 0: train all weights."
+            "help": "Leave initial_model as it is and train a LoRA of this rank on all linears; 0: train all weights."
         },
     )
     lora_alpha: int = field(default=32, metadata={"help": "The LoRA's update is scaled by lora_alpha / lora_rank."})
