@@ -1,18 +1,23 @@
-"""Train the tokenizer of the embedded models: byte-level BPE, single digits, a chat template.
+"""Make the tokenizer of a small model from a task's text, new or inside the tokenizer of a larger model.
 
-`accelerate launch recipes/zoo/tokenizer.yaml`
+New, for the embedded models: byte-level BPE, single digits, a chat template (`recipes/zoo/tokenizer.yaml`). Inside:
+the most frequent tokens of `base_tokenizer` (`recipes/smollm2/tokenizer.yaml`, see `vocabulary_pruning`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data_tools.tasks.by_name import load_task
+from data_tools.tasks.task import Problem
+from parse_infer.models.loading import resolve
+from parse_train.zoo.vocabulary_pruning import pruned, special_tokens
 
 USER, ASSISTANT, END = "<|user|>", "<|assistant|>", "<|end|>"
 CHAT_TEMPLATE = (
@@ -26,26 +31,48 @@ CHAT_TEMPLATE = (
 
 @dataclass
 class TokenizerConfig:
-    """What the tokenizer is trained on and where it goes."""
+    """What the tokenizer is made from and where it goes."""
 
     output_dir: str = field(metadata={"help": "Folder that receives the tokenizer."})
     task: str = field(
         default="gsm_symbolic", metadata={"help": "Task whose prompts and worked answers it is trained on."}
     )
     task_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "Options of the task."})
-    vocab_size: int = field(default=2048, metadata={"help": "Size of the vocabulary, special tokens included."})
-    n_problems: int = field(default=20_000, metadata={"help": "Number of training problems to learn the merges from."})
+    base_tokenizer: str | None = field(
+        default=None,
+        metadata={"help": "Keep the most frequent tokens of this tokenizer (name or folder) instead of learning new."},
+    )
+    vocab_size: int = field(
+        default=2048,
+        metadata={"help": "Size of the vocabulary, special tokens included; with base_tokenizer an upper bound."},
+    )
+    n_problems: int = field(default=20_000, metadata={"help": "Number of training problems whose text is read."})
+    seed: int = field(default=0, metadata={"help": "Seed of the problems."})
+    chat_template: str | None = field(
+        default=None,
+        metadata={"help": "Jinja chat template; by default the base tokenizer's or the embedded models'."},
+    )
     model_max_length: int = field(
         default=512, metadata={"help": "Longest sequence of the models that use it, in tokens."}
     )
 
 
-def train_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
-    """Train and save the tokenizer; returns it."""
-    task = load_task(config.task, **config.task_options)
+def make_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
+    """Make and save the tokenizer; returns it.
+
+    Raises:
+        ValueError, OSError: a base tokenizer that cannot be pruned, or cannot be found.
+    """
+    tokenizer = trained(config) if config.base_tokenizer is None else pruned_from_base(config)
+    tokenizer.save_pretrained(config.output_dir)
+    return tokenizer
+
+
+def trained(config: TokenizerConfig) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with merges learnt from the task's text."""
 
     def texts() -> Iterator[str]:
-        for problem in task.problems("train", limit=config.n_problems):
+        for problem in _problems(config):
             yield str(problem.prompt)
             if problem.solution:
                 yield problem.solution
@@ -72,11 +99,45 @@ def train_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
         model_max_length=config.model_max_length,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(config.output_dir)
+    tokenizer.chat_template = config.chat_template or CHAT_TEMPLATE
     return tokenizer
 
 
+def pruned_from_base(config: TokenizerConfig) -> PreTrainedTokenizerFast:
+    """The base tokenizer with those of its tokens that the task's prompts (in the chat template) and answers need."""
+    base = AutoTokenizer.from_pretrained(resolve(config.base_tokenizer or ""))
+    if not isinstance(base, PreTrainedTokenizerFast):
+        raise ValueError(f"{config.base_tokenizer} has no fast tokenizer (tokenizer.json), which pruning needs")
+    named = {token for token in base.special_tokens_map.values() if isinstance(token, str)}
+    templates = [base.chat_template, config.chat_template]
+    specials = special_tokens(
+        base.get_added_vocab(), named, [template for template in templates if isinstance(template, str)]
+    )
+    base.chat_template = config.chat_template or base.chat_template
+    if base.chat_template is None:
+        raise ValueError(f"{config.base_tokenizer} has no chat template: the recipe needs the key chat_template")
+    counts: Counter[int] = Counter()
+    for problem in _problems(config):
+        prompt = problem.prompt if isinstance(problem.prompt, list) else [{"role": "user", "content": problem.prompt}]
+        counts.update(base.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+        counts.update(base(problem.solution or "", add_special_tokens=False).input_ids)
+    names = {key: token for key, token in base.special_tokens_map.items() if isinstance(token, str)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=pruned(base.backend_tokenizer, counts, specials, config.vocab_size),
+        **names,
+        extra_special_tokens=[token for token in base.all_special_tokens if token in specials - named],
+        model_max_length=config.model_max_length,
+        clean_up_tokenization_spaces=base.clean_up_tokenization_spaces,
+    )
+    tokenizer.chat_template = base.chat_template
+    return tokenizer
+
+
+def _problems(config: TokenizerConfig) -> Iterator[Problem]:
+    task = load_task(config.task, **config.task_options)
+    return task.problems("train", seed=config.seed, limit=config.n_problems)
+
+
 def main(config: TokenizerConfig) -> None:
-    tokenizer = train_tokenizer(config)
+    tokenizer = make_tokenizer(config)
     print(f"tokenizer with {len(tokenizer)} entries saved to {config.output_dir}")

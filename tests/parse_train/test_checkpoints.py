@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from parse_train.__main__ import main
-from parse_train.zoo.tokenizer import TokenizerConfig, train_tokenizer
+from parse_train.zoo.tokenizer import TokenizerConfig, make_tokenizer
 
 _LANGUAGE_MODEL = """recipe: language_model
 model_config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
@@ -62,7 +62,7 @@ def finished(
         arguments += ["--answers", str(folder / "answers")]
         training = Training(tuple(arguments), folder / "out", "head/model.safetensors")
     else:
-        train_tokenizer(TokenizerConfig(output_dir=str(folder / "tokenizer"), vocab_size=600, n_problems=100))
+        make_tokenizer(TokenizerConfig(output_dir=str(folder / "tokenizer"), vocab_size=600, n_problems=100))
         (folder / "recipe.yaml").write_text(_LANGUAGE_MODEL)
         arguments = [str(folder / "recipe.yaml"), "--tokenizer", str(folder / "tokenizer")]
         arguments += ["--per_device_train_batch_size", "2"]

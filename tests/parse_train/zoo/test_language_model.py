@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from parse_train.zoo.language_model import IGNORED, LanguageModelConfig, PackedSamples, collate, start_from
 from parse_train.zoo.muon import MuonWithAdamW
-from parse_train.zoo.tokenizer import TokenizerConfig, train_tokenizer
+from parse_train.zoo.tokenizer import TokenizerConfig, make_tokenizer
 
 ARCHITECTURE = {
     "model_type": "llama",
@@ -30,7 +30,7 @@ ARCHITECTURE = {
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(TokenizerConfig(output_dir=str(folder), vocab_size=600, n_problems=300))
+    make_tokenizer(TokenizerConfig(output_dir=str(folder), vocab_size=600, n_problems=300))
     return str(folder)
 
 
