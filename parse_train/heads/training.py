@@ -20,7 +20,7 @@ from transformers import EvalPrediction, Trainer, set_seed
 from data_tools.tasks.by_name import load_task
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_train import checkpoints, tracking
-from parse_train.heads.own_answers import IGNORED, AnswerConfig, collate, commonest_tokens, read_answers, write_answers
+from parse_train.own_answers import IGNORED, AnswerConfig, collate, commonest_tokens, read_answers, write_answers
 from parse_train.training_config import TrainingConfig
 from parse_train.zoo.muon import MuonWithAdamW
 

@@ -1,12 +1,13 @@
 """Train the small language models that ship with the package (`recipes/zoo/*.yaml`).
 
-Worked answers of a task are packed into rows of fixed length, each attending to itself only; the loss counts answer
-tokens alone (questions are mostly names and numbers drawn at random). Data is streamed, never stored.
+Worked answers of a task, or those that another model writes, are packed into rows of fixed length, each attending to
+itself only; the loss counts answer tokens alone (questions are mostly names and numbers drawn at random). Those of the
+task are streamed, never stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +28,11 @@ from transformers import (
 
 from data_tools.tasks.by_name import load_task
 from data_tools.tasks.drills import drill
+from data_tools.tasks.task import Problem
 from parse_infer.files import replacing_folder
+from parse_infer.models.loading import load_language_model, resolve
 from parse_train import checkpoints
+from parse_train.own_answers import AnswerConfig, read_answers, write_answers
 from parse_train.training_config import TrainingConfig
 from parse_train.zoo.muon import MuonWithAdamW
 
@@ -65,6 +69,18 @@ class LanguageModelConfig(TrainingConfig):
             "A layer named again starts as one that changes nothing."
         },
     )
+    answers_of: str | None = field(
+        default=None,
+        metadata={
+            "help": "A model (folder or name) whose right answers are learnt beside the task's own: more is kept of a "
+            "draft that is worded like its target (arXiv 1606.07947)."
+        },
+    )
+    answer_share: float = field(default=0.7, metadata={"help": "Share of the model's answers among all answers."})
+    n_answers: int = field(
+        default=5000, metadata={"help": "Problems that answers_of answers once, before the training."}
+    )
+    answer_temperature: float = field(default=0.5, metadata={"help": "Temperature of those answers; 0 is greedy."})
     row_length: int = field(default=320, metadata={"help": "Tokens in a packed row."})
     drill_share: float = field(
         default=0.25, metadata={"help": "Share of arithmetic drills among the samples at the start."}
@@ -97,20 +113,28 @@ class PackedSamples(IterableDataset):
     `document` numbers the samples of a row; padding has document -1.
     """
 
-    def __init__(self, config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.config, self.tokenizer = config, tokenizer
+    def __init__(
+        self,
+        config: LanguageModelConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        answers: Sequence[tuple[Problem, str]] = (),
+    ) -> None:
+        self.config, self.tokenizer, self.answers = config, tokenizer, answers
         self.total_rows = config.max_steps * config.per_device_train_batch_size * config.gradient_accumulation_steps
 
     def _samples(self, rng: Random, progress: list[float]) -> Iterator[tuple[list[int], list[int]]]:
         c, tokenizer = self.config, self.tokenizer
         task = load_task(c.task, **c.task_options)
-        for problem in task.problems("train", seed=c.seed):
+        own = ((problem, problem.solution) for problem in task.problems("train", seed=c.seed))
+        theirs = _endlessly(self.answers, rng)
+        while True:
             while rng.random() < c.drill_share * max(0.0, 1 - progress[0] / c.drill_until):
                 ids = tokenizer(drill(rng, c.drill_max_number), add_special_tokens=False).input_ids + [
                     tokenizer.eos_token_id
                 ]
                 yield ids, list(ids)
-            if problem.solution is None:
+            problem, solution = next(theirs if self.answers and rng.random() < c.answer_share else own)
+            if solution is None:
                 raise ValueError(
                     f"task {c.task} has no worked answer for problem {problem.id}; a language model needs one"
                 )
@@ -118,7 +142,7 @@ class PackedSamples(IterableDataset):
                 problem.prompt if isinstance(problem.prompt, list) else [{"role": "user", "content": problem.prompt}]
             )
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            answer = tokenizer(problem.solution, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+            answer = tokenizer(solution, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
             yield prompt + answer, [IGNORED] * len(prompt) + answer
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -147,6 +171,11 @@ class PackedSamples(IterableDataset):
             yield {key: torch.tensor(values + [fill[key]] * pad) for key, values in row.items()}
             rows += 1
             progress[0] = rows / self.total_rows
+
+
+def _endlessly(answers: Sequence[tuple[Problem, str]], rng: Random) -> Iterator[tuple[Problem, str]]:
+    while answers:
+        yield from rng.sample(answers, len(answers))
 
 
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -197,7 +226,7 @@ def main(config: LanguageModelConfig) -> None:
     trainer = LanguageModelTrainer(
         model=model,
         args=config,
-        train_dataset=PackedSamples(config, tokenizer),
+        train_dataset=PackedSamples(config, tokenizer, right_answers(config)),
         data_collator=collate,
         processing_class=tokenizer,
     )
@@ -210,6 +239,30 @@ def main(config: LanguageModelConfig) -> None:
             else:
                 save_half(model, final)
             tokenizer.save_pretrained(final)
+
+
+def right_answers(config: LanguageModelConfig) -> list[tuple[Problem, str]]:
+    """The right ones among what `answers_of` answers to the first training problems; kept in `output_dir`/answers."""
+    if config.answers_of is None:
+        return []
+    lm = load_language_model(config.answers_of, role="target", device=config.device)
+    wanted = AnswerConfig(
+        model=config.answers_of,
+        task=config.task,
+        task_options=config.task_options,
+        answer_temperature=config.answer_temperature,
+    )
+    folder = Path(str(config.output_dir)) / "answers"
+    write_answers(lm, wanted, config.seed, "train", config.n_answers, folder)
+    task = load_task(config.task, **config.task_options)
+    problems = task.problems("train", seed=config.seed, limit=config.n_answers)
+    answers = []
+    for problem, row in zip(problems, read_answers(folder, "train", config.n_answers), strict=True):
+        answer = lm.tokenizer.decode(row["input_ids"][row["start"] :], skip_special_tokens=True)
+        if task.check(problem, answer):
+            answers.append((problem, answer))
+    print(f"{len(answers)} of {config.n_answers} answers of {config.answers_of} are right")
+    return answers
 
 
 def all_weights(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -225,7 +278,7 @@ def all_weights(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase)
     )
     model = AutoModelForCausalLM.from_config(architecture)
     if config.initial_model is not None:
-        start_from(model, config.initial_model, config.initial_layers)
+        start_from(model, config.initial_model, config.initial_layers, tokenizer)
     return model
 
 
@@ -247,8 +300,13 @@ def save_half(model: PreTrainedModel, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def start_from(model: PreTrainedModel, name: str, layers: list[int] | None) -> None:
+def start_from(
+    model: PreTrainedModel, name: str, layers: list[int] | None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
     """Copy embedding, norm, head and the chosen `layers` of the model called `name` into `model` (in place).
+
+    With another `tokenizer` than that model's, tokens of the same text keep their embedding, and the others begin at
+    random.
 
     A shallow draft model that starts from layers of its target learns several times faster than from scratch. A layer
     that `layers` names again is a copy whose output matrices are zero: the deeper model starts as the one it grew from
@@ -257,7 +315,7 @@ def start_from(model: PreTrainedModel, name: str, layers: list[int] | None) -> N
     Raises:
         ValueError: a layer that `name` does not have, or weights of another shape.
     """
-    source = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    source = AutoModelForCausalLM.from_pretrained(resolve(name), dtype=torch.float32)
     chosen = list(range(len(source.model.layers))) if layers is None else layers
     if len(chosen) != len(model.model.layers) or not all(0 <= i < len(source.model.layers) for i in chosen):
         raise ValueError(
@@ -270,9 +328,27 @@ def start_from(model: PreTrainedModel, name: str, layers: list[int] | None) -> N
             layer = source.model.layers[position]
             torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
             torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    if tokenizer is not None:
+        _retokenize(source, AutoTokenizer.from_pretrained(resolve(name)).get_vocab(), tokenizer.get_vocab())
     try:
         model.load_state_dict(source.state_dict())
     except RuntimeError as error:
         raise ValueError(
             f"the weights of {name} do not fit model_config: {str(error).splitlines()[-1].strip()}"
         ) from error
+
+
+def _retokenize(model: PreTrainedModel, before: dict[str, int], after: dict[str, int]) -> None:
+    """Give `model`, whose tokens are `before`, the tokens `after` (text to id), in place."""
+    if before == after:
+        return
+    shared = [text for text in after if text in before]
+    to, of = torch.tensor([after[text] for text in shared]), torch.tensor([before[text] for text in shared])
+    old = {
+        layer: layer.weight.detach().clone() for layer in (model.get_input_embeddings(), model.get_output_embeddings())
+    }
+    model.resize_token_embeddings(max(after.values()) + 1, mean_resizing=False)
+    for layer, weight in zip((model.get_input_embeddings(), model.get_output_embeddings()), old.values(), strict=True):
+        with torch.no_grad():
+            layer.weight.normal_(std=float(weight.std()))
+            layer.weight[to] = weight[of]

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from parse_infer.models.loading import load_language_model
-from parse_train.heads.own_answers import AnswerConfig, write_answers
+from parse_train.own_answers import AnswerConfig, write_answers
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "recipes" / "accelerate"

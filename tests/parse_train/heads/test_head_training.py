@@ -16,10 +16,10 @@ from parse_infer.guesses.eagle import EagleDrafter
 from parse_infer.guesses.medusa import MedusaDrafter
 from parse_infer.guesses.registry import load_token_drafter
 from parse_infer.models.sampling import Sampling
-from parse_train.heads.own_answers import IGNORED, collate
 from parse_train.heads.train_eagle import EagleModel
 from parse_train.heads.train_medusa import MedusaModel
 from parse_train.heads.training import head_metrics, start_from_output
+from parse_train.own_answers import IGNORED, collate
 from tests.parse_infer.guesses.test_eagle import make_head
 from tests.parse_infer.guesses.test_medusa import make_heads
 from tests.parse_infer.language_models import language_model

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 import yaml
+from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from parse_train.zoo.language_model import IGNORED, LanguageModelConfig, PackedSamples, collate, start_from
+from data_tools.tasks.by_name import load_task
+from parse_train.zoo.language_model import (
+    IGNORED,
+    LanguageModelConfig,
+    PackedSamples,
+    collate,
+    right_answers,
+    start_from,
+)
+from parse_train.zoo.language_model import main as train_model
 from parse_train.zoo.muon import MuonWithAdamW
 from parse_train.zoo.tokenizer import TokenizerConfig, make_tokenizer
 
@@ -152,3 +165,73 @@ def test_a_draft_model_starts_from_layers_of_its_target(tmp_path):
 def test_mistakes_in_the_recipe_are_one_sentence(tokenizer_folder, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         config(tokenizer_folder, tmp_path, **change)
+
+
+def test_tokens_of_the_same_text_keep_their_embedding(tmp_path, tokenizer_folder):
+    """A model with another tokenizer still starts from the layers, and from what it shares."""
+    source = tiny_model(AutoTokenizer.from_pretrained("parse_infer/zoo/target").vocab_size)
+    source.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained("parse_infer/zoo/target").save_pretrained(tmp_path)
+    mine, theirs = AutoTokenizer.from_pretrained(tokenizer_folder), AutoTokenizer.from_pretrained(tmp_path)
+    fields = {key: value for key, value in ARCHITECTURE.items() if key != "model_type"}
+    draft = LlamaForCausalLM(LlamaConfig(vocab_size=len(mine), **fields))
+    start_from(draft, str(tmp_path), None, mine)
+    shared = mine.get_vocab().keys() & theirs.get_vocab().keys()
+    assert 256 < len(shared) < len(mine)
+    rows = {text: (mine.get_vocab()[text], theirs.get_vocab()[text]) for text in shared}
+    for weight, before in (
+        (draft.lm_head.weight, source.lm_head.weight),
+        (draft.model.embed_tokens.weight, source.model.embed_tokens.weight),
+    ):
+        to, of = (torch.tensor(ids) for ids in zip(*rows.values(), strict=True))
+        torch.testing.assert_close(weight[to], before[of])
+        assert 0.5 < float(weight.std() / before.std()) < 2
+    torch.testing.assert_close(draft.model.layers[1].mlp.up_proj.weight, source.model.layers[1].mlp.up_proj.weight)
+
+
+def test_a_draft_model_learns_what_its_target_answers(tokenizer_folder, tmp_path, capsys):
+    """Right answers only, drawn at the wanted share, and written once."""
+    model = {"answers_of": "zoo:draft", "n_answers": 24, "answer_temperature": 0.0}
+    wanted = config(tokenizer_folder, tmp_path, **model)
+    answers = right_answers(wanted)
+    assert "of 24 answers of zoo:draft are right" in capsys.readouterr().out
+    assert 8 < len(answers) < 24, "the embedded draft model is right more often than not, and not always"
+    task = load_task("gsm_symbolic")
+    assert all(task.check(problem, text) and text != problem.solution for problem, text in answers)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    texts = {text for _, text in answers}
+    for share, least, most in ((1.0, 1.0, 1.0), (0.5, 0.3, 0.7), (0.0, 0.0, 0.0)):
+        rows = PackedSamples(
+            config(tokenizer_folder, tmp_path, **model, answer_share=share, drill_share=0.0), tokenizer, answers
+        )
+        samples = [
+            tokenizer.decode([i for i in labels if i != IGNORED][:-1])
+            for _, labels in itertools.islice(rows._samples(Random(0), [0.0]), 100)
+        ]
+        found = sum(sample in texts for sample in samples) / len(samples)
+        assert least <= found <= most, f"share {share}: {found}"
+    before = sorted(tmp_path.rglob("*.jsonl"))
+    stamps = [path.stat().st_mtime_ns for path in before]
+    right_answers(wanted)
+    assert [path.stat().st_mtime_ns for path in before] == stamps
+
+
+def test_a_lora_run_saves_an_adapter_that_peft_loads_and_resumes(tokenizer_folder, tmp_path):
+    """The base stays as it is; a checkpoint is as small as the LoRA; a finished run is exported again, not trained."""
+    base = tmp_path / "base"
+    tiny_model(len(AutoTokenizer.from_pretrained(tokenizer_folder))).save_pretrained(base)
+    AutoTokenizer.from_pretrained(tokenizer_folder).save_pretrained(base)
+    fields = {"model_config": {}, "initial_model": str(base), "lora_rank": 4, "save_steps": 2}
+    train_model(config(str(base), tmp_path / "run", **fields, max_steps=2))
+    assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+    exported = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
+    assert exported and all(t.dtype == torch.bfloat16 for t in exported.values())
+    assert any(t.any() for key, t in exported.items() if "lora_B" in key), "nothing was learnt"
+    shutil.rmtree(tmp_path / "run" / "final")
+    train_model(config(str(base), tmp_path / "run", **fields, max_steps=2))
+    again = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
+    assert all(torch.equal(again[key], exported[key]) for key in exported)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model = PeftModel.from_pretrained(model, tmp_path / "run" / "final").merge_and_unload()
+    before = AutoModelForCausalLM.from_pretrained(base)
+    assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, before.model.layers[0].mlp.up_proj.weight)
