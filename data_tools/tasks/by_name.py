@@ -1,16 +1,61 @@
-"""Tasks by name."""
+"""Tasks by name, and several of them as one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from data_tools.tasks.gsm8k import Gsm8k
 from data_tools.tasks.gsm_symbolic import GsmSymbolic
 from data_tools.tasks.jsonl import Jsonl
-from data_tools.tasks.task import Task
+from data_tools.tasks.reasoning_gym_tasks import ReasoningGym
+from data_tools.tasks.task import Problem, Split, Task
 from parse_infer.suggest import suggestion
 
-TASKS: dict[str, Any] = {"gsm_symbolic": GsmSymbolic, "gsm8k": Gsm8k, "jsonl": Jsonl}
+
+@dataclass
+class Mixture:
+    """One problem of each part in turn; a part that has no more drops out.
+
+    Args:
+        parts: a mapping for each part: `task`, its name, and the options of that task.
+    """
+
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    name: str = "mixture"
+
+    def __post_init__(self) -> None:
+        if not self.parts or not all(isinstance(part, dict) and "task" in part for part in self.parts):
+            raise ValueError("task mixture needs the option parts: a list of mappings, each with the key task")
+        options = [dict(part) for part in self.parts]
+        self._tasks = [load_task(part.pop("task"), **part) for part in options]
+
+    def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
+        going = {number: task.problems(split, seed) for number, task in enumerate(self._tasks)}
+        count = 0
+        while going:
+            for number in list(going):
+                if limit is not None and count >= limit:
+                    return
+                problem = next(going[number], None)
+                if problem is None:
+                    del going[number]
+                    continue
+                count += 1
+                yield replace(problem, metadata={**problem.metadata, "part": number})
+
+    def check(self, problem: Problem, completion: str) -> bool:
+        return self._tasks[problem.metadata["part"]].check(problem, completion)
+
+
+TASKS: dict[str, Any] = {
+    "gsm_symbolic": GsmSymbolic,
+    "gsm8k": Gsm8k,
+    "reasoning_gym": ReasoningGym,
+    "jsonl": Jsonl,
+    "mixture": Mixture,
+}
 
 
 def load_task(name: str, **options: Any) -> Task:

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from parse_infer.engine import ParseEngine
 
 NOBODY = "none"
+# The embedded targets, each with the draft model and the adapter made for it.
+PAIRS = {
+    "zoo:target": ("zoo:draft", "zoo:adapter"),
+    "zoo:smollm2": ("zoo:smollm2-draft", "zoo:smollm2-adapter"),
+}
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,13 @@ class ModelOptions:
         ),
     ] = None
     target: Annotated[
-        str | None, typer.Option(help="Hugging Face id or folder; default: the embedded zoo:target.")
+        str | None,
+        typer.Option(help="Hugging Face id, folder, GGUF file, or the embedded zoo:target (default) or zoo:smollm2."),
     ] = None
-    draft: Annotated[str | None, typer.Option(help="Draft model; default with the embedded target: zoo:draft.")] = None
-    adapter: Annotated[
-        str | None, typer.Option(help="Trained adapter; default with the embedded target: zoo:adapter.")
-    ] = None
+    draft: Annotated[str | None, typer.Option(help="Draft model; default: what is embedded for the target.")] = None
+    adapter: Annotated[str | None, typer.Option(help="Trained adapter; default: what is embedded for the target.")] = (
+        None
+    )
     zero_shot: Annotated[
         bool, typer.Option("--zero-shot", help="No adapter: ask the target itself whether each prefix is right.")
     ] = False
@@ -73,19 +79,19 @@ class ModelOptions:
     @property
     def draft_name(self) -> str:
         """Raises ValueError where none is given and none is embedded."""
-        if self.draft is None and self.target_name != "zoo:target":
+        if self.draft is None and self.target_name not in PAIRS:
             raise ValueError(f"the target {self.target!r} needs a draft model of its own: give one with --draft")
-        return self.draft or "zoo:draft"
+        return self.draft or PAIRS[self.target_name][0]
 
     @property
     def adapter_name(self) -> str:
         """Raises ValueError where none is given and none is embedded."""
-        if self.adapter is None and self.target_name != "zoo:target":
+        if self.adapter is None and self.target_name not in PAIRS:
             raise ValueError(
                 f"the target {self.target!r} needs an adapter of its own: give one with --adapter, or use what needs "
                 "none (--zero-shot, --mode exact, or other --modes of bench)"
             )
-        return self.adapter or "zoo:adapter"
+        return self.adapter or PAIRS[self.target_name][1]
 
     def load(self, *, needs_draft: bool = True, needs_judge: bool = True) -> ParseEngine:
         """Load what is named or needed.

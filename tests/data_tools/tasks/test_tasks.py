@@ -110,3 +110,30 @@ def test_mistakes_name_the_way_out(tmp_path):
         list(load_task("jsonl", path=str(tmp_path / "gone.jsonl")).problems("test"))
     with pytest.raises(ValueError, match="unknown split"):
         next(iter(load_task("gsm_symbolic").problems("dev")))
+
+
+def test_reasoning_gym_generators_take_turns_and_score_themselves():
+    task = load_task("reasoning_gym", names=["chain_sum", "spell_backward"])
+    found = list(task.problems("train", seed=3, limit=6))
+    assert [p.metadata["generator"] for p in found] == ["chain_sum", "spell_backward"] * 3
+    assert [p.prompt for p in found] == [p.prompt for p in task.problems("train", seed=3, limit=6)]
+    assert not {p.prompt for p in found} & {p.prompt for p in task.problems("test", seed=3, limit=6)}
+    for p in found:
+        assert task.check(p, p.reference) and task.check(p, f"Let me see: {p.reference}.")
+        assert not task.check(p, "I do not know")
+    with pytest.raises(ValueError, match="no generator 'chain_sun'; .*chain_sum"):
+        next(load_task("reasoning_gym", names=["chain_sun"]).problems("train"))
+
+
+def test_a_mixture_takes_turns_until_every_part_has_ended(tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"q{i}", "reference": str(i)}) + "\n" for i in range(2)))
+    parts = [{"task": "jsonl", "path": str(path)}, {"task": "gsm_symbolic", "max_number": 50}]
+    task = load_task("mixture", parts=parts)
+    found = list(task.problems("train", limit=6))
+    assert [p.metadata["part"] for p in found] == [0, 1, 0, 1, 1, 1]
+    assert all(task.check(p, f"#### {p.reference}") for p in found)
+    with pytest.raises(ValueError, match="option parts"):
+        load_task("mixture", parts=[{"path": "x"}])
+    with pytest.raises(ValueError, match="no option 'pth'"):
+        load_task("mixture", parts=[{"task": "jsonl", "pth": "x"}])

@@ -10,7 +10,7 @@ import pytest
 
 from data_tools.tasks.by_name import load_task
 from data_tools.tasks.drills import equation
-from data_tools.tasks.wording import NUMBER, evaluate, numbers, read_steps, reduction, write
+from data_tools.tasks.wording import NUMBER, Step, evaluate, numbers, read_steps, reduction, write
 
 QUESTION = (
     "A hall has 5 rows of 12 seats and 7 more seats at the side. 9 people come for each seat. How many people come?"
@@ -97,3 +97,19 @@ def test_drills_are_true():
             .replace(" x ", " * ")
         ]
         assert holds(equations(text)[0]), text
+
+
+def test_long_products_are_worked_out_in_parts_and_stay_true():
+    def worked_out(*terms: int) -> set[str]:
+        values, signs = tuple(map(Fraction, terms)), ("*",) * (len(terms) - 1)
+        step = Step("", values, signs, evaluate(values, signs), "")
+        return {text for seed in range(40) if (text := write([step], "0", Random(seed), long_products=True))}
+
+    assert any("27 * 34 = 27 * 30 + 27 * 4 = 810 + 108 = 918" in text for text in worked_out(27, 34))
+    three = "345 * 123 = 345 * 100 + 345 * 20 + 345 * 3 = 34500 + 6900 + 1035 = 41400 + 1035 = 42435"
+    assert any(three in text for text in worked_out(345, 123))
+    for short in (27, 30), (7, 345):
+        assert not any("+" in text or "plus" in text for text in worked_out(*short)), "one digit needs no parts"
+    for text in worked_out(12, 34, 56):
+        for line in equations(text):
+            assert holds(line), line

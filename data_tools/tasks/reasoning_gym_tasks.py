@@ -1,0 +1,60 @@
+"""Any of reasoning-gym's generators (arithmetic, logic, text, calendars, …), or several of them in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from data_tools.tasks.task import SPLITS, Problem, Split, check_split
+from parse_infer.extras import missing_package
+from parse_infer.suggest import suggestion
+
+
+@dataclass
+class ReasoningGym:
+    """Problems of reasoning-gym, without worked answers, scored by its own checkers.
+
+    Args:
+        names: generators, with their default settings; each gives every len(names)-th problem.
+    """
+
+    names: list[str] = field(default_factory=lambda: ["chain_sum", "leg_counting", "family_relationships"])
+    name: str = "reasoning_gym"
+
+    _CHUNK = 256
+
+    def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
+        try:
+            from reasoning_gym import create_dataset
+            from reasoning_gym.factory import DATASETS
+        except ModuleNotFoundError as error:
+            raise ValueError(f"task reasoning_gym: {missing_package(error)}") from error
+        check_split(split)
+        for name in self.names:
+            if name not in DATASETS:
+                raise ValueError(f"reasoning-gym has no generator {name!r}; {suggestion(name, DATASETS)}")
+        if not self.names:
+            raise ValueError("task reasoning_gym needs the option names: a list of its generators")
+        # Seed ranges of different splits and seeds never meet, as in gsm_symbolic.
+        base, count = (SPLITS.index(split) << 40) + (seed << 24), 0
+        while True:
+            start = base + count // len(self.names)
+            sets = [create_dataset(name, seed=start, size=self._CHUNK) for name in self.names]
+            for index in range(self._CHUNK):
+                for name, entries in zip(self.names, sets, strict=True):
+                    if limit is not None and count >= limit:
+                        return
+                    entry, count = entries[index], count + 1
+                    metadata = {"generator": name, "entry": entry}
+                    identity = f"{name}-{split}-{seed}-{count - 1}"
+                    yield Problem(identity, entry["question"], str(entry["answer"]), metadata=metadata)
+
+    def check(self, problem: Problem, completion: str) -> bool:
+        """Whether the generator's own checker gives full marks to the completion, or to what follows its last colon or
+        `####`."""
+        from reasoning_gym import get_score_answer_fn
+
+        score = get_score_answer_fn(problem.metadata["generator"])
+        last = completion.rsplit("####", 1)[-1].rsplit(":", 1)[-1]
+        candidates = {completion.strip(), last.strip(), last.strip().rstrip(".")}
+        return any(score(text, problem.metadata["entry"]) >= 1 for text in candidates)
