@@ -16,9 +16,12 @@ from parse_infer.files import read_jsonl
 class Jsonl:
     """A user's own problems: a jsonl file with `prompt` (text or messages), `reference`, and maybe `id` and `split`.
 
+    Prompts without references serve where no answer is checked: `check_with: none`. Then a row may also have the form
+    of MT-Bench and Spec-Bench (`turns`, of which the first is the prompt, `question_id`, `category`).
+
     Args:
         path: the file.
-        check_with: `exact`, `numeric` or `regex` (the reference is searched for as a pattern).
+        check_with: `exact`, `numeric`, `regex` (the reference is searched for as a pattern) or `none`.
     """
 
     path: str = ""
@@ -28,17 +31,19 @@ class Jsonl:
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("task jsonl needs the option path: the jsonl file with prompts and references")
-        if self.check_with not in CHECKS:
-            raise ValueError(f"check_with is {self.check_with!r}; choose one of {', '.join(CHECKS)}")
+        if self.check_with not in (*CHECKS, "none"):
+            raise ValueError(f"check_with is {self.check_with!r}; choose one of {', '.join(CHECKS)}, none")
 
     def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
         check_split(split)
-        rows = [
-            (place, row)
-            for place, row in read_jsonl(self.path, ("prompt", "reference"))
-            if row.get("split", split) == split
-        ]
+        needed = () if self.check_with == "none" else ("prompt", "reference")
+        rows = [(place, row) for place, row in read_jsonl(self.path, needed) if row.get("split", split) == split]
         for place, row in rows:
+            if "prompt" not in row:
+                turns = row.get("turns")
+                if not isinstance(turns, list) or not turns:
+                    raise ValueError(f"{place}: there is neither prompt nor turns")
+                row["prompt"] = turns[0]
             if not row["prompt"]:
                 raise ValueError(f"{place}: the prompt is empty")
             if self.check_with == "regex":
@@ -48,8 +53,11 @@ class Jsonl:
                     raise ValueError(f"{place}: the reference is no valid pattern ({error})") from error
         Random(seed).shuffle(rows)
         for place, row in rows[:limit]:
-            name = row.get("id", place.rpartition(", ")[2].replace(" ", "-"))
-            yield Problem(str(name), row["prompt"], str(row["reference"]))
+            name = row.get("id", row.get("question_id", place.rpartition(", ")[2].replace(" ", "-")))
+            metadata = {"category": str(row["category"])} if "category" in row else {}
+            yield Problem(str(name), row["prompt"], str(row.get("reference", "")), metadata=metadata)
 
-    def check(self, problem: Problem, completion: str) -> bool:
+    def check(self, problem: Problem, completion: str) -> bool | None:
+        if self.check_with == "none":
+            return None
         return CHECKS[self.check_with](problem.reference, completion)

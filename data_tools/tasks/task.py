@@ -30,8 +30,8 @@ class Task(Protocol):
         """Yield at most `limit` problems of `split`, the same ones for the same `seed`."""
         ...
 
-    def check(self, problem: Problem, completion: str) -> bool:
-        """Whether `completion` answers `problem` correctly."""
+    def check(self, problem: Problem, completion: str) -> bool | None:
+        """Whether `completion` answers `problem` correctly; None where nothing tells."""
         ...
 
 

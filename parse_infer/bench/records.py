@@ -24,7 +24,8 @@ class Record:
     problem_id: str
     mode: str
     repeat: int
-    correct: bool
+    correct: bool | None
+    """None: the task has no references."""
     seconds: float
     """Wall clock from prompt to answer, all caches empty at the start; to 0.1 ms."""
     n_tokens: int

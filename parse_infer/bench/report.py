@@ -1,9 +1,11 @@
 """From records to results: accuracies, speeds and their intervals, as JSON-ready numbers and as a Markdown page.
 
-`summarise` returns `{"environment", "modes": {mode: figures}, "limit", "acceptance", "sweep", "records"}`; the records
-(see `parse_infer.bench.results_file`) are all that it needs to do so again. Figures of a mode:
+`summarise` returns `{"environment", "modes": {mode: figures}, "limit", "acceptance", "sweep", "records"}`, and
+"categories" where the problems have some; the records (see `parse_infer.bench.results_file`) are all that it needs to
+do so again. Figures of a mode:
 
-- accuracy, accuracy_ci: share of right answers, 95 % Wilson interval;
+- accuracy, accuracy_ci: share of right answers, 95 % Wilson interval; where the task has no references
+  (environment: scored is False), the share of answers that are the target's own;
 - accuracy_diff, accuracy_diff_ci: accuracy minus the target's on the same problems, 95 % paired bootstrap interval;
 - tokens_per_s: all tokens of its answers / all seconds it took;
 - speedup, speedup_ci: its tokens_per_s / the target's, paired bootstrap. Fair to a mode that answers at other length;
@@ -20,7 +22,8 @@ with it is None.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,14 +35,33 @@ from parse_infer.bench.statistics import difference_interval, rate_ratio_interva
 Figures = dict[str, Any]
 
 
-def summarise(records: Sequence[Record], problem_ids: Sequence[str], environment: dict[str, Any]) -> dict[str, Any]:
-    """The content of `results.json`; every mode must have a record for every problem, a sweep for the first ones."""
+def summarise(
+    records: Sequence[Record],
+    problem_ids: Sequence[str],
+    environment: dict[str, Any],
+    categories: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The content of `results.json`; every mode must have a record for every problem, a sweep for the first ones.
+
+    Args:
+        categories: of problems, by id; they get a table of their own.
+    """
+    scored = all(record.correct is not None for record in records)
+    if not scored:
+        environment, records = environment | {"scored": False}, _compared(records)
     table = _by_mode(records, problem_ids)
     seed = int(environment.get("seed", 0))
     base = {name: rows for name, rows in table.items() if "@" not in name}
     order = [name for name in environment.get("modes", base) if name in base]
     modes = {name: _figures(base[name], base, seed) for name in order}
-    results = {"environment": environment, "modes": modes, "limit": None, "acceptance": None, "sweep": None}
+    results = {
+        "environment": environment,
+        "modes": modes,
+        "limit": None,
+        "acceptance": None,
+        "sweep": None,
+        "categories": None,
+    }
     if "draft" in base:
         results["limit"] = {"tokens_per_s": _limit_rate(base["draft"])}
     if "parse" in base:
@@ -62,8 +84,37 @@ def summarise(records: Sequence[Record], problem_ids: Sequence[str], environment
             "points": points,
             "modes": {name: _figures(part[name], part, seed) for name in order},
         }
+    if categories:
+        results["categories"] = _by_category(base, order, categories)
     results["records"] = to_columns(records, problem_ids)
     return results
+
+
+def _compared(records: Sequence[Record]) -> list[Record]:
+    """Without references, an answer counts that is the target's own; none does where the target alone was not run."""
+    own = {(r.problem_id, r.repeat): r.text for r in records if r.mode == "target"}
+    return [replace(r, correct=r.text == own.get((r.problem_id, r.repeat))) for r in records]
+
+
+def _by_category(
+    base: dict[str, list[Record]], order: Sequence[str], categories: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """For each category: its problems, and for each mode tokens per forward of the target and the speed-up."""
+    found: dict[str, dict[str, Any]] = {}
+    for category in sorted(set(categories.values())):
+        part = {name: [r for r in base[name] if categories.get(r.problem_id) == category] for name in order}
+        rates = {name: sum(r.n_tokens for r in rows) / sum(r.seconds for r in rows) for name, rows in part.items()}
+        found[category] = {
+            "n": len(part[order[0]]),
+            "modes": {
+                name: {
+                    "acceptance_length": sum(r.n_tokens for r in rows) / max(1, sum(r.target_forwards for r in rows)),
+                    "speedup": rates[name] / rates["target"] if "target" in rates else None,
+                }
+                for name, rows in part.items()
+            },
+        }
+    return found
 
 
 def _by_mode(records: Sequence[Record], problem_ids: Sequence[str]) -> dict[str, list[Record]]:

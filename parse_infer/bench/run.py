@@ -74,7 +74,7 @@ class BenchSettings:
 def run_bench(
     engine: ParseEngine,
     problems: Sequence[BenchProblem],
-    check: Callable[[Any, str], bool],
+    check: Callable[[Any, str], bool | None],
     folder: str | Path,
     settings: BenchSettings | None = None,
     *,
@@ -86,7 +86,7 @@ def run_bench(
     Args:
         engine: with target, draft model and adapter, as far as the modes need them.
         problems: with different ids.
-        check: whether a text answers a problem.
+        check: whether a text answers a problem; None where nothing tells.
         folder: results and records; an interrupted run continues there.
         task: what the problems are, for the report.
         console: where the progress bar is drawn (None: standard error).
@@ -121,7 +121,8 @@ def run_bench(
     store = RecordStore(folder, config)
     _measure(engine, problems, check, modes, settings, store, console)
     environment |= {**_as_config(settings), "chosen_threshold": _chosen(engine, settings), **describe_run()}
-    results = summarise(list(store.records.values()), [p.id for p in problems], environment)
+    categories = {p.id: category for p in problems if (category := getattr(p, "metadata", {}).get("category"))}
+    results = summarise(list(store.records.values()), [p.id for p in problems], environment, categories)
     folder = Path(folder)
     draw_figure(results, folder / "figure.png")
     write_text(folder / "results.md", markdown(results))
@@ -144,7 +145,7 @@ def schedule(
 def _measure(
     engine: ParseEngine,
     problems: Sequence[BenchProblem],
-    check: Callable[[Any, str], bool],
+    check: Callable[[Any, str], bool | None],
     modes: Sequence[Mode],
     settings: BenchSettings,
     store: RecordStore,
@@ -166,7 +167,7 @@ def _measure(
 
 
 def _run(
-    engine: ParseEngine, problem: BenchProblem, check: Callable[[Any, str], bool], mode: Mode, repeat: int
+    engine: ParseEngine, problem: BenchProblem, check: Callable[[Any, str], bool | None], mode: Mode, repeat: int
 ) -> Record:
     generation, seconds = timed(engine, mode, problem.prompt)
     stats = generation.stats
@@ -179,7 +180,7 @@ def _run(
         problem_id=problem.id,
         mode=mode.name,
         repeat=repeat,
-        correct=bool(check(problem, generation.text)),
+        correct=check(problem, generation.text),
         seconds=round(seconds, 4),
         n_tokens=len(generation.token_ids),
         text=generation.text,

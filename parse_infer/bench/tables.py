@@ -23,6 +23,7 @@ HEADER = (
     "tokens each",
     "of limit, %",
 )
+AGREES = "as the target, %"  # in place of "right, %" where nothing tells what is right
 SPEED_COLUMNS, COST_COLUMNS = range(1, 6), range(6, len(HEADER))
 WIDE = 130  # characters that all columns need
 
@@ -47,6 +48,11 @@ def rows(modes: dict[str, dict[str, Any]]) -> list[list[str]]:
     ]
 
 
+def header(environment: dict[str, Any]) -> tuple[str, ...]:
+    """Column headings of `rows`."""
+    return HEADER if environment.get("scored", True) else (HEADER[0], AGREES, *HEADER[2:])
+
+
 def terminal_tables(results: dict[str, Any], width: int) -> list[Table]:
     """What `bench` prints: one table, or two where the terminal has fewer than `WIDE` columns."""
     title = f"{results['environment']['problems']} problems; brackets: 95 % intervals"
@@ -60,7 +66,7 @@ def _terminal_table(results: dict[str, Any], columns: Iterable[int], title: str 
     table.add_column(HEADER[0], no_wrap=True)
     chosen = list(columns)
     for i in chosen:
-        table.add_column(HEADER[i], justify="right", no_wrap=True)
+        table.add_column(header(results["environment"])[i], justify="right", no_wrap=True)
     for row in rows(results["modes"]):
         cells = [row[i].replace(" [", "\n[") for i in chosen]  # intervals on a line of their own
         table.add_row(row[0].replace(":", "\n  "), *cells, style="bold" if row[0] == "parse" else None)
@@ -75,11 +81,13 @@ def markdown(results: dict[str, Any]) -> str:
         "",
         *_environment(environment),
         "",
-        *markdown_table(HEADER, rows(results["modes"])),
+        *markdown_table(header(environment), rows(results["modes"])),
         "",
     ]
     lines += [f"- {name}: {describe(name)}" for name in results["modes"]]
     lines += ["", *_notes(results), ""]
+    if results.get("categories"):
+        lines += ["## Tokens per target forward, by category", "", *category_table(results), ""]
     if results["sweep"]:
         sweep = results["sweep"]
         lines += [f"## Thresholds, first {sweep['problems']} problems", ""]
@@ -97,6 +105,20 @@ def markdown(results: dict[str, Any]) -> str:
         ]
         lines += [*markdown_table(heading, cells), "", "![speed-up against accuracy](figure.png)", ""]
     return "\n".join(lines)
+
+
+def category_table(results: dict[str, Any]) -> list[str]:
+    """Lines of Markdown: tokens per forward of the target, and the speed-up, for each category and mode."""
+    names = [name for name in results["modes"] if name not in ("target", "draft")]
+    cells = [
+        [category, str(part["n"])]
+        + [
+            f"{part['modes'][name]['acceptance_length']:.2f} ({format_times(part['modes'][name]['speedup'])})"
+            for name in names
+        ]
+        for category, part in results["categories"].items()
+    ]
+    return markdown_table(("category", "prompts", *(f"`{name}`" for name in names)), cells)
 
 
 def acceptance_note(results: dict[str, Any]) -> str:

@@ -137,3 +137,17 @@ def test_a_mixture_takes_turns_until_every_part_has_ended(tmp_path):
         load_task("mixture", parts=[{"path": "x"}])
     with pytest.raises(ValueError, match="no option 'pth'"):
         load_task("mixture", parts=[{"task": "jsonl", "pth": "x"}])
+
+
+def test_prompts_without_references_serve_where_nothing_is_checked(tmp_path):
+    """Also in the form of MT-Bench and Spec-Bench."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"question_id": 81, "category": "qa", "turns": ["first", "second"]}\n{"prompt": "p"}\n')
+    found = {p.prompt: p for p in load_task("jsonl", path=str(path), check_with="none").problems("test")}
+    assert found.keys() == {"first", "p"}
+    assert found["first"].id == "81" and found["first"].metadata == {"category": "qa"}
+    task = load_task("jsonl", path=str(path), check_with="none")
+    assert task.check(found["p"], "anything") is None
+    path.write_text('{"category": "qa"}\n')
+    with pytest.raises(ValueError, match="line 1: there is neither prompt nor turns"):
+        list(task.problems("test"))

@@ -20,6 +20,7 @@ from parse_infer.bench.report import summarise
 from parse_infer.bench.results_file import from_columns, read_results, to_columns, write_results
 from parse_infer.bench.run import BenchSettings, run_bench, schedule
 from parse_infer.bench.statistics import difference_interval, rate_ratio_interval, wilson_interval
+from parse_infer.bench.tables import category_table, header
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import GenerationSettings
 from parse_infer.guesses.draft_chain import DraftChain
@@ -385,3 +386,26 @@ def test_results_that_are_none_are_one_sentence(tmp_path: Path):
     (tmp_path / "results.json").write_text('{"a": 1}')
     with pytest.raises(ValueError, match="has no key 'environment'"):
         read_results(tmp_path / "results.json")
+
+
+def test_prompts_without_references_are_compared_with_the_target():
+    """By category, with tokens per forward; an answer that differs from the target's is the only kind of mistake."""
+
+    def answer(mode: str, problem: str, text: str, forwards: int, seconds: float) -> Record:
+        return Record(problem, mode, 0, None, seconds, 12, text, "eos", forwards)
+
+    records = [answer("target", name, f"text of {name}", 12, 1.2) for name in ("a", "b", "c")]
+    records += [answer("target+lookup", name, f"text of {name}", 4, 0.6) for name in ("a", "b")]
+    records.append(answer("target+lookup", "c", "another text", 6, 0.3))
+    environment = {"modes": ["target", "target+lookup"]}
+    results = summarise(records, ["a", "b", "c"], environment, {"a": "qa", "b": "qa", "c": "writing"})
+    assert results["environment"]["scored"] is False
+    assert results["modes"]["target"]["accuracy"] == 1
+    assert results["modes"]["target+lookup"]["accuracy"] == pytest.approx(2 / 3)
+    lookup = {category: part["modes"]["target+lookup"] for category, part in results["categories"].items()}
+    assert lookup == {
+        "qa": {"acceptance_length": 3.0, "speedup": pytest.approx(2.0)},
+        "writing": {"acceptance_length": 2.0, "speedup": pytest.approx(4.0)},
+    }
+    assert header(results["environment"])[1] == "as the target, %"
+    assert "| qa | 2 | 3.00 (2.00×) |" in category_table(results)
