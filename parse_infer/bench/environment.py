@@ -19,6 +19,7 @@ from parse_infer.engine import ParseEngine
 from parse_infer.models.devices import device_name
 from parse_infer.models.fingerprint import fingerprint
 from parse_infer.models.loading import LanguageModel
+from parse_infer.models.packed_linear import n_parameters
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def describe_run(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def _describe(model: LanguageModel) -> dict[str, Any]:
     return {
         "name": model.name,
-        "parameters": sum(p.numel() for p in model.model.parameters()),
+        "parameters": n_parameters(model.model),
         "weights": hashlib.sha256(fingerprint(model.model).encode()).hexdigest()[:12],
     }
 

@@ -59,6 +59,14 @@ def pack_linears(model: PreTrainedModel) -> int:
     return len(found)
 
 
+def n_parameters(model: PreTrainedModel) -> int:
+    """Weights of the model, packed ones included; an output layer tied to the embedding counts once."""
+    packed = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    if model.config.get_text_config(decoder=True).tie_word_embeddings:
+        packed = [m for m in packed if m is not model.get_output_embeddings()]
+    return sum(p.numel() for p in model.parameters()) + sum(m.in_features * m.out_features for m in packed)
+
+
 def _trustworthy(linear: nn.Linear) -> bool:
     """Whether the packed product exists in this build of PyTorch and equals the ordinary one."""
     x = torch.linspace(-1, 1, 3 * linear.in_features, dtype=linear.weight.dtype).view(1, 3, -1)

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from parse_infer.models import packed_linear
-from parse_infer.models.packed_linear import PackedLinear, pack_linears
+from parse_infer.models.packed_linear import PackedLinear, n_parameters, pack_linears
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -31,6 +31,7 @@ def test_a_packed_model_answers_and_is_saved_as_before(make_model, random_ids, t
     model, plain = make_model("llama_gqa"), make_model("llama_gqa")
     assert pack_linears(model) == 2 * 7 + 1  # every linear of two layers, and the output layer
     assert isinstance(model.get_output_embeddings(), PackedLinear)
+    assert n_parameters(model) == plain.num_parameters()
     ids = torch.tensor([random_ids(20)])
     with torch.inference_mode():
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, atol=1e-5, rtol=1e-4)
