@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from random import Random
 
-from data_tools.tasks.wording import show
+from data_tools.tasks.wording import evaluate, show, worked_out, write_equation
 
 
 def equation(rng: Random, max_number: int) -> str:
@@ -45,6 +45,32 @@ def _decimal(hundredths: int) -> str:
     return show(Fraction(hundredths, 100))
 
 
-def drill(rng: Random, max_number: int = 300, n_equations: int = 6) -> str:
+def written_out(rng: Random, max_number: int) -> str:
+    """One equation with numbers of any length up to `max_number`, its products and quotients in parts."""
+
+    def number(most: float) -> int:  # as many of one digit as of four
+        return max(1, round(most ** rng.random()))
+
+    sign = rng.choice("+--**/%")
+    left, right = number(max_number), number(max_number)
+    if sign == "-":
+        left, right = max(left, right), min(left, right)
+    elif sign in "*/":
+        right = number(max_number // left) if left <= max_number else 1
+        if sign == "/":
+            left *= right
+        elif rng.random() < 0.5:
+            left, right = right, left
+    terms = [Fraction(left), Fraction(right)]
+    if sign == "%":
+        share, sign = Fraction(rng.choice(range(5, 100, 5)), 100), "*"
+        terms = [share, Fraction(number(max_number / 10) * 20)]
+        rng.shuffle(terms)
+    symbols = rng.choice(({}, {"*": "x"}, {"*": "times", "+": "plus", "-": "minus", "/": "divided by"}))
+    return write_equation([(terms, [sign]), *worked_out(terms[0], sign, terms[1])], evaluate(terms, [sign]), symbols)
+
+
+def drill(rng: Random, max_number: int = 300, n_equations: int = 6, in_parts: bool = False) -> str:
     """`n_equations` equations, one a line."""
-    return "\n".join(equation(rng, max_number) + "." for _ in range(n_equations))
+    one = written_out if in_parts else equation
+    return "\n".join(one(rng, max_number) + "." for _ in range(n_equations))

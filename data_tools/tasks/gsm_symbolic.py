@@ -24,13 +24,13 @@ class GsmSymbolic:
     Args:
         max_number: no number in question, worked answer or intermediate result is larger; None for no bound.
         max_question_chars / max_solution_chars: longer ones are skipped.
-        long_products: work `27 x 34` out as `27 x 30 + 27 x 4` in the worked answers.
+        in_parts: work products and quotients out digit by digit: `138 / 3 = 120 / 3 + 18 / 3 = 40 + 6 = 46`.
     """
 
     max_number: float | None = 300
     max_question_chars: int = 360
     max_solution_chars: int = 330
-    long_products: bool = False
+    in_parts: bool = False
     name: str = "gsm_symbolic"
 
     _REQUEST = " Give the result as your final answer. Do not include units."
@@ -75,7 +75,7 @@ class GsmSymbolic:
         steps = wording.read_steps(_drop_zero_decimals(entry["metadata"]["answer_cot"]), question, answer)
         if steps is None:
             return None
-        solution = wording.write(steps, answer, Random(seed), self.max_number, self.long_products)
+        solution = wording.write(steps, answer, Random(seed), self.max_number, self.in_parts)
         if solution is None or len(solution) > self.max_solution_chars:
             return None
         return Problem(f"gsm_symbolic-{seed}", question, answer, solution, {"template": template, "key": key})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
@@ -109,7 +109,7 @@ def evaluate(terms: Iterable[Fraction], operators: Iterable[str]) -> Fraction:
     return terms[0]
 
 
-def _read_equation(sentence: str) -> Step | None:
+def _readwrite_equation(sentence: str) -> Step | None:
     """The one equation of `sentence`, read leftwards from its `=`; None when there is none that can be trusted."""
     tokens = [(m.lastgroup, m.group(), m.start(), m.end()) for m in _TOKEN.finditer(sentence)]
     equals = [i for i, token in enumerate(tokens) if token[0] == "equals"]
@@ -162,7 +162,7 @@ def read_steps(solution: str, question: str, answer: str) -> list[Step] | None:
         for sentence in re.split(r"(?<=[a-z0-9])\.\s+(?=[A-Z])", line):
             if "=" not in sentence:
                 continue
-            step = _read_equation(sentence)
+            step = _readwrite_equation(sentence)
             if step is None or any(term not in known for term in step.terms):
                 return None
             known.add(step.value)
@@ -207,21 +207,53 @@ def reduction(step: Step, rng: Random, limit: Fraction | None) -> list[tuple[lis
     return None
 
 
-def in_parts(terms: list[Fraction], operators: list[str]) -> tuple[list[Fraction], list[str]] | None:
-    """`27 * 34` as `27 * 30 + 27 * 4`; None for anything but a product of two whole numbers of several digits each.
+def places(value: Fraction) -> list[Fraction]:
+    """The digits of a short value at their places, largest first: 305.2 as 300, 5, 0.2."""
+    hundredths = str(int(value * 100))
+    found = [Fraction(int(digit) * 10**power, 100) for power, digit in enumerate(reversed(hundredths))]
+    return [place for place in reversed(found) if place]
 
-    A product of two numbers is hard to write down at once; its parts are not (arXiv 2305.14201 does the same).
+
+def parts_of(left: Fraction, sign: str, right: Fraction) -> tuple[list[Fraction], list[Fraction]] | None:
+    """The products or quotients of single digits that `left * right` or `left / right` adds up from.
+
+    `27 * 34` is `20 * 30 + 20 * 4 + 7 * 30 + 7 * 4`, `138 / 3` is `120 / 3 + 18 / 3`. To write a product down at once
+    a small model has to carry in its head; these it knows by heart (arXiv 2305.14201 does the same).
+
+    Returns:
+        The operands (two for each part) and the value of each part; None for what has no parts, or too many.
     """
-    if operators != ["*"] or any(t.denominator != 1 or t <= 0 for t in terms):
+    if sign not in "*/" or left <= 0 or right <= 0 or not (is_short(left) and is_short(right)):
         return None
-    significant = [len(str(t).rstrip("0")) for t in terms]
-    if min(significant) < 2:
+    if any(show(factor).strip("0.") == "1" for factor in (right, left if sign == "*" else right)):
+        return None  # by a power of ten
+    if sign == "*":
+        pairs = [(x, y) for x in places(left) for y in places(right)]
+        if len(pairs) > 6:  # the digits of one factor only
+            one, other = sorted((left, right), key=lambda factor: len(places(factor)))
+            pairs = [(other, y) for y in places(one)]
+        values = [x * y for x, y in pairs]
+    else:
+        if not is_short(left / right):
+            return None
+        values = places(left / right)
+        pairs = [(value * right, right) for value in values]
+    if not 2 <= len(values) <= 6 or not all(is_short(v) for v in (*values, *(x for x, _ in pairs))):
         return None
-    whole, split = terms if significant[0] >= significant[1] else terms[::-1]
-    digits = str(split)
-    places = [Fraction(int(d)) * 10 ** (len(digits) - 1 - i) for i, d in enumerate(digits) if d != "0"]
-    parts = [term for place in places for term in (whole, place)]
-    return parts, ["*", *["+", "*"] * (len(places) - 1)]
+    return [operand for pair in pairs for operand in pair], values
+
+
+def worked_out(left: Fraction, sign: str, right: Fraction) -> list[tuple[list[Fraction], list[str]]]:
+    """The rows between `left sign right` and its value, as in `reduction`; none where it has no parts."""
+    found = parts_of(left, sign, right)
+    if found is None:
+        return []
+    operands, values = found
+    rows = [(operands, [sign, *["+", sign] * (len(values) - 1)])]
+    while len(values) > 1:  # add up one at a time
+        rows.append((values, ["+"] * (len(values) - 1)))
+        values = [values[0] + values[1], *values[2:]]
+    return rows
 
 
 _SYMBOLS = ({"*": "*"}, {"*": "x"}, {"*": "x"}, {"*": "times", "+": "plus", "-": "minus", "/": "divided by"})
@@ -235,12 +267,23 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def write_equation(chain: list[tuple[list[Fraction], list[str]]], value: Fraction, symbols: Mapping[str, str]) -> str:
+    """`row = row = value`, the rows as in `reduction`, in these symbols for the signs."""
+    rows = []
+    for terms, operators in chain:
+        words = [show(terms[0])]
+        for op, term in zip(operators, terms[1:], strict=True):
+            words += [symbols.get(op, op), show(term)]
+        rows.append(" ".join(words))
+    return " = ".join([*rows, show(value)])
+
+
 def write(
-    steps: list[Step], answer: str, rng: Random, limit: float | None = None, long_products: bool = False
+    steps: list[Step], answer: str, rng: Random, limit: float | None = None, in_parts: bool = False
 ) -> str | None:
     """A worked answer in a wording drawn from `rng`, ending in `#### answer`; None if a value breaks `limit`.
 
-    With `long_products`, the last product of an equation is worked out in parts (`in_parts`) where that helps.
+    With `in_parts`, products and quotients are worked out digit by digit (`worked_out`).
     """
     symbols = rng.choice(_SYMBOLS)
     bound = None if limit is None else Fraction(limit)
@@ -249,20 +292,16 @@ def write(
         chain = reduction(step, rng, bound)
         if chain is None or not is_short(step.value) or (bound is not None and step.value > bound):
             return None
-        if long_products and (parts := in_parts(*chain[-1])) is not None:
-            terms = parts[0]
-            products = [terms[i] * terms[i + 1] for i in range(0, len(terms), 2)]
-            chain.append(parts)
-            while len(products) > 1:  # add up the products one at a time
-                chain.append((products, ["+"] * (len(products) - 1)))
-                products = [products[0] + products[1], *products[2:]]
-        rows = []
-        for terms, operators in chain:
-            words = [show(terms[0])]
-            for op, term in zip(operators, terms[1:], strict=True):
-                words += [symbols.get(op, op), show(term)]
-            rows.append(" ".join(words))
-        equation = " = ".join([*rows, show(step.value)])
+        if in_parts:
+            for terms, operators in chain[:-1]:  # within a longer expression: in an equation of its own, before it
+                at = next((i for i, op in enumerate(operators) if op in "*/"), 0)
+                left, sign, right = terms[at], operators[at], terms[at + 1]
+                if parts := worked_out(left, sign, right):
+                    value = evaluate([left, right], [sign])
+                    lines.append(write_equation([([left, right], [sign]), *parts], value, symbols) + ".")
+            (left, right), (sign,) = chain[-1]
+            chain += worked_out(left, sign, right)
+        equation = write_equation(chain, step.value, symbols)
         connective = rng.choice(_FIRST if i == 0 else _LAST if i == len(steps) - 1 else _MIDDLE)
         form = rng.random()
         first_word = step.before.split(" ")[0].rstrip(",:") if step.before else ""

@@ -15,7 +15,8 @@ from random import Random
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 from transformers import (
     AutoConfig,
@@ -59,6 +60,9 @@ class LanguageModelConfig(TrainingConfig):
         metadata={"help": "Train a LoRA of this rank on all linears of initial_model; 0: train all its weights."},
     )
     lora_alpha: int = field(default=32, metadata={"help": "The LoRA's update is scaled by lora_alpha / lora_rank."})
+    initial_lora: str | None = field(
+        default=None, metadata={"help": "Folder of a LoRA of that rank to go on from, instead of a fresh one."}
+    )
     chat_template: str | None = field(
         default=None, metadata={"help": "Jinja chat template that replaces the tokenizer's own."}
     )
@@ -89,6 +93,9 @@ class LanguageModelConfig(TrainingConfig):
         default=0.7, metadata={"help": "The share falls linearly to zero at this part of the training."}
     )
     drill_max_number: int = field(default=300, metadata={"help": "Largest number in a drill."})
+    drill_in_parts: bool = field(
+        default=False, metadata={"help": "Drills with products and quotients worked out in parts."}
+    )
     torch_compile_backbone: bool = field(default=True, metadata={"help": "Compile the layers (not the output head)."})
 
     def __post_init__(self) -> None:
@@ -129,9 +136,9 @@ class PackedSamples(IterableDataset):
         theirs = _endlessly(self.answers, rng)
         while True:
             while rng.random() < c.drill_share * max(0.0, 1 - progress[0] / c.drill_until):
-                ids = tokenizer(drill(rng, c.drill_max_number), add_special_tokens=False).input_ids + [
-                    tokenizer.eos_token_id
-                ]
+                ids = tokenizer(
+                    drill(rng, c.drill_max_number, in_parts=c.drill_in_parts), add_special_tokens=False
+                ).input_ids + [tokenizer.eos_token_id]
                 yield ids, list(ids)
             problem, solution = next(theirs if self.answers and rng.random() < c.answer_share else own)
             if solution is None:
@@ -289,7 +296,12 @@ def with_lora(config: LanguageModelConfig) -> PeftModel:
     lora = LoraConfig(
         r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    return cast(PeftModel, get_peft_model(model, lora))
+    adapted = cast(PeftModel, get_peft_model(model, lora))
+    if config.initial_lora is not None:
+        weights = load_file(Path(config.initial_lora) / "adapter_model.safetensors")
+        if unfit := set_peft_model_state_dict(adapted, weights).unexpected_keys:
+            raise ValueError(f"initial_lora {config.initial_lora} has weights for {unfit[0]}, which has no LoRA here")
+    return adapted
 
 
 def save_half(model: PreTrainedModel, folder: Path) -> None:

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from data_tools.tasks.by_name import load_task
-from data_tools.tasks.drills import equation
+from data_tools.tasks.drills import equation, written_out
 from data_tools.tasks.wording import NUMBER, Step, evaluate, numbers, read_steps, reduction, write
 
 QUESTION = (
@@ -99,17 +99,29 @@ def test_drills_are_true():
         assert holds(equations(text)[0]), text
 
 
-def test_long_products_are_worked_out_in_parts_and_stay_true():
-    def worked_out(*terms: int) -> set[str]:
-        values, signs = tuple(map(Fraction, terms)), ("*",) * (len(terms) - 1)
+def test_products_and_quotients_are_worked_out_in_parts_and_stay_true():
+    def texts(*terms: str, sign: str = "*") -> set[str]:
+        values, signs = tuple(map(Fraction, terms)), (sign,) * (len(terms) - 1)
         step = Step("", values, signs, evaluate(values, signs), "")
-        return {text for seed in range(40) if (text := write([step], "0", Random(seed), long_products=True))}
+        return {text for seed in range(40) if (text := write([step], "0", Random(seed), in_parts=True))}
 
-    assert any("27 * 34 = 27 * 30 + 27 * 4 = 810 + 108 = 918" in text for text in worked_out(27, 34))
-    three = "345 * 123 = 345 * 100 + 345 * 20 + 345 * 3 = 34500 + 6900 + 1035 = 41400 + 1035 = 42435"
-    assert any(three in text for text in worked_out(345, 123))
-    for short in (27, 30), (7, 345):
-        assert not any("+" in text or "plus" in text for text in worked_out(*short)), "one digit needs no parts"
-    for text in worked_out(12, 34, 56):
-        for line in equations(text):
-            assert holds(line), line
+    assert any("8 * 75 = 8 * 70 + 8 * 5 = 560 + 40 = 600" in text for text in texts("8", "75"))
+    four = "27 * 34 = 20 * 30 + 20 * 4 + 7 * 30 + 7 * 4 = 600 + 80 + 210 + 28 = 680 + 210 + 28 = 890 + 28 = 918"
+    assert any(four in text for text in texts("27", "34"))
+    assert any("0.75 * 60 = 0.7 * 60 + 0.05 * 60 = 42 + 3 = 45" in text for text in texts("0.75", "60"))
+    assert any("138 / 3 = 120 / 3 + 18 / 3 = 40 + 6 = 46" in text for text in texts("138", "3", sign="/"))
+    first = "138 / 3 = 120 / 3 + 18 / 3 = 40 + 6 = 46.\n"
+    before = [text for text in texts("138", "3", "2", sign="/") if first in text]
+    assert before and all("138 / 3 / 2 = 46 / 2 = 40 / 2 + 6 / 2 = 20 + 3 = 23" in text for text in before)
+    for short in ("7", "30"), ("46", "1"), ("0.1", "45"):
+        assert not any("+" in text or "plus" in text for text in texts(*short)), f"{short} needs no parts"
+    for text in (*texts("12", "34", "56"), *texts("3360", "60", sign="/")):
+        assert all(holds(line) for line in equations(text)), text
+
+
+def test_drills_in_parts_are_true():
+    rng = Random(0)
+    for _ in range(500):
+        text = written_out(rng, 10000)
+        found = equations(text)
+        assert len(found) == 1 and holds(found[0]), text
