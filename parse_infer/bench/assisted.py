@@ -95,10 +95,11 @@ class TransformersGeneration:
         self._draft_model: PreTrainedModel | None = None
         if draft is not None:
             tokens = token_map(draft.tokenizer, target.tokenizer)
+            self._draft_model = draft.model
             if tokens is None:
                 self._options |= {"tokenizer": target.tokenizer, "assistant_tokenizer": draft.tokenizer}
-            reduced = tokens is not None and not tokens.is_identity
-            self._draft_model = in_target_vocabulary(draft, target, tokens) if reduced else draft.model
+            elif not tokens.is_identity:
+                self._draft_model = in_target_vocabulary(draft, target, tokens)
             self._options["assistant_model"] = self._draft_model
 
     @torch.inference_mode()

@@ -79,6 +79,7 @@ class _Vocabularies:
 
     def __init__(self, tokens: TokenMap, draft: LanguageModel, model: LanguageModel) -> None:
         self._n_draft, self._n_target = draft.n_embeddings, model.model.config.get_text_config(decoder=True).vocab_size
+        self.draft_ids, self.target_ids = tokens.draft_ids, tokens.target_ids
         self.of_draft: slice | torch.Tensor
         self._of_target: slice | torch.Tensor
         if tokens.is_identity:  # padding included, as both models may write it
@@ -87,7 +88,6 @@ class _Vocabularies:
             self.of_draft = self._of_target = slice(shared)
             self._translated = None
         else:
-            self.draft_ids, self.target_ids = tokens.draft_ids, tokens.target_ids
             self.of_draft, self._of_target = (
                 torch.tensor(ids, device=draft.decoder.device) for ids in (self.draft_ids, self.target_ids)
             )

@@ -31,7 +31,7 @@ class TokenMap:
         self.draft_ids: Sequence[int] = everything if to_target is None else list(to_target)
         self.target_ids: Sequence[int] = everything if to_target is None else list(to_target.values())
         self._draft, self._target = draft, target
-        self._from_target = {of_target: (of_draft,) for of_draft, of_target in (to_target or {}).items()}
+        self._from_target: dict[int, tuple[int, ...]] = {b: (a,) for a, b in (to_target or {}).items()}
 
     def from_target(self, token: int) -> tuple[int, ...]:
         """The target's `token` in tokens of the draft model: one, several that have its bytes together, or none for an

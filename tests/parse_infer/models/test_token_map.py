@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from parse_infer.models.loading import ZOO
+from parse_infer.models.loading import resolve
 from parse_infer.models.token_map import TokenMap, TranslatedContext, token_map
 from tests.parse_infer.language_models import pruned_tokenizer, word_tokenizer
 
@@ -18,7 +18,7 @@ TEXT = "There are 19 x 2 = 38 students in the other room. So they share the rest
 
 @pytest.fixture(scope="module")
 def base() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(ZOO / "target")
+    return AutoTokenizer.from_pretrained(resolve("zoo:target"))
 
 
 @pytest.fixture(scope="module")
