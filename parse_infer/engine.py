@@ -34,9 +34,10 @@ from parse_infer.guesses.registry import check_token_drafter, load_token_drafter
 from parse_infer.guesses.rejected_draft import RejectedDraft
 from parse_infer.guesses.token_drafter import TokenDrafter
 from parse_infer.guesses.walk import guided_decode
-from parse_infer.models.loading import LanguageModel, load_language_model, resolve, same_tokenizer
+from parse_infer.models.loading import LanguageModel, load_language_model, resolve
 from parse_infer.models.prompts import Prompt, as_batch
 from parse_infer.models.sampling import Sampling
+from parse_infer.models.token_map import token_map
 from parse_infer.policy import check_threshold, maximal_valid_prefix
 from parse_infer.request import Request
 from parse_infer.verify.segments import CutPolicy, Segmenter
@@ -44,7 +45,7 @@ from parse_infer.verify.trained_judge import ValidityAdapter
 from parse_infer.verify.verifier import Judge, Verification, Verifier
 from parse_infer.verify.zero_shot_judge import ZeroShotJudge
 
-AUTO = "auto"  # token drafter: the draft model, where there is one with the target's tokens
+AUTO = "auto"  # token drafter: the draft model, where there is one whose tokens are tokens of the target
 DEFAULT_THRESHOLD = 0.5  # for a judge that was never calibrated: more likely right than wrong
 
 
@@ -114,8 +115,8 @@ class ParseEngine:
         mode "exact" generates. `template_options` are switches of the chat templates (`{"enable_thinking": False}`).
         `target_drafter` and `draft_drafter` speed up what each model writes itself; greedy tokens stay the same (in
         float32), sampled ones keep their distribution: "lookup", the folder or name of a head, or for the target
-        "draft" (see `parse_infer.guesses.registry`). By default the draft model guesses for the target where both have
-        the same tokens; None: nobody does.
+        "draft" (see `parse_infer.guesses.registry`). By default the draft model guesses for the target where its
+        tokens are tokens of the target (the same tokenizer, or a reduced vocabulary); None: nobody does.
 
         Raises ValueError or OSError with one sentence for whatever is missing, damaged or does not fit.
         """
@@ -147,8 +148,8 @@ class ParseEngine:
             judge = ZeroShotJudge(loaded.model, loaded.tokenizer)
         draft_model = load(draft, role="draft") if draft is not None else None
         if target_drafter == AUTO:
-            shared = draft_model is not None and same_tokenizer(draft_model.tokenizer, loaded.tokenizer)
-            target_drafter = "draft" if shared else None
+            known = draft_model is not None and token_map(draft_model.tokenizer, loaded.tokenizer) is not None
+            target_drafter = "draft" if known else None
         return cls(
             loaded,
             draft_model,

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from parse_infer.bench.target_vocabulary import in_target_vocabulary
 from parse_infer.generation import Generation, GenerationSettings, Span, Statistics, Timings
-from parse_infer.models.loading import LanguageModel, same_tokenizer
+from parse_infer.models.loading import LanguageModel
 from parse_infer.models.prompts import Prompt
+from parse_infer.models.token_map import token_map
 
 Schedule = Literal["constant", "heuristic"]
 
@@ -74,7 +76,11 @@ class AssistantSettings:
 
 
 class TransformersGeneration:
-    """Greedy answers by transformers' own loop: assisted by `draft`, or plain where there is none."""
+    """Greedy answers by transformers' own loop: assisted by `draft`, or plain where there is none.
+
+    A draft model with a reduced vocabulary assists in the target's (`in_target_vocabulary`), one with another
+    tokenizer by way of text, as transformers does by itself.
+    """
 
     def __init__(
         self, target: LanguageModel, draft: LanguageModel | None = None, assistant: AssistantSettings | None = None
@@ -86,10 +92,15 @@ class TransformersGeneration:
         self._options["eos_token_id"] = sorted(target.eos_ids) or None
         pad = target.tokenizer.pad_token_id
         self._options["pad_token_id"] = target.end_token if pad is None else pad
+        self._draft_model: PreTrainedModel | None = None
         if draft is not None:
-            self._options["assistant_model"] = draft.model
-            if not same_tokenizer(draft.tokenizer, target.tokenizer):
+            tokens = token_map(draft.tokenizer, target.tokenizer)
+            self._draft_model = draft.model
+            if tokens is None:
                 self._options |= {"tokenizer": target.tokenizer, "assistant_tokenizer": draft.tokenizer}
+            elif not tokens.is_identity:
+                self._draft_model = in_target_vocabulary(draft, target, tokens)
+            self._options["assistant_model"] = self._draft_model
 
     @torch.inference_mode()
     def generate(self, prompt: Prompt, settings: GenerationSettings) -> Generation:
@@ -104,7 +115,7 @@ class TransformersGeneration:
         budget = max(1, min(settings.max_new_tokens, window - len(prompt_ids)))
         tokens = torch.tensor([prompt_ids], device=target.model.device)
         stats = Statistics()
-        draft_model = self._draft.model if self._draft is not None else None
+        draft_model = self._draft_model
         model: Any = target.model  # `generate` comes from a mixin that the base class does not declare
         drafting = self._assistant.on(draft_model) if draft_model is not None else nullcontext()
         with _counted(model) as target_calls, _counted(draft_model) as draft_calls, drafting:

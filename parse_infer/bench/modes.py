@@ -27,6 +27,7 @@ from parse_infer.guesses.registry import load_token_drafter
 from parse_infer.models.devices import wait_for
 from parse_infer.models.loading import same_tokenizer
 from parse_infer.models.prompts import Prompt
+from parse_infer.models.token_map import token_map
 from parse_infer.policy import check_threshold
 from parse_infer.verify.zero_shot_judge import ZeroShotJudge
 
@@ -175,8 +176,8 @@ def _with(generate: Callable[..., Any], settings: GenerationSettings, **more: An
 def _guesses(engine: ParseEngine, name: str) -> list[str]:
     """Who guesses in a mode, for the target and the draft model: those it names, else the draft model if it can."""
     assert engine.draft is not None
-    shared = same_tokenizer(engine.draft.tokenizer, engine.target.tokenizer)
-    return drafters_of(name) or (["draft"] if shared else [NOBODY])
+    tokens = token_map(engine.draft.tokenizer, engine.target.tokenizer)
+    return drafters_of(name) or (["draft"] if tokens is not None else [NOBODY])
 
 
 def _guided(engine: ParseEngine, target_drafter: str = NOBODY, draft_drafter: str | None = None) -> ParseEngine:

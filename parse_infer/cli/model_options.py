@@ -51,8 +51,8 @@ class ModelOptions:
         typer.Option(
             metavar="NAME",
             help="Who guesses tokens of what the target writes; greedy answers stay the same (in float32). auto: the "
-            "draft model, where it is there and has the same tokens. none, lookup, draft, eagle3, parallel, medusa, "
-            "or the folder of a head; sizes behind it as in eagle3:tokens=4:top_k=3.",
+            "draft model, where it is there and its tokens are the target's. none, lookup, draft, eagle3, parallel, "
+            "medusa, or the folder of a head; sizes behind it as in eagle3:tokens=4:top_k=3.",
         ),
     ] = "auto"
     draft_drafter: Annotated[

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from parse_infer.guesses.token_drafter import Guess
-from parse_infer.models.loading import LanguageModel, same_tokenizer
+from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import Sampling, distribution, draw
+from parse_infer.models.token_map import TokenMap, TranslatedContext, token_map
 
 
 class DraftChain:
     """Lets `draft` write a chain of the next few tokens; its cache follows the context by itself.
 
     Args:
-        draft: the small model.
+        draft: the small model, with the tokenizer of `model` or a reduced vocabulary inside it (`token_map`).
         model: the model whose tokens are guessed.
         tokens: the most tokens in a chain.
         confidence: a chain ends with the first token to which `draft` gives a lower probability. Whether a chain goes
@@ -24,14 +25,16 @@ class DraftChain:
     The defaults are the best of nine settings on validation problems of the embedded pair (docs/benchmarks.md).
 
     Raises:
-        ValueError: the two have different tokenizers, `tokens` is below 1, or `confidence` is not in 0..1.
+        ValueError: the draft model's tokens are no tokens of `model`, `tokens` is below 1, or `confidence` is not in
+            0..1.
     """
 
     def __init__(self, draft: LanguageModel, model: LanguageModel, tokens: int = 32, confidence: float = 0.4) -> None:
-        if not same_tokenizer(draft.tokenizer, model.tokenizer):
+        shared = token_map(draft.tokenizer, model.tokenizer)
+        if shared is None:
             raise ValueError(
                 f"{draft.name!r} cannot guess tokens of {model.name!r}: their tokenizers differ; token-level "
-                "speculation needs a draft model with the same tokenizer"
+                "speculation needs a draft model with the same tokenizer, or with a part of its tokens and no others"
             )
         if tokens < 1:
             raise ValueError(f"a chain needs at least 1 token, not {tokens}")
@@ -39,26 +42,65 @@ class DraftChain:
             raise ValueError(f"confidence is a probability, not {confidence}")
         self.draft, self.tokens, self.confidence = draft, tokens, confidence
         self.forwards = 0
-        self._vocabulary = min(draft.n_embeddings, model.n_embeddings)
-        self._columns = model.model.config.get_text_config(decoder=True).vocab_size
+        self._vocabularies = _Vocabularies(shared, draft, model)
 
     @torch.inference_mode()
     def guess(self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
-        size = min(self.tokens, limit, self.draft.window - len(ids))
-        if size < 1 or max(ids) >= self.draft.n_embeddings:  # padding ids, which only untrained models write
+        both = self._vocabularies
+        context = both.context(ids)
+        size = min(self.tokens, limit, self.draft.window - len(context))
+        if size < 1 or not context:
             return Guess.chain(())
         decoder, tokens, drawn_from = self.draft.decoder, [], []
-        decoder.seek(ids)
+        decoder.seek(context)
         before = decoder.forwards
         for _ in range(size):
-            logits = decoder.next_logits()[: self._vocabulary]
+            logits = decoder.next_logits()[both.of_draft]
             q = logits.float().softmax(-1) if sampling.greedy else distribution(logits, sampling)
-            token = int(q.argmax() if sampling.greedy else draw(q, generator))
-            tokens.append(token)
+            choice = int(q.argmax() if sampling.greedy else draw(q, generator))
+            token = both.draft_ids[choice]
+            tokens.append(both.target_ids[choice])
             if not sampling.greedy:
-                drawn_from.append(torch.nn.functional.pad(q, (0, self._columns - len(q))))
-            if token in decoder.eos_ids or q[token] < self.confidence:
+                drawn_from.append(both.in_target(q))
+            if token in decoder.eos_ids or q[choice] < self.confidence:
                 break
             decoder.seek([*decoder.ids, token])
         self.forwards += decoder.forwards - before
         return Guess.chain(tokens, torch.stack(drawn_from) if drawn_from else None)
+
+
+class _Vocabularies:
+    """The tokens that both models know. The same slice of both vocabularies where the tokenizers are the same.
+
+    Attributes:
+        draft_ids, target_ids: the k tokens.
+        of_draft: picks them out of the draft model's logits, [V] -> [k].
+    """
+
+    def __init__(self, tokens: TokenMap, draft: LanguageModel, model: LanguageModel) -> None:
+        self._n_draft, self._n_target = draft.n_embeddings, model.model.config.get_text_config(decoder=True).vocab_size
+        self.draft_ids, self.target_ids = tokens.draft_ids, tokens.target_ids
+        self.of_draft: slice | torch.Tensor
+        self._of_target: slice | torch.Tensor
+        if tokens.is_identity:  # padding included, as both models may write it
+            shared = min(draft.n_embeddings, model.n_embeddings, self._n_target)
+            self.draft_ids = self.target_ids = range(shared)
+            self.of_draft = self._of_target = slice(shared)
+            self._translated = None
+        else:
+            self.of_draft, self._of_target = (
+                torch.tensor(ids, device=draft.decoder.device) for ids in (self.draft_ids, self.target_ids)
+            )
+            self._translated = TranslatedContext(tokens)
+
+    def context(self, ids: Sequence[int]) -> Sequence[int]:
+        """The target's context in the draft model's tokens; empty where it has none for one of them."""
+        if self._translated is not None:
+            return self._translated.follow(ids)
+        return ids if max(ids, default=0) < self._n_draft else ()  # padding ids, which only untrained models write
+
+    def in_target(self, q: torch.Tensor) -> torch.Tensor:
+        """A distribution over the tokens, [k], as one over the target's vocabulary, [V]."""
+        wide = q.new_zeros(self._n_target)
+        wide[self._of_target] = q
+        return wide

@@ -154,8 +154,10 @@ def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bo
     at most in texts neither of them decodes differently.
     """
     sample = "Natalia sold 48/2 = 24 clips in May, for $3.50 each.\n\n  Überall, 数学: {x²} #### 1,072\t<b>"
-    return a.get_vocab() == b.get_vocab() and (
+    # The vocabularies last: a dictionary of a large one takes its time.
+    return len(a) == len(b) and (
         a.encode(sample, add_special_tokens=False) == b.encode(sample, add_special_tokens=False)
+        and a.get_vocab() == b.get_vocab()
     )
 
 

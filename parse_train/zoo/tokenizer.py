@@ -119,8 +119,9 @@ def pruned_from_base(config: TokenizerConfig) -> PreTrainedTokenizerFast:
     counts: Counter[int] = Counter()
     for problem in _problems(config):
         prompt = problem.prompt if isinstance(problem.prompt, list) else [{"role": "user", "content": problem.prompt}]
-        counts.update(base.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
-        counts.update(base(problem.solution or "", add_special_tokens=False).input_ids)
+        rendered = base.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        for text in (str(rendered), problem.solution or ""):
+            counts.update(base.encode(text, add_special_tokens=False))
     names = {key: token for key, token in base.special_tokens_map.items() if isinstance(token, str)}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=pruned(base.backend_tokenizer, counts, specials, config.vocab_size),

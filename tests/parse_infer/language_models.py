@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from parse_infer.models.loading import LanguageModel
+from parse_train.zoo.vocabulary_pruning import pruned
 
 
 def printable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
@@ -61,6 +64,47 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 def language_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, name: str = "tiny") -> LanguageModel:
     return LanguageModel(name, model, tokenizer)
+
+
+def pruned_tokenizer(
+    base: PreTrainedTokenizerFast, text: str, vocab_size: int, specials: Sequence[str] | None = None
+) -> PreTrainedTokenizerFast:
+    """`base` with the tokens that `text` needs; its special tokens are kept where none are named."""
+    ids = base.encode(text, add_special_tokens=False)
+    kept = list(base.get_added_vocab()) if specials is None else specials
+    smaller = pruned(base.backend_tokenizer, {i: ids.count(i) for i in ids}, kept, vocab_size)
+    end = base.eos_token if base.eos_token in kept else None
+    return PreTrainedTokenizerFast(tokenizer_object=smaller, eos_token=end, chat_template=base.chat_template)
+
+
+def with_vocabulary(
+    model: PreTrainedModel, of: PreTrainedTokenizerFast, smaller: PreTrainedTokenizerFast
+) -> PreTrainedModel:
+    """A copy of `model`, whose tokenizer is `of`, that reads and writes the tokens of `smaller` only."""
+    rows = of.convert_tokens_to_ids(smaller.convert_ids_to_tokens(list(range(len(smaller)))))
+    other = copy.deepcopy(model)
+    weights = [model.get_input_embeddings().weight[rows], model.get_output_embeddings().weight[rows]]
+    other.resize_token_embeddings(len(smaller), mean_resizing=False)
+    with torch.no_grad():
+        other.get_input_embeddings().weight.copy_(weights[0])
+        other.get_output_embeddings().weight.copy_(weights[1])
+    other.config.eos_token_id = other.generation_config.eos_token_id = smaller.eos_token_id
+    return other
+
+
+def reduced_pair(make_model: Any, noise: float = 0.05) -> tuple[LanguageModel, LanguageModel]:
+    """A target with 300 tokens, and a draft model that mostly agrees with it as far as its 279 of them go."""
+    words = word_tokenizer()
+    smaller = pruned_tokenizer(words, "There are students in the rest.", 285)
+    target = make_model("llama", vocab_size=300, eos_token_id=words.eos_token_id)
+    target.generation_config.eos_token_id = words.eos_token_id
+    alike = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in alike.parameters():
+            parameter.add_(noise * parameter.std() * torch.randn(parameter.shape, generator=generator))
+    draft = with_vocabulary(alike, words, smaller)
+    return language_model(target, words, "target"), language_model(draft, smaller, "draft")
 
 
 class TokenCount:

@@ -110,11 +110,11 @@ def bench(
 
 
 def _possible(modes: tuple[str, ...], engine: ParseEngine) -> tuple[str, ...]:
-    """Without what needs a draft model with the target's tokens, where these two have different ones."""
+    """Without what needs a draft model whose tokens are the target's, where they are not."""
     from parse_infer.bench.mode_names import SPECULATION
-    from parse_infer.models.loading import same_tokenizer
+    from parse_infer.models.token_map import token_map
 
-    if engine.draft is None or same_tokenizer(engine.draft.tokenizer, engine.target.tokenizer):
+    if engine.draft is None or token_map(engine.draft.tokenizer, engine.target.tokenizer) is not None:
         return modes
     print(f"note: {SPECULATION} is left out, the two models have different tokens", file=sys.stderr)
     return tuple(mode for mode in modes if mode != SPECULATION)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from parse_infer.bench.assisted import AssistantSettings
@@ -21,13 +22,15 @@ from parse_infer.bench.results_file import from_columns, read_results, to_column
 from parse_infer.bench.run import BenchSettings, run_bench, schedule
 from parse_infer.bench.statistics import difference_interval, rate_ratio_interval, wilson_interval
 from parse_infer.bench.tables import category_table, header
+from parse_infer.bench.target_vocabulary import in_target_vocabulary
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import GenerationSettings
 from parse_infer.guesses.draft_chain import DraftChain
 from parse_infer.guesses.lookup import LookupDrafter
 from parse_infer.models.loading import LanguageModel
+from parse_infer.models.token_map import token_map
 from parse_infer.verify.segments import CutPolicy
-from tests.parse_infer.language_models import resembling, word_tokenizer
+from tests.parse_infer.language_models import reduced_pair, resembling, word_tokenizer
 
 KEYS = {
     *("accuracy", "accuracy_ci", "accuracy_diff", "accuracy_diff_ci", "tokens_per_s", "speedup", "speedup_ci"),
@@ -179,6 +182,34 @@ def test_a_draft_model_with_other_tokens_guesses_nothing(engine, make_model):
     draft = LanguageModel("foreign", make_model("llama", seed=5, vocab_size=300, eos_token_id=0), word_tokenizer())
     foreign = ParseEngine(engine.target, draft, engine.judge)
     assert [mode.engine.target_drafter for mode in make(foreign, *GUIDED[:2], *GUIDED[3:])] == [None] * 4
+
+
+def test_a_draft_model_with_few_of_the_targets_tokens_takes_part_everywhere(make_model, random_adapter):
+    target, draft = reduced_pair(make_model, noise=0.01)
+    engine = ParseEngine(target, draft, random_adapter(target.model))
+    modes = make(engine, "target", "assisted", "target+draft", "parse", threshold=1.1)
+    assert isinstance(modes[-1].engine.target_drafter, DraftChain)
+    found = {mode.name: [timed(engine, mode, p.prompt)[0] for p in PROBLEMS] for mode in modes}
+    texts = {name: [generation.token_ids for generation in found[name]] for name in found}
+    assert texts == dict.fromkeys(texts, texts["target"])
+    alone = sum(generation.stats.target_forwards for generation in found["target"])
+    for name in ("assisted", "target+draft"):
+        assert sum(generation.stats.target_forwards for generation in found[name]) < 0.8 * alone, name
+
+
+def test_in_the_targets_vocabulary_a_draft_model_says_the_same(make_model):
+    target, draft = reduced_pair(make_model)
+    tokens = token_map(draft.tokenizer, target.tokenizer)
+    other = in_target_vocabulary(draft, target, tokens)
+    known = [tokens.target_ids[i] for i in (7, 100, 260, -1, 0)]
+    own = [i for token in known for i in tokens.from_target(token)]
+    with torch.no_grad():
+        wide = other(torch.tensor([known])).logits
+        narrow = draft.model(torch.tensor([own])).logits
+    assert (wide.shape[-1], narrow.shape[-1]) == (300, len(draft.tokenizer)) and len(draft.tokenizer) < 300
+    assert torch.equal(wide[..., tokens.target_ids], narrow)
+    assert wide.isneginf().sum(-1).unique().tolist() == [300 - len(draft.tokenizer)]
+    assert other.model.layers[0].mlp.up_proj.weight is draft.model.model.layers[0].mlp.up_proj.weight
 
 
 def test_sizes_stand_behind_the_mode(engine):

@@ -12,7 +12,9 @@ import pytest
 
 from parse_infer.bench.mode_names import DEFAULT_MODES
 from parse_infer.cli.app import main
-from tests.parse_infer.language_models import word_tokenizer
+from parse_infer.engine import ParseEngine
+from parse_infer.guesses.draft_chain import DraftChain
+from tests.parse_infer.language_models import reduced_pair, word_tokenizer
 
 _folders: dict[str, str] = {}
 
@@ -205,6 +207,23 @@ def test_bench_leaves_out_what_two_tokenizers_do_not_allow(models, problems, mak
     assert list(modes) == [name for name in DEFAULT_MODES if name != "target+draft"]
     sentence = error_of(capsys, *command, "--modes", "target+draft", "--out", str(tmp_path / "asked"))
     assert "their tokenizers differ" in sentence
+
+
+def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
+    make_model, random_adapter, problems, tmp_path, capsys
+):
+    pair = reduced_pair(make_model)
+    for lm in pair:
+        lm.model.save_pretrained(tmp_path / lm.name)
+        lm.tokenizer.save_pretrained(tmp_path / lm.name)
+    adapter = random_adapter(pair[0].model).save_pretrained(tmp_path / "adapter")
+    models = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"), "--adapter", str(adapter)]
+    command = ["bench", *problems, "--limit", "1", "--max-new-tokens", "4", "--thresholds", "none", *models]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    assert "left out" not in capsys.readouterr().err
+    assert list(json.loads((tmp_path / "out" / "results.json").read_text())["modes"]) == list(DEFAULT_MODES)
+    engine = ParseEngine.from_pretrained(tmp_path / "target", tmp_path / "draft")
+    assert isinstance(engine.target_drafter, DraftChain)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data_tools.tasks.by_name import load_task
-from parse_infer.models.loading import ZOO, resolve
+from parse_infer.models.loading import resolve
 from parse_train.recipe import load_recipe
 from parse_train.zoo.tokenizer import TokenizerConfig, make_tokenizer
 from parse_train.zoo.vocabulary_pruning import derivation, pruned
@@ -21,7 +21,7 @@ FOREIGN = "Überall 数学: {x²}\t\n\n  naïve 🙂 #### 1,072 <|im_start|> zer
 
 @pytest.fixture(scope="module")
 def base() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(ZOO / "target")
+    return AutoTokenizer.from_pretrained(resolve("zoo:target"))
 
 
 def make(folder: Path, **changes) -> PreTrainedTokenizerFast:

@@ -1,0 +1,133 @@
+"""Tokens of a draft model with a reduced vocabulary as tokens of its target, and back.
+
+A reduced vocabulary (recipe `tokenizer` with `base_tokenizer`, as EAGLE's d2t) has few of the target's tokens, so the
+draft model has a small output layer; each of its tokens is one of the target's. The other way round a token of the
+target may be several of the draft model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from parse_infer.models.loading import same_tokenizer
+
+
+class TokenMap:
+    """Which token of `target` each token of `draft` is.
+
+    Attributes:
+        draft_ids, target_ids: the same tokens in both vocabularies, none of them twice; where both tokenizers are the
+            same (`is_identity`) every id of them.
+    """
+
+    def __init__(
+        self, draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase, to_target: Mapping[int, int] | None
+    ) -> None:
+        self.is_identity = to_target is None
+        everything = range(len(target))
+        self.draft_ids: Sequence[int] = everything if to_target is None else list(to_target)
+        self.target_ids: Sequence[int] = everything if to_target is None else list(to_target.values())
+        self._draft, self._target = draft, target
+        self._from_target: dict[int, tuple[int, ...]] = {b: (a,) for a, b in (to_target or {}).items()}
+
+    def from_target(self, token: int) -> tuple[int, ...]:
+        """The target's `token` in tokens of the draft model: one, several that have its bytes together, or none for an
+        id without a token (padding)."""
+        if self.is_identity:
+            return (token,)
+        if token not in self._from_target:
+            self._from_target[token] = tuple(self._encode(token))
+        return self._from_target[token]
+
+    def _encode(self, token: int) -> list[int]:
+        if token == self._target.eos_token_id and self._draft.eos_token_id is not None:
+            return [self._draft.eos_token_id]
+        name = self._target.convert_ids_to_tokens(token)
+        if name is None:
+            return []
+        if name in self._target.get_added_vocab():  # written as it is read, not in the alphabet of bytes
+            return self._draft.encode(name, add_special_tokens=False)
+        # The model of the tokenizer takes bytes that are no character by themselves; the tokenizer would not.
+        return [piece.id for piece in _backend(self._draft).model.tokenize(name)]
+
+
+class TranslatedContext:
+    """The target's context in tokens of the draft model. Only what has changed since the last call is translated."""
+
+    def __init__(self, tokens: TokenMap) -> None:
+        self._tokens = tokens
+        self._read: list[int] = []  # target tokens
+        self._ids: list[int] = []
+        self._ends: list[int] = []  # for each target token the number of draft tokens up to it
+
+    def follow(self, ids: Sequence[int]) -> list[int]:
+        """The draft tokens of the context `ids`."""
+        common = min(len(self._read), len(ids))
+        if self._read[:common] != list(ids[:common]):
+            common = next(i for i in range(common) if self._read[i] != ids[i])
+        del self._read[common:], self._ends[common:]
+        del self._ids[self._ends[-1] if common else 0 :]
+        for token in ids[common:]:
+            self._ids += self._tokens.from_target(token)
+            self._read.append(token)
+            self._ends.append(len(self._ids))
+        return list(self._ids)
+
+
+def token_map(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> TokenMap | None:
+    """How tokens of `draft` are tokens of `target`; None where they are not.
+
+    They are where both tokenizers are the same, and where `draft` is a byte-level BPE inside that of `target`: each of
+    its tokens, padding aside, is one of the target's, both split text into words alike, and put its tokens together in
+    the same way. An end token of a name of its own is the target's end token.
+    """
+    if same_tokenizer(draft, target):
+        return TokenMap(draft, target, None)
+    a, b = _backend(draft), _backend(target)
+    if not (_is_byte_level(a) and _is_byte_level(b) and _split_words_alike(a, b)):
+        return None
+    to_target: dict[int, int] = {}
+    added, in_target = draft.get_added_vocab(), target.get_added_vocab()
+    vocabulary = draft.get_vocab()
+    for token, id_ in vocabulary.items():
+        found = b.token_to_id(token)
+        if found is not None and (token in added) == (token in in_target):
+            to_target[id_] = found
+        elif id_ not in (draft.eos_token_id, draft.pad_token_id):
+            return None
+    end = target.eos_token_id
+    if draft.eos_token_id is not None and end is not None and end not in to_target.values():
+        to_target[draft.eos_token_id] = end
+    if not all(token in added or _splits_as(token, a, b) for token in vocabulary):
+        return None
+    return TokenMap(draft, target, dict(sorted(to_target.items())))
+
+
+def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The Rust tokenizer, None without one."""
+    return getattr(tokenizer, "backend_tokenizer", None)
+
+
+def _is_byte_level(backend: Any) -> bool:
+    if type(getattr(backend, "model", None)).__name__ != "BPE" or backend.pre_tokenizer is None:
+        return False
+    return b"ByteLevel" in _state(backend.decoder) and not backend.model.byte_fallback
+
+
+def _split_words_alike(a: Any, b: Any) -> bool:
+    parts = ("normalizer", "pre_tokenizer", "decoder")
+    return all(_state(getattr(a, part)) == _state(getattr(b, part)) for part in parts)
+
+
+def _state(part: Any) -> bytes:
+    return b"" if part is None else part.__getstate__()
+
+
+def _splits_as(word: str, a: Any, b: Any) -> bool:
+    pieces = [piece.value for piece in b.model.tokenize(word)]
+    return any(a.token_to_id(piece) is None for piece in pieces) or pieces == [
+        piece.value for piece in a.model.tokenize(word)
+    ]
