@@ -47,7 +47,7 @@ def read_adapter(name_or_path: str | Path) -> AdapterFiles:
     for name in (CONFIG, PEFT_CONFIG, PEFT_WEIGHTS, HEAD):
         if not (folder / name).is_file():
             raise FileNotFoundError(
-                f"{name_or_path} is no complete validity adapter: {name} is missing (an interrupted export?)"
+                f"{name_or_path} is no complete validity adapter: {name} is missing (interrupted export, or a LoRA?)"
             )
     return AdapterFiles(
         peft_config=read_json(folder / PEFT_CONFIG, WAY_OUT),
