@@ -19,7 +19,6 @@ from torch.utils.data import IterableDataset
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
@@ -28,6 +27,8 @@ from transformers import (
 from data_tools.tasks.by_name import load_task
 from data_tools.tasks.drills import drill
 from parse_infer.files import replacing_folder
+from parse_infer.models.loading import load_tokenizer, load_weights
+from parse_infer.models.lora import describe_base, write_base
 from parse_train import checkpoints
 from parse_train.training_config import TrainingConfig
 from parse_train.zoo.muon import MuonWithAdamW
@@ -39,7 +40,7 @@ IGNORED = -100
 class LanguageModelConfig(TrainingConfig):
     """Fields on top of transformers' `TrainingArguments`; `per_device_train_batch_size` counts packed rows."""
 
-    tokenizer: str = field(default="", metadata={"help": "Tokenizer folder or Hugging Face id."})
+    tokenizer: str = field(default="", metadata={"help": "Tokenizer folder, or the name of a model."})
     model_config: dict[str, Any] = field(
         default_factory=dict,
         metadata={"help": "Architecture: `model_type` and the fields of that model's configuration."},
@@ -48,7 +49,7 @@ class LanguageModelConfig(TrainingConfig):
     task_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "Options of the task."})
     initial_model: str | None = field(
         default=None,
-        metadata={"help": "Start from these weights (folder or Hugging Face id) instead of random ones; same width."},
+        metadata={"help": "Start from these weights (the name of a model) instead of random ones; same width."},
     )
     lora_rank: int = field(
         default=0,
@@ -188,11 +189,12 @@ class LanguageModelTrainer(Trainer):
 
 def main(config: LanguageModelConfig) -> None:
     """Train from scratch, or go on from a checkpoint, and save model and tokenizer in `output_dir`/final."""
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer)
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
     torch.manual_seed(config.seed)
-    model = with_lora(config) if config.lora_rank else all_weights(config, tokenizer)
+    model: Any
+    model, base = with_lora(config) if config.lora_rank else (all_weights(config, tokenizer), {})
     if config.torch_compile_backbone:
         getattr(model, "get_base_model", lambda: model)().model.compile()
     start = checkpoints.prepare(config)
@@ -208,7 +210,10 @@ def main(config: LanguageModelConfig) -> None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
         with replacing_folder(f"{config.output_dir}/final") as final:
             if config.lora_rank:
-                model.bfloat16().save_pretrained(final)
+                model.peft_config["default"].base_model_name_or_path = config.initial_model
+                # The embedding is not adapted; left to itself, peft asks the Hub whether it has grown.
+                model.bfloat16().save_pretrained(final, save_embedding_layers=False)
+                write_base(final, base)
             else:
                 save_half(model, final)
             tokenizer.save_pretrained(final)
@@ -231,14 +236,15 @@ def all_weights(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase)
     return model
 
 
-def with_lora(config: LanguageModelConfig) -> PeftModel:
-    """`initial_model`, frozen, with a fresh LoRA on all linears of its layers."""
+def with_lora(config: LanguageModelConfig) -> tuple[PeftModel, dict[str, Any]]:
+    """`initial_model`, frozen, with a fresh LoRA on all linears of its layers; and what identifies its weights."""
     numbers = torch.bfloat16 if config.bf16 else torch.float32  # frozen weights need no copy in float32
-    model = AutoModelForCausalLM.from_pretrained(config.initial_model, dtype=numbers)
+    model = load_weights(str(config.initial_model), numbers)
+    base = describe_base(model, str(config.initial_model))
     lora = LoraConfig(
         r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    return cast(PeftModel, get_peft_model(model, lora))
+    return cast(PeftModel, get_peft_model(model, lora)), base
 
 
 def save_half(model: PreTrainedModel, folder: Path) -> None:
@@ -259,7 +265,7 @@ def start_from(model: PreTrainedModel, name: str, layers: list[int] | None) -> N
     Raises:
         ValueError: a layer that `name` does not have, or weights of another shape.
     """
-    source = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    source = load_weights(name, torch.float32)
     chosen = list(range(len(source.model.layers))) if layers is None else layers
     if len(chosen) != len(model.model.layers) or not all(0 <= i < len(source.model.layers) for i in chosen):
         raise ValueError(

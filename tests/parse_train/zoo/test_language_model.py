@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from parse_infer.models.loading import load_language_model, load_weights
+from parse_train.zoo import language_model
 from parse_train.zoo.language_model import IGNORED, LanguageModelConfig, PackedSamples, collate, start_from
 from parse_train.zoo.muon import MuonWithAdamW
 from parse_train.zoo.tokenizer import TokenizerConfig, train_tokenizer
@@ -152,3 +155,21 @@ def test_a_draft_model_starts_from_layers_of_its_target(tmp_path):
 def test_mistakes_in_the_recipe_are_one_sentence(tokenizer_folder, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         config(tokenizer_folder, tmp_path, **change)
+
+
+def test_a_lora_on_a_pretrained_model_loads_by_its_folder_and_knows_its_base(tokenizer_folder, tmp_path):
+    base = tmp_path / "base"
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    tiny_model(len(tokenizer)).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    fields = {"model_config": {}, "initial_model": str(base), "lora_rank": 2, "max_steps": 1, "save_strategy": "no"}
+    language_model.main(config(str(base), tmp_path / "run", **fields))
+    final = tmp_path / "run" / "final"
+    assert json.loads((final / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    model = load_language_model(final, role="draft", device="cpu").model
+    moved = [n for n, p in load_weights(base).state_dict().items() if not torch.equal(p, model.state_dict()[n])]
+    assert moved and all("_proj" in name for name in moved)
+    torch.manual_seed(1)
+    LlamaForCausalLM(model.config).save_pretrained(base)
+    with pytest.raises(ValueError, match=f"was trained on {str(base)!r}, and .* has other weights"):
+        load_weights(final)
