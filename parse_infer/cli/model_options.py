@@ -29,7 +29,8 @@ class ModelOptions:
         ),
     ] = None
     target: Annotated[
-        str | None, typer.Option(help="Hugging Face id or folder; default: the embedded zoo:target.")
+        str | None,
+        typer.Option(help="Hugging Face id, folder, GGUF file, or smollm2; default: the embedded zoo:target."),
     ] = None
     draft: Annotated[str | None, typer.Option(help="Draft model; default with the embedded target: zoo:draft.")] = None
     adapter: Annotated[
