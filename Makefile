@@ -17,7 +17,7 @@ setup: $(VENV)/installed
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy setuptools wheel
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,deepspeed,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,gguf,deepspeed,dev]"
 	@touch $@
 
 demo: setup

@@ -34,7 +34,8 @@ from parse_infer.guesses.registry import check_token_drafter, load_token_drafter
 from parse_infer.guesses.rejected_draft import RejectedDraft
 from parse_infer.guesses.token_drafter import TokenDrafter
 from parse_infer.guesses.walk import guided_decode
-from parse_infer.models.loading import LanguageModel, load_language_model, resolve
+from parse_infer.models.loading import LanguageModel, find_model, load_language_model
+from parse_infer.models.names import resolve
 from parse_infer.models.prompts import Prompt, as_batch
 from parse_infer.models.sampling import Sampling
 from parse_infer.models.token_map import token_map
@@ -98,6 +99,7 @@ class ParseEngine:
         draft: str | Path | None = None,
         adapter: str | Path | None = None,
         *,
+        gguf_file: str | None = None,
         zero_shot: bool = False,
         target_drafter: str | None = AUTO,
         draft_drafter: str | None = None,
@@ -109,7 +111,8 @@ class ParseEngine:
         trust_remote_code: bool = False,
     ) -> ParseEngine:
         """Load target, draft model and adapter, each by Hugging Face id, local folder or "zoo:target", "zoo:draft",
-        "zoo:adapter".
+        "zoo:adapter". A model may also be a GGUF file, "smollm2" or a LoRA (`parse_infer.models.names`); `gguf_file`,
+        as in transformers, names the target's file in its folder or repository, like target="folder/model.gguf".
 
         Without an adapter, `zero_shot=True` asks the target itself whether a prefix is right; without either, only
         mode "exact" generates. `template_options` are switches of the chat templates (`{"enable_thinking": False}`).
@@ -124,9 +127,13 @@ class ParseEngine:
             raise ValueError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
         if threshold is not None:
             check_threshold(threshold)
-        for name in (target, draft, adapter):
-            if name is not None:
-                resolve(name)  # a wrong name is found before the first model is loaded
+        if gguf_file is not None:
+            target = target / gguf_file if isinstance(target, Path) else f"{target.rstrip('/')}/{gguf_file}"
+        find_model(target)  # a wrong name is found before the first model is loaded
+        if draft is not None:
+            find_model(draft)
+        if adapter is not None:
+            adapter = resolve(adapter)
         if draft_drafter is not None and draft is None:
             raise ValueError(f"draft_drafter is {draft_drafter!r}, but there is no draft model that it could speed up")
         if target_drafter not in (None, AUTO):
@@ -143,7 +150,7 @@ class ParseEngine:
         loaded = load(target, role="target")
         judge: Any = None
         if adapter is not None:
-            judge = ValidityAdapter.from_pretrained(resolve(adapter), loaded.model)
+            judge = ValidityAdapter.from_pretrained(adapter, loaded.model)
         elif zero_shot:
             judge = ZeroShotJudge(loaded.model, loaded.tokenizer)
         draft_model = load(draft, role="draft") if draft is not None else None

@@ -10,7 +10,6 @@ EXTRAS = {
     "reasoning_gym": "bench",
     "scipy": "bench",
     "datasets": "data",
-    "filelock": "data",
     "trl": "data",
     "yaml": "data",
     "accelerate": "train",
@@ -18,6 +17,7 @@ EXTRAS = {
     "sklearn": "train",
     "tokenizers": "train",
     "wandb": "train",
+    "gguf": "gguf",
 }
 
 

@@ -166,6 +166,13 @@ def locate(name: str | Path, files: Sequence[str], what: str) -> Path:
         ) from error
 
 
+def first_sentence(error: Exception) -> str:
+    """The first line of a library's error, which may be a page long, with a full stop."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    return first if first.endswith((".", "?", "!")) else first + "."
+
+
 def _to_disk(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk (where the system lets a folder be opened)."""
     if path.is_dir() and not hasattr(os, "O_DIRECTORY"):

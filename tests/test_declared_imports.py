@@ -55,7 +55,7 @@ OUTER = [path for room in ("bench", "cli") for path in files(f"parse_infer/{room
 @pytest.mark.parametrize(
     ("sources", "extras"),
     [
-        ([path for path in files("parse_infer") if path not in OUTER], []),
+        ([path for path in files("parse_infer") if path not in OUTER], ["gguf"]),
         (OUTER, ["bench"]),
         (files("data_tools"), ["data"]),
         (files("parse_train"), ["train"]),
@@ -72,11 +72,11 @@ def test_every_import_is_declared(sources, extras):
 def test_nothing_is_declared_that_nobody_imports():
     everything = [path for package in PACKAGES for path in files(package)]
     used = {distribution(module) for module, _ in imported(*everything)}
-    assert declared("bench", "data", "train") <= used
+    assert declared("bench", "data", "train", "gguf") <= used
 
 
 def test_sentences_about_missing_packages_name_the_extra_that_has_them():
-    base, own = declared(), {extra: declared(extra) for extra in ("bench", "data", "train")}
+    base, own = declared(), {extra: declared(extra) for extra in ("bench", "data", "train", "gguf")}
     everything = [path for package in PACKAGES for path in files(package)]
     modules = {module for module, _ in imported(*everything) if distribution(module) not in base}
     assert {m: next(e for e in own if distribution(m) in own[e]) for m in modules} == EXTRAS
@@ -88,8 +88,8 @@ def test_sentences_about_missing_packages_name_the_extra_that_has_them():
 
 BASE_ONLY = f"""
 import json, sys
-# filelock and yaml come with the base installation's own dependencies, tokenizers and numpy too
-sys.modules.update(dict.fromkeys({sorted(set(EXTRAS) - {"filelock", "numpy", "tokenizers", "yaml"})}))
+# yaml comes with the base installation's own dependencies, tokenizers and numpy too
+sys.modules.update(dict.fromkeys({sorted(set(EXTRAS) - {"numpy", "tokenizers", "yaml"})}))
 from parse_infer.cli.app import main
 for arguments in json.load(sys.stdin):
     print(main(arguments), file=sys.stderr)

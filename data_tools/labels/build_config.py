@@ -32,7 +32,7 @@ class BuildConfig:
 
     output_dir: str = field(default="", metadata={"help": "Folder of the data set (required)."})
     target: str = field(
-        default="", metadata={"help": "Target model: Hugging Face id, local folder, or zoo:target (required)."}
+        default="", metadata={"help": "Target model: Hugging Face id, folder, GGUF file or zoo:target (required)."}
     )
     draft: str = field(default="", metadata={"help": "Draft model, named the same way (required)."})
     dtype: str = field(

@@ -18,7 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.progress import track
 from rich.table import Table
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, Qwen3Config
 
 from parse_infer.guesses.eagle import EagleDrafter
 from parse_infer.guesses.eagle_head import EagleConfig, EagleHead
@@ -29,7 +29,8 @@ from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.devices import wait_for
 from parse_infer.models.fingerprint import describe_target
-from parse_infer.models.loading import ZOO, LanguageModel, resolve
+from parse_infer.models.loading import LanguageModel, load_config
+from parse_infer.models.names import ZOO
 from parse_infer.models.packed_linear import pack_linears
 from parse_infer.models.sampling import Sampling
 from parse_infer.verify.head import ValidityHead
@@ -85,7 +86,7 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Langua
 
 
 def _config(shape: str) -> PretrainedConfig:
-    return SHAPES[shape] if shape in SHAPES else AutoConfig.from_pretrained(resolve(shape))
+    return SHAPES[shape] if shape in SHAPES else load_config(shape)
 
 
 def _check_memory(shapes: Sequence[str], device: torch.device, dtype: torch.dtype) -> None:

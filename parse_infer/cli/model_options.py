@@ -37,7 +37,7 @@ class ModelOptions:
     ] = None
     target: Annotated[
         str | None,
-        typer.Option(help="Hugging Face id, folder, GGUF file, or the embedded zoo:target (default) or zoo:smollm2."),
+        typer.Option(help="Hugging Face id, folder, GGUF file, smollm2, zoo:target (the default) or zoo:smollm2."),
     ] = None
     draft: Annotated[str | None, typer.Option(help="Draft model; default: what is embedded for the target.")] = None
     adapter: Annotated[str | None, typer.Option(help="Trained adapter; default: what is embedded for the target.")] = (

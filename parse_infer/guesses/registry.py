@@ -20,7 +20,8 @@ from parse_infer.guesses.head_files import CONFIG, WEIGHTS, read_config
 from parse_infer.guesses.lookup import LookupDrafter
 from parse_infer.guesses.medusa import MedusaDrafter, MedusaHead
 from parse_infer.guesses.token_drafter import TokenDrafter
-from parse_infer.models.loading import ZOO, LanguageModel
+from parse_infer.models.loading import LanguageModel
+from parse_infer.models.names import ZOO
 from parse_infer.suggest import suggestion
 
 _CLASSES: dict[str, type] = {

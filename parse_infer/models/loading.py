@@ -1,6 +1,6 @@
-"""From names to loaded parts: a model with its tokenizer and decoder, and the folder behind a name.
+"""From names to loaded parts: a model with its tokenizer and decoder, whatever its weights are kept in.
 
-A name is a Hugging Face id, a local folder, or one of the embedded models: "zoo:target", "zoo:draft", "zoo:adapter".
+`parse_infer.models.names` says what a name may be. A GGUF file is dequantised, a LoRA is merged into its base.
 """
 
 from __future__ import annotations
@@ -14,17 +14,24 @@ from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
+from parse_infer.files import first_sentence
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
+from parse_infer.models.gguf_file import dequantised
+from parse_infer.models.lora import Lora, is_lora, read_lora
+from parse_infer.models.names import is_gguf, resolve
 from parse_infer.models.packed_linear import pack_linears
 from parse_infer.models.prompts import Prompt, render_prompt
-from parse_infer.suggest import suggestion
-
-ZOO = Path(__file__).parents[1] / "zoo"
-_ZOO_NAMES = ("target", "draft", "adapter")
 
 
 @dataclass
@@ -86,11 +93,10 @@ def load_language_model(
     not load.
     """
     place, numbers = _device(device), _dtype(dtype)
-    path = resolve(name)
-    if isinstance(path, Path):
-        _check_folder(path)
-    tokenizer = _load_tokenizer(name, path, trust_remote_code)
-    model = _load_weights(name, path, numbers, trust_remote_code).eval()
+    source = _open(name)
+    _check_folder(source.base)
+    tokenizer = _tokenizer(source, trust_remote_code)
+    model = _weights(source, numbers, trust_remote_code).eval()
     model.to(place)  # type: ignore[arg-type]
     if role == "target":
         enable_split_attention(model)
@@ -99,27 +105,39 @@ def load_language_model(
     return LanguageModel(str(name), model, tokenizer, template_options or {})
 
 
-def resolve(name: str | Path) -> Path | str:
-    """The local folder behind a name, or the Hugging Face id itself where it is none.
+def load_weights(
+    name: str | Path, dtype: str | torch.dtype = "auto", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model behind a name, as transformers' `from_pretrained` returns it. Raises as `load_language_model` does."""
+    return _weights(_open(name), _dtype(dtype), trust_remote_code)
 
-    Raises ValueError for an unknown zoo name, FileNotFoundError for a folder that does not exist.
+
+def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer behind a name; a folder may hold nothing else. Raises as `load_language_model` does."""
+    return _tokenizer(_open(name), trust_remote_code)
+
+
+def load_config(name: str | Path) -> PretrainedConfig:
+    """The configuration behind a name. Raises as `load_language_model` does."""
+    source = _open(name)
+    try:
+        return AutoConfig.from_pretrained(source.base)
+    except (OSError, ValueError) as error:
+        raise OSError(f"The configuration of {source.name!r} cannot be loaded: {first_sentence(error)}") from error
+
+
+def find_model(name: str | Path) -> tuple[Path | str, list[Lora]]:
+    """What is behind a name: the base's folder, GGUF file or name on the Hub, and the LoRAs on it, the last one first.
+
+    Reads a few small files and fetches nothing. Raises ValueError or OSError for what cannot be a language model.
     """
-    text = str(name)
-    if text.startswith("zoo:"):
-        part = text.removeprefix("zoo:")
-        if part not in _ZOO_NAMES:
-            names = [f"zoo:{name}" for name in _ZOO_NAMES]
-            raise ValueError(f"{text!r} is not an embedded model; {suggestion(text, names)}")
-        folder = ZOO / part
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{text!r} is not part of this installation (no folder {folder}); reinstall it.")
-        return folder
-    folder = Path(text).expanduser()
-    if text and folder.is_dir():
-        return folder
-    if isinstance(name, Path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or not text:
-        raise FileNotFoundError(f"There is no folder {text!r}: give an existing folder or a Hugging Face id.")
-    return text
+    place, loras = resolve(name), list[Lora]()
+    while isinstance(place, Path) and is_lora(place):
+        if any(lora.folder.samefile(place) for lora in loras):
+            raise ValueError(f"The LoRA {place} names itself as its base: its adapter_config.json must name a model.")
+        loras.append(read_lora(place))
+        place = resolve(loras[-1].base)
+    return place, loras
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -181,9 +199,52 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return found
 
 
-def _check_folder(folder: Path) -> None:
+@dataclass(frozen=True)
+class _Source:
+    """What transformers loads for a name, and the LoRAs that come on top of it, the last one first."""
+
+    name: str
+    base: Path | str
+    loras: list[Lora]
+
+    @property
+    def shown(self) -> str:
+        """The name for messages, with the folder where its weights were put, if that is another one."""
+        other = isinstance(self.base, Path) and str(self.base) != self.name
+        return f"{self.name!r} (in {self.base})" if other else repr(self.name)
+
+
+def _open(name: str | Path) -> _Source:
+    """Find a model, and make a folder of it where it is a GGUF file."""
+    base, loras = find_model(name)
+    if isinstance(base, str) and is_gguf(base):
+        base = _fetch(base)
+    if isinstance(base, Path) and base.is_file():
+        base = dequantised(base)
+    return _Source(str(name), base, loras)
+
+
+def _fetch(name: str) -> Path:
+    """One file of a repository on the Hub, through the Hub's cache: "owner/repository/file.gguf"."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    owner, repository, file = name.split("/", 2)
+    try:
+        return Path(hf_hub_download(f"{owner}/{repository}", file))
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        raise FileNotFoundError(
+            f"{name!r} is neither a local file nor available on the Hugging Face Hub ({first_sentence(error)})"
+        ) from error
+
+
+def _check_folder(folder: Path | str) -> None:
+    if isinstance(folder, str):  # on the Hub
+        return
     config = folder / "config.json"
     if not config.is_file():
+        for file in sorted(folder.glob("*.gguf")):
+            raise FileNotFoundError(f"{str(folder)!r} holds GGUF files: name one of them, for example {str(file)!r}.")
         raise FileNotFoundError(
             f"{str(folder)!r} is not a model folder: config.json is missing (interrupted download or save?)."
         )
@@ -193,43 +254,72 @@ def _check_folder(folder: Path) -> None:
         raise ValueError(f"{str(config)!r} is not valid JSON ({error}): save or download the model again.") from error
 
 
-def _load_tokenizer(name: str | Path, path: Path | str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def _tokenizer(source: _Source, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """That of the last LoRA which brings one, else the base's; the same for the chat template."""
+    template, place = None, source.base
+    for lora in source.loras:
+        template = template or lora.chat_template
+        if lora.has_tokenizer:
+            place = lora.folder
+            break
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
     except Exception as error:  # each tokenizer backend has exceptions of its own
-        raise OSError(f"The tokenizer of {str(name)!r} cannot be loaded: {_sentence(error)}") from error
+        raise OSError(f"The tokenizer of {source.shown} cannot be loaded: {first_sentence(error)}") from error
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
 
 
-def _load_weights(
-    name: str | Path, path: Path | str, dtype: str | torch.dtype, trust_remote_code: bool
-) -> PreTrainedModel:
+def _weights(source: _Source, dtype: str | torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    _check_folder(source.base)
+    if not source.loras:
+        model = _base_weights(source, dtype, trust_remote_code)
+    else:
+        # Rounding comes last: the base is read as it is stored, or in float32 where that is wanted.
+        stored = dtype if dtype == torch.float32 else "auto"
+        model = _base_weights(source, stored, trust_remote_code)
+        for lora in reversed(source.loras):
+            lora.merge_into(model)
+        if isinstance(dtype, torch.dtype):
+            _round(model, dtype)
+    if isinstance(source.base, Path) and str(source.base) != source.name:
+        # What is written about the model later names it as the user did, not by a folder of this machine.
+        model.config._name_or_path = source.name
+    return model
+
+
+def _base_weights(source: _Source, dtype: str | torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its report on missing tensors is a page; the sentence below says it
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+            source.base, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
     except SafetensorError as error:
         raise ValueError(
-            f"The weights of {str(name)!r} are damaged or incomplete ({_sentence(error)}) "
+            f"The weights of {source.shown} are damaged or incomplete ({first_sentence(error)}) "
             f"Delete them and download or save the model again."
         ) from error
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise OSError(f"The model {str(name)!r} cannot be loaded: {_sentence(error)}") from error
+        raise OSError(f"The model {source.shown} cannot be loaded: {first_sentence(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
     model, report = loaded
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(f"{source.name!r} is a LoRA on the Hugging Face Hub: download it and name its folder.")
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(
-            f"The weights of {str(name)!r} are incomplete: {len(missing)} tensors are missing, the first is "
+            f"The weights of {source.shown} are incomplete: {len(missing)} tensors are missing, the first is "
             f"{missing[0]!r}; download or save the model again."
         )
     return model
 
 
-def _sentence(error: Exception) -> str:
-    """The first sentence of a library's error, which may be a page long."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
-    return first if first.endswith((".", "?", "!")) else first + "."
+def _round(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Parameters only: `model.to(dtype)` would round the frequencies of rotary embeddings too."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype

@@ -49,7 +49,8 @@ def read_adapter(name_or_path: str | Path) -> AdapterFiles:
         for name in names:
             if not (folder / name).is_file():
                 raise FileNotFoundError(
-                    f"{name_or_path} is no complete validity adapter: {name} is missing (an interrupted export?)"
+                    f"{name_or_path} is no complete validity adapter: {name} is missing (an interrupted export, or "
+                    "another kind of LoRA?)"
                 )
 
     check(CONFIG, HEAD)

@@ -27,7 +27,7 @@ class ValidityTrainingConfig(TrainingConfig):
     """
 
     target: str = field(
-        default="", metadata={"help": "Target model: Hugging Face id, local folder, or zoo:target (required)."}
+        default="", metadata={"help": "Target model: Hugging Face id, folder, GGUF file or zoo:target (required)."}
     )
     target_dtype: str = field(
         default="auto",

@@ -21,7 +21,6 @@ from torch.utils.data import IterableDataset
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
@@ -31,7 +30,8 @@ from data_tools.tasks.by_name import load_task
 from data_tools.tasks.drills import drill
 from data_tools.tasks.task import Problem
 from parse_infer.files import replacing_folder
-from parse_infer.models.loading import load_language_model, resolve
+from parse_infer.models.loading import load_language_model, load_tokenizer, load_weights
+from parse_infer.models.lora import describe_base, write_base
 from parse_train import checkpoints
 from parse_train.own_answers import AnswerConfig, read_answers, write_answers
 from parse_train.training_config import TrainingConfig
@@ -44,7 +44,7 @@ IGNORED = -100
 class LanguageModelConfig(TrainingConfig):
     """Fields on top of transformers' `TrainingArguments`; `per_device_train_batch_size` counts packed rows."""
 
-    tokenizer: str = field(default="", metadata={"help": "Tokenizer folder or Hugging Face id."})
+    tokenizer: str = field(default="", metadata={"help": "Tokenizer folder, or the name of a model."})
     model_config: dict[str, Any] = field(
         default_factory=dict,
         metadata={"help": "Architecture: `model_type` and the fields of that model's configuration."},
@@ -53,7 +53,7 @@ class LanguageModelConfig(TrainingConfig):
     task_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "Options of the task."})
     initial_model: str | None = field(
         default=None,
-        metadata={"help": "Start from these weights (folder or Hugging Face id) instead of random ones; same width."},
+        metadata={"help": "Start from these weights (the name of a model) instead of random ones; same width."},
     )
     lora_rank: int = field(
         default=0,
@@ -222,11 +222,12 @@ class LanguageModelTrainer(Trainer):
 
 def main(config: LanguageModelConfig) -> None:
     """Train from scratch, or go on from a checkpoint, and save model and tokenizer in `output_dir`/final."""
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer)
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
     torch.manual_seed(config.seed)
-    model = with_lora(config) if config.lora_rank else all_weights(config, tokenizer)
+    model: Any
+    model, base = with_lora(config) if config.lora_rank else (all_weights(config, tokenizer), {})
     if config.torch_compile_backbone:
         getattr(model, "get_base_model", lambda: model)().model.compile()
     start = checkpoints.prepare(config)
@@ -242,7 +243,10 @@ def main(config: LanguageModelConfig) -> None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
         with replacing_folder(f"{config.output_dir}/final") as final:
             if config.lora_rank:
-                model.bfloat16().save_pretrained(final)
+                model.peft_config["default"].base_model_name_or_path = config.initial_model
+                # The embedding is not adapted; left to itself, peft asks the Hub whether it has grown.
+                model.bfloat16().save_pretrained(final, save_embedding_layers=False)
+                write_base(final, base)
             else:
                 save_half(model, final)
             tokenizer.save_pretrained(final)
@@ -289,10 +293,11 @@ def all_weights(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase)
     return model
 
 
-def with_lora(config: LanguageModelConfig) -> PeftModel:
-    """`initial_model`, frozen, with a fresh LoRA on all linears of its layers."""
+def with_lora(config: LanguageModelConfig) -> tuple[PeftModel, dict[str, Any]]:
+    """`initial_model`, frozen, with a fresh LoRA on all linears of its layers; and what identifies its weights."""
     numbers = torch.bfloat16 if config.bf16 else torch.float32  # frozen weights need no copy in float32
-    model = AutoModelForCausalLM.from_pretrained(config.initial_model, dtype=numbers)
+    model = load_weights(str(config.initial_model), numbers)
+    base = describe_base(model, str(config.initial_model))
     lora = LoraConfig(
         r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
     )
@@ -301,7 +306,7 @@ def with_lora(config: LanguageModelConfig) -> PeftModel:
         weights = load_file(Path(config.initial_lora) / "adapter_model.safetensors")
         if unfit := set_peft_model_state_dict(adapted, weights).unexpected_keys:
             raise ValueError(f"initial_lora {config.initial_lora} has weights for {unfit[0]}, which has no LoRA here")
-    return adapted
+    return adapted, base
 
 
 def save_half(model: PreTrainedModel, folder: Path) -> None:
@@ -327,7 +332,7 @@ def start_from(
     Raises:
         ValueError: a layer that `name` does not have, or weights of another shape.
     """
-    source = AutoModelForCausalLM.from_pretrained(resolve(name), dtype=torch.float32)
+    source = load_weights(name, torch.float32)
     chosen = list(range(len(source.model.layers))) if layers is None else layers
     if len(chosen) != len(model.model.layers) or not all(0 <= i < len(source.model.layers) for i in chosen):
         raise ValueError(
@@ -341,7 +346,7 @@ def start_from(
             torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
             torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     if tokenizer is not None:
-        _retokenize(source, AutoTokenizer.from_pretrained(resolve(name)).get_vocab(), tokenizer.get_vocab())
+        _retokenize(source, load_tokenizer(name).get_vocab(), tokenizer.get_vocab())
     try:
         model.load_state_dict(source.state_dict())
     except RuntimeError as error:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from data_tools.tasks.by_name import load_task
 from data_tools.tasks.task import Problem
-from parse_infer.models.loading import resolve
 from parse_train.zoo.vocabulary_pruning import pruned, special_tokens
 
 USER, ASSISTANT, END = "<|user|>", "<|assistant|>", "<|end|>"
@@ -105,7 +104,7 @@ def trained(config: TokenizerConfig) -> PreTrainedTokenizerFast:
 
 def pruned_from_base(config: TokenizerConfig) -> PreTrainedTokenizerFast:
     """The base tokenizer with those of its tokens that the task's prompts (in the chat template) and answers need."""
-    base = AutoTokenizer.from_pretrained(resolve(config.base_tokenizer or ""))
+    base = load_tokenizer(config.base_tokenizer or "")
     if not isinstance(base, PreTrainedTokenizerFast):
         raise ValueError(f"{config.base_tokenizer} has no fast tokenizer (tokenizer.json), which pruning needs")
     named = {token for token in base.special_tokens_map.values() if isinstance(token, str)}

@@ -8,7 +8,7 @@ from data_tools.tasks.by_name import load_task
 from parse_infer.bench.modes import make_modes, timed
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import GenerationSettings
-from parse_infer.models.loading import ZOO
+from parse_infer.models.names import ZOO
 
 DRAFTERS = ("lookup", "draft", "eagle3", "parallel", "medusa")
 CHAINS = ("eagle3:top_k=1", "parallel:tokens=4:top_k=1", "medusa:top_k=1")

@@ -12,9 +12,10 @@ from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
 from parse_infer.engine import ParseEngine
-from parse_infer.models import loading
+from parse_infer.models import loading, names
 from parse_infer.models.attention import SPLIT_ATTENTION
-from parse_infer.models.loading import end_tokens, load_language_model, resolve, same_tokenizer
+from parse_infer.models.loading import end_tokens, load_language_model, same_tokenizer
+from parse_infer.models.names import resolve
 from tests.parse_infer.language_models import language_model, resembling, word_tokenizer
 
 PROMPT = "Tom has 5 apples."
@@ -85,7 +86,7 @@ def test_a_dtype_that_does_not_exist(saved):
 def test_names(tmp_path, monkeypatch):
     assert resolve("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert resolve(tmp_path) == resolve(str(tmp_path)) == tmp_path
-    monkeypatch.setattr(loading, "ZOO", tmp_path)
+    monkeypatch.setattr(names, "ZOO", tmp_path)
     (tmp_path / "target").mkdir()
     assert resolve("zoo:target") == tmp_path / "target"
     with pytest.raises(FileNotFoundError, match="'zoo:draft' is not part of this installation"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from data_tools.tasks.by_name import load_task
+from parse_infer.models.loading import load_language_model, load_weights
+from parse_train.zoo import language_model
 from parse_train.zoo.language_model import (
     IGNORED,
     LanguageModelConfig,
@@ -235,3 +238,21 @@ def test_a_lora_run_saves_an_adapter_that_peft_loads_and_resumes(tokenizer_folde
     model = PeftModel.from_pretrained(model, tmp_path / "run" / "final").merge_and_unload()
     before = AutoModelForCausalLM.from_pretrained(base)
     assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, before.model.layers[0].mlp.up_proj.weight)
+
+
+def test_a_lora_on_a_pretrained_model_loads_by_its_folder_and_knows_its_base(tokenizer_folder, tmp_path):
+    base = tmp_path / "base"
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    tiny_model(len(tokenizer)).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    fields = {"model_config": {}, "initial_model": str(base), "lora_rank": 2, "max_steps": 1, "save_strategy": "no"}
+    language_model.main(config(str(base), tmp_path / "run", **fields))
+    final = tmp_path / "run" / "final"
+    assert json.loads((final / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    model = load_language_model(final, role="draft", device="cpu").model
+    moved = [n for n, p in load_weights(base).state_dict().items() if not torch.equal(p, model.state_dict()[n])]
+    assert moved and all("_proj" in name for name in moved)
+    torch.manual_seed(1)
+    LlamaForCausalLM(model.config).save_pretrained(base)
+    with pytest.raises(ValueError, match=f"was trained on {str(base)!r}, and .* has other weights"):
+        load_weights(final)

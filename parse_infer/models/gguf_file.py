@@ -1,0 +1,171 @@
+"""A GGUF file as a model folder: dequantised once by transformers, kept as safetensors, found again at the next start.
+
+The copy holds float32. What a file stores as 4 bits is a product and a sum of float16 numbers, which neither bfloat16
+nor float16 holds exactly: a smaller copy would be another model than the one that transformers makes of the same file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from filelock import FileLock
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from parse_infer.extras import EXTRAS
+from parse_infer.files import first_sentence, read_json, replacing_folder, write_json
+
+_FORMAT = 1  # of the copies; a copy in another one is not found
+_NEEDED = ("gguf", "accelerate")  # by transformers, to read a GGUF file
+_EXTRA = EXTRAS["gguf"]
+
+
+def cache_folder() -> Path:
+    """Where the copies are: $PARSE_CACHE/gguf, else $XDG_CACHE_HOME/parse-engine/gguf, else that in ~/.cache."""
+    own = os.environ.get("PARSE_CACHE")
+    general = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "parse-engine"
+    return Path(own or general).expanduser().absolute() / "gguf"
+
+
+def dequantised(file: Path) -> Path:
+    """The folder with the weights of a GGUF file in float32, its configuration and its tokenizer.
+
+    Made by the first call; others, also of other processes, find it. A copy goes by the file's content, so that it is
+    still found when the file moves, and by the version of transformers, whose next one may read a file better.
+
+    Raises:
+        ValueError: the file is damaged, incomplete, or nothing that transformers can read.
+        OSError: a package is missing, or the copy cannot be written.
+    """
+    with open(file, "rb") as content:
+        if content.read(4) != b"GGUF":
+            raise ValueError(f"{file} is no GGUF file, or not all of it: download it again")
+    cache, name = cache_folder(), re.sub(r"[^\w.-]", "_", file.stem)[:80]
+    folder = cache / f"{name}-{_digest(file)}"
+    if folder.is_dir():
+        return folder
+    if any(find_spec(package) is None for package in _NEEDED):
+        raise OSError(
+            f"Reading {file} takes the packages {' and '.join(_NEEDED)}, and one of them is missing: "
+            f'pip install "parse-engine[{_EXTRA}]"'
+        )
+    n_weights = _check(file)
+    try:
+        with _alone_in(cache):
+            if not folder.is_dir():  # nobody else made it meanwhile
+                _check_space(cache, 4 * n_weights)
+                model, tokenizer = _read(file)
+                with replacing_folder(folder) as beside:
+                    model.save_pretrained(beside)
+                    tokenizer.save_pretrained(beside)
+                    _drop_unknown_tokens(beside / "tokenizer.json", model)
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk in its own way
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else first_sentence(error)
+        raise OSError(
+            f"The dequantised weights of {file} cannot be kept in {cache} ({reason.rstrip('.')}): set PARSE_CACHE to "
+            f"a folder with {4 * n_weights / 1e9:.1f} GB of free space that you may write to."
+        ) from error
+    return folder
+
+
+def _digest(file: Path) -> str:
+    """Of the whole content: half a gigabyte a second, and the copy that is read next is several times as large."""
+    with open(file, "rb") as content:
+        digest = hashlib.file_digest(content, "sha256")
+    digest.update(f"{_FORMAT} transformers {transformers.__version__}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _check(file: Path) -> int:
+    """Number of weights in the file. ValueError unless all of it is there and it is a language model on its own."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(file)
+        kind, parts = (reader.fields.get(key) for key in ("general.type", "split.count"))
+        what, n_files = kind.contents() if kind else "model", parts.contents() if parts else 1
+        n_weights = sum(tensor.n_elements for tensor in reader.tensors)
+    except Exception as error:  # the reader trusts the file: bytes that are missing end in any exception
+        raise ValueError(
+            f"{file} is damaged or incomplete ({first_sentence(error).rstrip('.')}): download it again"
+        ) from error
+    if what != "model":
+        raise ValueError(f"{file} holds a GGUF {what}, which is no language model on its own")
+    if n_files > 1:
+        raise ValueError(f"{file} is one of {n_files} parts of a model: join them with llama-gguf-split --merge first")
+    return n_weights
+
+
+@contextmanager
+def _alone_in(cache: Path) -> Iterator[None]:
+    """One conversion at a time in a cache: two would hold the weights twice, and whatever is half-written there now
+    was left by a process that was killed."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / ".lock"):
+        for left in cache.glob(".*.partial"):
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+def _check_space(cache: Path, needed: int) -> None:
+    free = shutil.disk_usage(cache).free
+    if free < needed:
+        raise OSError(f"{free / 1e9:.1f} GB are free there")
+
+
+def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model in float32 and tokenizer. ValueError for what transformers cannot read, or a file that lacks tensors."""
+    source: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            file.parent,
+            **source,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+        )
+    except Exception as error:  # a file that none of the library's tests had can end in any exception
+        raise ValueError(f"The model {file} cannot be loaded: {first_sentence(error)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(f"{file} is incomplete: {len(missing)} tensors are missing, the first is {missing[0]!r}")
+    return _unquantised(model), tokenizer
+
+
+def _drop_unknown_tokens(path: Path, model: PreTrainedModel) -> None:
+    """transformers gives byte-level vocabularies GPT-2's <|endoftext|>, also those without one (Llama 3): such a token
+    lies behind the embedding."""
+    n_tokens = cast(Tensor, model.get_input_embeddings().weight).shape[0]
+    content = read_json(path, "convert again")
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < n_tokens]
+    write_json(path, content)
+
+
+def _unquantised(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in a model that can be saved: transformers refuses to save one that came from a GGUF file."""
+    config = deepcopy(model.config)
+    config.__dict__.pop("quantization_config", None)
+    with torch.device("meta"):
+        plain = type(model)(config)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    return plain

