@@ -188,7 +188,7 @@ def test_tokens_of_the_same_text_keep_their_embedding(tmp_path, tokenizer_folder
     ):
         to, of = (torch.tensor(ids) for ids in zip(*rows.values(), strict=True))
         torch.testing.assert_close(weight[to], before[of])
-        assert 0.5 < float(weight.std() / before.std()) < 2
+        assert 0.5 < float(weight.detach().std() / before.detach().std()) < 2
     torch.testing.assert_close(draft.model.layers[1].mlp.up_proj.weight, source.model.layers[1].mlp.up_proj.weight)
 
 

@@ -122,7 +122,7 @@ def test_the_vocabulary_of_smollm2s_draft_model(tmp_path):
     overrides = ["--output_dir", str(tmp_path), "--n_problems", "2000"]
     run, config = load_recipe(RECIPE, overrides)
     run(config)
-    small, base = AutoTokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(resolve("smollm2"))
+    small, base = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer("smollm2")
     problems = list(load_task(config.task, **config.task_options).problems("test", seed=3, limit=200))
     want = base([str(p.solution) for p in problems]).input_ids
     got = [mapped(ids, small, base) for ids in small([str(p.solution) for p in problems]).input_ids]
