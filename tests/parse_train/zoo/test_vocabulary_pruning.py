@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data_tools.tasks.by_name import load_task
-from parse_infer.models.loading import resolve
+from parse_infer.models.loading import load_tokenizer, resolve
 from parse_train.recipe import load_recipe
 from parse_train.zoo.tokenizer import TokenizerConfig, make_tokenizer
 from parse_train.zoo.vocabulary_pruning import derivation, pruned
