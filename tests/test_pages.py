@@ -18,6 +18,7 @@ from parse_infer.bench.documents import main as documents
 from parse_infer.cli.app import main as parse_infer
 from parse_train.__main__ import main as parse_train
 from parse_train.recipe import load_recipe
+from parse_train.validity.compare import main as compare
 from parse_train.validity.step_cost import main as step_cost
 
 REPOSITORY = Path(__file__).parents[1]
@@ -74,6 +75,9 @@ def run(words: list[str], room: Path, number: int) -> int:
     if words[:3] == ["python", "-m", "parse_train.validity.step_cost"]:
         less = ["--rounds", "1", "--per_device_train_batch_size", "2", "--data", str(room / "data" / "validity")]
         return step_cost([*words[3:], *less])
+    if words[:3] == ["python", "-m", "parse_train.validity.compare"]:
+        less = ["--acceptance", "0.5", "--cost_drafts", "1", "--cost_rounds", "1", "--output_dir", str(room / "runs")]
+        return compare([*words[3:], *less, "--data", str(room / "data" / "validity"), "--use_cpu", "true"])
     assert words[0] in LAUNCHERS, f"nobody knows how to run {words}"
     return train(words, room, number)
 
@@ -91,6 +95,7 @@ def train(words: list[str], room: Path, number: int) -> int:
     assert kind is not None
     name = Path(recipe).stem.replace("train", "validity")
     places = ["--output_dir", str(room / "runs" / (name if number == 0 else f"{name}-{number}"))]
+    places = [] if "--output_dir" in overrides else places
     places += ["--data", str(room / "data" / "validity")] if kind[1] == "validity" else []
     places += ["--answers", str(room / "runs" / "answers")] if kind[1] == "eagle" else []
     return parse_train([recipe, *overrides, *places, *LESS[kind[1]].split()])

@@ -3,14 +3,20 @@
 - headline: a mode a line, in words, with what matters to a reader;
 - tokens: modes by name, with what token drafters are about;
 - modes: everything, as `results.md` has it.
+
+And of a comparison of judges (`parse_train.validity.compare`):
+
+- judges: a judge a line; what could not be worked out is left empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from parse_infer.bench.mode_names import title
+from parse_infer.bench.results_file import read_results
 from parse_infer.bench.tables import (
     HEADER,
     format_number,
@@ -41,12 +47,21 @@ _TOKENS = (
     "target forwards per answer",
     "drafter forwards per answer",
 )
+_JUDGES = ("judge", "AUROC", "AUPRC", "first-error F1", "false accepts, %", "cost of the pass")
 
 
-def table(results: dict[str, Any], kind: str) -> list[str]:
-    """Lines of Markdown, the last of which says where the table comes from. ValueError for an unknown kind."""
+def table(path: Path, kind: str) -> list[str]:
+    """Lines of Markdown from a file of results; the last one says where the table comes from.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file or kind of table, or a file with other results.
+    """
+    if kind == "judges":
+        results = read_results(path, needed=("environment", "judges", "acceptance", "oracle_acceptance"))
+        return [*_judges(results["judges"]), "", _origin_of_judges(results)]
     if kind not in _KINDS:
-        raise ValueError(f"unknown table {kind!r}; {suggestion(kind, _KINDS)}")
+        raise ValueError(f"unknown table {kind!r}; {suggestion(kind, [*_KINDS, 'judges'])}")
+    results = read_results(path)
     return [*_KINDS[kind](results["modes"]), "", _origin(results["environment"])]
 
 
@@ -86,6 +101,24 @@ def _modes(modes: dict[str, dict[str, Any]]) -> list[str]:
     return markdown_table(HEADER, rows(modes))
 
 
+def _judges(judges: dict[str, dict[str, Any]]) -> list[str]:
+    def cell(value: float | None, interval: list[float] | None) -> str:
+        around = "" if value is None or interval is None else f" [{interval[0]:.3f}, {interval[1]:.3f}]"
+        return format_number(value, 3) + around
+
+    ranked = ("auroc", "auprc", "first_error_f1")
+    cells = [
+        [
+            name,
+            *(cell(m[figure], m[f"{figure}_ci"]) for figure in ranked),
+            format_percent(m["false_accepts"], m["false_accepts_ci"]),
+            format_times(m["cost"]),
+        ]
+        for name, m in judges.items()
+    ]
+    return markdown_table(_JUDGES, cells)
+
+
 _KINDS: dict[str, Callable[[dict[str, dict[str, Any]]], list[str]]] = {
     "headline": _headline,
     "tokens": _tokens,
@@ -94,8 +127,21 @@ _KINDS: dict[str, Callable[[dict[str, dict[str, Any]]], list[str]]] = {
 
 
 def _origin(environment: dict[str, Any]) -> str:
-    date = environment["date"].partition("T")[0]
+    return f"{environment['problems']} problems of {environment['task']}; {_measured(environment)}"
+
+
+def _origin_of_judges(results: dict[str, Any]) -> str:
+    environment, temperature = results["environment"], results["environment"]["temperature"]
+    sampled = "" if temperature is None else f" at temperature {temperature:g}"
     return (
-        f"{environment['problems']} problems of {environment['task']}; {machine(environment)}, "
-        f"{environment['dtype']}; `{environment['command']}`, {date}. Brackets: 95 % intervals."
+        f"{environment['drafts']:,} held-out drafts{sampled} of {environment['problems']:,} problems; "
+        f"{_measured(environment)} False accepts: drafts whose last kept prefix is wrong, where every judge keeps "
+        f"{100 * results['acceptance']:.1f} % of the draft tokens (a perfect one keeps "
+        f"{100 * results['oracle_acceptance']:.1f} %). Cost: in plain prefills of the same prompt and draft."
     )
+
+
+def _measured(environment: dict[str, Any]) -> str:
+    date = environment["date"].partition("T")[0]
+    where = f"{machine(environment)}, {environment['dtype']}"
+    return f"{where}; `{environment['command']}`, {date}. Brackets: 95 % intervals."

@@ -6,8 +6,8 @@ In README.md and docs/*.md, a table stands between two lines of its own, and a f
     <!-- end -->
     <!-- figure: docs/results/NAME.json docs/NAME.png -->
 
-The file is the `results.json` of a benchmark; the tables are those of `parse_infer.bench.document_tables`. What stands
-between fences (```) is left alone.
+The file is the `results.json` of a benchmark, or a comparison of judges; the tables are those of
+`parse_infer.bench.document_tables`. What stands between fences (```) is left alone.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _rewritten(text: str, root: Path, name: str) -> tuple[str, list[tuple[str, s
                 raise ValueError(f"{place}: the block has no end: add a line {_END}")
             number = lines.index(_END, number)
             try:
-                out += ["", *table(read_results(root / found[1]), found[2]), ""]
+                out += ["", *table(root / found[1], found[2]), ""]
             except (FileNotFoundError, ValueError) as error:
                 raise type(error)(f"{place}: {error}") from error
         else:

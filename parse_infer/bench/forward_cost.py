@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.progress import track
 from rich.table import Table
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, Qwen3Config
@@ -27,12 +25,12 @@ from parse_infer.guesses.token_drafter import Guess
 from parse_infer.guesses.walk import read_guess
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
-from parse_infer.models.devices import wait_for
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_config
 from parse_infer.models.names import ZOO
 from parse_infer.models.packed_linear import pack_linears
 from parse_infer.models.sampling import Sampling
+from parse_infer.models.timing import Step, measure
 from parse_infer.verify.head import ValidityHead
 from parse_infer.verify.probe_lora import ProbeLoRA
 from parse_infer.verify.segments import Segmenter
@@ -62,15 +60,6 @@ STEP, DRAFT_STEP, PACKED, PREFILL = "target, one token", "draft model, one token
 CHAIN, TREE = "target, chain of 5", "target, tree of 16"
 _GUESS, _KEPT, _EVERY, _PROBE = 5, 3, 32, 2  # tokens: of a chain, kept of it on average, between cuts, of a probe
 _RANK, _TOKEN_RANK = 16, 64  # of the judge
-
-
-@dataclass(frozen=True)
-class Step:
-    """Something that is timed: `run`, after an untimed `prepare`."""
-
-    name: str
-    prepare: Callable[[], Any]
-    run: Callable[[], Any]
 
 
 def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> LanguageModel:
@@ -220,22 +209,6 @@ def forward_costs(
         )
     with torch.inference_mode():
         return report(measure(steps(pair[0], pair[1], context, drafted), rounds, device), drafted)
-
-
-def measure(todo: list[Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each step, by name and round; the third of three in a row counts, since in use many follow."""
-    seconds: dict[str, list[float]] = {step.name: [] for step in todo}
-    for _ in track(range(rounds), "timing", transient=True):
-        for step in todo:
-            for counts in (False, False, True):
-                step.prepare()
-                wait_for(device)
-                begin = time.perf_counter()
-                step.run()
-                wait_for(device)
-                if counts:
-                    seconds[step.name].append(time.perf_counter() - begin)
-    return seconds
 
 
 def report(seconds: dict[str, list[float]], drafted: int) -> tuple[Table, str]:

@@ -59,8 +59,8 @@ def digest(results: Results) -> str:
     return hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read_results(path: Path) -> Results:
-    """The results of a benchmark.
+def read_results(path: Path, needed: Sequence[str] = ("environment", "modes", "sweep")) -> Results:
+    """The results of a benchmark, or others with the keys that are `needed`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -69,7 +69,7 @@ def read_results(path: Path) -> Results:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}: run parse-infer bench, and keep its results.json there")
     results = read_json(path, "write it again with parse-infer bench")
-    missing = [key for key in ("environment", "modes", "sweep") if key not in results]
+    missing = [key for key in needed if key not in results]
     if missing:
         raise ValueError(f"{path} has no key {missing[0]!r}: give the results.json of parse-infer bench")
     return results

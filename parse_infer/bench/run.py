@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from parse_infer.bench.environment import describe_machine, describe_models, describe_run
+from parse_infer.bench.environment import describe_models
 from parse_infer.bench.figure import draw_figure
 from parse_infer.bench.mode_names import DEFAULT_MODES, DRAFTING, SWEPT, check_modes
 from parse_infer.bench.modes import BenchProblem, Mode, make_modes, read_draft, timed
@@ -28,6 +28,7 @@ from parse_infer.bench.tables import markdown
 from parse_infer.engine import ParseEngine
 from parse_infer.files import write_text
 from parse_infer.generation import GenerationSettings, Resume
+from parse_infer.models.machine import describe_machine, describe_run
 from parse_infer.policy import check_threshold
 
 THRESHOLDS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99)

@@ -17,7 +17,7 @@ from parse_infer.verify.head import Probe, ValidityHead, verbalizer_ids
 from parse_infer.verify.segments import CutPolicy
 from parse_train import checkpoints, tracking
 from parse_train.validity.baselines import baseline_scores
-from parse_train.validity.build_info import read_build_info
+from parse_train.validity.build_info import BuildInfo, read_build_info
 from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import Encoder, ValidityDataset, load_datasets
@@ -35,12 +35,7 @@ TRAINED = "trained head"
 def main(config: ValidityTrainingConfig) -> None:
     """Run the recipe; every process of a distributed run calls it."""
     set_seed(config.seed)
-    build = read_build_info(config.data)
-    config.cut_policy = config.cut_policy or build.cut_policy
-    config.template_options = config.template_options or build.template_options
-    lm = load_target(config)
-    build.check_target(lm.model, config.data)
-    train, evaluation, counts = load_datasets(config, encoder_for(config, lm))
+    lm, build, train, evaluation, counts = prepare(config)
     served_drafts(config, evaluation)  # a wrong temperature is found now, not after the training
     kl_judge, reason = find_kl_judge(config, build, lm, evaluation) if config.baselines else (None, "")
     facts = describe(config, lm, counts, build.label)
@@ -54,6 +49,22 @@ def main(config: ValidityTrainingConfig) -> None:
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=ValidityCollator(pad_id(lm)))
     checkpoints.train(trainer, start)
     finish(config, lm, trainer, evaluation, facts, kl_judge)
+
+
+def prepare(
+    config: ValidityTrainingConfig,
+) -> tuple[LanguageModel, BuildInfo, ValidityDataset, ValidityDataset, dict[str, int]]:
+    """Target, what is known about the data, drafts to learn from and to evaluate on, and counts for the log.
+
+    What the recipe leaves open and the build says is filled in.
+    """
+    build = read_build_info(config.data)
+    config.cut_policy = config.cut_policy or build.cut_policy
+    config.template_options = config.template_options or build.template_options
+    lm = load_target(config)
+    build.check_target(lm.model, config.data)
+    train, evaluation, counts = load_datasets(config, encoder_for(config, lm))
+    return lm, build, train, evaluation, counts
 
 
 def load_target(config: ValidityTrainingConfig) -> LanguageModel:

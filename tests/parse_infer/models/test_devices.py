@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from parse_infer.bench.environment import describe_machine
-from parse_infer.bench.forward_cost import Step, measure
 from parse_infer.models.devices import device_name, wait_for
+from parse_infer.models.machine import describe_machine
+from parse_infer.models.timing import Step, measure
 
 SECOND = torch.device("cuda", 1)
 
