@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 
 from parse_infer.models.fingerprint import fingerprint, same_weights
-from parse_infer.models.loading import LanguageModel, load_language_model, same_tokenizer
+from parse_infer.models.loading import LanguageModel, load_language_model
+from parse_infer.models.token_map import token_map
 from parse_train.validity.build_info import BuildInfo
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import ValidityDataset, ValidityExample
@@ -102,10 +103,15 @@ def judge_tokens(target_logits: Tensor, tokens: Tensor, kl: Tensor) -> Tensor:
 
 def shared_tokens(draft: LanguageModel, target: LanguageModel) -> Tensor | None:
     """`draft_to_target` of two models; None if the one's tokens are not the other's."""
-    if not same_tokenizer(draft.tokenizer, target.tokenizer):
+    tokens = token_map(draft.tokenizer, target.tokenizer)
+    if tokens is None:
         return None
-    ids = torch.arange(draft.n_embeddings)
-    return ids.where(ids < target.n_embeddings, -1)  # padding
+    if tokens.is_identity:
+        ids = torch.arange(draft.n_embeddings)
+        return ids.where(ids < target.n_embeddings, -1)  # padding
+    ids = torch.full((draft.n_embeddings,), -1)
+    ids[list(tokens.draft_ids)] = torch.tensor(list(tokens.target_ids))
+    return ids
 
 
 def find_kl_judge(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from parse_infer.models.fingerprint import fingerprint
 from parse_infer.models.loading import LanguageModel
+from parse_infer.models.names import resolve
 from parse_train.validity.build_info import BuildInfo
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import ValidityDataset, ValidityExample
@@ -26,7 +28,7 @@ from parse_train.validity.kl_judge import (
     judge_tokens,
     shared_tokens,
 )
-from tests.parse_infer.language_models import language_model, resembling, word_tokenizer
+from tests.parse_infer.language_models import language_model, pruned_tokenizer, resembling, word_tokenizer
 
 PROMPT = "Sum 3?"
 
@@ -160,3 +162,15 @@ def test_where_there_is_no_kl_judge_the_reason_is_said(
     draft.model.config.max_position_embeddings = 20
     draft.model.save_pretrained(tmp_path / "draft")
     assert "cannot read 1 of 1 held-out drafts" in find(BuildInfo(), draft=str(tmp_path / "draft"))[1]
+
+
+def test_a_reduced_vocabulary_shares_its_tokens() -> None:
+    """The draft model of a pruned tokenizer is compared over the tokens that it has."""
+    base = AutoTokenizer.from_pretrained(resolve("zoo:target"))
+    small = pruned_tokenizer(base, "There are 19 x 2 = 38 students in the other room. So they share the rest.", 400)
+    models = [SimpleNamespace(tokenizer=t, n_embeddings=len(t)) for t in (small, base)]
+    ids = shared_tokens(*models)  # type: ignore[arg-type]
+    assert ids is not None and len(ids) == len(small)
+    known = [(i, int(other)) for i, other in enumerate(ids) if other >= 0]
+    assert len(known) > 300
+    assert all(small.convert_ids_to_tokens(i) == base.convert_ids_to_tokens(other) for i, other in known)
