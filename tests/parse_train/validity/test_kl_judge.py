@@ -172,5 +172,5 @@ def test_a_reduced_vocabulary_shares_its_tokens() -> None:
     ids = shared_tokens(*models)  # type: ignore[arg-type]
     assert ids is not None and len(ids) == len(small)
     known = [(i, int(other)) for i, other in enumerate(ids) if other >= 0]
-    assert len(known) > 300
+    assert len(known) > 256
     assert all(small.convert_ids_to_tokens(i) == base.convert_ids_to_tokens(other) for i, other in known)
