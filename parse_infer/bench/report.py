@@ -142,7 +142,7 @@ def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int) -
     """All figures of one mode; `base` has the plain modes on the same problems."""
     n = len(rows)
     tokens, seconds = [r.n_tokens for r in rows], [r.seconds for r in rows]
-    right = [r.correct for r in rows]
+    right = [bool(r.correct) for r in rows]
     rate = sum(tokens) / sum(seconds)
     figures: Figures = {
         "n": n,
@@ -169,10 +169,10 @@ def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int) -
     if "target" in base:
         target = base["target"]
         their_tokens, their_seconds = [r.n_tokens for r in target], [r.seconds for r in target]
-        ones = np.ones(n)
+        theirs, ones = [bool(r.correct) for r in target], np.ones(n)
         figures |= {
-            "accuracy_diff": (sum(right) - sum(r.correct for r in target)) / n,
-            "accuracy_diff_ci": difference_interval(right, [r.correct for r in target], seed=seed),
+            "accuracy_diff": (sum(right) - sum(theirs)) / n,
+            "accuracy_diff_ci": difference_interval(right, theirs, seed=seed),
             "speedup": rate / (sum(their_tokens) / sum(their_seconds)),
             "speedup_ci": rate_ratio_interval(tokens, seconds, their_tokens, their_seconds, seed=seed),
             "time_speedup": sum(their_seconds) / sum(seconds),

@@ -210,7 +210,7 @@ class LanguageModelTrainer(Trainer):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:  # type: ignore[override]
         labels = inputs.pop("labels")[:, 1:]
-        core = self.accelerator.unwrap_model(model)
+        core: Any = self.accelerator.unwrap_model(model)
         core = core.get_base_model() if isinstance(core, PeftModel) else core
         with torch.autocast(labels.device.type, torch.bfloat16, enabled=self.args.bf16):
             hidden = core.model(**inputs, use_cache=False).last_hidden_state[:, :-1]
@@ -269,7 +269,7 @@ def right_answers(config: LanguageModelConfig) -> list[tuple[Problem, str]]:
     problems = task.problems("train", seed=config.seed, limit=config.n_answers)
     answers = []
     for problem, row in zip(problems, read_answers(folder, "train", config.n_answers), strict=True):
-        answer = lm.tokenizer.decode(row["input_ids"][row["start"] :], skip_special_tokens=True)
+        answer = str(lm.tokenizer.decode(row["input_ids"][row["start"] :], skip_special_tokens=True))
         if task.check(problem, answer):
             answers.append((problem, answer))
     print(f"{len(answers)} of {config.n_answers} answers of {config.answers_of} are right")
@@ -304,7 +304,8 @@ def with_lora(config: LanguageModelConfig) -> tuple[PeftModel, dict[str, Any]]:
     adapted = cast(PeftModel, get_peft_model(model, lora))
     if config.initial_lora is not None:
         weights = load_file(Path(config.initial_lora) / "adapter_model.safetensors")
-        if unfit := set_peft_model_state_dict(adapted, weights).unexpected_keys:
+        loaded: Any = set_peft_model_state_dict(adapted, weights)
+        if unfit := loaded.unexpected_keys:
             raise ValueError(f"initial_lora {config.initial_lora} has weights for {unfit[0]}, which has no LoRA here")
     return adapted, base
 
@@ -355,7 +356,7 @@ def start_from(
         ) from error
 
 
-def _retokenize(model: PreTrainedModel, before: dict[str, int], after: dict[str, int]) -> None:
+def _retokenize(model: Any, before: dict[str, int], after: dict[str, int]) -> None:
     """Give `model`, whose tokens are `before`, the tokens `after` (text to id), in place."""
     if before == after:
         return
