@@ -39,6 +39,10 @@ def build(config: BuildConfig) -> Summary:
         ValueError, OSError: one sentence about what is wrong with the configuration, a model, the task or the folder.
     """
     task = load_task(config.task, **config.task_options)
+    if getattr(task, "check_with", None) == "none":
+        raise ValueError(
+            f"task {task.name} with check_with none cannot tell which answers are right: labels need references"
+        )
     groups = GroupFolder(config.output_dir, config.split)
     with groups.held(config.identity(), {"versions": _versions()}):  # before models take minutes to load
         held = max(groups.ends.values(), default=0)

@@ -260,6 +260,8 @@ def test_folders_in_use_or_of_others_are_left_alone(make_config: Make) -> None:
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds other files"):
         build(config)
+    with pytest.raises(ValueError, match="labels need references"):
+        build(make_config(task_options={**config.task_options, "check_with": "none"}))
     with pytest.raises(ValueError, match="is a file"):
         build(make_config("data/notes.txt"))
     (folder / "build.json").write_text(json.dumps({"format": 1, "config": config.identity()}))
