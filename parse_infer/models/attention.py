@@ -110,7 +110,7 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: fl
         dropout_p=dropout,
         scale=scaling,
     )
-    return out.view(batch, heads, n, -1).transpose(1, 2)
+    return out.reshape(batch, heads, n, -1).transpose(1, 2)  # some CUDA kernels have another memory layout
 
 
 def _band(row: int, row_end: int, key: int, key_end: int, window: int | None, device: torch.device) -> Tensor:

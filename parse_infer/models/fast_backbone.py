@@ -1,8 +1,8 @@
 """The backbone of Llama-like models, without the work that transformers' own forward adds to every token.
 
-The same modules and weights, the same results; what is left out is the bookkeeping between them: masks for tokens that
-see everything, a rotary table for each step, a dozen small operations in each norm and rotation. For one token of a
-small model on a CPU that bookkeeping costs more than the matrices (docs/benchmarks.md).
+The same modules and weights, and the same results up to rounding; what is left out is the bookkeeping between them:
+masks for tokens that see everything, a rotary table for each step, a dozen small operations in each norm and rotation.
+For one token of a small model on a CPU that bookkeeping costs more than the matrices (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class FastBackbone:
         self._kv_heads: int = config.num_key_value_heads
         self._groups: int = config.num_attention_heads // config.num_key_value_heads
         self._cos, self._sin = torch.empty(0), torch.empty(0)
-        self._layers = [_layer(layer) for layer in backbone.layers]
+        self._backbone = backbone
+        self._read_layers()
 
     @classmethod
     def for_model(cls, model: PreTrainedModel) -> FastBackbone | None:
@@ -60,11 +61,11 @@ class FastBackbone:
         if type(backbone).__name__ not in _MODELS or not type(backbone).__module__.startswith("transformers."):
             return None
         rotary = getattr(text_config(model), "rope_parameters", None) or {}
-        windows = set(layer_windows(model).values())
+        windows = list(layer_windows(model).values())
         modules = list(model.modules())
         hooked = any(hasattr(m, "_hf_hook") for m in modules)  # accelerate moves weights or inputs about
         devices = {p.device for p in model.parameters()}
-        if rotary.get("rope_type") not in _ROTARY or windows != {None} or hooked or len(devices) != 1:
+        if rotary.get("rope_type") not in _ROTARY or windows != [None] or hooked or len(devices) != 1:
             return None
         return cls(model)
 
@@ -82,6 +83,8 @@ class FastBackbone:
         Returns:
             [1, T, H].
         """
+        if not all(children[name] is module for children, name, module in self._places):
+            self._read_layers()  # somebody has wrapped linears, as peft does
         n, past = tokens.shape[1], cache.get_seq_length()
         x = self._embed(tokens)
         self._prepare_angles(past + n, x)
@@ -111,13 +114,18 @@ class FastBackbone:
         if n == 1 and mask is None:  # one token sees all: the heads of a group are so many queries of one head
             query = query.view(1, self._kv_heads, self._groups, size)
             out = nn.functional.scaled_dot_product_attention(query, keys, values, scale=scaling)  # type: ignore[arg-type]
-            return out.view(1, 1, -1)
+            return out.reshape(1, 1, -1)
         out, _ = split_attention_forward(layer.attention, query, keys, values, mask, scaling=scaling)  # type: ignore[arg-type]
         return out.reshape(1, n, -1)
 
+    def _read_layers(self) -> None:
+        self._layers = [_layer(layer) for layer in self._backbone.layers]
+        parts = (part for layer in self._backbone.layers for part in (layer.self_attn, layer.mlp))
+        self._places = [(part._modules, name, child) for part in parts for name, child in part._modules.items()]
+
     def _prepare_angles(self, end: int, x: Tensor) -> None:
         """Tables for positions below `end`: cosines, and sines with the sign that `_rotate` wants; [T, head size]."""
-        if end > len(self._cos):
+        if end > len(self._cos) or self._cos.dtype != x.dtype or self._cos.device != x.device:
             cos, sin = self._rotary(x, torch.arange(max(1024, 2 * end), device=x.device)[None])
             half = self._head_size // 2
             self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)

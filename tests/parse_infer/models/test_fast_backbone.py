@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -110,3 +111,29 @@ def test_weights_that_accelerate_moves_keep_their_own_forward():
     model = MODEL_FOR_CAUSAL_LM_MAPPING[LlamaConfig](MODELS["llama"]).eval()
     model.model.layers[1]._hf_hook = object()  # what accelerate's dispatch leaves on a module
     assert FastBackbone.for_model(model) is None
+
+
+def test_wrapped_linears_and_another_number_type_are_noticed(random_ids, monkeypatch):
+    """Both after the first answer: peft puts its layers into the model, and somebody calls model.to."""
+    model = randomise(MODEL_FOR_CAUSAL_LM_MAPPING[LlamaConfig](MODELS["llama"]), seed=1)
+    decoder = Decoder(model, ())
+    decoder.seek(random_ids(20))
+    decoder.next_logits()
+    lora = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    lora.eval()
+    expected = without_it(model, monkeypatch)
+    for each in (decoder, expected):
+        each.seek([])
+        each.seek(random_ids(20))
+    torch.testing.assert_close(decoder.next_logits(), expected.next_logits(), atol=1e-4, rtol=1e-4)
+    model.to(torch.float64)
+    for each in (decoder, expected):
+        each.seek([])
+        each.seek(random_ids(20))
+    torch.testing.assert_close(decoder.next_logits(), expected.next_logits(), atol=1e-6, rtol=1e-6)
+
+
+def test_a_model_that_does_something_more_keeps_its_own_forward(random_ids):
+    model = randomise(MODEL_FOR_CAUSAL_LM_MAPPING[LlamaConfig](MODELS["llama"]), seed=1)
+    model.model.layers[1].register_forward_hook(lambda module, args, output: output * 1.5)
+    assert Decoder(model, ())._fast is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -49,3 +51,16 @@ def test_small_models_and_wrong_products_stay_as_they_are(make_model, monkeypatc
     monkeypatch.setattr(packed_linear, "SMALL", 0)
     monkeypatch.setattr(PackedLinear, "forward", lambda self, x: x.new_zeros(*x.shape[:-1], self.out_features))
     assert pack_linears(make_model("llama")) == 0, "a product that differs must not be used"
+
+
+def test_a_packed_model_is_copied_and_does_not_move(make_model, random_ids, monkeypatch):
+    monkeypatch.setattr(packed_linear, "SMALL", 0)
+    model = make_model("llama_gqa")
+    pack_linears(model)
+    copy = deepcopy(model)
+    ids = torch.tensor([random_ids(20)])
+    with torch.inference_mode():
+        assert torch.equal(copy(ids).logits, model(ids).logits)
+    model.to("cpu")
+    with pytest.raises(ValueError, match="load it again with the device and dtype"):
+        model.to(torch.bfloat16)
