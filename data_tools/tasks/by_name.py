@@ -43,10 +43,14 @@ class Mixture:
                     del going[number]
                     continue
                 count += 1
-                yield replace(problem, metadata={**problem.metadata, "part": number})
+                metadata = {**problem.metadata, "part": (number, *problem.metadata.get("part", ()))}
+                yield replace(problem, id=f"{number}-{problem.id}", metadata=metadata)
 
-    def check(self, problem: Problem, completion: str) -> bool:
-        return self._tasks[problem.metadata["part"]].check(problem, completion)
+    def check(self, problem: Problem, completion: str) -> bool | None:
+        number, *inner = problem.metadata["part"]
+        return self._tasks[number].check(
+            replace(problem, metadata={**problem.metadata, "part": tuple(inner)}), completion
+        )
 
 
 TASKS: dict[str, Any] = {

@@ -47,6 +47,8 @@ def summarise(
         categories: of problems, by id; they get a table of their own.
     """
     scored = all(record.correct is not None for record in records)
+    if not scored and any(record.correct is not None for record in records):
+        raise ValueError("some problems have references and others have none: run them as two benchmarks")
     if not scored:
         environment, records = environment | {"scored": False}, _compared(records)
     table = _by_mode(records, problem_ids)

@@ -71,7 +71,8 @@ def dequantised(file: Path) -> Path:
                 with replacing_folder(folder) as beside:
                     model.save_pretrained(beside)
                     tokenizer.save_pretrained(beside)
-                    _drop_unknown_tokens(beside / "tokenizer.json", model)
+                    if (beside / "tokenizer.json").is_file():  # not every tokenizer has a fast form
+                        _drop_unknown_tokens(beside / "tokenizer.json", model)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk in its own way
         reason = error.strerror if isinstance(error, OSError) and error.strerror else first_sentence(error)
         raise OSError(

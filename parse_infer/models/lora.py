@@ -55,13 +55,9 @@ class Lora:
         Raises:
             ValueError: the model is not the one that the LoRA was trained on, or its weights cannot be added to.
         """
-        base = self._base_description()
-        if base and not same_weights(base["fingerprint"], fingerprint(model)):
-            raise ValueError(
-                f"The LoRA {self.folder} was trained on {base.get('name')!r}, and {self.base!r} has other weights."
-            )
+        self.check_base(fingerprint(model), self.base)
         try:
-            updates = low_rank_updates(self.config, self._tensors(), model)
+            updates = low_rank_updates(self.config, self.tensors(), model)
         except ValueError as error:
             raise ValueError(f"The LoRA {self.folder} does not fit its base {self.base!r}: {error}.") from error
         embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
@@ -83,7 +79,15 @@ class Lora:
                 change = update.b.to(weight.device) @ update.a.to(weight.device, torch.float32)
                 weight.copy_(weight.float() + (change.T if isinstance(update.layer, Conv1D) else change))
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def check_base(self, weights: str, name: str) -> None:
+        """ValueError if the LoRA was trained on other weights than those with the fingerprint `weights`."""
+        base = self._base_description()
+        if base and not same_weights(base["fingerprint"], weights):
+            raise ValueError(
+                f"The LoRA {self.folder} was trained on {base.get('name')!r}, and {name!r} has other weights."
+            )
+
+    def tensors(self) -> dict[str, Tensor]:
         return read_tensors(self.folder / _WEIGHTS, _WAY_OUT)
 
     def _base_description(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ engine reads it, draft by draft. Rivals are the baselines of the recipe. The res
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,6 @@ import torch
 from rich.progress import track
 from transformers import set_seed
 
-from data_tools.recipe_parser import parse_recipe
 from parse_infer.files import write_json
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.fingerprint import describe_target
@@ -40,6 +38,7 @@ from parse_train.validity.comparison import FIGURES, compare_judges, oracle_acce
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import ValidityDataset, ValidityExample
 from parse_train.validity.kl_judge import KL_JUDGE, LARGEST_KL, MEAN_KL, find_kl_judge
+from parse_train.validity.measurement import run_measurement
 from parse_train.validity.metrics import ScoredDrafts, acceptance_curve
 from parse_train.validity.train import build_model, pad_id, prepare, served_drafts
 from parse_train.validity.trainer import ValidityTrainer
@@ -240,12 +239,8 @@ def text_table(result: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, print the table, write the result; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if not arguments or arguments[0].startswith("-"):
-            raise ValueError(f"name a recipe first: {COMMAND} recipes/train.yaml --adapters runs/validity/adapter")
-        types = [ValidityTrainingConfig, ComparisonArguments]
-        config, how = parse_recipe(arguments[0], arguments[1:], types, COMMAND)
+
+    def run(config: ValidityTrainingConfig, how: ComparisonArguments, arguments: list[str]) -> None:
         result = compare(config, how)
         result["environment"] |= describe_run([*COMMAND.split(), *arguments])
         path = Path(how.out or f"{config.output_dir}/judges.json")
@@ -253,12 +248,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_json(path, result)
         print(text_table(result))
         print(f"written: {path}")
-    except (ValueError, OSError) as error:
-        if os.environ.get("PARSE_TRACEBACK"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    example = "recipes/train.yaml --adapters runs/validity/adapter"
+    return run_measurement(argv, COMMAND, example, ComparisonArguments, run)
 
 
 if __name__ == "__main__":

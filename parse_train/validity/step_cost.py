@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import sys
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
-from data_tools.recipe_parser import parse_recipe
 from parse_infer.models.devices import device_name, wait_for
 from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import load_datasets
+from parse_train.validity.measurement import run_measurement
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.train import build_model, encoder_for, load_target, pad_id
 from parse_train.validity.trainer import EpochLengthSampler, ValidityTrainer
@@ -113,23 +112,14 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table for a recipe's model, data and batch size; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if not arguments or arguments[0].startswith("-"):
-            raise ValueError(
-                "name a recipe first: python -m parse_train.validity.step_cost recipes/train.yaml [--rounds 12]"
-            )
-        types = [ValidityTrainingConfig, StepCostArguments]
-        config, how = parse_recipe(arguments[0], arguments[1:], types, "python -m parse_train.validity.step_cost")
+
+    def measure(config: ValidityTrainingConfig, how: StepCostArguments, arguments: list[str]) -> None:
         if how.rounds < 1:
             raise ValueError(f"rounds is {how.rounds}; it must be at least 1")
         print(run(config, how.rounds))
-    except (ValueError, OSError) as error:
-        if os.environ.get("PARSE_TRACEBACK"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    command = "python -m parse_train.validity.step_cost"
+    return run_measurement(argv, command, "recipes/train.yaml [--rounds 12]", StepCostArguments, measure)
 
 
 def run(config: ValidityTrainingConfig, rounds: int) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from parse_infer.models.loading import LanguageModel
+from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_train.zoo.vocabulary_pruning import pruned
 
 
@@ -122,3 +124,12 @@ class TokenCount:
 
     def __exit__(self, *exception: object) -> None:
         self._handle.remove()
+
+
+def refusal(name: Path | str) -> str:
+    """The one sentence with which a model is refused."""
+    with pytest.raises((ValueError, OSError)) as error:
+        load_language_model(name, role="target", device="cpu")
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 500, text
+    return text

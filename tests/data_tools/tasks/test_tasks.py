@@ -131,8 +131,12 @@ def test_a_mixture_takes_turns_until_every_part_has_ended(tmp_path):
     parts = [{"task": "jsonl", "path": str(path)}, {"task": "gsm_symbolic", "max_number": 50}]
     task = load_task("mixture", parts=parts)
     found = list(task.problems("train", limit=6))
-    assert [p.metadata["part"] for p in found] == [0, 1, 0, 1, 1, 1]
+    assert [p.metadata["part"] for p in found] == [(0,), (1,), (0,), (1,), (1,), (1,)]
     assert all(task.check(p, f"#### {p.reference}") for p in found)
+    nested = load_task("mixture", parts=[{"task": "mixture", "parts": parts}, parts[1]])
+    found = list(nested.problems("train", limit=6))
+    assert len({p.id for p in found}) == 6, "two parts of one kind must not share ids"
+    assert all(nested.check(p, f"#### {p.reference}") and not nested.check(p, "#### 0.5") for p in found)
     with pytest.raises(ValueError, match="option parts"):
         load_task("mixture", parts=[{"path": "x"}])
     with pytest.raises(ValueError, match="no option 'pth'"):

@@ -19,6 +19,7 @@ from parse_infer.models import gguf_file
 from parse_infer.models.gguf_file import cache_folder, dequantised
 from parse_infer.models.loading import load_config, load_language_model, load_tokenizer, load_weights
 from parse_infer.models.names import resolve
+from tests.parse_infer.language_models import refusal
 
 gguf = pytest.importorskip("gguf")
 
@@ -51,15 +52,6 @@ def no_conversion(monkeypatch) -> None:
         raise AssertionError(f"{file} was converted again")
 
     monkeypatch.setattr(gguf_file, "_read", read)
-
-
-def refusal(name: Path | str) -> str:
-    """The one sentence with which a model is refused."""
-    with pytest.raises((ValueError, OSError)) as error:
-        load_language_model(name, role="target", device="cpu")
-    text = str(error.value)
-    assert "\n" not in text and len(text) < 500, text
-    return text
 
 
 def left_in(cache: Path) -> list[str]:

@@ -18,7 +18,7 @@ from parse_infer.models import names
 from parse_infer.models.loading import load_language_model, load_tokenizer, load_weights
 from parse_infer.models.lora import describe_base, write_base
 from tests.conftest import randomise
-from tests.parse_infer.language_models import word_tokenizer
+from tests.parse_infer.language_models import refusal, word_tokenizer
 
 PROMPT = "Tom has 5 apples."
 
@@ -148,14 +148,6 @@ def test_embedded_loras_go_by_name(base, lora, monkeypatch, tmp_path):
     assert names.resolve("zoo:smollm2") == tmp_path / "smollm2"
     model = load_weights("zoo:smollm2")
     assert distance(model, load_weights(lora)) == 0 and model.config._name_or_path == "zoo:smollm2"
-
-
-def refusal(name: Path | str) -> str:
-    with pytest.raises((ValueError, OSError)) as error:
-        load_language_model(name, role="target", device="cpu")
-    text = str(error.value)
-    assert "\n" not in text and len(text) < 500, text
-    return text
 
 
 def change_config(folder: Path, **changes) -> Path:

@@ -20,16 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from data_tools.tasks.by_name import load_task
 from parse_infer.models.loading import load_language_model, load_weights
 from parse_train.zoo import language_model
-from parse_train.zoo.language_model import (
-    IGNORED,
-    LanguageModelConfig,
-    PackedSamples,
-    collate,
-    right_answers,
-    start_from,
-)
 from parse_train.zoo.language_model import main as train_model
+from parse_train.zoo.language_model import right_answers
+from parse_train.zoo.language_model_config import LanguageModelConfig
 from parse_train.zoo.muon import MuonWithAdamW
+from parse_train.zoo.packed_samples import IGNORED, PackedSamples, collate
+from parse_train.zoo.starting_weights import start_from
 from parse_train.zoo.tokenizer import TokenizerConfig, make_tokenizer
 
 ARCHITECTURE = {
@@ -256,3 +252,42 @@ def test_a_lora_on_a_pretrained_model_loads_by_its_folder_and_knows_its_base(tok
     LlamaForCausalLM(model.config).save_pretrained(base)
     with pytest.raises(ValueError, match=f"was trained on {str(base)!r}, and .* has other weights"):
         load_weights(final)
+
+
+def test_a_lora_goes_on_from_one_of_the_same_kind_only(tokenizer_folder, tmp_path):
+    base = tmp_path / "base"
+    tiny_model(len(AutoTokenizer.from_pretrained(tokenizer_folder))).save_pretrained(base)
+    AutoTokenizer.from_pretrained(tokenizer_folder).save_pretrained(base)
+    fields = {"model_config": {}, "initial_model": str(base), "lora_rank": 4, "max_steps": 1}
+    train_model(config(str(base), tmp_path / "first", **fields))
+    first = str(tmp_path / "first" / "final")
+    on = {**fields, "initial_lora": first}
+    train_model(config(str(base), tmp_path / "second", **on, learning_rate=0.0))
+    before, after = (load_file(tmp_path / run / "final" / "adapter_model.safetensors") for run in ("first", "second"))
+    assert all(torch.equal(before[key], after[key]) for key in before), "it did not start from the first LoRA"
+    for change, message in (
+        ({"lora_rank": 8}, "has r 4, and the recipe asks for 8"),
+        ({"lora_alpha": 8}, "has lora_alpha 32, and the recipe asks for 8"),
+        ({"initial_lora": str(base)}, "adapter_config.json"),
+    ):
+        with pytest.raises((ValueError, OSError), match=message):
+            train_model(config(str(base), tmp_path / "third", **on | change))
+    other = tmp_path / "other"
+    model = tiny_model(len(AutoTokenizer.from_pretrained(tokenizer_folder)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-1)
+    model.save_pretrained(other)
+    with pytest.raises(ValueError, match="has other weights"):
+        train_model(config(str(base), tmp_path / "third", **on | {"initial_model": str(other)}))
+
+
+def test_a_task_with_an_end_begins_again(tokenizer_folder, tmp_path):
+    path = tmp_path / "own.jsonl"
+    rows = [{"question": f"What is 1 + {i}?", "answer": f"1 + {i} = {1 + i}.\n#### {1 + i}"} for i in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"task": "gsm8k", "task_options": {"path": str(path)}, "drill_share": 0.0}
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    samples = PackedSamples(config(tokenizer_folder, tmp_path, **task), tokenizer)._samples(Random(0), [0.0])
+    found = [tuple(ids) for ids, _ in itertools.islice(samples, 7)]
+    assert len(set(found)) == 3 and found[:3] == found[3:6]

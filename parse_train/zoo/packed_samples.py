@@ -1,0 +1,106 @@
+"""Worked answers and drills as packed rows: an endless stream, each sample attending to itself only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+
+import torch
+from torch.utils.data import IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from data_tools.tasks.by_name import load_task
+from data_tools.tasks.drills import drill
+from data_tools.tasks.task import Problem, Task
+from parse_train.zoo.language_model_config import LanguageModelConfig
+
+IGNORED = -100
+
+
+class PackedSamples(IterableDataset):
+    """Endless stream of packed rows: `input_ids`, `labels`, `position_ids`, `document`, each LongTensor [row_length].
+
+    `document` numbers the samples of a row; padding has document -1.
+    """
+
+    def __init__(
+        self,
+        config: LanguageModelConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        answers: Sequence[tuple[Problem, str]] = (),
+    ) -> None:
+        self.config, self.tokenizer, self.answers = config, tokenizer, answers
+        self.total_rows = config.max_steps * config.per_device_train_batch_size * config.gradient_accumulation_steps
+
+    def _samples(self, rng: Random, progress: list[float]) -> Iterator[tuple[list[int], list[int]]]:
+        c, tokenizer = self.config, self.tokenizer
+        task = load_task(c.task, **c.task_options)
+        own = self._worked_answers(task)
+        theirs = _endlessly(self.answers, rng)
+        while True:
+            while rng.random() < c.drill_share * max(0.0, 1 - progress[0] / c.drill_until):
+                text = drill(rng, c.drill_max_number, in_parts=c.drill_in_parts)
+                ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+                yield ids, list(ids)
+            problem, solution = next(theirs if self.answers and rng.random() < c.answer_share else own)
+            messages = (
+                problem.prompt if isinstance(problem.prompt, list) else [{"role": "user", "content": problem.prompt}]
+            )
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            answer = tokenizer(solution, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+            yield prompt + answer, [IGNORED] * len(prompt) + answer
+
+    def _worked_answers(self, task: Task) -> Iterator[tuple[Problem, str]]:
+        """The task's own; a task that has an end begins again."""
+        problem = None
+        while True:
+            for problem in task.problems("train", seed=self.config.seed):
+                if problem.solution is None:
+                    raise ValueError(
+                        f"task {task.name} has no worked answer for problem {problem.id}; a language model needs one"
+                    )
+                yield problem, problem.solution
+            if problem is None:
+                raise ValueError(f"task {task.name} has no training problems")
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        length, progress, rows = self.config.row_length, [0.0], 0
+        samples = (s for s in self._samples(Random(self.config.seed), progress) if len(s[0]) <= length)
+        pool: list[tuple[list[int], list[int]]] = []
+        while True:
+            while len(pool) < 64:
+                pool.append(next(samples))
+            row: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": [], "document": []}
+            document = 0
+            while True:  # first fit: the oldest waiting sample that still has room
+                room = length - len(row["input_ids"])
+                fit = next((i for i, sample in enumerate(pool) if len(sample[0]) <= room), None)
+                if fit is None:
+                    break
+                ids, labels = pool.pop(fit)
+                row["input_ids"] += ids
+                # The first token of a sample must not be predicted from the sample before it.
+                row["labels"] += [IGNORED] + labels[1:]
+                row["position_ids"] += range(len(ids))
+                row["document"] += [document] * len(ids)
+                document += 1
+            pad = length - len(row["input_ids"])
+            fill = {"input_ids": self.tokenizer.pad_token_id, "labels": IGNORED, "position_ids": 0, "document": -1}
+            yield {key: torch.tensor(values + [fill[key]] * pad) for key, values in row.items()}
+            rows += 1
+            progress[0] = rows / self.total_rows
+
+
+def _endlessly(answers: Sequence[tuple[Problem, str]], rng: Random) -> Iterator[tuple[Problem, str]]:
+    while answers:
+        yield from rng.sample(answers, len(answers))
+
+
+def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Stack rows; the attention mask [B, 1, T, T] is causal within each document."""
+    batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    document = batch.pop("document")
+    length = document.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    batch["attention_mask"] = ((document[:, :, None] == document[:, None, :]) & causal)[:, None]
+    return batch
