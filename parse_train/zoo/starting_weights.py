@@ -18,7 +18,7 @@ from peft import (
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from parse_infer.models.loading import load_tokenizer, load_weights
-from parse_infer.models.lora import describe_base, read_lora
+from parse_infer.models.lora import describe_base, is_lora, read_lora
 from parse_train.zoo.language_model_config import LanguageModelConfig
 
 
@@ -41,6 +41,10 @@ def all_weights(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase)
 
 def with_lora(config: LanguageModelConfig) -> tuple[PeftModel, dict[str, Any]]:
     """`initial_model`, frozen, with a fresh LoRA on all linears of its layers; and what identifies its weights."""
+    if config.initial_lora is not None and not is_lora(Path(config.initial_lora)):
+        raise FileNotFoundError(
+            f"initial_lora {config.initial_lora} is no folder of a LoRA (with adapter_config.json)"
+        )
     numbers = torch.bfloat16 if config.bf16 else torch.float32  # frozen weights need no copy in float32
     model = load_weights(str(config.initial_model), numbers)
     base = describe_base(model, str(config.initial_model))

@@ -113,6 +113,8 @@ def test_products_and_quotients_are_worked_out_in_parts_and_stay_true():
     first = "138 / 3 = 120 / 3 + 18 / 3 = 40 + 6 = 46.\n"
     before = [text for text in texts("138", "3", "2", sign="/") if first in text]
     assert before and all("138 / 3 / 2 = 46 / 2 = 40 / 2 + 6 / 2 = 20 + 3 = 23" in text for text in before)
+    three = "123 * 345 = 345 * 100 + 345 * 20 + 345 * 3 = 34500 + 6900 + 1035"
+    assert any(three in text for text in texts("345", "123")), "nine parts are too many"
     for short in ("7", "30"), ("46", "1"), ("0.1", "45"):
         assert not any("+" in text or "plus" in text for text in texts(*short)), f"{short} needs no parts"
     for text in (*texts("12", "34", "56"), *texts("3360", "60", sign="/")):

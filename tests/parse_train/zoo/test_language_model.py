@@ -268,7 +268,7 @@ def test_a_lora_goes_on_from_one_of_the_same_kind_only(tokenizer_folder, tmp_pat
     for change, message in (
         ({"lora_rank": 8}, "has r 4, and the recipe asks for 8"),
         ({"lora_alpha": 8}, "has lora_alpha 32, and the recipe asks for 8"),
-        ({"initial_lora": str(base)}, "adapter_config.json"),
+        ({"initial_lora": str(base)}, "is no folder of a LoRA"),
     ):
         with pytest.raises((ValueError, OSError), match=message):
             train_model(config(str(base), tmp_path / "third", **on | change))
