@@ -141,7 +141,12 @@ def random_adapter() -> Callable[..., Any]:
     from parse_infer.verify.trained_judge import ValidityAdapter, ValidityConfig
 
     def make(
-        model: PreTrainedModel, probe_ids: tuple[int, ...] = (7, 9), rank: int = 4, seed: int = 1, token_rank: int = 3
+        model: PreTrainedModel,
+        probe_ids: tuple[int, ...] = (7, 9),
+        rank: int = 4,
+        seed: int = 1,
+        token_rank: int = 3,
+        vocabulary: tuple[int, ...] = (),
     ) -> Any:
         generator = torch.Generator().manual_seed(seed)
         tensors, targets = {}, set()
@@ -164,7 +169,8 @@ def random_adapter() -> Callable[..., Any]:
         }
         if not probe_ids:
             peft_config = {}
-        head = ValidityHead(model.config.hidden_size, token_rank, probe=bool(probe_ids))
+        part = torch.tensor(vocabulary) if vocabulary else None
+        head = ValidityHead(model.config.hidden_size, token_rank, part, probe=bool(probe_ids))
         with torch.no_grad():
             if head.weight is not None:
                 head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * 0.3)
@@ -178,6 +184,7 @@ def random_adapter() -> Callable[..., Any]:
             probe_text="?!" if probe_ids else "",
             target=describe_target(model),
             token_rank=token_rank,
+            surprise_vocab_size=len(vocabulary),
             cut_policy={"kind": "tokens", "every": 4, "max_cuts": 32},
             threshold=0.5,
         )

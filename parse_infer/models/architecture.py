@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 
@@ -61,9 +63,17 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise ValueError(f"{type(model).__name__} has no list of {n} layers that PARSE could find: choose another model")
 
 
-def output_layer(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """From final-norm hidden states [..., H] to logits [..., V], with the model's own scale and cap."""
+def output_layer(model: PreTrainedModel, tokens: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """From final-norm hidden states [..., H] to logits [..., V], with the model's own scale and cap.
+
+    Args:
+        tokens: int64 [n]; logits [..., n] of these tokens only, from a copy of their rows.
+    """
     lm_head, config = model.get_output_embeddings(), text_config(model)
+    if tokens is not None:
+        rows = lm_head.weight.detach()[tokens]
+        bias = None if getattr(lm_head, "bias", None) is None else lm_head.bias.detach()[tokens]
+        lm_head = partial(linear, weight=rows, bias=bias)
     # Cohere multiplies its logits, Granite divides them, Gemma caps them.
     multiplier = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
     softcap = getattr(config, "final_logit_softcapping", None)

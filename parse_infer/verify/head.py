@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedModel
 
+from parse_infer.models.architecture import output_layer
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -40,13 +42,21 @@ class TokenDoubt(nn.Module):
     counts and another wording does not. The verification pass has the states already; only the output layer runs once
     more, on the draft. (Judge Decoding, arXiv 2501.19309, reads single tokens too; here they are pooled over a prefix
     and learnt from labels of prefixes alone.)
+
+    Args:
+        hidden_size: H.
+        rank: inner size.
+        vocabulary: int64 [n], rising: the tokens that `surprise` compares with; None: all of them.
     """
+
+    vocabulary: Tensor | None
 
     WIDTH = 64
     SURPRISE = 3  # log-probability, entropy, log-probability less the highest
 
-    def __init__(self, hidden_size: int, rank: int) -> None:
+    def __init__(self, hidden_size: int, rank: int, vocabulary: Tensor | None = None) -> None:
         super().__init__()
+        self.register_buffer("vocabulary", vocabulary)
         self.expected = nn.Linear(hidden_size, rank, bias=False)
         self.written = nn.Linear(hidden_size, rank, bias=False)
         self.weigh = nn.Linear(3 * rank + self.SURPRISE, self.WIDTH)
@@ -68,7 +78,7 @@ class TokenDoubt(nn.Module):
         return doubt.logcumsumexp(-1).gather(-1, (ends - 1).clamp_min(0)) * (ends > 0)
 
 
-_CACHED_ROWS = 16  # of logits, read five times over: few enough for a CPU's cache, also with a large vocabulary
+_CACHED_LOGITS = 2**20  # they are read five times over: few enough for a CPU's cache
 
 
 class Surprise(NamedTuple):
@@ -76,28 +86,61 @@ class Surprise(NamedTuple):
 
     Attributes:
         features: float32 [T, 3]: log-probability, entropy, log-probability less the highest.
-        own_choice: bool [T]: whether the target would have chosen the token itself (greedily).
+        own_choice: bool [T]: whether the target would have chosen the token itself (greedily); None where only part of
+            the vocabulary was compared.
     """
 
     features: Tensor
-    own_choice: Tensor
+    own_choice: Tensor | None
+
+
+class PartOfVocabulary:
+    """The output layer of `model` for some tokens only: with 49,152 of them the whole costs a seventh of a pass.
+
+    Args:
+        tokens: int64 [n], rising.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokens: Tensor) -> None:
+        self.tokens = tokens
+        self.logits = output_layer(model, tokens)
 
 
 @torch.no_grad()
-def surprise(hidden: Tensor, tokens: Tensor, logits: Callable[[Tensor], Tensor], rows: int = 128) -> Surprise:
+def surprise(
+    hidden: Tensor,
+    tokens: Tensor,
+    logits: Callable[[Tensor], Tensor],
+    part: PartOfVocabulary | None = None,
+    rows: int = 128,
+) -> Surprise:
     """Compare each token with what the target expected in its place.
 
     Args:
         hidden: [T, H], the final-norm states before the tokens.
         tokens: int64 [T].
         logits: the output layer, [n, H] -> [n, V]; it runs on `rows` tokens at a time, which bounds the memory.
+        part: compare with these tokens only. A token that is not among them is compared with all.
     """
+    if part is None:
+        return _surprise(hidden, tokens, logits, rows)
+    place = torch.searchsorted(part.tokens, tokens).clamp_max(len(part.tokens) - 1)
+    features = _surprise(hidden, place, part.logits, rows).features
+    others = part.tokens[place] != tokens
+    if others.any():
+        features[others] = _surprise(hidden[others], tokens[others], logits, rows).features
+    return Surprise(features, None)
+
+
+def _surprise(hidden: Tensor, tokens: Tensor, logits: Callable[[Tensor], Tensor], rows: int) -> Surprise:
     if not len(tokens):
         return Surprise(hidden.new_zeros(0, TokenDoubt.SURPRISE, dtype=torch.float32), tokens == 0)
     parts, chosen = [], []
     for states, ids in zip(hidden.split(rows), tokens.split(rows), strict=True):
-        for scores, id in zip(logits(states).split(_CACHED_ROWS), ids.split(_CACHED_ROWS), strict=True):
-            x = scores.float()
+        scores = logits(states)
+        few = max(1, _CACHED_LOGITS // scores.shape[-1])
+        for some, id in zip(scores.split(few), ids.split(few), strict=True):
+            x = some.float()
             top, best = x.max(-1)
             weights = (x - top[:, None]).exp_()
             total = weights.sum(-1)
@@ -115,20 +158,23 @@ class ValidityHead(nn.Module):
     Args:
         hidden_size: H.
         token_rank: inner size of `TokenDoubt`; 0: the probe alone decides.
+        vocabulary: of `TokenDoubt`.
         probe: False: there is no probe and no w, and token doubt alone decides.
 
     Raises:
         ValueError: neither probe nor token doubt.
     """
 
-    def __init__(self, hidden_size: int, token_rank: int = 0, probe: bool = True) -> None:
+    def __init__(
+        self, hidden_size: int, token_rank: int = 0, vocabulary: Tensor | None = None, probe: bool = True
+    ) -> None:
         super().__init__()
         if not (probe or token_rank):
             raise ValueError("a head without probe and without token doubt has nothing to judge by")
         self.hidden_size = hidden_size
         self.weight = nn.Parameter(torch.zeros(hidden_size)) if probe else None
         self.bias = nn.Parameter(torch.zeros(()))
-        self.tokens = TokenDoubt(hidden_size, token_rank) if token_rank else None
+        self.tokens = TokenDoubt(hidden_size, token_rank, vocabulary) if token_rank else None
 
     def forward(self, hidden: Tensor | None, doubt: Tensor | None = None) -> Tensor:
         """Hidden states [..., H] of probes (None where there are none), and the doubt [...] about their prefixes ->
@@ -139,7 +185,9 @@ class ValidityHead(nn.Module):
         return logits if doubt is None else logits - doubt
 
     @classmethod
-    def from_verbalizer(cls, model: PreTrainedModel, yes_id: int, no_id: int, token_rank: int = 0) -> ValidityHead:
+    def from_verbalizer(
+        cls, model: PreTrainedModel, yes_id: int, no_id: int, token_rank: int = 0, vocabulary: Tensor | None = None
+    ) -> ValidityHead:
         """The head whose validity is the model's own choice between two tokens: w = lm_head[yes] - lm_head[no].
 
         A final soft-cap of the logits is left out (it bends both logits alike).
@@ -151,7 +199,7 @@ class ValidityHead(nn.Module):
             raise ValueError(f"the two verbalizer tokens must differ, both are {yes_id}: choose other words")
         output, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-        head = cls(output.weight.shape[1], token_rank).to(output.weight.device)
+        head = cls(output.weight.shape[1], token_rank, vocabulary).to(output.weight.device)
         with torch.no_grad():
             cast(Tensor, head.weight).copy_((output.weight[yes_id].float() - output.weight[no_id].float()) * scale)
             if getattr(output, "bias", None) is not None:

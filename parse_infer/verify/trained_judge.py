@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -32,6 +33,7 @@ class ValidityConfig:
     Attributes:
         probe_ids, probe_text: the probe; empty where token doubt decides alone.
         token_rank: of the head's `TokenDoubt`; 0: it has none.
+        surprise_vocab_size: how many tokens of the vocabulary it compares with; 0: all of them.
         closes_turn: the probe itself ends the assistant's turn (`Probe.closes_turn`).
         verbalizer: the words (valid, not valid) that the head was initialised from.
         cut_policy: `CutPolicy.to_dict()` of the cuts the adapter was trained on.
@@ -47,6 +49,7 @@ class ValidityConfig:
     probe_text: str
     target: dict[str, Any]
     token_rank: int = 0
+    surprise_vocab_size: int = 0
     closes_turn: bool = False
     verbalizer: tuple[str, str] | None = None
     cut_policy: dict[str, Any] = field(default_factory=dict)
@@ -118,7 +121,10 @@ class ValidityAdapter:
         if peft_config:
             peft_config["base_model_name_or_path"] = self.config.target.get("name")
             peft_config["alora_invocation_tokens"] = list(self.config.probe_ids)
-        head = {name: tensor.float() for name, tensor in self.head.state_dict().items()}
+        head = {
+            name: tensor.float() if tensor.is_floating_point() else tensor
+            for name, tensor in self.head.state_dict().items()
+        }
         return write_adapter(Path(folder), peft_config, self.tensors, head, self.config.to_dict(), figures or {})
 
     @classmethod
@@ -132,12 +138,16 @@ class ValidityAdapter:
         files = read_adapter(name_or_path)
         config = ValidityConfig.from_dict(files.validity_config)
         check_target(str(name_or_path), config.target, target)
-        _check_probe(config.probe_ids, target)
-        head = ValidityHead(config.target["hidden_size"], config.token_rank, probe=bool(config.probe_ids))
+        _check_tokens("probe", config.probe_ids, target)
+        size = config.surprise_vocab_size
+        vocabulary = torch.zeros(size, dtype=torch.long) if size and config.token_rank else None
+        head = ValidityHead(config.target["hidden_size"], config.token_rank, vocabulary, bool(config.probe_ids))
         shapes = {key: tuple(tensor.shape) for key, tensor in files.head.items()}
         if shapes != {key: tuple(tensor.shape) for key, tensor in head.state_dict().items()}:
             raise ValueError(f"the validity head of {name_or_path} holds {shapes}: its files do not go together")
         head.load_state_dict(files.head)
+        if head.tokens is not None and head.tokens.vocabulary is not None:
+            _check_tokens("part of the vocabulary", head.tokens.vocabulary.tolist(), target)
         head.to(target.device).requires_grad_(False)
         lora = ProbeLoRA.from_peft(files.peft_config, files.tensors, target) if config.probe_ids else None
         return cls(config, head.eval(), lora, files.peft_config, files.tensors)
@@ -161,7 +171,8 @@ def check_target(adapter: str, expected: dict[str, Any], target: PreTrainedModel
         )
 
 
-def _check_probe(probe_ids: Sequence[int], target: PreTrainedModel) -> None:
+def _check_tokens(what: str, ids: Sequence[int], target: PreTrainedModel) -> None:
     size = target.config.get_text_config(decoder=True).vocab_size
-    if not all(isinstance(i, int) and 0 <= i < size for i in probe_ids):
-        raise ValueError(f"the adapter's probe {list(probe_ids)} has tokens outside the target's vocabulary of {size}")
+    wrong = [i for i in ids if not (isinstance(i, int) and 0 <= i < size)]
+    if wrong:
+        raise ValueError(f"the adapter's {what} has tokens outside the target's vocabulary of {size}: {wrong[:5]}")

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from parse_infer.models.architecture import text_config
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
-from parse_infer.verify.head import Probe, TokenDoubt, ValidityHead, surprise
+from parse_infer.verify.head import PartOfVocabulary, Probe, TokenDoubt, ValidityHead, surprise
 from parse_infer.verify.packing import probes, readout_index
 from parse_infer.verify.probe_lora import ProbeLoRA
 from parse_infer.verify.segments import Segmenter
@@ -73,6 +73,9 @@ class Verifier:
         self.judge = judge
         self.segmenter = segmenter
         self._probe = Probe((), "") if judge is None else judge.probe
+        tokens = None if judge is None else judge.head.tokens
+        vocabulary = None if tokens is None else tokens.vocabulary
+        self._part = None if vocabulary is None else PartOfVocabulary(decoder.model, vocabulary)
         self._embeddings = cast(nn.Embedding, decoder.model.get_input_embeddings())
 
     @torch.inference_mode()
@@ -114,18 +117,20 @@ class Verifier:
             return Verification(cuts, judge.head(asked).sigmoid().tolist(), output.hidden)
         doubt, own_choice = self._doubt(tokens, draft_ids, output.hidden[:-1], cuts)
         validity = judge.head(asked, doubt).sigmoid()
+        if own_choice is None:
+            return Verification(cuts, validity.tolist(), output.hidden)
         found = torch.cat([validity, own_choice.to(validity.dtype)]).tolist()
         return Verification(cuts, found[: len(cuts)], output.hidden, [value > 0 for value in found[len(cuts) :]])
 
     def _doubt(
         self, tokens: TokenDoubt, draft_ids: Sequence[int], before: Tensor, cuts: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """What the draft's tokens say against each prefix, [K], from the states [T, H] before them; and for each
-        whether it is the target's own choice, [T]."""
+        whether it is the target's own choice, [T], where that is known."""
         ids, ends = (torch.tensor(values, device=before.device) for values in (draft_ids, cuts))
         # A lookup in the matrix, not a call of the module: some models scale there, and the reader normalises anyway.
         written = embedding(ids, self._embeddings.weight)
-        surprised = surprise(before, ids, self.decoder.logits)
+        surprised = surprise(before, ids, self.decoder.logits, self._part)
         return TokenDoubt.of_prefixes(tokens(before, written, surprised.features), ends), surprised.own_choice
 
     @torch.inference_mode()
@@ -133,7 +138,8 @@ class Verifier:
         """How many draft tokens from `start` on are the target's own greedy choice.
 
         Reads the pass's hidden states: no forward. Where the pass has not compared the tokens already (a head without
-        `TokenDoubt`), the output layer runs on growing chunks, one synchronisation each.
+        `TokenDoubt`, or with one that compares a part of the vocabulary), the output layer runs on growing chunks, one
+        synchronisation each.
         """
         if verification.own_choice is not None:
             behind = verification.own_choice[start:]

@@ -133,11 +133,15 @@ def compare(config: ValidityTrainingConfig, how: ComparisonArguments) -> dict[st
 
 def form(adapter: ValidityAdapter) -> str:
     """What a trained head reads, with the ranks."""
-    rank = adapter.config.token_rank
+    rank, size = str(adapter.config.token_rank), adapter.config.surprise_vocab_size
+    if size:
+        rank += f" over {size} tokens"
     if not adapter.config.probe_ids:
         return f"token doubt alone, rank {rank}"
     probe = f"LoRA rank {adapter.peft_config.get('r')}"
-    return f"probe and token doubt, {probe}, token rank {rank}" if rank else f"probe alone, {probe}"
+    if not adapter.config.token_rank:
+        return f"probe alone, {probe}"
+    return f"probe and token doubt, {probe}, token rank {rank}"
 
 
 def score(adapter: ValidityAdapter, lm: LanguageModel, dataset: ValidityDataset, title: str) -> ScoredDrafts:

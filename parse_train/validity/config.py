@@ -78,6 +78,13 @@ class ValidityTrainingConfig(TrainingConfig):
             "alone decides."
         },
     )
+    surprise_vocab_size: int = field(
+        default=0,
+        metadata={
+            "help": "Compare draft tokens with this many tokens of the vocabulary, the most frequent ones in the "
+            "training drafts, instead of all (0): where the vocabulary is large that is most of token doubt's cost."
+        },
+    )
     lora_alpha: int = field(default=32, metadata={"help": "The update is scaled by lora_alpha / lora_rank."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout in front of the low-rank update."})
     lora_target_modules: list[str] = field(
@@ -166,8 +173,9 @@ class ValidityTrainingConfig(TrainingConfig):
         for key in ("max_length", "lora_rank"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 1")
-        if self.token_rank < 0:
-            raise ValueError(f"token_rank is {self.token_rank}; it must be at least 0")
+        for key in ("token_rank", "surprise_vocab_size"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 0")
         if not (self.probe_text or self.token_rank):
             raise ValueError("probe_text is empty and token_rank is 0: a head needs one of the two to judge by")
         if not 0 <= self.lora_dropout < 1:

@@ -53,6 +53,7 @@ def export_adapter(
         probe_text=model.probe.text,
         closes_turn=model.probe.closes_turn,
         token_rank=model.token_rank,
+        surprise_vocab_size=model.surprise_vocab_size,
         **asdict(facts),
         threshold=None if risk is None else risk.threshold,
         risk=None if risk is None else risk.to_dict(),

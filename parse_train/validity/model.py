@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from parse_infer.models.architecture import layer_windows, output_layer
 from parse_infer.models.attention import enable_split_attention, layer_masks
-from parse_infer.verify.head import Probe, TokenDoubt, ValidityHead, surprise
+from parse_infer.verify.head import PartOfVocabulary, Probe, TokenDoubt, ValidityHead, surprise
 from parse_infer.verify.packing import probe_mask, probe_positions, readout_index
 from parse_train.validity.trailing_lora import TrailingLora, attach_trailing_lora
 
@@ -59,6 +59,8 @@ class ValidityModel(nn.Module):
         self.windows = layer_windows(target)
         self.backbone_name = target.base_model_prefix
         self._output_layer = output_layer(target)  # the adapter leaves it as it is
+        vocabulary = None if head.tokens is None else head.tokens.vocabulary
+        self._part = None if vocabulary is None else PartOfVocabulary(target, vocabulary.to(target.device))
         self.target: PreTrainedModel | PeftModel
         if probe.ids:
             self.target, self._lora = attach_trailing_lora(
@@ -135,7 +137,7 @@ class ValidityModel(nn.Module):
         before, ids = context[:, :-1][drafted], input_ids[:, 1:][drafted]
         with torch.no_grad():
             written = embedding(ids, cast(nn.Embedding, self.base.get_input_embeddings()).weight)
-            surprised = surprise(before, ids, self._output_layer).features
+            surprised = surprise(before, ids, self._output_layer, self._part).features
         each = tokens(before, written, surprised)
         doubt = each.new_full(drafted.shape, _NO_DOUBT).masked_scatter(drafted, each)  # of tokens 1 to T - 1
         return TokenDoubt.of_prefixes(doubt, visible - 1) * (cuts > 0)
@@ -197,14 +199,19 @@ class ValidityModel(nn.Module):
 
     def exported_head(self) -> ValidityHead:
         """The head as it is saved: on the CPU, in float32."""
-        state = {name: tensor.detach().float().cpu() for name, tensor in self.head.state_dict().items()}
-        head = ValidityHead(self.head.hidden_size, self.token_rank, probe=bool(self.probe.ids))
+        state = {name: tensor.detach().cpu() for name, tensor in self.head.state_dict().items()}
+        vocabulary = state.get("tokens.vocabulary")
+        head = ValidityHead(self.head.hidden_size, self.token_rank, vocabulary, probe=bool(self.probe.ids))
         head.load_state_dict(state | {"bias": state["bias"].reshape(())})
         return head
 
     @property
     def token_rank(self) -> int:
         return 0 if self.head.tokens is None else self.head.tokens.expected.out_features
+
+    @property
+    def surprise_vocab_size(self) -> int:
+        return 0 if self._part is None else len(self._part.tokens)
 
     def adapter_tensors(self) -> dict[str, Tensor]:
         """The adapter's tensors under peft's own names, on the CPU in float32; none without a probe."""

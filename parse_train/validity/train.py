@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections import Counter
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import set_seed
 
 from parse_infer.models.fingerprint import describe_target
@@ -39,7 +42,7 @@ def main(config: ValidityTrainingConfig) -> None:
     served_drafts(config, evaluation)  # a wrong temperature is found now, not after the training
     kl_judge, reason = find_kl_judge(config, build, lm, evaluation) if config.baselines else (None, "")
     facts = describe(config, lm, counts, build.label)
-    model = build_model(config, lm)
+    model = build_model(config, lm, frequent_tokens(train, lm, config.surprise_vocab_size))
     if config.process_index == 0:
         print(", ".join(f"{name} {value}" for name, value in counts.items()))
         if reason:
@@ -90,9 +93,24 @@ def encoder_for(config: ValidityTrainingConfig, lm: LanguageModel) -> Encoder:
     )
 
 
-def build_model(config: ValidityTrainingConfig, lm: LanguageModel) -> ValidityModel:
+def frequent_tokens(train: ValidityDataset, lm: LanguageModel, size: int) -> Tensor | None:
+    """The `size` tokens that training drafts have most often (fewer where there are no more), rising, int64 [n]; those
+    that end an answer are always among them. None for 0, which stands for all.
+    """
+    if not size:
+        return None
+    counts = Counter({token: len(train) for token in sorted(lm.eos_ids)})
+    for example in train.examples:
+        counts.update(example.draft_ids)
+    return torch.tensor(sorted(token for token, _ in counts.most_common(size)))
+
+
+def build_model(config: ValidityTrainingConfig, lm: LanguageModel, vocabulary: Tensor | None = None) -> ValidityModel:
     """Adapter (zero at first) and head (the zero-shot verbalizer's) around the target; without `probe_text` a head
     that has token doubt alone.
+
+    Args:
+        vocabulary: of the head's `TokenDoubt`.
 
     Raises:
         ValueError: a probe without tokens, verbalizer words that begin alike, adapted layers that do not exist.
@@ -103,10 +121,10 @@ def build_model(config: ValidityTrainingConfig, lm: LanguageModel) -> ValidityMo
     probe = Probe(probe_ids, config.probe_text, closes_turn=bool(probe_ids) and probe_ids[0] in lm.eos_ids)
     if probe.ids:
         yes_id, no_id = verbalizer_ids(lm.tokenizer, config.probe_text, _words(config))
-        head = ValidityHead.from_verbalizer(lm.model, yes_id, no_id, config.token_rank)
+        head = ValidityHead.from_verbalizer(lm.model, yes_id, no_id, config.token_rank, vocabulary)
     else:
         size = lm.model.config.get_text_config(decoder=True).hidden_size
-        head = ValidityHead(size, config.token_rank, probe=False)
+        head = ValidityHead(size, config.token_rank, vocabulary, probe=False)
     return ValidityModel(
         lm.model,
         probe,

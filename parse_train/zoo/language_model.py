@@ -12,13 +12,14 @@ from typing import Any, cast
 
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, PreTrainedModel, Trainer
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from data_tools.tasks.by_name import load_task
 from data_tools.tasks.task import Problem
 from parse_infer.files import replacing_folder
 from parse_infer.models.loading import load_language_model, load_tokenizer
 from parse_infer.models.lora import write_base
+from parse_infer.models.token_map import token_map
 from parse_train import checkpoints
 from parse_train.own_answers import AnswerConfig, read_answers, write_answers
 from parse_train.zoo.language_model_config import LanguageModelConfig
@@ -28,7 +29,15 @@ from parse_train.zoo.starting_weights import all_weights, with_lora
 
 
 class LanguageModelTrainer(Trainer):
-    """Trainer with Muon (a LoRA has AdamW), a compiled backbone and logits at answer tokens only."""
+    """Trainer with Muon (a LoRA has AdamW), a compiled backbone and logits at answer tokens only.
+
+    Args:
+        loss_tokens: ids of the tokens that compete in the loss, all of them by default; LongTensor [n].
+    """
+
+    def __init__(self, *, loss_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.loss_tokens = loss_tokens
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if isinstance(self.model, PeftModel):
@@ -47,8 +56,15 @@ class LanguageModelTrainer(Trainer):
         with torch.autocast(labels.device.type, torch.bfloat16, enabled=self.args.bf16):
             hidden = core.model(**inputs, use_cache=False).last_hidden_state[:, :-1]
             kept = labels != IGNORED
-            logits = core.lm_head(hidden[kept])
-        loss = torch.nn.functional.cross_entropy(logits.float(), labels[kept])
+            if self.loss_tokens is None:
+                logits, wanted = core.lm_head(hidden[kept]), labels[kept]
+            else:
+                logits = torch.nn.functional.linear(hidden[kept], core.lm_head.weight[self.loss_tokens])
+                wanted = torch.searchsorted(self.loss_tokens, labels[kept]).clamp(max=len(self.loss_tokens) - 1)
+                if not torch.equal(self.loss_tokens[wanted], labels[kept]):
+                    unknown = labels[kept][self.loss_tokens[wanted] != labels[kept]][0]
+                    raise ValueError(f"token {int(unknown)} of an answer is not in the vocabulary of loss_tokenizer")
+        loss = torch.nn.functional.cross_entropy(logits.float(), wanted)
         return (loss, None) if return_outputs else loss
 
 
@@ -65,6 +81,7 @@ def main(config: LanguageModelConfig) -> None:
     start = checkpoints.prepare(config)
     trainer = LanguageModelTrainer(
         model=model,
+        loss_tokens=loss_tokens(config, tokenizer),
         args=config,
         train_dataset=PackedSamples(config, tokenizer, right_answers(config)),
         data_collator=collate,
@@ -82,6 +99,19 @@ def main(config: LanguageModelConfig) -> None:
             else:
                 save_half(model, final)
             tokenizer.save_pretrained(final)
+
+
+def loss_tokens(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor | None:
+    """The tokens of `loss_tokenizer` as sorted ids of `tokenizer`; None without one."""
+    if config.loss_tokenizer is None:
+        return None
+    tokens = token_map(load_tokenizer(config.loss_tokenizer), tokenizer)
+    if tokens is None:
+        raise ValueError(
+            f"loss_tokenizer {config.loss_tokenizer} has tokens that {config.tokenizer} has not; make it with "
+            f"the recipe tokenizer and base_tokenizer {config.tokenizer}"
+        )
+    return torch.tensor(sorted(tokens.target_ids))
 
 
 def save_half(model: PreTrainedModel, folder: Path) -> None:

@@ -43,7 +43,13 @@ def separate_passes(model, judge, context: list[int], draft: list[int], cuts: li
             start = len(context)
             written = model.get_input_embeddings()(tokens[0, start : start + cut])
             before = hidden[0, start - 1 : start + cut - 1]
-            log_p = model(tokens, use_cache=False).logits[0, start - 1 : start + cut - 1].log_softmax(-1)
+            logits = model(tokens, use_cache=False).logits[0, start - 1 : start + cut - 1]
+            part = judge.head.tokens.vocabulary
+            if part is not None:  # each token against these only, unless it is none of them
+                left_out = torch.ones(logits.shape[-1], dtype=torch.bool).index_fill(0, part, False)
+                compared = torch.isin(tokens[0, start : start + cut], part)
+                logits = logits.masked_fill(compared[:, None] & left_out, -1e4)
+            log_p = logits.log_softmax(-1)
             own = log_p.gather(-1, tokens[0, start : start + cut, None])[:, 0]
             surprised = torch.stack([own, -(log_p.exp() * log_p).sum(-1), own - log_p.amax(-1)], dim=-1)
             each = judge.head.tokens(before, written, surprised)
@@ -200,6 +206,28 @@ def test_the_draft_passes_the_output_layer_once(model, make_verifier, random_ids
     own = verifier.decoder.logits(result.hidden[:-1]).argmax(-1).tolist()
     same = [a == b for a, b in zip(own, draft, strict=True)]
     assert found == [next((i for i, ok in enumerate(same[s:]) if not ok), 40 - s) for s in range(40)]
+
+
+def test_surprise_over_part_of_the_vocabulary(model, make_verifier, random_adapter, random_ids):
+    """Tokens of the part are compared with the part, others with everything; the output layer runs for those alone."""
+    part = tuple(range(3, 259, 4))
+    adapter = random_adapter(model, vocabulary=part)
+    verifier = make_verifier(model, adapter)
+    context, draft = random_ids(30), [*random_ids(22, seed=1), 3, 7]
+    verifier.decoder.seek(context)
+    rows: list[int] = []
+    handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    result = verifier.verify(draft, [0, 4, 11, 24])
+    handle.remove()
+    assert sum(rows) == sum(token not in part for token in draft) > 0
+    assert result.own_choice is None
+    assert result.validity == pytest.approx(separate_passes(model, adapter, context, draft, result.cuts), abs=1e-5)
+    everything = make_verifier(model, random_adapter(model))
+    everything.decoder.seek(context)
+    other = everything.verify(draft, result.cuts)
+    assert max(abs(a - b) for a, b in zip(other.validity, result.validity, strict=True)) > 1e-4
+    matches = [[v.greedy_match(draft, r, i) for i in range(24)] for v, r in ((verifier, result), (everything, other))]
+    assert matches[0] == matches[1]
 
 
 def test_an_empty_draft_has_nothing_to_verify(make_model, make_verifier, random_ids):

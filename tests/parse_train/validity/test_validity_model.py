@@ -10,11 +10,13 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.fingerprint import describe_target
+from parse_infer.verify.adapter_folder import HEAD
 from parse_infer.verify.head import Probe, ValidityHead
 from parse_infer.verify.packing import probe_positions
 from parse_infer.verify.segments import Segmenter
@@ -24,11 +26,11 @@ from parse_infer.verify.zero_shot_judge import ZeroShotJudge
 from parse_train.recipe import load_recipe
 from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.data import ValidityExample
+from parse_train.validity.data import ValidityDataset, ValidityExample
 from parse_train.validity.export import AdapterFacts, export_adapter
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.threshold import RiskControl
-from parse_train.validity.train import build_model, describe
+from parse_train.validity.train import build_model, describe, frequent_tokens
 from tests.parse_infer.language_models import language_model
 
 PROBE = Probe((256, 63), "?!")
@@ -37,11 +39,13 @@ NONE = Probe((), "")  # token doubt alone
 REPOSITORY = Path(__file__).parents[3]
 
 
-def trained(target: PreTrainedModel, probe: Probe = PROBE, **options: Any) -> ValidityModel:
+def trained(
+    target: PreTrainedModel, probe: Probe = PROBE, vocabulary: Tensor | None = None, **options: Any
+) -> ValidityModel:
     """A model whose adapter and head really do something, as after training."""
-    head = ValidityHead.from_verbalizer(target, 67, 73, token_rank=3)
+    head = ValidityHead.from_verbalizer(target, 67, 73, 3, vocabulary)
     if not probe.ids:
-        head = ValidityHead(target.config.hidden_size, token_rank=3, probe=False)
+        head = ValidityHead(target.config.hidden_size, 3, vocabulary, probe=False)
     model = ValidityModel(target, probe, head, end_ids={258}, lora_rank=4, lora_alpha=8, **options)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -102,7 +106,11 @@ def test_back_propagating_through_the_context_changes_no_gradient(
         torch.testing.assert_close(cached, packed, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("probe", [PROBE, CLOSING, NONE], ids=["open", "closing", "none"])
+@pytest.mark.parametrize(
+    ("probe", "vocabulary"),
+    [(PROBE, None), (CLOSING, None), (NONE, None), (PROBE, torch.arange(2, 259, 3))],
+    ids=["open", "closing", "none", "part of the vocabulary"],
+)
 @pytest.mark.parametrize("backprop", [False, True])
 def test_training_and_inference_agree(
     model: PreTrainedModel,
@@ -112,6 +120,7 @@ def test_training_and_inference_agree(
     tokenizer: PreTrainedTokenizerFast,
     tmp_path: Path,
     probe: Probe,
+    vocabulary: Tensor | None,
     backprop: bool,
 ) -> None:
     """The exported adapter in a `Verifier` gives the validities of the training forward, also of finished drafts."""
@@ -119,7 +128,7 @@ def test_training_and_inference_agree(
         example.draft_ids[-1] = tokenizer.eos_token_id
     batch = ValidityCollator(pad_id=258)(examples)
     facts = AdapterFacts(describe_target(model), ("C", "I"), {"kind": "step"})
-    validity = trained(model, probe, backprop_context=backprop)
+    validity = trained(model, probe, vocabulary, backprop_context=backprop)
     with torch.no_grad():
         expected = validity.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
     export_adapter(tmp_path / "adapter", validity, facts, {"auroc": 0.9})
@@ -160,6 +169,29 @@ def test_token_doubt_alone_is_what_an_empty_probe_text_trains(
     zero_shot = ZeroShotJudge(lm.model, tokenizer)
     logits = validity.judge(batch["input_ids"], batch["visible"], batch["cuts"], zero_shot.probe, zero_shot.head)
     assert logits.shape == batch["cuts"].shape
+
+
+def test_the_most_frequent_tokens_of_the_training_drafts(
+    make_model: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    drafts = [[5, 5, 9], [5, 9, 7], [30]]
+    rows = ValidityDataset([ValidityExample([1], draft, [len(draft)], [True], [1.0]) for draft in drafts])
+    lm = language_model(make_model("llama"), tokenizer, "t")
+    assert frequent_tokens(rows, lm, 0) is None
+    assert frequent_tokens(rows, lm, 3).tolist() == [5, 9, tokenizer.eos_token_id]
+    part = frequent_tokens(rows, lm, 1000)
+    assert part.tolist() == [5, 7, 9, 30, tokenizer.eos_token_id], "there are no more"
+    config = ValidityTrainingConfig(target="t", data="d", output_dir="o", use_cpu=True, surprise_vocab_size=1000)
+    facts = describe(config, lm, {}, {})
+    folder = export_adapter(tmp_path / "a", build_model(config, lm, part), facts, {})
+    adapter = ValidityAdapter.from_pretrained(folder, make_model("llama"))
+    assert adapter.config.surprise_vocab_size == 5 and adapter.head.tokens.vocabulary.tolist() == part.tolist()
+    with pytest.raises(ValueError, match="surprise_vocab_size is -1; it must be at least 0"):
+        ValidityTrainingConfig(target="t", data="d", output_dir="o", use_cpu=True, surprise_vocab_size=-1)
+    files = load_file(folder / HEAD)
+    save_file(files | {"tokens.vocabulary": torch.tensor([5, 7, 9, 30, 5000])}, folder / HEAD)
+    with pytest.raises(ValueError, match="part of the vocabulary has tokens outside the target's vocabulary"):
+        ValidityAdapter.from_pretrained(folder, make_model("llama"))
 
 
 def test_a_probe_that_closes_the_turn_does_not_show_the_end_twice(
