@@ -21,7 +21,7 @@ from data_tools.tasks.by_name import load_task
 from parse_infer.models.loading import load_language_model, load_weights
 from parse_train.zoo import language_model
 from parse_train.zoo.language_model import main as train_model
-from parse_train.zoo.language_model import right_answers
+from parse_train.zoo.language_model import LanguageModelTrainer, loss_tokens, right_answers
 from parse_train.zoo.language_model_config import LanguageModelConfig
 from parse_train.zoo.muon import MuonWithAdamW
 from parse_train.zoo.packed_samples import IGNORED, PackedSamples, collate
@@ -131,6 +131,32 @@ def test_a_tiny_run_from_the_recipe_saves_a_model_that_loads(tokenizer_folder, t
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
     assert model.dtype == torch.float32, "the embedded models run in float32 unless asked otherwise"
     assert model.config.eos_token_id == AutoTokenizer.from_pretrained(tmp_path / "run" / "final").eos_token_id
+
+
+def test_only_the_tokens_of_loss_tokenizer_compete(tokenizer_folder, tmp_path):
+    """The loss is that of logits without the other tokens; an answer that needs one of those stops the run."""
+    few = str(tmp_path / "few")
+    make_tokenizer(TokenizerConfig(output_dir=few, base_tokenizer=tokenizer_folder, vocab_size=450, n_problems=300))
+    wanted = config(tokenizer_folder, tmp_path / "run", loss_tokenizer=few)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokens = loss_tokens(wanted, tokenizer)
+    assert len(tokens) == 450 and torch.equal(tokens, tokens.unique())
+    model, stream = tiny_model(len(tokenizer)), PackedSamples(wanted, tokenizer)
+    trainer = LanguageModelTrainer(loss_tokens=tokens, model=model, args=wanted, train_dataset=stream)
+    rows = (row for row in stream if torch.isin(row["labels"], torch.tensor([IGNORED, *tokens.tolist()])).all())
+    batch = collate([next(rows)])
+    labels = batch["labels"][:, 1:]
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    with torch.no_grad():
+        left_out = torch.ones(len(tokenizer), dtype=torch.bool).index_fill(0, tokens, False)
+        logits = model(**inputs).logits[:, :-1].masked_fill(left_out, -torch.inf)
+        expected = torch.nn.functional.cross_entropy(logits[labels != IGNORED], labels[labels != IGNORED])
+        assert trainer.compute_loss(model, dict(batch)) == pytest.approx(float(expected), abs=1e-5)
+        batch["labels"][0, 5] = int(left_out.nonzero()[0])
+        with pytest.raises(ValueError, match="of an answer is not in the vocabulary of loss_tokenizer"):
+            trainer.compute_loss(model, batch)
+    with pytest.raises(ValueError, match="has tokens that"):
+        loss_tokens(config(few, tmp_path / "run", loss_tokenizer=tokenizer_folder), AutoTokenizer.from_pretrained(few))
 
 
 def test_a_draft_model_starts_from_layers_of_its_target(tmp_path):
