@@ -32,7 +32,8 @@ class LanguageModelTrainer(Trainer):
     """Trainer with Muon (a LoRA has AdamW), a compiled backbone and logits at answer tokens only.
 
     Args:
-        loss_tokens: ids of the tokens that compete in the loss, all of them by default; LongTensor [n].
+        loss_tokens: ids of the tokens that compete in the loss beside those of the batch itself, all of them by
+            default; LongTensor [n].
     """
 
     def __init__(self, *, loss_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
@@ -59,11 +60,9 @@ class LanguageModelTrainer(Trainer):
             if self.loss_tokens is None:
                 logits, wanted = core.lm_head(hidden[kept]), labels[kept]
             else:
-                logits = torch.nn.functional.linear(hidden[kept], core.lm_head.weight[self.loss_tokens])
-                wanted = torch.searchsorted(self.loss_tokens, labels[kept]).clamp(max=len(self.loss_tokens) - 1)
-                if not torch.equal(self.loss_tokens[wanted], labels[kept]):
-                    unknown = labels[kept][self.loss_tokens[wanted] != labels[kept]][0]
-                    raise ValueError(f"token {int(unknown)} of an answer is not in the vocabulary of loss_tokenizer")
+                competing = torch.cat([self.loss_tokens, labels[kept]]).unique()
+                logits = torch.nn.functional.linear(hidden[kept], core.lm_head.weight[competing])
+                wanted = torch.searchsorted(competing, labels[kept])
         loss = torch.nn.functional.cross_entropy(logits.float(), wanted)
         return (loss, None) if return_outputs else loss
 
@@ -102,7 +101,7 @@ def main(config: LanguageModelConfig) -> None:
 
 
 def loss_tokens(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor | None:
-    """The tokens of `loss_tokenizer` as sorted ids of `tokenizer`; None without one."""
+    """The tokens of `loss_tokenizer` as ids of `tokenizer`; None without one."""
     if config.loss_tokenizer is None:
         return None
     tokens = token_map(load_tokenizer(config.loss_tokenizer), tokenizer)
@@ -111,7 +110,7 @@ def loss_tokens(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase)
             f"loss_tokenizer {config.loss_tokenizer} has tokens that {config.tokenizer} has not; make it with "
             f"the recipe tokenizer and base_tokenizer {config.tokenizer}"
         )
-    return torch.tensor(sorted(tokens.target_ids))
+    return torch.tensor(list(tokens.target_ids))
 
 
 def save_half(model: PreTrainedModel, folder: Path) -> None:
