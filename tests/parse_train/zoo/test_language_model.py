@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from data_tools.tasks.by_name import load_task
 from parse_infer.models.loading import load_language_model, load_weights
 from parse_train.zoo import language_model
-from parse_train.zoo.language_model import main as train_model
 from parse_train.zoo.language_model import LanguageModelTrainer, loss_tokens, right_answers
+from parse_train.zoo.language_model import main as train_model
 from parse_train.zoo.language_model_config import LanguageModelConfig
 from parse_train.zoo.muon import MuonWithAdamW
 from parse_train.zoo.packed_samples import IGNORED, PackedSamples, collate
