@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, get_args
@@ -117,7 +117,7 @@ def calibrate(
     settings = settings or CalibrationSettings()
     if engine.judge is None:
         raise ValueError("a calibration needs a judge: give an adapter, or zero_shot=True")
-    _check_problems(problems, settings)
+    _check_problems(problems, settings, getattr(engine.judge, "train_problems", frozenset()))
     models = describe_models(engine.target, engine.draft, engine.judge)
     digest = hashlib.sha256("\n".join(p.id for p in problems).encode()).hexdigest()[:16]
     config = {
@@ -160,12 +160,20 @@ def certify(calibration: Calibration, outcomes: Sequence[Outcome], settings: Cal
     return replace(calibration, tried=tried, promises=promises)
 
 
-def _check_problems(problems: Sequence[CalibrationProblem], settings: CalibrationSettings) -> None:
+def _check_problems(
+    problems: Sequence[CalibrationProblem], settings: CalibrationSettings, learnt: Collection[str]
+) -> None:
     if not problems:
         raise ValueError("there are no problems to calibrate on: choose another task, split or limit")
     name, count = Counter(p.id for p in problems).most_common(1)[0]
     if count > 1:
         raise ValueError(f"{count} problems have the id {name!r}: give each its own")
+    known = [problem.id for problem in problems if problem.id in learnt]
+    if known:
+        raise ValueError(
+            f"{len(known)} of the {len(problems)} problems are among those that the adapter was trained on (first: "
+            f"{known[0]}), where it is better than on others: choose another split or seed"
+        )
     needed = least_problems(settings.risks[0], settings.level)
     if len(problems) < needed:
         shared = " (the ways to resume share the error budget)" if len(settings.resumes) > 1 else ""
