@@ -9,6 +9,7 @@ from data_tools.tasks.by_name import load_task
 from data_tools.tasks.checkers import same_answer
 from parse_infer.calibration.measure import CalibrationSettings, calibrate
 from parse_infer.engine import ParseEngine
+from parse_infer.identity import describe_models
 from parse_infer.promise import FILE
 from parse_train.validity.build_info import BuildInfo
 from parse_train.validity.config import ValidityTrainingConfig
