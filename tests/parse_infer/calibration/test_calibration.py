@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from data_tools.tasks.checkers import same_answer
+from parse_infer.calibration import splits
 from parse_infer.calibration.measure import CalibrationSettings, Outcome, calibrate, certify
 from parse_infer.calibration.order import THRESHOLDS, strict_to_lax
 from parse_infer.calibration.replay import ReplayEngine
@@ -253,3 +254,22 @@ def test_a_damaged_calibration_is_one_sentence(tmp_path: Path):
     shown = replace(nothing, tried=[Tried(Setting(2.0), 0, 0.01, 1.0)], promises={0.01: None, 0.1: 0})
     with pytest.raises(ValueError, match="no setting was shown to keep it; the nearest promise is 0.1"):
         shown.setting(0.01)
+
+
+def test_random_halves_of_a_calibration(tmp_path: Path, capsys):
+    """Setting j loses a problem with chance j / 200; what is promised at 5 % loses about that on the other half."""
+    luck = Random(3)
+    numbers = [luck.random() for _ in range(1000)]
+    rows = outcomes(1000, lambda i, j: float(numbers[i] < j / 200), lambda j: 2 - j / 60)
+    config = {"loss": "accuracy", "resumes": ["finish"], "max_new_tokens": 30}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    assert splits.main([str(tmp_path), "--risk", "0.001,0.05", "--splits", "20"]) == 0
+    impossible, shown = json.loads((tmp_path / "splits.json").read_text())["rows"]
+    assert impossible["shown"] == 0 and impossible["speedup"] == 1 and impossible["lost"] == 0
+    assert shown["shown"] == 1 and 0.02 < shown["lost"] < 0.05 and shown["above"] <= 0.3
+    assert shown["lost_range"][0] < shown["lost"] < shown["lost_range"][1]
+    assert 1.05 < shown["speedup"] < 2
+    capsys.readouterr()
+    assert splits.main([str(tmp_path / "gone")]) == 2
+    assert "holds no calibration: run `parse-infer calibrate" in capsys.readouterr().err

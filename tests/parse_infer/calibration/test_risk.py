@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from scipy.stats import binom
@@ -68,3 +70,16 @@ def test_a_promise_is_broken_no_more_often_than_it_says(shape, n):
     }[shape]
     broken = simulate(rates, n, risk=0.05, level=0.1, rounds=400, seed=n)
     assert broken <= 0.1 + 3 * (0.1 * 0.9 / 400) ** 0.5
+
+
+def test_the_simulation_tells_problems_from_drafts(tmp_path, capsys):
+    """Drafts counted as problems promise too much where the risk rests above the promise; problems do not."""
+    from parse_infer.calibration.simulate import SHAPES, broken_share, main
+
+    rates = SHAPES["rests just above the promise"]
+    assert broken_share(rates, 300, 300, seed=1) <= 0.1 + 3 * (0.1 * 0.9 / 300) ** 0.5
+    assert broken_share(rates, 300, 300, seed=1, drafts=4) > 0.2
+    assert main(["--rounds", "2", "--out", str(tmp_path / "out.json")]) == 0
+    assert "rests just above the promise" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert len(rows) == 16 and {"shape", "problems", "by_problem", "by_draft"} == set(rows[0])
