@@ -34,12 +34,14 @@ from parse_infer.guesses.registry import check_token_drafter, load_token_drafter
 from parse_infer.guesses.rejected_draft import RejectedDraft
 from parse_infer.guesses.token_drafter import TokenDrafter
 from parse_infer.guesses.walk import guided_decode
+from parse_infer.identity import describe_models
 from parse_infer.models.loading import LanguageModel, find_model, load_language_model
 from parse_infer.models.names import resolve
 from parse_infer.models.prompts import Prompt, as_batch
 from parse_infer.models.sampling import Sampling
 from parse_infer.models.token_map import token_map
 from parse_infer.policy import check_threshold, maximal_valid_prefix
+from parse_infer.promise import Calibration, apply_promise, shipped_calibration
 from parse_infer.request import Request
 from parse_infer.verify.segments import CutPolicy, Segmenter
 from parse_infer.verify.trained_judge import ValidityAdapter
@@ -63,6 +65,7 @@ class ParseEngine:
         drafter: another source of drafts than `draft`.
         threshold: default threshold; None takes the judge's calibrated one, or 0.5 where it has none.
         cut_policy: where drafts are cut; None takes what the judge was trained with.
+        calibration: what `risk` in a request's settings goes by.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class ParseEngine:
         draft_drafter: TokenDrafter | None = None,
         threshold: float | None = None,
         cut_policy: CutPolicy | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         self.target = target
         self.draft = draft
@@ -90,6 +94,7 @@ class ParseEngine:
             cut_policy = CutPolicy.from_dict(judge.config.cut_policy) if judge is not None else CutPolicy()
         self.segmenter = Segmenter(target.tokenizer, cut_policy)
         self.verifier = Verifier(target.decoder, judge, self.segmenter)
+        self.calibration = calibration
         self._current: Request | None = None
 
     @classmethod
@@ -105,6 +110,7 @@ class ParseEngine:
         draft_drafter: str | None = None,
         threshold: float | None = None,
         cut_policy: CutPolicy | None = None,
+        calibration: str | Path | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         template_options: Mapping[str, Any] | None = None,
@@ -120,6 +126,7 @@ class ParseEngine:
         float32), sampled ones keep their distribution: "lookup", the folder or name of a head, or for the target
         "draft" (see `parse_infer.guesses.registry`). By default the draft model guesses for the target where its
         tokens are tokens of the target (the same tokenizer, or a reduced vocabulary); None: nobody does.
+        `calibration` is a file made by `parse-infer calibrate`; by default that in the adapter's folder, if any.
 
         Raises ValueError or OSError with one sentence for whatever is missing, damaged or does not fit.
         """
@@ -127,6 +134,8 @@ class ParseEngine:
             raise ValueError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
         if threshold is not None:
             check_threshold(threshold)
+        if calibration is not None:
+            Calibration.load(calibration)
         if gguf_file is not None:
             target = target / gguf_file if isinstance(target, Path) else f"{target.rstrip('/')}/{gguf_file}"
         find_model(target)  # a wrong name is found before the first model is loaded
@@ -157,7 +166,7 @@ class ParseEngine:
         if target_drafter == AUTO:
             known = draft_model is not None and token_map(draft_model.tokenizer, loaded.tokenizer) is not None
             target_drafter = "draft" if known else None
-        return cls(
+        engine = cls(
             loaded,
             draft_model,
             judge,
@@ -165,7 +174,16 @@ class ParseEngine:
             draft_drafter=load_token_drafter(draft_drafter, draft_model) if draft_drafter and draft_model else None,
             threshold=threshold,
             cut_policy=cut_policy,
+            calibration=Calibration.load(calibration) if calibration is not None else shipped_calibration(adapter),
         )
+        if calibration is not None:
+            engine.check_calibration()
+        return engine
+
+    def check_calibration(self) -> None:
+        """ValueError unless the calibration was made with these models."""
+        if self.calibration is not None:
+            self.calibration.check(describe_models(self.target, self.draft, self.judge))
 
     def generate(
         self,
@@ -419,9 +437,11 @@ class ParseEngine:
             )
         return self.judge
 
-    @staticmethod
-    def _settings(settings: GenerationSettings | None, overrides: Mapping[str, Any]) -> GenerationSettings:
-        return (settings or GenerationSettings()).override(**overrides)
+    def _settings(self, settings: GenerationSettings | None, overrides: Mapping[str, Any]) -> GenerationSettings:
+        settings = (settings or GenerationSettings()).override(**overrides)
+        if settings.risk is not None:
+            self.check_calibration()
+        return apply_promise(settings, self.calibration)
 
 
 def _wants_tail(settings: GenerationSettings) -> bool:

@@ -27,6 +27,9 @@ class GenerationSettings:
     threshold: float | None = None
     """A prefix holds if its validity is at least this. None: the adapter's own (0.5 if it has none). More than 1
     accepts nothing for its validity, so the (greedy) answer is the target's own."""
+    risk: float | None = None
+    """Instead of a threshold: keep a promise of the engine's calibration (`parse_infer.promise`), which then decides
+    about threshold, resume, acceptance and max_rounds."""
     mode: Mode = "validity"
     """"validity": keep what the judge finds right. "exact": keep only what the target would have written itself."""
     acceptance: Acceptance = "first_failure"

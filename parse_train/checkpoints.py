@@ -29,7 +29,15 @@ HARMLESS = (
     *("debug", "skip_memory_metrics", "push_to_hub", "hub_"),
     # when the training is looked at, and what is made of its result
     *("save_", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_accumulation_steps", "do_"),
-    *("per_device_eval_batch_size", "n_eval_problems", "baselines", "risk_", "cut_policy", "head_dtype"),
+    *(
+        "per_device_eval_batch_size",
+        "n_eval_problems",
+        "baselines",
+        "risk_",
+        "calibration_",
+        "cut_policy",
+        "head_dtype",
+    ),
     # what it runs on
     *("use_cpu", "local_rank", "ddp_", "torch_compile", "batch_size", "resume_from_checkpoint", "enable_jit_"),
     *(

@@ -49,7 +49,7 @@ def files(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-OUTER = [path for room in ("bench", "cli") for path in files(f"parse_infer/{room}")]
+OUTER = [path for room in ("bench", "calibration", "cli") for path in files(f"parse_infer/{room}")]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ OUTER = [path for room in ("bench", "cli") for path in files(f"parse_infer/{room
         (files("data_tools"), ["data"]),
         (files("parse_train"), ["train"]),
     ],
-    ids=["parse_infer", "parse_infer/bench and cli", "data_tools", "parse_train"],
+    ids=["parse_infer", "parse_infer/bench, calibration and cli", "data_tools", "parse_train"],
 )
 def test_every_import_is_declared(sources, extras):
     assert len(sources) > 10

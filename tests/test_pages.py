@@ -15,6 +15,8 @@ import pytest
 
 from data_tools.cli import main as parse_data
 from parse_infer.bench.documents import main as documents
+from parse_infer.calibration.simulate import main as simulate
+from parse_infer.calibration.splits import main as splits
 from parse_infer.cli.app import main as parse_infer
 from parse_train.__main__ import main as parse_train
 from parse_train.recipe import load_recipe
@@ -28,9 +30,10 @@ LAUNCHERS = ("accelerate", "torchrun", "python")
 LESS = {
     "parse-infer bench": "--limit 1 --thresholds none --max-new-tokens 24",
     "parse-infer generate": "--max-new-tokens 24",
+    "parse-infer calibrate": "--limit 46 --risk 0.05 --resume finish --loss disagreement --max-new-tokens 8",
     "parse-infer cost": "--rounds 1",
     "parse-data build": "--limit 8 --problems_per_group 8 --max_draft_tokens 128",
-    "validity": "--max_steps 1 --baselines false --report_to none --use_cpu true",
+    "validity": "--max_steps 1 --baselines false --calibration_problems 0 --report_to none --use_cpu true",
     "eagle": "--max_steps 1 --n_problems 4 --n_eval_problems 2 --report_to none --use_cpu true",
 }
 
@@ -78,6 +81,10 @@ def run(words: list[str], room: Path, number: int) -> int:
     if words[:3] == ["python", "-m", "parse_train.validity.compare"]:
         less = ["--acceptance", "0.5", "--cost_drafts", "1", "--cost_rounds", "1", "--output_dir", str(room / "runs")]
         return compare([*words[3:], *less, "--data", str(room / "data" / "validity"), "--use_cpu", "true"])
+    if words[:3] == ["python", "-m", "parse_infer.calibration.simulate"]:
+        return simulate([*words[3:], "--rounds", "2", "--out", str(room / "simulation.json")])
+    if words[:3] == ["python", "-m", "parse_infer.calibration.splits"]:
+        return splits([*words[3:], "--splits", "2"])
     assert words[0] in LAUNCHERS, f"nobody knows how to run {words}"
     return train(words, room, number)
 

@@ -41,6 +41,13 @@ def same_number(reference: str, completion: str) -> bool:
     return abs(wanted - got) <= abs(wanted) / 1_000_000
 
 
+def same_answer(one: str, other: str) -> bool:
+    """Whether two completions state the same answer: the same number, or the same text where one states none."""
+    if read_number(final_answer(one)) is not None and read_number(final_answer(other)) is not None:
+        return same_number(one, other)
+    return final_answer(one).strip() == final_answer(other).strip()
+
+
 def _matches(reference: str, completion: str) -> bool:
     return re.search(reference, completion) is not None
 

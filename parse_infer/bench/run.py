@@ -17,19 +17,20 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from parse_infer.bench.environment import describe_models
 from parse_infer.bench.figure import draw_figure
 from parse_infer.bench.mode_names import DEFAULT_MODES, DRAFTING, SWEPT, check_modes
 from parse_infer.bench.modes import BenchProblem, Mode, make_modes, read_draft, timed
-from parse_infer.bench.records import Record, RecordStore
+from parse_infer.bench.records import Record
 from parse_infer.bench.report import summarise
 from parse_infer.bench.results_file import write_results
 from parse_infer.bench.tables import markdown
 from parse_infer.engine import ParseEngine
 from parse_infer.files import write_text
 from parse_infer.generation import GenerationSettings, Resume
+from parse_infer.identity import describe_models
 from parse_infer.models.machine import describe_machine, describe_run
 from parse_infer.policy import check_threshold
+from parse_infer.record_store import RecordStore
 
 THRESHOLDS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99)
 
@@ -113,13 +114,13 @@ def run_bench(
     )
     environment = {
         **describe_machine(engine.target.model.device),
-        **describe_models(engine),
+        **describe_models(engine.target, engine.draft, engine.judge),
         "task": task,
         "problems": len(problems),
         "digest": _digest(problems),
     }
     config = {**_as_config(settings), **environment}
-    store = RecordStore(folder, config)
+    store = RecordStore(folder, config, Record)
     _measure(engine, problems, check, modes, settings, store, console)
     environment |= {**_as_config(settings), "chosen_threshold": _chosen(engine, settings), **describe_run()}
     categories = {p.id: category for p in problems if (category := getattr(p, "metadata", {}).get("category"))}
@@ -149,7 +150,7 @@ def _measure(
     check: Callable[[Any, str], bool | None],
     modes: Sequence[Mode],
     settings: BenchSettings,
-    store: RecordStore,
+    store: RecordStore[Record],
     console: Console | None,
 ) -> None:
     runs = list(schedule(problems, modes, settings.sweep_limit, settings.repeats))

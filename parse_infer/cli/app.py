@@ -1,4 +1,4 @@
-"""The command line: `parse-infer demo | generate | score | bench | cost`.
+"""The command line: `parse-infer demo | generate | score | bench | calibrate | cost`.
 
 Puts the commands together; a mistake of the user's becomes `error: <sentence>` on standard error and exit code 2.
 """
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import typer
 
 from parse_infer.cli.commands.bench import bench
+from parse_infer.cli.commands.calibrate import calibrate
 from parse_infer.cli.commands.cost import cost
 from parse_infer.cli.commands.demo import demo
 from parse_infer.cli.commands.generate import generate
@@ -33,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, generate, score, bench, cost):
+for command in (demo, generate, score, bench, calibrate, cost):
     app.command()(command)
 # Not exported by typer; its module has moved between versions.
 _ClickException: type[Exception] = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")

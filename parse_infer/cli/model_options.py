@@ -46,6 +46,10 @@ class ModelOptions:
     zero_shot: Annotated[
         bool, typer.Option("--zero-shot", help="No adapter: ask the target itself whether each prefix is right.")
     ] = False
+    calibration: Annotated[
+        str | None,
+        typer.Option(help="calibration.json that --risk goes by; default: that in the adapter's folder."),
+    ] = None
     target_drafter: Annotated[
         str,
         typer.Option(
@@ -122,6 +126,7 @@ class ModelOptions:
             target_drafter=None if self.target_drafter == NOBODY else self.target_drafter,
             draft_drafter=self.draft_drafter,
             threshold=self.threshold,
+            calibration=self.calibration,
             device=check_device(self.device),
             dtype=self.dtype,
             template_options=template_options,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ PEFT_WEIGHTS = "adapter_model.safetensors"
 HEAD = "validity_head.safetensors"
 CONFIG = "validity_config.json"
 CARD = "README.md"
+PROBLEMS = "train_problems.txt"
 WAY_OUT = "export or download the adapter again"
 PROMISE = (
     "one verification pass over one whole draft; several passes with hand-back are not covered, and drafts of one "
@@ -34,6 +35,7 @@ class AdapterFiles:
     tensors: dict[str, Tensor]
     head: dict[str, Tensor]
     validity_config: dict[str, Any]
+    train_problems: frozenset[str]
 
 
 def read_adapter(name_or_path: str | Path) -> AdapterFiles:
@@ -43,7 +45,7 @@ def read_adapter(name_or_path: str | Path) -> AdapterFiles:
         FileNotFoundError: no such folder or id, or one of its files is missing.
         ValueError: a file is damaged.
     """
-    folder = locate(name_or_path, (PEFT_CONFIG, PEFT_WEIGHTS, HEAD, CONFIG, CARD), "adapter")
+    folder = locate(name_or_path, (PEFT_CONFIG, PEFT_WEIGHTS, HEAD, CONFIG, CARD, PROBLEMS), "adapter")
 
     def check(*names: str) -> None:
         for name in names:
@@ -63,6 +65,7 @@ def read_adapter(name_or_path: str | Path) -> AdapterFiles:
         tensors=read_tensors(folder / PEFT_WEIGHTS, WAY_OUT) if probed else {},
         head=read_tensors(folder / HEAD, WAY_OUT),
         validity_config=config,
+        train_problems=frozenset(_lines(folder / PROBLEMS)),
     )
 
 
@@ -73,12 +76,14 @@ def write_adapter(
     head: Mapping[str, Tensor],
     validity_config: Mapping[str, Any],
     figures: Mapping[str, bytes],
+    train_problems: Iterable[str] = (),
 ) -> Path:
     """Write an adapter folder; an adapter that is there already is replaced in one step.
 
     Args:
         peft_config, tensors: both empty where there is no probe; then no peft files are written.
         figures: PNG files by name, shown in the model card.
+        train_problems: ids of the problems that were learnt from, so that no promise is tested on them.
 
     Raises:
         ValueError: `folder` exists and holds something else than an adapter.
@@ -97,6 +102,9 @@ def write_adapter(
             (beside / name).write_text(text + "\n", encoding="utf-8")
         for name, png in figures.items():
             (beside / f"{name}.png").write_bytes(png)
+        if train_problems:
+            lines = sorted(" ".join(problem.split()) for problem in train_problems)
+            (beside / PROBLEMS).write_text("\n".join(lines) + "\n", encoding="utf-8")
         (beside / CARD).write_text(model_card(validity_config, list(figures)), encoding="utf-8")
     return folder
 
@@ -136,6 +144,10 @@ def model_card(config: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
             "",
         ]
     )
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
 
 
 def _as_json(value: Any) -> Any:

@@ -94,6 +94,7 @@ class ValidityAdapter:
             without a probe, which alone is updated.
         peft_config: content of adapter_config.json; empty without a probe.
         tensors: content of adapter_model.safetensors, by peft's names; empty without a probe.
+        train_problems: ids of the problems that it was trained on, where that is known.
     """
 
     config: ValidityConfig
@@ -101,6 +102,7 @@ class ValidityAdapter:
     lora: ProbeLoRA | None = None
     peft_config: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    train_problems: frozenset[str] = frozenset()
 
     @property
     def probe(self) -> Probe:
@@ -125,7 +127,9 @@ class ValidityAdapter:
             name: tensor.float() if tensor.is_floating_point() else tensor
             for name, tensor in self.head.state_dict().items()
         }
-        return write_adapter(Path(folder), peft_config, self.tensors, head, self.config.to_dict(), figures or {})
+        return write_adapter(
+            Path(folder), peft_config, self.tensors, head, self.config.to_dict(), figures or {}, self.train_problems
+        )
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, target: PreTrainedModel) -> ValidityAdapter:
@@ -150,7 +154,7 @@ class ValidityAdapter:
             _check_tokens("part of the vocabulary", head.tokens.vocabulary.tolist(), target)
         head.to(target.device).requires_grad_(False)
         lora = ProbeLoRA.from_peft(files.peft_config, files.tensors, target) if config.probe_ids else None
-        return cls(config, head.eval(), lora, files.peft_config, files.tensors)
+        return cls(config, head.eval(), lora, files.peft_config, files.tensors, files.train_problems)
 
 
 def check_target(adapter: str, expected: dict[str, Any], target: PreTrainedModel) -> None:

@@ -24,6 +24,9 @@ class BuildInfo:
     """`describe_target` of the model whose rollouts gave the labels."""
     draft: dict[str, Any] = field(default_factory=dict)
     """The same of the model that wrote the drafts, with the name it was loaded by."""
+    task: str = ""
+    task_options: dict[str, Any] = field(default_factory=dict)
+    max_draft_tokens: int = 256
 
     def check_target(self, model: PreTrainedModel, data: str) -> None:
         """Raise ValueError if the labels come from other weights than `model`'s."""
@@ -55,4 +58,7 @@ def read_build_info(source: str) -> BuildInfo:
         label,
         models.get("target") or {},
         {**(models.get("draft") or {}), "name": config.get("draft")},
+        config.get("task") or "",
+        config.get("task_options") or {},
+        config.get("max_draft_tokens") or BuildInfo.max_draft_tokens,
     )

@@ -123,6 +123,17 @@ class ValidityTrainingConfig(TrainingConfig):
             "all. With one draft per problem the drafts are independent, as the confidence supposes."
         },
     )
+    calibration_problems: int = field(
+        default=300,
+        metadata={
+            "help": "At the end, calibrate the pair on this many problems of the task's validation split (0: do not), "
+            "so that the adapter carries a promise about requests (`parse-infer calibrate`). For data of a build."
+        },
+    )
+    calibration_risks: list[float] = field(
+        default_factory=lambda: [0.01, 0.02, 0.05, 0.1],
+        metadata={"help": "Shares of requests that may be lost, one promise for each."},
+    )
     baselines: bool = field(
         default=True,
         metadata={"help": "Also evaluate the zero-shot judge, the target's token probabilities and the KL judge."},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ def export_adapter(
     metrics: Mapping[str, float],
     risk: RiskControl | None = None,
     figures: Mapping[str, Figure] | None = None,
+    train_problems: Collection[str] = (),
 ) -> Path:
     """Write the adapter folder (an adapter there already is replaced) and return it.
 
@@ -44,6 +45,7 @@ def export_adapter(
         metrics: held-out figures for the model card.
         risk: where the threshold comes from; without it, none is written.
         figures: saved as NAME.png and shown in the model card.
+        train_problems: ids of the problems that were learnt from.
 
     Raises:
         ValueError: `folder` holds something else than an adapter.
@@ -61,5 +63,7 @@ def export_adapter(
     )
     peft_model = model.peft_model
     peft_config = {} if peft_model is None else peft_model.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
-    adapter = ValidityAdapter(config, model.exported_head(), None, peft_config, model.adapter_tensors())
+    adapter = ValidityAdapter(
+        config, model.exported_head(), None, peft_config, model.adapter_tensors(), frozenset(train_problems)
+    )
     return adapter.save_pretrained(folder, {name: png(figure) for name, figure in (figures or {}).items()})

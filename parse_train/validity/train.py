@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from parse_train.validity.figures import acceptance_figure, png, reliability_dia
 from parse_train.validity.kl_judge import KLJudge, find_kl_judge
 from parse_train.validity.metrics import ScoredDrafts, headline_metrics, ranking_metrics
 from parse_train.validity.model import ValidityModel
+from parse_train.validity.promise import promise
 from parse_train.validity.threshold import RiskControl, choose_threshold
 from parse_train.validity.trainer import ValidityTrainer
 
@@ -51,7 +53,10 @@ def main(config: ValidityTrainingConfig) -> None:
     tracking.start(config)
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=ValidityCollator(pad_id(lm)))
     checkpoints.train(trainer, start)
-    finish(config, lm, trainer, evaluation, facts, kl_judge)
+    learnt = {example.problem for example in train.examples if example.problem}
+    finish(config, lm, trainer, evaluation, facts, learnt, kl_judge)
+    del lm, model, trainer  # make room for the pair
+    promise(config, build)
 
 
 def prepare(
@@ -188,9 +193,14 @@ def finish(
     trainer: ValidityTrainer,
     evaluation: ValidityDataset,
     facts: AdapterFacts,
+    learnt: Collection[str] = (),
     kl_judge: KLJudge | None = None,
 ) -> None:
-    """Evaluate on held-out problems, choose the threshold, compare with the baselines, export."""
+    """Evaluate on held-out problems, choose the threshold, compare with the baselines, export.
+
+    Args:
+        learnt: ids of the training problems.
+    """
     drafts = {TRAINED: trainer.score(evaluation)}
     if config.baselines:
         drafts |= baseline_scores(trainer, lm, evaluation, kl_judge)
@@ -208,7 +218,7 @@ def finish(
                 drafts, config.risk_alpha, (risk.false_accept_rate, risk.acceptance_rate) if risk.accepts else None
             ),
         }
-        folder = export_adapter(str(config.adapter_dir), trainer.model, facts, metrics, risk, figures)
+        folder = export_adapter(str(config.adapter_dir), trainer.model, facts, metrics, risk, figures, learnt)
         pictures = {f"final/{name}": png(figure) for name, figure in figures.items()}
         tracking.log_images(pictures, trainer.state.global_step)
         tracking.finish(metrics)

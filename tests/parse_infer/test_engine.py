@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 
 import pytest
 
@@ -21,24 +20,6 @@ from tests.parse_infer.language_models import TokenCount, language_model, printa
 
 PROMPT = "Tom has 5 apples."
 PROBE_LEN = 2  # of the random adapter
-
-
-@pytest.fixture
-def make_engine(make_model, tokenizer, random_adapter) -> Callable[..., ParseEngine]:
-    """`make_engine(noise=…)`: a random target and adapter with a draft model that resembles the target."""
-
-    def make(noise: float = 0.1, draft_window: int = 2048, **options) -> ParseEngine:
-        model = printable(make_model("llama"), tokenizer)
-        adapter = random_adapter(model, token_rank=0)  # so that validity may rise again after a failure
-        draft = printable(resembling(make_model, model, noise), tokenizer)
-        draft.config.max_position_embeddings = draft_window
-        target_model, draft_model = (
-            language_model(model, tokenizer, "target"),
-            language_model(draft, tokenizer, "draft"),
-        )
-        return ParseEngine(target_model, draft_model, adapter, **options)
-
-    return make
 
 
 @pytest.fixture

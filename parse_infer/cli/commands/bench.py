@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from parse_infer.engine import ParseEngine
 
 
-@with_models(target_drafter=NOBODY, draft_drafter=None, zero_shot=False)  # modes name their own guesses and judge
+# Modes name their own guesses and judge.
+@with_models(target_drafter=NOBODY, draft_drafter=None, zero_shot=False, calibration=None)
 def bench(
     models: ModelOptions,
     task: Annotated[str, typer.Option(help="gsm_symbolic, gsm8k or jsonl.")] = "gsm_symbolic",

@@ -28,6 +28,10 @@ def generate(
         str | None, typer.Option(help='jsonl with "prompt" (text or messages), "id", "draft"; - is standard input.')
     ] = None,
     draft_text: Annotated[str | None, typer.Option(help="Check this draft instead of the draft model's.")] = None,
+    risk: Annotated[
+        float | None,
+        typer.Option(help="Instead of a threshold: at most this share of requests lost, as calibrate has shown."),
+    ] = None,
     mode: Annotated[
         str, typer.Option(metavar="validity|exact", help="exact: only the target's own greedy tokens (in float32).")
     ] = "validity",
@@ -50,6 +54,7 @@ def generate(
     \b
     Examples:
       parse-infer generate "A box holds 12 pens. How many pens are in 7 boxes?" --stream
+      parse-infer generate "…" --adapter runs/validity/adapter --risk 0.01
       parse-infer generate --file prompts.jsonl --json > answers.jsonl
       parse-infer generate "…" --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/qwen3/adapter
     """
@@ -66,6 +71,7 @@ def generate(
         draft_sampling=Sampling(draft_temperature, top_p, seed=seed),
         resume_sampling=Sampling(temperature, top_p, seed=seed),
         stop=tuple(stop or ()),
+        risk=risk,
         **given(resume=resume),
     )
     engine = models.load(needs_draft=any(row.draft is None for row in rows), needs_judge=mode == "validity")

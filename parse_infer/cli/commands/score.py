@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from parse_infer.cli.prompt_rows import PromptRow
 
 
-@with_models(draft=None, target_drafter=NOBODY, draft_drafter=None)
+@with_models(draft=None, target_drafter=NOBODY, draft_drafter=None, calibration=None)
 def score(
     models: ModelOptions,
     prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None,

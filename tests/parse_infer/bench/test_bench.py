@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from parse_infer.bench.assisted import AssistantSettings
 from parse_infer.bench.mode_names import DEFAULT_MODES, MODES, check_modes, describe, title
 from parse_infer.bench.modes import Mode, make_modes, read_draft, timed
-from parse_infer.bench.records import Record, RecordStore
+from parse_infer.bench.records import Record
 from parse_infer.bench.report import summarise
 from parse_infer.bench.results_file import from_columns, read_results, to_columns, write_results
 from parse_infer.bench.run import BenchSettings, run_bench, schedule
@@ -29,6 +29,7 @@ from parse_infer.guesses.draft_chain import DraftChain
 from parse_infer.guesses.lookup import LookupDrafter
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.token_map import token_map
+from parse_infer.record_store import RecordStore
 from parse_infer.verify.segments import CutPolicy
 from tests.parse_infer.language_models import reduced_pair, resembling, word_tokenizer
 
@@ -386,14 +387,14 @@ def test_the_median_of_repeats_counts():
 
 
 def test_a_damaged_record_is_named_with_its_line(tmp_path: Path):
-    store = RecordStore(tmp_path, {"seed": 0})
+    store = RecordStore(tmp_path, {"seed": 0}, Record)
     store.append(record("a", "target", 1.0, 10))
     with (tmp_path / "records.jsonl").open("a") as file:
         file.write("{}\n")
     with pytest.raises(ValueError, match="records.jsonl, line 2 is damaged"):
-        RecordStore(tmp_path, {"seed": 0})
+        RecordStore(tmp_path, {"seed": 0}, Record)
     with pytest.raises(ValueError, match="seed 0 and this one has 1"):
-        RecordStore(tmp_path, {"seed": 1})
+        RecordStore(tmp_path, {"seed": 1}, Record)
 
 
 def test_records_survive_as_columns_with_a_line_each(tmp_path: Path):

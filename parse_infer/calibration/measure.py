@@ -1,0 +1,263 @@
+"""Calibrate a pair: answer problems with the target alone and with PARSE under every setting, and see what is lost.
+
+Writes one record per problem as soon as it is there, so that an interrupted calibration goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, get_args
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from parse_infer.calibration.order import RESUMES, strict_to_lax
+from parse_infer.calibration.replay import ReplayEngine
+from parse_infer.calibration.risk import least_problems, n_passing, p_value, upper_bound
+from parse_infer.engine import ParseEngine
+from parse_infer.generation import Generation, GenerationSettings, Resume
+from parse_infer.identity import describe_models
+from parse_infer.models.machine import describe_machine, describe_run
+from parse_infer.models.prompts import Prompt
+from parse_infer.policy import Acceptance
+from parse_infer.promise import LOSSES, Calibration, Loss, Setting, Tried, check_risk, risks
+from parse_infer.record_store import RecordStore
+
+_SOME = 50  # problems of which a usable target answers at least one
+
+
+class CalibrationProblem(Protocol):
+    """What a calibration needs of a problem."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def prompt(self) -> Prompt: ...
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """What is promised, and what is tried for it."""
+
+    risks: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1)
+    confidence: float = 0.9
+    loss: Loss = "accuracy"
+    resumes: tuple[Resume, ...] = RESUMES
+    acceptance: Acceptance = GenerationSettings.acceptance
+    max_new_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "risks", risks(self.risks))
+        object.__setattr__(self, "resumes", tuple(dict.fromkeys(self.resumes)))
+        check_risk(self.confidence, "confidence")
+        if self.loss not in get_args(Loss):
+            raise ValueError(f"loss is {self.loss!r}; choose one of {', '.join(get_args(Loss))}")
+        strict_to_lax(self.resumes, self.acceptance)  # names a wrong value
+        self.generation()
+
+    @property
+    def orders(self) -> list[list[Setting]]:
+        return strict_to_lax(self.resumes, self.acceptance)
+
+    @property
+    def level(self) -> float:
+        """Share of the error budget that each order of settings has."""
+        return (1 - self.confidence) / len(self.resumes)
+
+    def generation(self) -> GenerationSettings:
+        return GenerationSettings(self.max_new_tokens, acceptance=self.acceptance)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One problem. `losses` and `seconds` have an entry for each setting, by order."""
+
+    problem_id: str
+    target_right: bool | None
+    """None: nothing tells."""
+    target_seconds: float
+    losses: list[list[float]]
+    seconds: list[list[float]]
+    """What an answer takes under each setting: its parts, measured once (`ReplayEngine`)."""
+
+    @property
+    def key(self) -> str:
+        return self.problem_id
+
+
+def calibrate(
+    engine: ParseEngine,
+    problems: Sequence[CalibrationProblem],
+    check: Callable[[Any, str], bool | None],
+    same: Callable[[str, str], bool],
+    folder: str | Path,
+    settings: CalibrationSettings | None = None,
+    *,
+    task: str = "",
+    console: Console | None = None,
+) -> Calibration:
+    """Measure what is not measured yet in `folder`, and test the settings.
+
+    Args:
+        engine: with target, draft model and judge.
+        problems: with different ids, none of which the judge was trained on.
+        check: whether a text answers a problem; None where nothing tells (then only loss "disagreement" is possible).
+        same: whether two texts give the same final answer.
+        task: what the problems are.
+
+    Raises:
+        ValueError: too few problems for a risk, a target that is never right, a pair that cannot keep any of the risks
+            even where it accepts nothing, or a folder with another calibration.
+    """
+    settings = settings or CalibrationSettings()
+    if engine.judge is None:
+        raise ValueError("a calibration needs a judge: give an adapter, or zero_shot=True")
+    _check_problems(problems, settings, getattr(engine.judge, "train_problems", frozenset()))
+    models = describe_models(engine.target, engine.draft, engine.judge)
+    digest = hashlib.sha256("\n".join(p.id for p in problems).encode()).hexdigest()[:16]
+    config = {
+        **{name: getattr(settings, name) for name in ("loss", "resumes", "acceptance", "max_new_tokens")},
+        # The number of problems too: adding some until a promise holds would be no test of it.
+        **{"models": models, "task": task, "n_problems": len(problems), "problems": digest},
+    }
+    store = RecordStore(folder, config, Outcome, "calibration")
+    outcomes = _measure(engine, problems, check, same, settings, store, console)
+    made = {**describe_machine(engine.target.model.device), **describe_run()}
+    calibration = Calibration(
+        task, len(problems), digest, settings.loss, settings.confidence, settings.max_new_tokens, models, [], {}, made
+    )
+    return certify(calibration, outcomes, settings)
+
+
+def certify(calibration: Calibration, outcomes: Sequence[Outcome], settings: CalibrationSettings) -> Calibration:
+    """`calibration` with what these outcomes show: every setting that was tried, and the promises."""
+    orders = settings.orders
+    if sum(outcome.target_seconds for outcome in outcomes) <= 0:
+        raise ValueError("the outcomes have no times")
+    alone = sum(outcome.target_seconds for outcome in outcomes)
+    tried: list[Tried] = []
+    places: list[list[int]] = []
+    for i, order in enumerate(orders):
+        places.append([])
+        for j, setting in enumerate(order):
+            losses = [outcome.losses[i][j] for outcome in outcomes]
+            seconds = sum(outcome.seconds[i][j] for outcome in outcomes)
+            bound = upper_bound(losses, 1 - settings.confidence)
+            places[i].append(len(tried))
+            tried.append(Tried(setting, float(sum(losses)), round(bound, 6), round(alone / seconds, 4)))
+    promises: dict[float, int | None] = {}
+    for risk in settings.risks:
+        shown: list[int] = []
+        for i in range(len(orders)):
+            losses_of_each = ([outcome.losses[i][j] for outcome in outcomes] for j in range(len(orders[i])))
+            shown += places[i][: n_passing(losses_of_each, risk, settings.level)]
+        promises[risk] = max(shown, key=lambda place: tried[place].speedup, default=None)
+    return replace(calibration, tried=tried, promises=promises)
+
+
+def _check_problems(
+    problems: Sequence[CalibrationProblem], settings: CalibrationSettings, learnt: Collection[str]
+) -> None:
+    if not problems:
+        raise ValueError("there are no problems to calibrate on: choose another task, split or limit")
+    name, count = Counter(p.id for p in problems).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{count} problems have the id {name!r}: give each its own")
+    known = [problem.id for problem in problems if problem.id in learnt]
+    if known:
+        raise ValueError(
+            f"{len(known)} of the {len(problems)} problems are among those that the adapter was trained on (first: "
+            f"{known[0]}), where it is better than on others: choose another split or seed"
+        )
+    needed = least_problems(settings.risks[0], settings.level)
+    if len(problems) < needed:
+        shared = " (the ways to resume share the error budget)" if len(settings.resumes) > 1 else ""
+        raise ValueError(
+            f"risk {settings.risks[0]} at confidence {settings.confidence} takes at least {needed} problems{shared}, "
+            f"and there are {len(problems)}: give more, or a larger risk"
+        )
+
+
+def _measure(
+    engine: ParseEngine,
+    problems: Sequence[CalibrationProblem],
+    check: Callable[[Any, str], bool | None],
+    same: Callable[[str, str], bool],
+    settings: CalibrationSettings,
+    store: RecordStore[Outcome],
+    console: Console | None,
+) -> list[Outcome]:
+    replay = ReplayEngine(engine)
+    pending = [problem for problem in problems if problem.id not in store.records]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console or Console(stderr=True)) as progress:
+        bar = progress.add_task("calibrate", total=len(problems), completed=len(problems) - len(pending))
+        if pending:
+            _outcome(replay, pending[0], check, same, settings)  # not counted: first calls are slower
+        for problem in pending:
+            store.append(_outcome(replay, problem, check, same, settings))
+            progress.advance(bar)
+            _check_hope([store.records[p.id] for p in problems if p.id in store.records], len(problems), settings)
+    return [store.records[problem.id] for problem in problems]
+
+
+def _outcome(
+    replay: ReplayEngine,
+    problem: CalibrationProblem,
+    check: Callable[[Any, str], bool | None],
+    same: Callable[[str, str], bool],
+    settings: CalibrationSettings,
+) -> Outcome:
+    plain = settings.generation()
+    replay.forget()
+    alone = replay.generate_target(problem.prompt, plain)
+    assert isinstance(alone, Generation)
+    right = check(problem, alone.text)
+    if right is None and settings.loss == "accuracy":
+        raise ValueError(
+            f"nothing tells whether an answer to problem {problem.id} is right: calibrate with --loss disagreement"
+        )
+    replay.forget()
+    losses: list[list[float]] = []
+    seconds: list[list[float]] = []
+    lost_by_text: dict[str, float] = {}
+    for order in settings.orders:
+        losses.append([])
+        seconds.append([])
+        for setting in order:
+            changes = {"threshold": setting.threshold, "resume": setting.resume, "max_rounds": setting.max_rounds}
+            answer, took = replay.answer(problem.prompt, plain.override(**changes))
+            if answer.text not in lost_by_text:
+                lost = not same(alone.text, answer.text)
+                if settings.loss == "accuracy":
+                    lost = bool(right) and not check(problem, answer.text)
+                lost_by_text[answer.text] = float(lost)
+            losses[-1].append(lost_by_text[answer.text])
+            seconds[-1].append(round(took, 4))
+    return Outcome(problem.id, right, round(alone.timings.total_s, 4), losses, seconds)
+
+
+def _check_hope(outcomes: Sequence[Outcome], n_problems: int, settings: CalibrationSettings) -> None:
+    """Stop as soon as it is certain that nothing can be promised, whatever the remaining problems bring."""
+    if settings.loss == "accuracy" and len(outcomes) >= min(_SOME, n_problems):
+        if not any(outcome.target_right for outcome in outcomes):
+            raise ValueError(
+                f"the target answers none of the first {len(outcomes)} problems right, so it has nothing to lose and "
+                "a promise would say nothing: check task, chat template and checker"
+            )
+    for i in range(len(settings.resumes)):
+        lost = [outcome.losses[i][0] for outcome in outcomes]
+        best = [*lost, *[0.0] * (n_problems - len(lost))]
+        if p_value(best, settings.risks[-1]) <= settings.level:
+            return
+    raise ValueError(
+        f"even where nothing of a draft is accepted, {sum(lost):g} of {len(lost)} problems count as lost "
+        f"({LOSSES[settings.loss]}), so no risk up to {settings.risks[-1]} can be promised for this pair on "
+        f"{n_problems} problems: in bfloat16 the target's own answers differ from run to run; use float32, more "
+        "problems, or a larger risk"
+    )

@@ -1,0 +1,106 @@
+"""`parse-infer calibrate`: which settings keep a promise about answers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from parse_infer.cli import options
+from parse_infer.cli.model_options import ModelOptions, with_models
+from parse_infer.cli.options import read_numbers
+from parse_infer.cli.problems import open_task, take_problems
+
+if TYPE_CHECKING:
+    from parse_infer.promise import Calibration
+
+
+@with_models(threshold=None, calibration=None)
+def calibrate(
+    models: ModelOptions,
+    task: Annotated[str, typer.Option(help="gsm_symbolic, gsm8k, reasoning_gym or jsonl.")] = "gsm_symbolic",
+    task_option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task, such as path=…; repeatable.")
+    ] = None,
+    split: Annotated[str, typer.Option(metavar="test|validation|train", help="Which problems.")] = "validation",
+    limit: Annotated[int, typer.Option(min=1, help="Number of problems; more show smaller risks.")] = 500,
+    seed: Annotated[int, typer.Option(min=0, help="Which problems.")] = 0,
+    risk: Annotated[
+        str, typer.Option(metavar="A,B,…", help="Shares of requests that may be lost; one promise for each.")
+    ] = "0.01,0.02,0.05,0.1",
+    confidence: Annotated[float, typer.Option(help="Of each promise.")] = 0.9,
+    loss: Annotated[
+        str,
+        typer.Option(
+            metavar="accuracy|disagreement",
+            help="Lost is what the target alone answers right and PARSE wrong; or, without a checker, where PARSE's "
+            "final answer is not the target's.",
+        ),
+    ] = "accuracy",
+    resume: Annotated[
+        str, typer.Option(metavar="finish,hand_back", help="What may follow a rejected draft; one is shown sooner.")
+    ] = "finish,hand_back",
+    max_new_tokens: options.MaxNewTokens = 256,
+    out: Annotated[str, typer.Option(metavar="DIR", help="Records; a run continues there.")] = "runs/calibration",
+) -> None:
+    """Find the fastest settings that keep a promise: "at most 1 in 100 requests is lost, with 90 % confidence".
+
+    Answers every problem with the target alone and with PARSE under every threshold, which costs little more than a
+    few answers: drafts, validities and continuations are computed once. Writes calibration.json into the adapter's
+    folder where that is a local one, and into --out; `parse-infer generate --risk 0.01` goes by it.
+
+    \b
+    Examples:
+      parse-infer calibrate --limit 500
+      parse-infer calibrate --adapter runs/validity/adapter --risk 0.01 --limit 1000
+      parse-infer calibrate --task jsonl --task-option path=prompts.jsonl --loss disagreement
+    """
+    loaded_task = open_task(task, task_option)
+    from data_tools.tasks.checkers import same_answer
+    from parse_infer.calibration.measure import CalibrationSettings
+    from parse_infer.calibration.measure import calibrate as measure
+    from parse_infer.promise import FILE
+
+    settings = CalibrationSettings(
+        risks=read_numbers(risk, "--risk"),
+        confidence=confidence,
+        loss=loss,  # type: ignore[arg-type]
+        resumes=tuple(resume.split(",")),  # type: ignore[arg-type]
+        max_new_tokens=max_new_tokens,
+    )
+    problems = take_problems(loaded_task, split, seed, limit)
+    engine = models.load()
+    where = f"{' '.join([task, *(task_option or ())])}, {split} split, seed {seed}"
+    try:
+        calibration = measure(engine, problems, loaded_task.check, same_answer, out, settings, task=where)
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        raise typer.Exit(130) from None
+    console = Console(highlight=False)
+    console.print(promises_table(calibration))
+    written = [Path(out) / FILE]
+    if not models.zero_shot and Path(models.adapter_name).is_dir():
+        written.insert(0, Path(models.adapter_name) / FILE)
+    for path in written:
+        calibration.save(path)
+        console.print(f"Written: {path}", soft_wrap=True)
+
+
+def promises_table(calibration: Calibration) -> Any:
+    """The promises of a calibration."""
+    table = Table(title=f"{calibration.n_problems} problems of {calibration.task}", title_justify="left")
+    for name in ("at most lost", "confidence", "threshold", "resume", "lost here", "speed-up"):
+        table.add_column(name, justify="right")
+    for risk, place in calibration.promises.items():
+        row = [f"{risk:.4g}", f"{calibration.confidence:.4g}"]
+        if place is None:
+            table.add_row(*row, "-", "-", "-", "not shown")
+            continue
+        tried = calibration.tried[place]
+        threshold = "accepts nothing" if tried.setting.threshold > 1 else f"{tried.setting.threshold:.4f}"
+        table.add_row(*row, threshold, tried.setting.resume, f"{tried.losses:g}", f"{tried.speedup:.2f}x")
+    return table

@@ -1,0 +1,94 @@
+"""The records of a long measurement on disk, so that an interrupted one goes on where it stopped.
+
+`config.json` says what the folder measures; `records.jsonl` has one line per record, written as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Hashable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from parse_infer.files import read_json, write_json
+
+
+class Keyed(Protocol):
+    """A frozen dataclass of JSON values that says what it is the record of."""
+
+    @property
+    def key(self) -> Hashable: ...
+
+
+R = TypeVar("R", bound=Keyed)
+
+
+class RecordStore(Generic[R]):
+    """The records in a folder; the only place that writes them.
+
+    Args:
+        folder: made if it does not exist.
+        config: what is measured. A folder with records of something else is an error, never mixed.
+        kind: class of the records.
+        what: the measurement, for messages.
+
+    Attributes:
+        records: what is there already, by key.
+
+    Raises:
+        ValueError: the folder holds another measurement, or a damaged record.
+    """
+
+    def __init__(self, folder: str | Path, config: Mapping[str, Any], kind: type[R], what: str = "benchmark") -> None:
+        self.folder = Path(folder)
+        self.records: dict[Any, R] = {}
+        self._kind, self._what = kind, what
+        self._path = self.folder / "records.jsonl"
+        config = json.loads(json.dumps(config))  # as it will read back: tuples become lists
+        config_path = self.folder / "config.json"
+        if config_path.exists():
+            self._check_same(read_json(config_path, f"choose another folder for the {what}"), config)
+        elif self._path.exists():
+            raise ValueError(f"{self.folder} has records.jsonl but no config.json: choose another folder")
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(config_path, config)
+        if self._path.exists():
+            self._load()
+
+    def append(self, record: R) -> None:
+        """Add a record; it is on its way to the disk when this returns."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(cast(Any, record)), ensure_ascii=False) + "\n")
+        self.records[record.key] = record
+
+    def _load(self) -> None:
+        data = self._path.read_bytes()
+        whole, newline, torn = data.rpartition(b"\n")
+        if torn:  # the last run was cut off in the middle of a line: that answer is measured again
+            os.truncate(self._path, len(whole) + len(newline))
+        names = {f.name for f in fields(self._kind)}  # type: ignore[arg-type]
+        for number, line in enumerate(whole.decode("utf-8").split("\n") if newline else [], 1):
+            try:
+                row = json.loads(line)
+                record = self._kind(**{key: value for key, value in row.items() if key in names})
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f"{self._path}, line {number} is damaged ({error}): delete the line to measure that answer again"
+                ) from error
+            self.records[record.key] = record
+
+    def _check_same(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        for key in [*wanted, *found]:
+            if found.get(key) != wanted.get(key):
+                raise ValueError(
+                    f"{self.folder} holds a {self._what} with {key} {_short(found.get(key))} and this one has "
+                    f"{_short(wanted.get(key))}: give another folder with --out, or delete that one"
+                )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "…"

@@ -1,0 +1,275 @@
+"""Calibration end to end: replayed answers are the engine's own, losses are counted by problem, promises are kept."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from data_tools.tasks.checkers import same_answer
+from parse_infer.calibration import splits
+from parse_infer.calibration.measure import CalibrationSettings, Outcome, calibrate, certify
+from parse_infer.calibration.order import THRESHOLDS, strict_to_lax
+from parse_infer.calibration.replay import ReplayEngine
+from parse_infer.engine import ParseEngine
+from parse_infer.generation import GenerationSettings
+from parse_infer.models.sampling import Sampling
+from parse_infer.promise import Calibration, Setting, Tried
+from tests.parse_infer.language_models import TokenCount
+
+PROMPTS = ["Tom has 5 apples.", "Ann has 12 pens and a cat.", "How many?"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    id: str
+    prompt: str
+
+
+@pytest.fixture
+def engine(make_engine: Callable[..., ParseEngine]) -> ParseEngine:
+    return make_engine(noise=0.15)
+
+
+def middle_thresholds(engine: ParseEngine, prompt: str) -> list[float]:
+    """Between the validities that occur, so that every setting differs from the next."""
+    seen = sorted({s.validity for e in engine.stream(prompt, max_new_tokens=40) for s in getattr(e, "segments", [])})
+    return [(a + b) / 2 for a, b in zip(seen, seen[1:], strict=False)]
+
+
+def test_replayed_answers_are_the_engines(engine: ParseEngine):
+    """Whatever the order of the settings, and whoever asked before; and most of it is not computed again."""
+    replay = ReplayEngine(engine)
+    for prompt in PROMPTS:
+        replay.forget()
+        thresholds = [1.1, *middle_thresholds(engine, prompt), 0.0]
+        wanted = {}
+        for resume in ("finish", "hand_back"):
+            for threshold in thresholds:
+                settings = GenerationSettings(40, threshold, resume=resume)
+                wanted[settings] = engine.generate(prompt, settings)
+        assert len({g.text for g in wanted.values()}) > 2, "the settings must differ for the test to say something"
+        for _ in range(2):
+            for settings, generation in wanted.items():
+                answer, seconds = replay.answer(prompt, settings)
+                assert (answer.text, answer.token_ids) == (generation.text, generation.token_ids), settings
+                authors = [[(span.source, span.text) for span in g.spans] for g in (answer, generation)]
+                assert authors[0] == authors[1] and answer.finish_reason == generation.finish_reason
+                assert seconds > 0
+        with TokenCount(engine.target.model) as count:  # all of it is known by now
+            for settings in reversed(wanted):
+                replay.answer(prompt, settings)
+        assert count.widths == []
+
+
+def test_the_time_of_a_replay_is_that_of_its_parts(engine: ParseEngine):
+    """The second time nothing runs, and the parts are counted all the same."""
+    replay, settings = ReplayEngine(engine), GenerationSettings(40, 1.1)
+    first = replay.answer(PROMPTS[0], settings)[1]
+    assert replay.memory.spared_s == 0
+    second = replay.answer(PROMPTS[0], settings)[1]
+    assert replay.memory.spared_s == pytest.approx(first, rel=0.5)
+    assert second >= replay.memory.spared_s
+
+
+def test_only_greedy_answers_are_replayed(engine: ParseEngine):
+    with pytest.raises(ValueError, match="greedy answers only"):
+        ReplayEngine(engine).answer("Hi", GenerationSettings(resume_sampling=Sampling(0.7)))
+
+
+def test_the_order_goes_from_nothing_to_everything():
+    orders = strict_to_lax()
+    assert [order[0].resume for order in orders] == ["finish", "hand_back"]
+    for order in orders:
+        thresholds = [setting.threshold for setting in order]
+        assert thresholds == sorted(thresholds, reverse=True) and thresholds[0] > 1 and thresholds[-1] == 0
+    with pytest.raises(ValueError, match="resume is sometimes; choose among finish, hand_back"):
+        strict_to_lax(["sometimes"])
+
+
+SETTINGS = CalibrationSettings(risks=(0.2, 0.5), resumes=("finish",), loss="disagreement", max_new_tokens=30)
+
+
+def run(engine: ParseEngine, folder: Path, settings: CalibrationSettings = SETTINGS, n: int = 12, check=None):
+    problems = [Problem(f"p{i}", f"{PROMPTS[i % 3]} {i}") for i in range(n)]
+    return calibrate(engine, problems, check or (lambda problem, text: None), same_answer, folder, settings, task="t")
+
+
+def test_a_calibration_counts_problems_and_goes_on_after_an_interruption(engine: ParseEngine, tmp_path: Path):
+    whole = run(engine, tmp_path / "whole")
+    accepts_nothing, everything = whole.tried[0], whole.tried[-1]
+    assert accepts_nothing.losses == 0, "above 1 the answer is the target's own"
+    assert everything.losses > 0 and everything.setting.threshold == 0
+    by_hand = 0
+    for i in range(12):
+        prompt = f"{PROMPTS[i % 3]} {i}"
+        alone = engine.generate_target(prompt, max_new_tokens=30)
+        by_hand += not same_answer(alone.text, engine.generate(prompt, max_new_tokens=30, threshold=0.0).text)
+    assert everything.losses == by_hand
+    lines = (tmp_path / "whole" / "records.jsonl").read_text().splitlines(keepends=True)
+    assert len(lines) == 12
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    (torn / "config.json").write_bytes((tmp_path / "whole" / "config.json").read_bytes())
+    (torn / "records.jsonl").write_text("".join(lines[:5]) + lines[5][:40])
+    again = run(engine, torn)
+    assert [t.losses for t in again.tried] == [t.losses for t in whole.tried]
+    assert (torn / "records.jsonl").read_text().splitlines(keepends=True)[:5] == lines[:5]
+    with pytest.raises(ValueError, match=r"n_problems 12 and this one has 20"):
+        run(engine, torn, n=20)
+
+
+def outcomes(n: int, lost: Callable[[int, int], float], seconds: Callable[[int], float]) -> list[Outcome]:
+    """Loss of problem i under setting j, and the seconds of setting j; of one order."""
+    places = range(len(THRESHOLDS))
+    return [
+        Outcome(f"p{i}", True, 2.0, [[lost(i, j) for j in places]], [[seconds(j) for j in places]]) for i in range(n)
+    ]
+
+
+def blank(**changes) -> Calibration:
+    fields = {"task": "t", "n_problems": 300, "problems": "x", "loss": "accuracy", "confidence": 0.9}
+    return Calibration(**fields, max_new_tokens=30, models={}, tried=[], promises={}, **changes)
+
+
+def test_the_fastest_setting_that_was_shown_is_promised():
+    """Setting j loses j problems of 300 and takes 2 - j/60 seconds; more is lost than 5 % from the eighth on."""
+    settings = CalibrationSettings(risks=(0.01, 0.05), resumes=("finish",))
+    found = certify(blank(), outcomes(300, lambda i, j: float(i < j), lambda j: 2 - j / 60), settings)
+    assert [tried.losses for tried in found.tried[:4]] == [0, 1, 2, 3]
+    assert found.promises[0.01] == 0, "one loss in 300 does not show 1 % at 90 %"
+    place = found.promises[0.05]
+    assert found.tried[place].bound <= 0.05 < found.tried[place + 1].bound
+    assert found.tried[place].speedup == pytest.approx(2 / (2 - place / 60), abs=1e-3)
+    # A setting that is slower than a stricter one is never chosen.
+    slow = certify(blank(), outcomes(300, lambda i, j: float(i < j), lambda j: 2 + j), settings)
+    assert slow.promises == {0.01: 0, 0.05: 0}
+    # Testing stops at the first that fails, although a laxer one would pass by itself.
+    gap = certify(blank(), outcomes(300, lambda i, j: float(j == 3 and i < 50), lambda j: 2 - j / 60), settings)
+    assert gap.promises[0.05] == 2
+    # Two orders share the budget: what one order alone could show is not shown.
+    both = [
+        replace(o, losses=o.losses * 2, seconds=o.seconds * 2) for o in outcomes(240, lambda i, j: 0.0, lambda j: 1)
+    ]
+    assert certify(blank(), both, CalibrationSettings(risks=(0.01,))).promises == {0.01: None}
+    one = outcomes(240, lambda i, j: 0.0, lambda j: 1)
+    assert certify(blank(), one, CalibrationSettings(risks=(0.01,), resumes=("finish",))).promises[0.01] is not None
+
+
+def test_what_cannot_be_promised_is_said_before_any_work(engine: ParseEngine, tmp_path: Path):
+    before = engine.target.decoder.forwards
+    cases = [
+        (
+            replace(SETTINGS, risks=(0.01,)),
+            "risk 0.01 at confidence 0.9 takes at least 230 problems, and there are 12",
+        ),
+        (
+            replace(SETTINGS, risks=(0.01,), resumes=("finish", "hand_back")),
+            "at least 299 problems (the ways to resume share the error budget)",
+        ),
+    ]
+    for settings, message in cases:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            run(engine, tmp_path / "none", settings)
+    assert engine.target.decoder.forwards == before and not (tmp_path / "none").exists()
+    for changes, message in [
+        ({"risks": (1.5,)}, "risk is 1.5; it must be a number between 0 and 1"),
+        ({"risks": ()}, "name at least one risk"),
+        ({"confidence": 0.0}, "confidence is 0.0"),
+        ({"loss": "regret"}, "loss is 'regret'; choose one of accuracy, disagreement"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            replace(SETTINGS, **changes)
+
+
+def test_a_target_that_is_never_right_has_nothing_to_lose(engine: ParseEngine, tmp_path: Path):
+    settings = replace(SETTINGS, loss="accuracy")
+    with pytest.raises(ValueError, match="answers none of the first 12 problems right"):
+        run(engine, tmp_path / "a", settings, check=lambda problem, text: False)
+    with pytest.raises(ValueError, match="nothing tells whether an answer to problem p0 is right"):
+        run(engine, tmp_path / "b", settings)
+
+
+def test_a_pair_that_loses_even_without_drafts_is_refused_early(engine: ParseEngine, tmp_path: Path):
+    """A checker that does not know its own mind stands for a target that answers differently from run to run."""
+    mind = Random(0)
+    settings = replace(SETTINGS, loss="accuracy", risks=(0.2,))
+    with pytest.raises(ValueError, match="even where nothing of a draft is accepted"):
+        run(engine, tmp_path, settings, check=lambda problem, text: mind.random() < 0.5)
+    assert len((tmp_path / "records.jsonl").read_text().splitlines()) < 12
+
+
+def test_requests_go_by_the_promise(engine: ParseEngine, make_engine, tmp_path: Path):
+    calibration = run(engine, tmp_path / "run")
+    path = tmp_path / "calibration.json"
+    calibration.save(path)
+    assert Calibration.load(path) == replace(calibration, made=json.loads(json.dumps(calibration.made)))
+    engine.calibration = Calibration.load(path)
+    tried = engine.calibration.setting(0.5)
+    wanted = engine.generate(PROMPTS[0], threshold=tried.setting.threshold, resume=tried.setting.resume)
+    assert engine.generate(PROMPTS[0], risk=0.5).token_ids == wanted.token_ids
+    with pytest.raises(ValueError, match="risk is 0.03, but it was not tested; the nearest promise is 0.2"):
+        engine.generate(PROMPTS[0], risk=0.03)
+    for changes, message in [
+        ({"threshold": 0.5}, "risk and threshold were both given"),
+        ({"resume": "hand_back"}, "risk and resume were both given"),
+        ({"mode": "exact"}, "risk and mode were both given"),
+        ({"resume_sampling": Sampling(0.7)}, "covers greedy answers only"),
+        ({"max_new_tokens": 8}, "covers answers of up to 30 tokens and max_new_tokens is 8"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            engine.generate(PROMPTS[0], risk=0.5, **changes)
+    other = make_engine(noise=0.3, calibration=Calibration.load(path))
+    assert other.generate(PROMPTS[0], max_new_tokens=5).token_ids  # of no concern without a risk
+    with pytest.raises(ValueError, match="made with another draft"):
+        other.generate(PROMPTS[0], risk=0.5)
+    other.calibration = None
+    with pytest.raises(ValueError, match="this engine has no calibration: run `parse-infer calibrate`"):
+        other.generate(PROMPTS[0], risk=0.5)
+
+
+def test_a_damaged_calibration_is_one_sentence(tmp_path: Path):
+    path = tmp_path / "calibration.json"
+    with pytest.raises(FileNotFoundError, match="there is no calibration"):
+        Calibration.load(path)
+    blank(made={}).save(path)
+    whole = json.loads(path.read_text())
+    for content, message in [
+        ("{", "is damaged, it is no valid JSON"),
+        (json.dumps(whole | {"schema_version": 7}), "is of another version"),
+        (json.dumps({key: value for key, value in whole.items() if key != "task"}), "is damaged"),
+        (json.dumps(whole | {"promises": {"0.1": 3}}), "is damaged"),
+    ]:
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            Calibration.load(path)
+    nothing = blank(made={})
+    with pytest.raises(ValueError, match="the calibration shows no promise"):
+        replace(nothing, promises={0.1: None}).setting(0.1)
+    shown = replace(nothing, tried=[Tried(Setting(2.0), 0, 0.01, 1.0)], promises={0.01: None, 0.1: 0})
+    with pytest.raises(ValueError, match="no setting was shown to keep it; the nearest promise is 0.1"):
+        shown.setting(0.01)
+
+
+def test_random_halves_of_a_calibration(tmp_path: Path, capsys):
+    """Setting j loses a problem with chance j / 200; what is promised at 5 % loses about that on the other half."""
+    luck = Random(3)
+    numbers = [luck.random() for _ in range(1000)]
+    rows = outcomes(1000, lambda i, j: float(numbers[i] < j / 200), lambda j: 2 - j / 60)
+    config = {"loss": "accuracy", "resumes": ["finish"], "max_new_tokens": 30}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    assert splits.main([str(tmp_path), "--risk", "0.001,0.05", "--splits", "20"]) == 0
+    impossible, shown = json.loads((tmp_path / "splits.json").read_text())["rows"]
+    assert impossible["shown"] == 0 and impossible["speedup"] == 1 and impossible["lost"] == 0
+    assert shown["shown"] == 1 and 0.02 < shown["lost"] < 0.05 and shown["above"] <= 0.3
+    assert shown["lost_range"][0] < shown["lost"] < shown["lost_range"][1]
+    assert 1.05 < shown["speedup"] < 2
+    capsys.readouterr()
+    assert splits.main([str(tmp_path / "gone")]) == 2
+    assert "holds no calibration: run `parse-infer calibrate" in capsys.readouterr().err

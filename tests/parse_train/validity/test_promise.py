@@ -1,0 +1,70 @@
+"""A training ends with a promise about requests, or says why there is none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parse_infer.models.names import ZOO
+from parse_infer.promise import FILE, Calibration
+from parse_infer.verify.adapter_folder import PROBLEMS
+from parse_train.validity.build_info import BuildInfo, read_build_info
+from parse_train.validity.config import ValidityTrainingConfig
+from parse_train.validity.promise import promise
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ValidityTrainingConfig:
+    shutil.copytree(ZOO / "adapter", tmp_path / "out" / "adapter")
+    return ValidityTrainingConfig(
+        target="zoo:target",
+        data="d",
+        output_dir=str(tmp_path / "out"),
+        use_cpu=True,
+        report_to="none",
+        calibration_problems=7,
+        calibration_risks=[0.4, 0.5],
+    )
+
+
+def test_the_exported_adapter_carries_a_promise(config: ValidityTrainingConfig, tmp_path: Path, capsys):
+    build = tmp_path / "build"
+    build.mkdir()
+    made = {"config": {"task": "gsm_symbolic", "draft": "zoo:draft", "max_draft_tokens": 200}, "models": {}}
+    (build / "build.json").write_text(json.dumps(made))
+    info = read_build_info(str(build))
+    assert (info.task, info.draft["name"], info.max_draft_tokens) == ("gsm_symbolic", "zoo:draft", 200)
+    promise(config, info)
+    out = capsys.readouterr().out
+    found = Calibration.load(tmp_path / "out" / "adapter" / FILE)
+    assert found.n_problems == 7 and set(found.promises) == {0.4, 0.5} and found.max_new_tokens == 200
+    assert "at most 50.00% of requests lost, 90% confidence: " in out
+    assert found.tried[0].losses == 0 and found.tried[0].speedup > 1, "accepting nothing is lossless speculation"
+
+    first = next(Path(config.output_dir).glob("calibration-*/records.jsonl")).read_text().splitlines()[0]
+    (tmp_path / "out" / "adapter" / PROBLEMS).write_text(json.loads(first)["problem_id"] + "\n")
+    promise(config, info)
+    assert "no promise about requests: 1 of the 7 problems are among those that the adapter was trained on" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "build", "said"),
+    [
+        ({"calibration_problems": 0}, BuildInfo(task="gsm_symbolic", draft={"name": "zoo:draft"}), ""),
+        ({}, BuildInfo(), ""),
+        ({"calibration_problems": 3}, BuildInfo(task="gsm_symbolic", draft={"name": "zoo:draft"}), "takes at least 6"),
+        ({}, BuildInfo(task="gone", draft={"name": "zoo:draft"}), "unknown task 'gone'"),
+        ({}, BuildInfo(task="gsm_symbolic", draft={"name": "./gone"}), "There is no folder './gone'"),
+    ],
+)
+def test_without_one_the_training_is_finished_all_the_same(config, changes, build, said, capsys):
+    promise(replace(config, **changes), build)
+    out = capsys.readouterr().out
+    assert said in out if said else not out
+    assert not (Path(config.output_dir) / "adapter" / FILE).exists()
