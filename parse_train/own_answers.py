@@ -23,7 +23,7 @@ from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import Sampling
 
 IGNORED = -100
-_GROUP = 64  # problems answered together, and in one file; an interruption costs no more
+_GROUP = 256  # problems answered together, so that the batch stays full, and in one file: what an interruption costs
 
 
 @dataclass
@@ -57,7 +57,7 @@ def write_answers(lm: LanguageModel, config: AnswerConfig, seed: int, split: str
         ValueError: the folder holds other answers, or another run is writing there.
     """
     keys = ("model", "task", "task_options", "answer_temperature", "max_answer_tokens", "template_options")
-    identity = {key: getattr(config, key) for key in keys} | {"split": split, "seed": seed}
+    identity = {key: getattr(config, key) for key in keys} | {"split": split, "seed": seed, "group": _GROUP}
     check_identity(folder, identity)  # every process says so
     processes = PartialState()
     with GroupFolder(folder, split).held(identity) if processes.is_main_process else nullcontext():

@@ -125,7 +125,8 @@ def right_answers(config: LanguageModelConfig) -> list[tuple[Problem, str]]:
     """The right ones among what `answers_of` answers to the first training problems; kept in `output_dir`/answers."""
     if config.answers_of is None:
         return []
-    lm = load_language_model(config.answers_of, role="target", device=config.device)
+    numbers = torch.bfloat16 if config.bf16 else "auto"
+    lm = load_language_model(config.answers_of, role="target", device=config.device, dtype=numbers)
     wanted = AnswerConfig(
         model=config.answers_of,
         task=config.task,

@@ -171,7 +171,7 @@ sys.exit(main(sys.argv[1:]))
 
 def test_processes_share_the_answers_that_a_head_learns_from(training_folder: Path, tmp_path: Path) -> None:
     """Group by group, and the answers are those of one process."""
-    problems = [{"prompt": f"{a}+{b}?", "reference": str(a + b)} for a in range(12) for b in range(12)]
+    problems = [{"prompt": f"{a}+{b}?", "reference": str(a + b)} for a in range(24) for b in range(24)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     (tmp_path / "says.py").write_text(_SAYS_WHO_WRITES)
     target, task_options = str(training_folder / "target"), {"path": str(tmp_path / "sums.jsonl")}
@@ -184,20 +184,20 @@ def test_processes_share_the_answers_that_a_head_learns_from(training_folder: Pa
         "--task_options",
         json.dumps(task_options),
     ]
-    arguments += ["--n_problems", "144", "--n_eval_problems", "9", "--max_answer_tokens", "6", "--max_steps", "1"]
+    arguments += ["--n_problems", "576", "--n_eval_problems", "9", "--max_answer_tokens", "6", "--max_steps", "1"]
     arguments += ["--draft_vocab_size", "100", "--report_to", "none", "--steps", "2"]
     arguments += ["--output_dir", str(tmp_path / "run"), "--answers", str(tmp_path / "two")]
     result = launch("cpu-2.yaml", tmp_path / "says.py", *arguments)
     assert result.returncode == 0, result.stderr
     assert sorted(re.findall(r"process (\d) wrote (\w+) (\d+)", result.stdout)) == [
         ("0", "train", "0"),
-        ("0", "train", "128"),
+        ("0", "train", "512"),
         ("0", "validation", "0"),
-        ("1", "train", "64"),
+        ("1", "train", "256"),
     ]
     config = AnswerConfig(target, task="jsonl", task_options=task_options, max_answer_tokens=6)
     lm = load_language_model(target, role="target", device="cpu")
-    for split, limit in (("train", 144), ("validation", 9)):
+    for split, limit in (("train", 576), ("validation", 9)):
         write_answers(lm, config, 0, split, limit, tmp_path / "one" / split)
     one, two = (
         {path.name: path.read_bytes() for path in (tmp_path / name).glob("*/data/*")} for name in ("one", "two")

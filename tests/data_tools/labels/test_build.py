@@ -311,7 +311,14 @@ def test_progress_shows_rate_and_time_left_in_80_columns(terminal: bool, monkeyp
     assert "rows/s" in last and "rollouts/s" in last and "left" in last and "…" not in last
 
 
-@pytest.mark.parametrize(("name", "target"), [("data.yaml", "zoo:target"), ("real/data.yaml", "Qwen/Qwen3-8B")])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("data.yaml", "zoo:target"),
+        ("real/data.yaml", "Qwen/Qwen3-8B"),
+        ("smollm2/data.yaml", "runs/smollm2/target/final"),
+    ],
+)
 def test_the_recipes_of_the_project_are_read(name: str, target: str) -> None:
     recipe = Path(__file__).parents[3] / "recipes" / name
     overrides = ["--limit", "7", "--temperatures", "0.5", "1", "--exhaustive"]
