@@ -46,7 +46,7 @@ def _decimal(hundredths: int) -> str:
 
 
 def written_out(rng: Random, max_number: int) -> str:
-    """One equation with numbers of any length up to `max_number`, its products and quotients in parts."""
+    """One equation with numbers of any length up to `max_number`, its differences, products and quotients in parts."""
 
     def number(most: float) -> int:  # as many of one digit as of four
         return max(1, round(most ** rng.random()))

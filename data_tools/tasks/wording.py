@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
@@ -27,6 +27,9 @@ _TOKEN = re.compile(
 )
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 _OPERATORS = {"×": "*", "x": "*", "÷": "/"}
+_MOST_PARTS = 6
+# One side of an equation: terms with the operators between them, or text with its signs between spaces.
+Row = tuple[list[Fraction], list[str]] | str
 # Numbers a reader supplies without being told: dozens, days, months, minutes, halves and quarters, percent.
 _COMMON = {Fraction(n) for n in (1, 2, 3, 4, 7, 10, 12, 24, 30, 52, 60, 100)} | {
     Fraction(1, 2),
@@ -214,45 +217,56 @@ def places(value: Fraction) -> list[Fraction]:
     return [place for place in reversed(found) if place]
 
 
-def parts_of(left: Fraction, sign: str, right: Fraction) -> tuple[list[Fraction], list[Fraction]] | None:
-    """The products or quotients of single digits that `left * right` or `left / right` adds up from.
+def worked_out(left: Fraction, sign: str, right: Fraction) -> list[Row]:
+    """The rows between `left sign right` and its value, digit by digit; none where that has no parts, or too many.
 
-    `27 * 34` is `20 * 30 + 20 * 4 + 7 * 30 + 7 * 4`, `138 / 3` is `120 / 3 + 18 / 3`. To write a product down at once
-    a small model has to carry in its head; these it knows by heart (arXiv 2305.14201 does the same).
+    To write a difference, product or quotient down at once a small model has to borrow, carry or divide in its head;
+    what stands here it knows by heart (arXiv 2305.14201 does the same for products and quotients):
 
-    Returns:
-        The operands (two for each part) and the value of each part; None for what has no parts, or too many.
+    - `851 - 252` is `851 - 200 - 50 - 2`, `651 - 50 - 2`, `601 - 2`;
+    - `27 * 34` is `20 * 30 + 20 * 4 + 7 * 30 + 7 * 4`, `600 + 80 + 210 + 28`, `680 + 210 + 28`, `890 + 28`;
+    - `138 / 3` is `40 + (138 - 120) / 3`, `40 + 18 / 3`, `40 + 6`.
     """
-    if sign not in "*/" or left <= 0 or right <= 0 or not (is_short(left) and is_short(right)):
-        return None
-    if any(show(factor).strip("0.") == "1" for factor in (right, left if sign == "*" else right)):
-        return None  # by a power of ten
-    if sign == "*":
-        pairs = [(x, y) for x in places(left) for y in places(right)]
-        if len(pairs) > 6:  # the digits of one factor only
-            one, other = sorted((left, right), key=lambda factor: len(places(factor)))
-            pairs = [(other, y) for y in places(one)]
-        values = [x * y for x, y in pairs]
-    else:
-        if not is_short(left / right):
-            return None
-        values = places(left / right)
-        pairs = [(value * right, right) for value in values]
-    if not 2 <= len(values) <= 6 or not all(is_short(v) for v in (*values, *(x for x, _ in pairs))):
-        return None
-    return [operand for pair in pairs for operand in pair], values
-
-
-def worked_out(left: Fraction, sign: str, right: Fraction) -> list[tuple[list[Fraction], list[str]]]:
-    """The rows between `left sign right` and its value, as in `reduction`; none where it has no parts."""
-    found = parts_of(left, sign, right)
-    if found is None:
+    if sign == "+" or left <= 0 or right <= 0 or not (is_short(left) and is_short(right)):
         return []
-    operands, values = found
-    rows = [(operands, [sign, *["+", sign] * (len(values) - 1)])]
-    while len(values) > 1:  # add up one at a time
-        rows.append((values, ["+"] * (len(values) - 1)))
-        values = [values[0] + values[1], *values[2:]]
+    if sign == "-":
+        parts = places(right)
+        return _one_at_a_time([left, *parts], "-") if 2 <= len(parts) <= _MOST_PARTS and left != right else []
+    if any(show(factor).strip("0.") == "1" for factor in (right, left if sign == "*" else right)):
+        return []  # by a power of ten
+    if sign == "/":
+        return _quotient(left, right)
+    pairs = [(x, y) for x in places(left) for y in places(right)]
+    if len(pairs) > _MOST_PARTS:  # the digits of one factor only
+        one, other = sorted((left, right), key=lambda factor: len(places(factor)))
+        pairs = [(other, y) for y in places(one)]
+    values = [x * y for x, y in pairs]
+    if not 2 <= len(values) <= _MOST_PARTS or not all(map(is_short, values)):
+        return []
+    factors = [factor for pair in pairs for factor in pair]
+    return [(factors, ["*", *["+", "*"] * (len(values) - 1)]), *_one_at_a_time(values, "+")]
+
+
+def _quotient(left: Fraction, right: Fraction) -> list[Row]:
+    """Long division: the digit of the quotient, and what is left to divide."""
+    parts = places(left / right) if is_short(left / right) else []
+    if not 2 <= len(parts) <= _MOST_PARTS or not all(is_short(part * right) for part in parts):
+        return []
+    rows: list[Row] = []
+    for n, part in enumerate(parts[:-1], 1):
+        taken, remaining = part * right, sum(parts[n:]) * right
+        before = " + ".join(map(show, parts[:n]))
+        rows.append(f"{before} + ({show(taken + remaining)} - {show(taken)}) / {show(right)}")
+        rows.append(f"{before} + {show(remaining)} / {show(right)}")
+    return [*rows, *_one_at_a_time(parts, "+")]
+
+
+def _one_at_a_time(terms: list[Fraction], sign: str) -> list[Row]:
+    """`a + b + c`, then the value of `a + b` in their place, down to two terms."""
+    rows: list[Row] = []
+    while len(terms) > 1:
+        rows.append((terms, [sign] * (len(terms) - 1)))
+        terms = [_OPERATIONS[sign](terms[0], terms[1]), *terms[2:]]
     return rows
 
 
@@ -267,10 +281,14 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def write_equation(chain: list[tuple[list[Fraction], list[str]]], value: Fraction, symbols: Mapping[str, str]) -> str:
-    """`row = row = value`, the rows as in `reduction`, in these symbols for the signs."""
+def write_equation(chain: Sequence[Row], value: Fraction, symbols: Mapping[str, str]) -> str:
+    """`row = row = value`, in these symbols for the signs."""
     rows = []
-    for terms, operators in chain:
+    for row in chain:
+        if isinstance(row, str):
+            rows.append(" ".join(symbols.get(word, word) for word in row.split(" ")))
+            continue
+        terms, operators = row
         words = [show(terms[0])]
         for op, term in zip(operators, terms[1:], strict=True):
             words += [symbols.get(op, op), show(term)]
@@ -283,7 +301,7 @@ def write(
 ) -> str | None:
     """A worked answer in a wording drawn from `rng`, ending in `#### answer`; None if a value breaks `limit`.
 
-    With `in_parts`, products and quotients are worked out digit by digit (`worked_out`).
+    With `in_parts`, differences, products and quotients are worked out digit by digit (`worked_out`).
     """
     symbols = rng.choice(_SYMBOLS)
     bound = None if limit is None else Fraction(limit)
@@ -292,6 +310,7 @@ def write(
         chain = reduction(step, rng, bound)
         if chain is None or not is_short(step.value) or (bound is not None and step.value > bound):
             return None
+        rows: list[Row] = [*chain]
         if in_parts:
             for terms, operators in chain[:-1]:  # within a longer expression: in an equation of its own, before it
                 at = next((i for i, op in enumerate(operators) if op in "*/"), 0)
@@ -300,8 +319,8 @@ def write(
                     value = evaluate([left, right], [sign])
                     lines.append(write_equation([([left, right], [sign]), *parts], value, symbols) + ".")
             (left, right), (sign,) = chain[-1]
-            chain += worked_out(left, sign, right)
-        equation = write_equation(chain, step.value, symbols)
+            rows += worked_out(left, sign, right)
+        equation = write_equation(rows, step.value, symbols)
         connective = rng.choice(_FIRST if i == 0 else _LAST if i == len(steps) - 1 else _MIDDLE)
         form = rng.random()
         first_word = step.before.split(" ")[0].rstrip(",:") if step.before else ""

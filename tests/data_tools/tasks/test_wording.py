@@ -25,15 +25,13 @@ def equations(text: str) -> list[str]:
     """Every `a op b … = c` of a worked answer, with words turned back into signs."""
     for word, sign in (("plus", "+"), ("minus", "-"), ("times", "*"), ("divided by", "/"), (" x ", " * ")):
         text = text.replace(word, sign)
-    return re.findall(r"[\d.]+(?: [-+*/=] [\d.]+)+", text)
+    return re.findall(r"\(?[\d.]+(?: [-+*/=] \(?[\d.]+\)?)+", text)
 
 
 def holds(chain: str) -> bool:
-    values = []
-    for side in chain.split(" = "):
-        parts = side.rstrip(".").split(" ")
-        values.append(evaluate([Fraction(p) for p in parts[::2]], parts[1::2]))
-    return len(set(values)) == 1
+    """By Python's own arithmetic, on fractions."""
+    sides = [re.sub(r"\d+(?:\.\d+)?", r"Fraction('\g<0>')", side.rstrip(".")) for side in chain.split(" = ")]
+    return len({eval(side, {"Fraction": Fraction}) for side in sides}) == 1
 
 
 def test_every_wording_states_true_equations_and_the_same_answer():
@@ -99,7 +97,7 @@ def test_drills_are_true():
         assert holds(equations(text)[0]), text
 
 
-def test_products_and_quotients_are_worked_out_in_parts_and_stay_true():
+def test_differences_products_and_quotients_are_worked_out_in_parts_and_stay_true():
     def texts(*terms: str, sign: str = "*") -> set[str]:
         values, signs = tuple(map(Fraction, terms)), (sign,) * (len(terms) - 1)
         step = Step("", values, signs, evaluate(values, signs), "")
@@ -109,15 +107,25 @@ def test_products_and_quotients_are_worked_out_in_parts_and_stay_true():
     four = "27 * 34 = 20 * 30 + 20 * 4 + 7 * 30 + 7 * 4 = 600 + 80 + 210 + 28 = 680 + 210 + 28 = 890 + 28 = 918"
     assert any(four in text for text in texts("27", "34"))
     assert any("0.75 * 60 = 0.7 * 60 + 0.05 * 60 = 42 + 3 = 45" in text for text in texts("0.75", "60"))
-    assert any("138 / 3 = 120 / 3 + 18 / 3 = 40 + 6 = 46" in text for text in texts("138", "3", sign="/"))
-    first = "138 / 3 = 120 / 3 + 18 / 3 = 40 + 6 = 46.\n"
-    before = [text for text in texts("138", "3", "2", sign="/") if first in text]
-    assert before and all("138 / 3 / 2 = 46 / 2 = 40 / 2 + 6 / 2 = 20 + 3 = 23" in text for text in before)
+    long = "138 / 3 = 40 + (138 - 120) / 3 = 40 + 18 / 3 = 40 + 6 = 46"
+    assert any(long in text for text in texts("138", "3", sign="/"))
+    before = [text for text in texts("138", "3", "2", sign="/") if f"{long}.\n" in text]
+    assert before and all("138 / 3 / 2 = 46 / 2 = 20 + (46 - 40) / 2 = 20 + 6 / 2 = 20 + 3 = 23" in t for t in before)
+    longer = (
+        "830 / 2 = 400 + (830 - 800) / 2 = 400 + 30 / 2 = 400 + 10 + (30 - 20) / 2 = 400 + 10 + 10 / 2 = 400 + 10 + 5"
+    )
+    assert any(longer in text for text in texts("830", "2", sign="/"))
+    assert any(
+        "851 - 252 = 851 - 200 - 50 - 2 = 651 - 50 - 2 = 601 - 2 = 599" in t for t in texts("851", "252", sign="-")
+    )
+    words = "851 minus 252 = 851 minus 200 minus 50 minus 2 = "
+    assert any(words in text for text in texts("851", "252", sign="-"))
     three = "123 * 345 = 345 * 100 + 345 * 20 + 345 * 3 = 34500 + 6900 + 1035"
     assert any(three in text for text in texts("345", "123")), "nine parts are too many"
+    assert not any(text.count("=") > 1 for text in texts("851", "50", sign="-")), "one digit is taken away at once"
     for short in ("7", "30"), ("46", "1"), ("0.1", "45"):
         assert not any("+" in text or "plus" in text for text in texts(*short)), f"{short} needs no parts"
-    for text in (*texts("12", "34", "56"), *texts("3360", "60", sign="/")):
+    for text in (*texts("12", "34", "56"), *texts("3360", "60", sign="/"), *texts("90.5", "1.25", sign="-")):
         assert all(holds(line) for line in equations(text)), text
 
 
