@@ -88,10 +88,11 @@ def test_sentences_about_missing_packages_name_the_extra_that_has_them():
     assert missing_package(ModuleNotFoundError(name="tiktoken")).endswith(": pip install tiktoken")
 
 
+# yaml and pydantic come with the base installation's own dependencies, tokenizers and numpy too.
+COME_ALONG = {"numpy", "pydantic", "pydantic_core", "tokenizers", "yaml"}
 BASE_ONLY = f"""
 import json, sys
-# yaml comes with the base installation's own dependencies, tokenizers and numpy too
-sys.modules.update(dict.fromkeys({sorted(set(EXTRAS) - {"numpy", "tokenizers", "yaml"})}))
+sys.modules.update(dict.fromkeys({sorted(set(EXTRAS) - COME_ALONG)}))
 from parse_infer.cli.app import main
 for arguments in json.load(sys.stdin):
     print(main(arguments), file=sys.stderr)
@@ -130,7 +131,7 @@ def test_the_base_installation_generates_and_names_the_extra_for_what_it_cannot_
     ],
 )
 def test_without_their_extras_data_and_training_say_so(module: str, arguments: list[str], missing: str):
-    code = f"import sys; sys.modules.update(dict.fromkeys({sorted(set(EXTRAS) - {'numpy', 'tokenizers'})})); "
+    code = f"import sys; sys.modules.update(dict.fromkeys({sorted(set(EXTRAS) - COME_ALONG | {'yaml'})})); "
     code += f"from {module} import main; sys.exit(main({arguments}))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 2 and len(run.stderr.strip().splitlines()) == 1, run.stderr

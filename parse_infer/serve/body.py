@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from parse_infer.generation import GenerationSettings, Resume
@@ -14,6 +14,17 @@ from parse_infer.serve.errors import refusals
 
 LONGEST_STOP = 1000  # characters
 MOST_CHOICES = 16
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can write half of a character, "\\ud800"; tokenizers cannot read it
+        raise PydanticCustomError("string_unicode", "not Unicode") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
 
 
 def neutral(why: str, *values: Any) -> Any:
@@ -60,20 +71,20 @@ class ParseOptions(Body):
     exact_tail: bool | None = Field(None, description="Use draft tokens that equal the target's choice.")
     max_rounds: int | None = Field(None, ge=1, le=1000, description="Most drafts of one answer, with hand_back.")
     draft_temperature: float | None = Field(None, ge=0, le=2, description="Default: temperature.")
-    draft_text: str | None = Field(None, min_length=1, description="Check this draft instead of the draft model's.")
+    draft_text: Text | None = Field(None, min_length=1, description="Check this draft instead of the draft model's.")
     events: bool = Field(False, description="Streams also tell what is drafted, verified and rejected.")
 
 
 class AnswerBody(Body):
     """The fields that both kinds of completion have."""
 
-    model: str | None = Field(None, description="Default: the model that is served.")
+    model: Text | None = Field(None, description="Default: the model that is served.")
     max_tokens: int | None = Field(None, ge=1, le=1 << 31)
     temperature: float | None = Field(None, ge=0, le=2, description="Default: 0, the most likely token.")
     top_p: float | None = Field(None, ge=0.001, le=1)
     top_k: int | None = Field(None, ge=-1, le=1 << 31, description="0 and -1 keep all tokens.")
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
-    stop: str | list[str] | None = Field(None, description="The answer ends before the first of these texts.")
+    stop: Text | list[Text] | None = Field(None, description="The answer ends before the first of these texts.")
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from parse_infer.generation import GenerationSettings
-from parse_infer.serve.body import AnswerBody, Body, ignored, neutral
+from parse_infer.serve.body import AnswerBody, Body, Text, ignored, neutral
 from parse_infer.serve.choice import Choice, ParseStatistics
 from parse_infer.serve.usage import Usage
 
@@ -18,14 +18,14 @@ _TOOLS = "tools are not offered here: the local engine cannot hold an answer to 
 
 class TextPart(Body):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatMessage(Body):
     """A message of the conversation; only text."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Text | list[TextPart]
     name: Any = ignored()
     refusal: Any = ignored()
     annotations: Any = ignored()
@@ -46,7 +46,7 @@ class Prediction(Body):
     """What the answer will probably be: a draft."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: Text | list[TextPart]
 
     @property
     def text(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from parse_infer.serve.body import AnswerBody, neutral
+from parse_infer.serve.body import AnswerBody, Text, neutral
 from parse_infer.serve.choice import Choice, ParseStatistics
 from parse_infer.serve.usage import Usage
 
@@ -16,7 +16,7 @@ Tokens = list[StrictInt]
 
 
 class CompletionBody(AnswerBody):
-    prompt: str | list[str] | Tokens | list[Tokens] = Field(
+    prompt: Text | list[Text] | Tokens | list[Tokens] = Field(
         description="Text or token ids, or a list of either; no chat template is used."
     )
     best_of: Any = neutral("not offered here; only 1", 1)

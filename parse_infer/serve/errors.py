@@ -98,9 +98,11 @@ def failure() -> ApiError:
 
 
 def invalid_body(problems: Sequence[Mapping[str, Any]], is_json: bool = True) -> ApiError:
-    """The first problem that pydantic has found, as one sentence."""
-    first = problems[0]
-    place = [str(part)[:60] for part in first["loc"] if part not in ("body", "query", "path")]
+    """One sentence on the problem that lies deepest: of several forms that a value may have, that is the one meant."""
+    first = max(problems, key=lambda problem: len(problem["loc"]))
+    place = [str(part)[:60] for part in first["loc"][1:]]
+    if first["type"] != "extra_forbidden":  # between the fields stand the names of the forms: "str", "list[int]"
+        place = [part for part in place if part != "str" and "[" not in part]
     kind, text = first["type"], str(first["msg"])
     if kind == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", "invalid_json")
@@ -108,6 +110,9 @@ def invalid_body(problems: Sequence[Mapping[str, Any]], is_json: bool = True) ->
         field = ".".join([*place, text.partition(":")[0]])
         message, code = ".".join([*place, text]), "unsupported_value" if kind == "unsupported" else "invalid_value"
         return ApiError(400, message, code, field)
+    if kind == "string_unicode":
+        where = ".".join(place) or "the name of a field"
+        return ApiError(400, f"{where} is not Unicode: it has half of a surrogate pair", "invalid_value", where)
     if not place:
         wanted = "a JSON object" if is_json else "a JSON object, with the header Content-Type: application/json"
         return ApiError(400, f"the body must be {wanted}", "invalid_json")

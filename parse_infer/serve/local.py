@@ -92,6 +92,7 @@ class LocalBackend:
             run.unwanted = True
 
     def close(self) -> None:
+        """No jobs follow; the thread ends behind those that it has."""
         self._runs.put(None)
         self._reader.close()
 

@@ -10,7 +10,6 @@ import socket
 import uvicorn
 from fastapi import FastAPI
 
-from parse_infer.serve.backend import Backend
 from parse_infer.serve.line import Limits
 from parse_infer.serve.logs import log_settings
 
@@ -33,7 +32,7 @@ def listen(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """Serves `app` until a signal; then every accepted request ends, or gets an error after the time of grace."""
 
-    def __init__(self, app: FastAPI, backend: Backend, limits: Limits) -> None:
+    def __init__(self, app: FastAPI, limits: Limits) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -46,7 +45,6 @@ class Server(uvicorn.Server):
             )
         )
         self._line = app.state.line
-        self._backend = backend
         self._limits = limits
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -56,4 +54,3 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             end.cancel()
-            self._backend.close()

@@ -7,13 +7,13 @@ from typing import Any
 from pydantic import BaseModel, Field, StrictInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from parse_infer.serve.body import Body
+from parse_infer.serve.body import Body, Text
 from parse_infer.serve.chat import ChatMessage
 
 
 class TokenizeBody(Body):
-    model: str | None = None
-    prompt: str | None = None
+    model: Text | None = None
+    prompt: Text | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, description="Instead of prompt; by the template.")
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
@@ -33,7 +33,7 @@ class TokenizeAnswer(BaseModel):
 
 
 class DetokenizeBody(Body):
-    model: str | None = None
+    model: Text | None = None
     tokens: list[StrictInt]
 
 

@@ -50,4 +50,7 @@ def serve(
     shown, port = listening.getsockname()[:2]
     shown = f"[{shown}]" if ":" in shown else shown
     print(f"{served_model_name or backend.name} answers at http://{shown}:{port}/v1 (a page: /)", flush=True)
-    Server(app, backend, limits).run(sockets=[listening])
+    try:
+        Server(app, limits).run(sockets=[listening])
+    finally:
+        backend.close()

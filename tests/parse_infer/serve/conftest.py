@@ -58,7 +58,7 @@ def running(
     listening = listen("127.0.0.1", 0)
     limits = limits or Limits()
     app = create_app(backend, limits, api_key)
-    server = Server(app, backend, limits)
+    server = Server(app, limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     port = listening.getsockname()[1]

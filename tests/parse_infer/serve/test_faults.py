@@ -47,10 +47,11 @@ BAD_BODIES = [
     (CHAT, b"[" * 100_000, "not valid JSON"),
     (CHAT, b"[]", "must be a JSON object"),
     (CHAT, b"null", "must be a JSON object"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "content"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages.0.content is not Unicode"),
     (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "temperature"),
     (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "seed": 1' + b"0" * 5000 + b"}", ""),
-    (PLAIN, b'{"prompt": "x", "\\ud800": 1}', ""),
+    (PLAIN, b'{"prompt": "x", "\\ud800": 1}', "not Unicode"),
+    (PLAIN, b'{"prompt": ["\\udfff"]}', "prompt.0 is not Unicode"),
 ]
 BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {}, "messages is missing"),
@@ -73,7 +74,8 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": USER, "seed": 1 << 70}, "seed"),
     (CHAT, {"messages": USER, "stop": ""}, "stop"),
     (CHAT, {"messages": USER, "stop": ["a"] * 17}, "stop"),
-    (CHAT, {"messages": USER, "stop": [1]}, "stop"),
+    (CHAT, {"messages": USER, "stop": [1]}, "stop.0: "),
+    (CHAT, {"messages": USER, "a[b": 1}, "a[b is no field"),
     (CHAT, {"messages": USER, "stream_options": {"include_usage": True}}, "only with stream"),
     (CHAT, {"messages": USER, "stream": "yes"}, "stream"),
     (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools are not offered"),
@@ -188,7 +190,7 @@ def test_work_ends_within_a_draft_too(served):
 def test_a_full_queue_says_when_to_come_back(served):
     with running(served.backend, served.engine, Limits(waiting=1)) as small, ThreadPoolExecutor(2) as pool:
         taken = [pool.submit(small.chat, max_tokens=300, parse={"mode": "target"}) for _ in range(2)]
-        while small.line.answers < 2:
+        while small.line.answers < 2 and not any(answer.done() for answer in taken):
             time.sleep(0.005)
         refused = small.chat()
         assert refused.status_code == 429 and error_of(refused)["type"] == "rate_limit_error"
@@ -242,7 +244,8 @@ def test_a_request_that_fails_takes_no_other_with_it(make_engine, caplog):
         own = broken.engine.generate("Tom has 5 apples.", max_new_tokens=24, threshold=1.01).text
         assert [one.result().json()["choices"][0]["message"]["content"] for one in good] == [own, own]
         stream = broken.chat(**back, stream=True)  # fails after the first text
-        assert stream.status_code == 200 and '"content":"ABCD"' in stream.text and "internal_error" in stream.text
+        assert stream.status_code == 200 and "internal_error" in stream.text
+        assert re.search(r'"content":"[^"]', stream.text)
         logger.removeHandler(caplog.handler)
     assert "out of memory" in caplog.text
 
