@@ -10,7 +10,7 @@ _TYPES = {"page.html": "text/html", "page.js": "text/javascript", "page.css": "t
 # Nothing from elsewhere, no script but page.js: should text of a model ever become markup, it still could do nothing.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
