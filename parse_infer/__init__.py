@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from parse_infer.engine import ParseEngine
     from parse_infer.generation import Generation, GenerationSettings, Score, Span, Statistics
     from parse_infer.models.decoder import Decoder
+    from parse_infer.models.prompts import Verbatim
     from parse_infer.models.sampling import Sampling
     from parse_infer.policy import maximal_valid_prefix
     from parse_infer.verify.segments import CutPolicy, Segmenter
@@ -36,6 +37,7 @@ _MODULES = {
     "Statistics": "generation",
     "ValidityAdapter": "verify.trained_judge",
     "ValidityConfig": "verify.trained_judge",
+    "Verbatim": "models.prompts",
     "Verification": "verify.verifier",
     "Verifier": "verify.verifier",
     "ZeroShotJudge": "verify.zero_shot_judge",
@@ -55,6 +57,7 @@ __all__ = [
     "Statistics",
     "ValidityAdapter",
     "ValidityConfig",
+    "Verbatim",
     "Verification",
     "Verifier",
     "ZeroShotJudge",

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from parse_infer.generation import (
     Event,
     Generation,
     GenerationSettings,
+    Interrupted,
     Resumed,
     Score,
     Segment,
@@ -224,6 +226,33 @@ class ParseEngine:
         """
         return self._serve(*self._prepare(prompt, self._settings(settings, overrides), draft_text))
 
+    def stream_target(
+        self, prompt: Prompt, settings: GenerationSettings | None = None, guided: bool = False, **overrides: Any
+    ) -> Iterator[Event]:
+        """`generate_target` for one prompt, as it happens: Resumed for each token, Done."""
+        settings = self._settings(settings, overrides)
+        request = Request(prompt, self.target, settings, settings.resume_sampling)
+        return self._write_alone(self.target, "target", request, self.target_drafter if guided else None)
+
+    @contextmanager
+    def interruptible(self, unwanted: Callable[[], bool]) -> Iterator[None]:
+        """Within the `with`, whatever runs raises `Interrupted` before the next forward of a model once `unwanted`
+        says so (it may be asked for something that another thread sets). The engine stays usable."""
+
+        def check() -> None:
+            if unwanted():
+                raise Interrupted
+
+        decoders = [model.decoder for model in (self.target, self.draft) if model is not None]
+        before = [decoder.before_forward for decoder in decoders]
+        try:
+            for decoder in decoders:
+                decoder.before_forward = check
+            yield
+        finally:
+            for decoder, earlier in zip(decoders, before, strict=True):
+                decoder.before_forward = earlier
+
     def score(
         self, prompt: Prompt, response: str, cut_policy: CutPolicy | None = None, finished: bool = True
     ) -> Score:
@@ -349,9 +378,7 @@ class ParseEngine:
         yield Done(request.result())
 
     def _finish(self, request: Request, drafter: Drafter) -> Generation:
-        *_, done = self._serve(request, drafter)
-        assert isinstance(done, Done)
-        return done.generation
+        return _last(self._serve(request, drafter))
 
     def _prepare(
         self, prompt: Prompt, settings: GenerationSettings, draft_text: str | None
@@ -378,22 +405,28 @@ class ParseEngine:
     ) -> Generation | list[Generation]:
         batch, is_list = as_batch(prompts)
         requests = [Request(prompt, model, settings, sampling) for prompt in batch]
-        results = []
-        for request in requests:
-            self._current = request
-            request.start()
-            target_before, drafter_before = self.target.decoder.forwards, self._drafter_forwards()
-            draft_before = self._draft_forwards()
-            model.decoder.seek(request.prompt_ids)
-            for token in self._decode(model, request, drafter, source):
-                request.answer.add([token], source)
-                if not request.answer.open:
-                    break
-            request.stats.target_forwards = self.target.decoder.forwards - target_before
-            request.stats.draft_forwards = self._draft_forwards() - draft_before
-            request.stats.drafter_forwards = self._drafter_forwards() - drafter_before
-            results.append(request.result())
+        results = [_last(self._write_alone(model, source, request, drafter)) for request in requests]
         return results if is_list else results[0]
+
+    def _write_alone(
+        self, model: LanguageModel, source: Source, request: Request, drafter: TokenDrafter | None
+    ) -> Iterator[Event]:
+        """Events of an answer that one model writes: Resumed for each token, Done."""
+        self._current = request
+        request.start()
+        target_before, drafter_before = self.target.decoder.forwards, self._drafter_forwards()
+        draft_before = self._draft_forwards()
+        model.decoder.seek(request.prompt_ids)
+        for token in self._decode(model, request, drafter, source):
+            yield Resumed(1, request.answer.add([token], source), token)
+            if self._current is not request:
+                raise RuntimeError("This stream has ended, because the engine has been given another request since.")
+            if not request.answer.open:
+                break
+        request.stats.target_forwards = self.target.decoder.forwards - target_before
+        request.stats.draft_forwards = self._draft_forwards() - draft_before
+        request.stats.drafter_forwards = self._drafter_forwards() - drafter_before
+        yield Done(request.result())
 
     def _decode(
         self, model: LanguageModel, request: Request, drafter: TokenDrafter | None, role: Source, round: int = 1
@@ -442,6 +475,13 @@ class ParseEngine:
         if settings.risk is not None:
             self.check_calibration()
         return apply_promise(settings, self.calibration)
+
+
+def _last(events: Iterator[Event]) -> Generation:
+    """What a stream ends with."""
+    *_, done = events
+    assert isinstance(done, Done)
+    return done.generation
 
 
 def _wants_tail(settings: GenerationSettings) -> bool:

@@ -18,6 +18,12 @@ EXTRAS = {
     "tokenizers": "train",
     "wandb": "train",
     "gguf": "gguf",
+    "fastapi": "serve",
+    "prometheus_client": "serve",
+    "pydantic": "serve",
+    "pydantic_core": "serve",
+    "starlette": "serve",
+    "uvicorn": "serve",
 }
 
 

@@ -213,3 +213,7 @@ class Done:
 
 
 Event = Drafted | Verified | Accepted | Resumed | Done
+
+
+class Interrupted(Exception):
+    """A stream has ended because nobody wants it any more."""

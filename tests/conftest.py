@@ -131,7 +131,7 @@ def random_ids() -> Callable[..., list[int]]:
     return ids
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def random_adapter() -> Callable[..., Any]:
     """`random_adapter(model, probe_ids=(7, 9), rank=4, seed=1)`: a `ValidityAdapter` that really changes something;
     without probe tokens it has token doubt alone."""

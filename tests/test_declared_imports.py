@@ -49,18 +49,20 @@ def files(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
+SERVE = files("parse_infer/serve")
 OUTER = [path for room in ("bench", "calibration", "cli") for path in files(f"parse_infer/{room}")]
 
 
 @pytest.mark.parametrize(
     ("sources", "extras"),
     [
-        ([path for path in files("parse_infer") if path not in OUTER], ["gguf"]),
+        ([path for path in files("parse_infer") if path not in [*OUTER, *SERVE]], ["gguf"]),
         (OUTER, ["bench"]),
+        (SERVE, ["serve"]),
         (files("data_tools"), ["data"]),
         (files("parse_train"), ["train"]),
     ],
-    ids=["parse_infer", "parse_infer/bench, calibration and cli", "data_tools", "parse_train"],
+    ids=["parse_infer", "parse_infer/bench, calibration and cli", "parse_infer/serve", "data_tools", "parse_train"],
 )
 def test_every_import_is_declared(sources, extras):
     assert len(sources) > 10
@@ -72,11 +74,11 @@ def test_every_import_is_declared(sources, extras):
 def test_nothing_is_declared_that_nobody_imports():
     everything = [path for package in PACKAGES for path in files(package)]
     used = {distribution(module) for module, _ in imported(*everything)}
-    assert declared("bench", "data", "train", "gguf") <= used
+    assert declared("bench", "data", "train", "gguf", "serve") <= used
 
 
 def test_sentences_about_missing_packages_name_the_extra_that_has_them():
-    base, own = declared(), {extra: declared(extra) for extra in ("bench", "data", "train", "gguf")}
+    base, own = declared(), {extra: declared(extra) for extra in ("bench", "data", "train", "gguf", "serve")}
     everything = [path for package in PACKAGES for path in files(package)]
     modules = {module for module, _ in imported(*everything) if distribution(module) not in base}
     assert {m: next(e for e in own if distribution(m) in own[e]) for m in modules} == EXTRAS
@@ -86,10 +88,11 @@ def test_sentences_about_missing_packages_name_the_extra_that_has_them():
     assert missing_package(ModuleNotFoundError(name="tiktoken")).endswith(": pip install tiktoken")
 
 
+# yaml and pydantic come with the base installation's own dependencies, tokenizers and numpy too.
+COME_ALONG = {"numpy", "pydantic", "pydantic_core", "tokenizers", "yaml"}
 BASE_ONLY = f"""
 import json, sys
-# yaml comes with the base installation's own dependencies, tokenizers and numpy too
-sys.modules.update(dict.fromkeys({sorted(set(EXTRAS) - {"numpy", "tokenizers", "yaml"})}))
+sys.modules.update(dict.fromkeys({sorted(set(EXTRAS) - COME_ALONG)}))
 from parse_infer.cli.app import main
 for arguments in json.load(sys.stdin):
     print(main(arguments), file=sys.stderr)
@@ -106,15 +109,17 @@ def test_the_base_installation_generates_and_names_the_extra_for_what_it_cannot_
         ["demo", "--limit", "1"],
         ["bench", *jsonl, "--out", str(tmp_path / "bench")],
         ["bench", "--task", "gsm8k", "--out", str(tmp_path / "bench")],
+        ["serve", "--port", "0"],
     ]
     run = subprocess.run(
         [sys.executable, "-c", BASE_ONLY], input=json.dumps(commands), capture_output=True, text=True, cwd=ROOT
     )
     lines = [line for line in run.stderr.splitlines() if re.fullmatch(r"\d+", line) or line.startswith("error")]
-    assert [line for line in lines if line.isdecimal()] == ["0", "0", "0", "2", "2", "2"], run.stderr
-    demo, bench, gsm8k = (line for line in lines if line.startswith("error"))
+    assert [line for line in lines if line.isdecimal()] == ["0", "0", "0", "2", "2", "2", "2"], run.stderr
+    demo, bench, gsm8k, serve = (line for line in lines if line.startswith("error"))
     assert demo.endswith('the package reasoning_gym is missing: pip install "parse-engine[bench]"')
     assert re.search(r'the package (matplotlib|scipy|PIL) is missing: pip install "parse-engine\[bench\]"', bench)
+    assert serve.endswith('the package fastapi is missing: pip install "parse-engine[serve]"')
     assert gsm8k.endswith('pip install "parse-engine[bench]"') or gsm8k.endswith('pip install "parse-engine[data]"')
 
 
@@ -126,7 +131,7 @@ def test_the_base_installation_generates_and_names_the_extra_for_what_it_cannot_
     ],
 )
 def test_without_their_extras_data_and_training_say_so(module: str, arguments: list[str], missing: str):
-    code = f"import sys; sys.modules.update(dict.fromkeys({sorted(set(EXTRAS) - {'numpy', 'tokenizers'})})); "
+    code = f"import sys; sys.modules.update(dict.fromkeys({sorted(set(EXTRAS) - COME_ALONG | {'yaml'})})); "
     code += f"from {module} import main; sys.exit(main({arguments}))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 2 and len(run.stderr.strip().splitlines()) == 1, run.stderr

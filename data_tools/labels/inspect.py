@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from data_tools.labels.rows import LabelledDraft, read_rows
 from data_tools.labels.summary import BINS, Summary
-from parse_infer.models.prompts import Prompt
+from parse_infer.models.prompts import Message
 
 BAR_WIDTH = 32
 _VALID, _INVALID = "green", "red"
@@ -115,7 +115,7 @@ def _subtitle(row: LabelledDraft) -> str:
     return ", ".join(parts)
 
 
-def _prompt_text(prompt: Prompt) -> str:
+def _prompt_text(prompt: str | Sequence[Message]) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)

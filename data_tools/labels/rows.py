@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from parse_infer.files import read_jsonl
-from parse_infer.models.prompts import Prompt
+from parse_infer.models.prompts import Message
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class LabelledDraft:
     """
 
     where: str
-    prompt: Prompt
+    prompt: str | Sequence[Message]
     completions: list[str]
     labels: list[bool]
     values: list[float | None]

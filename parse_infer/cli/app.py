@@ -1,4 +1,4 @@
-"""The command line: `parse-infer demo | generate | score | bench | calibrate | cost`.
+"""The command line: `parse-infer demo | generate | score | serve | bench | calibrate | cost`.
 
 Puts the commands together; a mistake of the user's becomes `error: <sentence>` on standard error and exit code 2.
 """
@@ -17,6 +17,7 @@ from parse_infer.cli.commands.cost import cost
 from parse_infer.cli.commands.demo import demo
 from parse_infer.cli.commands.generate import generate
 from parse_infer.cli.commands.score import score
+from parse_infer.cli.commands.serve import serve
 from parse_infer.extras import missing_package
 
 _EXAMPLES = """
@@ -25,6 +26,7 @@ Examples:
 \b
   parse-infer demo
   parse-infer generate "A box holds 12 pens. How many pens are in 7 boxes?"
+  parse-infer serve --port 8000
   parse-infer bench --limit 50 --out runs/bench
 """
 app = typer.Typer(
@@ -34,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, generate, score, bench, calibrate, cost):
+for command in (demo, generate, score, serve, bench, calibrate, cost):
     app.command()(command)
 # Not exported by typer; its module has moved between versions.
 _ClickException: type[Exception] = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")

@@ -10,7 +10,7 @@ from parse_infer.guesses.token_drafter import TokenDrafter
 from parse_infer.guesses.walk import guided_decode
 from parse_infer.models.detokenizer import complete_text, encode_continuation
 from parse_infer.models.loading import LanguageModel, same_tokenizer
-from parse_infer.models.prompts import Prompt, open_turn
+from parse_infer.models.prompts import Prompt, Verbatim, open_turn
 from parse_infer.models.sampling import Sampling
 from parse_infer.verify.segments import CutPolicy, Segmenter
 
@@ -53,6 +53,8 @@ class ModelDrafter:
         return self.draft.decoder.forwards
 
     def reset(self, prompt: Prompt, sampling: Sampling, stop: Sequence[str] = ()) -> None:
+        if isinstance(prompt, Verbatim) and not self.shares_tokens:
+            prompt = Verbatim(prompt.text)
         self._prompt_ids = self.draft.render(prompt)
         self._before = open_turn(prompt)
         self._sampling, self._stop, self._round = sampling, stop, 0

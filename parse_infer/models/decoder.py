@@ -62,6 +62,7 @@ class Decoder:
         cached: number of tokens in the cache.
         forwards: model forwards so far.
         edits: changes of the context from outside decode() so far.
+        before_forward: called before every forward. What it raises ends the work at hand; the decoder stays usable.
 
     Raises:
         ValueError: the cache of this model cannot be cropped exactly, or its logits are not
@@ -74,6 +75,7 @@ class Decoder:
         self.ids: list[int] = []
         self.cached = 0
         self.forwards = 0
+        self.before_forward: Callable[[], None] | None = None
         self._windows = layer_windows(model)
         self._backbone = getattr(model, model.base_model_prefix)
         self._fast = FastBackbone.for_model(model)
@@ -285,6 +287,8 @@ class Decoder:
 
     def _step(self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor] | None = None) -> Tensor:
         """One forward of the backbone, [1, T] -> [1, T, H]; the cache grows by T tokens."""
+        if self.before_forward is not None:
+            self.before_forward()
         heard = dict.fromkeys(self._taps, tokens)
         try:
             if self._fast is not None:

@@ -64,9 +64,13 @@ class LanguageModel:
     def render(self, prompt: Prompt) -> list[int]:
         """Token ids of the prompt in this model's own chat template.
 
-        Raises ValueError if it is empty or leaves no room for an answer in the context window.
+        Raises ValueError if it is empty, leaves no room for an answer in the context window or has a token that the
+        model does not know.
         """
         ids = render_prompt(self.tokenizer, prompt, self.template_options)
+        strange = next((token for token in ids if not 0 <= token < self.n_embeddings), None)
+        if strange is not None:
+            raise ValueError(f"{strange} is no token of {self.name!r}, which has tokens 0 to {self.n_embeddings - 1}.")
         if len(ids) >= self.window:
             raise ValueError(
                 f"The prompt has {len(ids)} tokens for {self.name!r}, whose context window is {self.window}: "

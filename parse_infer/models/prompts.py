@@ -1,15 +1,37 @@
-"""Prompts: a text or chat messages, rendered to token ids by a model's own chat template."""
+"""Prompts: a text or chat messages, rendered to token ids by a model's own chat template, or text as it stands."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from parse_infer.models.detokenizer import decode
+
 Message = Mapping[str, str]
-Prompt = str | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Verbatim:
+    """A prompt that the answer continues as it stands, without a chat template.
+
+    Attributes:
+        text: what is continued.
+        ids: its tokens, where the caller has chosen them: tokens of the target and of models that share its tokenizer.
+    """
+
+    text: str
+    ids: tuple[int, ...] | None = None
+
+    @classmethod
+    def of_tokens(cls, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Verbatim:
+        return cls(decode(tokenizer, ids), tuple(ids))
+
+
+Prompt = str | Sequence[Message] | Verbatim
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
@@ -25,6 +47,8 @@ def _are_messages(prompts: Sequence[Any]) -> bool:
 
 def open_turn(prompt: Prompt) -> str:
     """The assistant's text that the answer continues; "" where the answer begins a turn of its own."""
+    if isinstance(prompt, Verbatim):
+        return prompt.text
     if isinstance(prompt, str) or not prompt or prompt[-1]["role"] != "assistant":
         return ""
     return prompt[-1]["content"]
@@ -38,11 +62,16 @@ def render_prompt(
     """Token ids of the prompt, ready for the answer to follow.
 
     A text becomes one user message where there is a chat template, and is tokenised as it is where there is none.
-    If the last message is the assistant's, the answer continues it.
+    If the last message is the assistant's, the answer continues it. A `Verbatim` is never put into a template.
     `template_options` are the template's own switches (Qwen3: `{"enable_thinking": False}`).
 
     Raises ValueError for an empty prompt, for messages without a template and for those that the template refuses.
     """
+    if isinstance(prompt, Verbatim):
+        ids = list(tokenizer(prompt.text).input_ids) if prompt.ids is None else list(prompt.ids)
+        if not ids:
+            raise ValueError("The prompt is empty: give some text or at least one token.")
+        return ids
     _check(prompt)
     if tokenizer.chat_template is None:
         if not isinstance(prompt, str):

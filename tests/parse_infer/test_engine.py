@@ -9,9 +9,10 @@ import pytest
 
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
-from parse_infer.generation import Accepted, Done, Drafted, GenerationSettings, Resumed, Verified
+from parse_infer.generation import Accepted, Done, Drafted, GenerationSettings, Interrupted, Resumed, Verified
 from parse_infer.guesses.registry import load_token_drafter
 from parse_infer.models.decoder import Decoder
+from parse_infer.models.prompts import Verbatim
 from parse_infer.models.sampling import Sampling
 from parse_infer.policy import maximal_valid_prefix
 from parse_infer.verify.segments import CutPolicy
@@ -87,6 +88,47 @@ def test_every_architecture_keeps_both_promises(make_model, tokenizer, random_ad
         ours = engine.generate(PROMPT, max_new_tokens=20, resume="hand_back", **options)
         assert ours.token_ids == alone.token_ids
         assert ours.stats.rounds > 1 or "mode" in options  # an exact draft may be right throughout
+
+
+# The target alone, interruptions, and prompts as they stand
+
+
+def test_the_target_alone_can_be_watched(engine):
+    *tokens, done = engine.stream_target(PROMPT, max_new_tokens=20)
+    alone = engine.generate_target(PROMPT, max_new_tokens=20)
+    assert done.generation.text == alone.text == "".join(event.text for event in tokens)
+    assert [event.token_id for event in tokens] == alone.token_ids
+    assert done.generation.stats.target_forwards == alone.stats.target_forwards
+
+
+@pytest.mark.parametrize("at", [0, 1, 7, 25, 30])
+def test_an_interruption_ends_the_work_before_the_next_forward(engine, at):
+    """At the prompt, within the draft, and while the target writes; the engine goes on as if nothing had been."""
+    own = engine.generate(PROMPT, max_new_tokens=24, threshold=1.01, exact_tail=False)
+    engine.generate("Another one.", max_new_tokens=4)
+    asked = itertools.count()
+    before = engine.target.decoder.forwards + engine.draft.decoder.forwards
+    with pytest.raises(Interrupted), engine.interruptible(lambda: next(asked) == at):
+        engine.generate(PROMPT, max_new_tokens=24, threshold=1.01, exact_tail=False)
+    assert engine.target.decoder.forwards + engine.draft.decoder.forwards == before + at
+    again = engine.generate(PROMPT, max_new_tokens=24, threshold=1.01, exact_tail=False)
+    assert again.token_ids == own.token_ids
+
+
+def test_a_verbatim_prompt_meets_no_template(make_engine, make_model, tokenizer, random_adapter):
+    engine = make_engine()
+    ids = tokenizer.encode(PROMPT)
+    own = greedy(engine, ids, 16)
+    chosen = Verbatim.of_tokens([*ids[:4], 257, *ids[4:]], tokenizer)  # with a special token in between
+    for prompt, wanted in ((Verbatim(PROMPT), own), (chosen, greedy(engine, list(chosen.ids), 16))):
+        assert engine.generate(prompt, max_new_tokens=16, threshold=1.01).token_ids == wanted
+        assert engine.generate(prompt, max_new_tokens=16, mode="exact", draft_text="So 5.").token_ids == wanted
+    other = ParseEngine(engine.target, language_model(make_model("llama", vocab_size=300), word_tokenizer()))
+    assert other.generate(chosen, max_new_tokens=16, mode="exact").token_ids == greedy(engine, list(chosen.ids), 16)
+    with pytest.raises(ValueError, match="empty"):
+        engine.generate(Verbatim(""))
+    with pytest.raises(ValueError, match="999 is no token"):
+        engine.generate(Verbatim("", (999,)))
 
 
 # What is kept of the draft, and what follows

@@ -1,0 +1,56 @@
+"""`parse-infer serve`: the engine behind OpenAI's API."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from parse_infer.cli.model_options import ModelOptions, with_models
+
+
+@with_models()
+def serve(
+    models: ModelOptions,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="PARSE_API_KEY", help="What clients must send; default: nothing.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model; default: the target's name.")
+    ] = None,
+    max_waiting: Annotated[
+        int, typer.Option(min=0, help="Answers that may wait; beyond it, 429 and Retry-After.")
+    ] = 64,
+    request_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 600.0,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that accepted requests have after the signal to stop.")
+    ] = 30.0,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest body of a request, in MB.")] = 4.0,
+) -> None:
+    """Serve OpenAI's API, Prometheus metrics and a page to try it.
+
+    \b
+    Examples:
+      parse-infer serve --port 8000
+      parse-infer serve --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/qwen3/adapter --api-key secret
+    """
+    if api_key is not None and (not api_key.isascii() or not api_key.strip()):
+        raise ValueError("--api-key must be a text of ASCII characters, or be left out")
+    from parse_infer.serve.app import create_app
+    from parse_infer.serve.line import Limits
+    from parse_infer.serve.local import LocalBackend
+    from parse_infer.serve.server import Server, listen
+
+    limits = Limits(max_waiting, request_timeout, grace, int(max_body_mb * 1e6))
+    listening = listen(host, port)  # before the models are loaded: a port in use is found at once
+    backend = LocalBackend(models.load())
+    app = create_app(backend, limits, api_key, served_model_name)
+    shown, port = listening.getsockname()[:2]
+    shown = f"[{shown}]" if ":" in shown else shown
+    print(f"{served_model_name or backend.name} answers at http://{shown}:{port}/v1 (a page: /)", flush=True)
+    try:
+        Server(app, limits).run(sockets=[listening])
+    finally:
+        backend.close()

@@ -1,0 +1,49 @@
+"""The answers to one request, one after the other, as they happen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from parse_infer.generation import Done, Event
+from parse_infer.serve.backend import Backend, Job, Refused
+from parse_infer.serve.choice import Choice
+from parse_infer.serve.errors import ApiError, failure
+from parse_infer.serve.line import Line
+from parse_infer.serve.metrics import Metrics
+
+log = logging.getLogger("parse_infer.serve")
+
+
+async def answers(
+    backend: Backend, line: Line, metrics: Metrics, jobs: Sequence[tuple[Job, int]]
+) -> AsyncGenerator[tuple[Choice, Event, str], None]:
+    """Every event, with the choice that it belongs to and the text that may be sent now.
+
+    Args:
+        jobs: each with the number of tokens of its prompt.
+
+    Raises ApiError: what the backend refuses, or fails on.
+    """
+    async with line.place(len(jobs)):
+        for index, (job, prompt_tokens) in enumerate(jobs):
+            choice = Choice(index, job, prompt_tokens)
+            meter = metrics.meter(choice)
+            try:
+                async with aclosing(backend.stream(job)) as moments:
+                    async for moment in moments:
+                        text = choice.take(moment)
+                        meter.see(moment, text)
+                        if isinstance(moment.event, Done):
+                            line.note(moment.event.generation.timings.total_s)
+                        yield choice, moment.event, text
+            except Refused as error:
+                raise ApiError(400, str(error), "invalid_value") from error
+            except (ApiError, TimeoutError):
+                raise
+            except Exception as error:
+                log.exception("failure", extra={"fields": {"index": index}})
+                raise failure() from error
+            finally:
+                meter.end()

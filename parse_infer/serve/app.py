@@ -1,0 +1,138 @@
+"""The application: which path answers what."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import FastAPI, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from parse_infer.models.prompts import Prompt, Verbatim
+from parse_infer.serve import errors
+from parse_infer.serve.backend import Backend
+from parse_infer.serve.chat import ChatBody, ChatCompletion, ChatShape
+from parse_infer.serve.completion import Completion, CompletionBody, CompletionShape
+from parse_infer.serve.desk import Desk
+from parse_infer.serve.errors import ApiError, ErrorBody
+from parse_infer.serve.gate import Gate
+from parse_infer.serve.line import Limits, Line
+from parse_infer.serve.metrics import Metrics
+from parse_infer.serve.page import page_file
+from parse_infer.serve.tokens import (
+    DetokenizeAnswer,
+    DetokenizeBody,
+    ModelCard,
+    ModelList,
+    TokenizeAnswer,
+    TokenizeBody,
+)
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "A mistake in the request."},
+    "5XX": {"model": ErrorBody, "description": "The server cannot, or not now."},
+}
+
+
+def _streams(model: type) -> dict[int | str, dict[str, Any]]:
+    events = {"text/event-stream": {"schema": {"type": "string"}}}
+    return {200: {"model": model, "description": "The answer, or with stream: true its chunks.", "content": events}}
+
+
+def create_app(
+    backend: Backend, limits: Limits | None = None, api_key: str | None = None, model: str | None = None
+) -> FastAPI:
+    """The OpenAI-compatible API, metrics and page of one backend.
+
+    Args:
+        api_key: what clients must send; None asks for none.
+        model: the name under which the backend's target is served; default: its own.
+
+    The queue is `app.state.line`.
+    """
+    limits, metrics, started = limits or Limits(), Metrics(), int(time.time())
+    line = Line(limits, backend.parallel)
+    desk = Desk(backend, line, metrics, model or backend.name)
+    app = FastAPI(
+        title="PARSE",
+        summary="OpenAI's API over a draft model whose answers the target checks.",
+        docs_url=None,  # these pages load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=_ERRORS,
+    )
+    app.state.line = line
+    app.add_middleware(Gate, api_key=api_key, body_bytes=limits.body_bytes, metrics=metrics)
+    app.add_exception_handler(ApiError, errors.answer_api_error)
+    app.add_exception_handler(HTTPException, errors.answer_http_error)
+    app.add_exception_handler(RequestValidationError, errors.answer_invalid_body)
+    app.add_exception_handler(Exception, errors.answer_failure)
+    metrics.watch("parse_answers_running", "Answers that are being written.", lambda: backend.running)
+    metrics.watch("parse_answers_waiting", "Accepted answers that wait.", lambda: line.answers - backend.running)
+    metrics.watch("parse_parallel", "Answers that can be written at the same time.", lambda: backend.parallel)
+    metrics.watch("parse_retry_after_seconds", "What a full queue answers.", line.retry_after)
+
+    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_streams(ChatCompletion))
+    async def chat(body: ChatBody) -> Response:
+        desk.check_model(body.model)
+        jobs = await desk.jobs(body, [body.prompt], body.max_new_tokens, body.draft_text)
+        return desk.answer(ChatShape(), body, jobs)
+
+    @app.post("/v1/completions", response_model=Completion, responses=_streams(Completion))
+    async def complete(body: CompletionBody) -> Response:
+        desk.check_model(body.model)
+        prompts: list[Prompt] = []
+        for prompt in body.prompts:
+            with errors.refusals("prompt"):
+                prompts.append(Verbatim(prompt) if isinstance(prompt, str) else await backend.verbatim(prompt))
+        jobs = await desk.jobs(body, prompts, body.max_new_tokens, body.draft_text)
+        return desk.answer(CompletionShape(), body, jobs)
+
+    card = ModelCard(
+        id=desk.model, created=started, max_model_len=backend.window, parse={"threshold": backend.threshold}
+    )
+
+    @app.get("/v1/models")
+    async def models() -> ModelList:
+        return ModelList(data=[card])
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> ModelCard:
+        desk.check_model(name)
+        return card
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> TokenizeAnswer:
+        desk.check_model(body.model)
+        with errors.refusals():
+            if body.messages is not None:
+                ids = await backend.render([message.plain() for message in body.messages])
+            else:
+                ids = await backend.encode(body.prompt or "", body.add_special_tokens)
+        texts = await backend.token_texts(ids) if body.return_token_strs else None
+        return TokenizeAnswer(count=len(ids), max_model_len=backend.window, tokens=ids, token_strs=texts)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> DetokenizeAnswer:
+        desk.check_model(body.model)
+        with errors.refusals("tokens"):
+            return DetokenizeAnswer(prompt=await backend.decode(body.tokens))
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        return backend.tokenizer_info()
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        if line.closing:
+            raise ApiError(503, "the server is stopping", "stopping")
+        return {"status": "ok"}
+
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def prometheus() -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    for path, name in (("/", "page.html"), ("/page.js", "page.js"), ("/page.css", "page.css")):
+        app.add_api_route(path, lambda name=name: page_file(name), include_in_schema=False)
+    return app

@@ -1,0 +1,79 @@
+"""What the server needs of whatever answers: the local engine, or another backend with the same few questions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from parse_infer.generation import Event, GenerationSettings
+from parse_infer.models.prompts import Prompt, Verbatim
+
+
+@dataclass(frozen=True)
+class Job:
+    """One answer that somebody wants. `alone`: by the target, without a draft."""
+
+    prompt: Prompt
+    settings: GenerationSettings
+    draft_text: str | None = None
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An event, and when it happened (`time.perf_counter`)."""
+
+    event: Event
+    at: float
+
+
+class Refused(ValueError):
+    """The backend cannot answer this; the sentence says why."""
+
+
+class Backend(Protocol):
+    """Asked from the event loop's thread only."""
+
+    name: str
+    """The target's."""
+    parallel: int
+    """Answers that it writes at the same time."""
+    window: int
+    """Tokens that prompt and answer may have together."""
+    threshold: float
+    """The one that is used where none is given."""
+
+    @property
+    def running(self) -> int:
+        """Answers that are being written now."""
+        ...
+
+    async def encode(self, text: str, special_tokens: bool) -> list[int]: ...
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """Raises Refused for ids outside the vocabulary."""
+        ...
+
+    async def token_texts(self, ids: Sequence[int]) -> list[str]: ...
+
+    async def verbatim(self, ids: Sequence[int]) -> Verbatim:
+        """A prompt of tokens. Raises Refused for ids outside the vocabulary."""
+        ...
+
+    async def render(self, prompt: Prompt) -> list[int]:
+        """Tokens of the prompt. Raises Refused where it is empty, too long or refused by the chat template."""
+        ...
+
+    def tokenizer_info(self) -> dict[str, Any]: ...
+
+    def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
+        """What happens while the job's answer is written, `Done` last. Closing the generator ends the work at once.
+
+        Raises Refused before the first event, and any other error whenever it happens.
+        """
+        ...
+
+    def close(self) -> None:
+        """No jobs follow."""
+        ...

@@ -1,0 +1,157 @@
+"""What the bodies of chat and plain completions have in common: OpenAI's fields, and PARSE's own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from parse_infer.generation import GenerationSettings, Resume
+from parse_infer.models.sampling import Sampling, seed_of
+from parse_infer.policy import Acceptance
+from parse_infer.serve.errors import refusals
+
+LONGEST_STOP = 1000  # characters
+MOST_CHOICES = 16
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can write half of a character, "\\ud800"; tokenizers cannot read it
+        raise PydanticCustomError("string_unicode", "not Unicode") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+
+
+def neutral(why: str, *values: Any) -> Any:
+    """A field of OpenAI's that is understood, but offered only where it asks for nothing: null, or one of `values`."""
+    return Field(default=None, description=why, json_schema_extra={"enum": [None, *values]})
+
+
+def ignored() -> Any:
+    """A field of OpenAI's without influence on the answer."""
+    return Field(default=None, description="Accepted and ignored.")
+
+
+class Body(BaseModel):
+    """A JSON object without any other fields, and with values of exactly these types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _ask_for_nothing_else(self) -> Body:
+        for name, field in type(self).model_fields.items():
+            extra = field.json_schema_extra
+            if isinstance(extra, dict) and "enum" in extra and getattr(self, name) not in extra["enum"]:  # type: ignore[operator]
+                raise PydanticCustomError("unsupported", "{why}", {"why": f"{name}: {field.description}"})
+        return self
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = Field(None, description="End with a chunk that has the usage.")
+    continuous_usage_stats: Any = neutral("usage comes once, at the end", False)
+    include_obfuscation: Any = ignored()
+
+
+class ParseOptions(Body):
+    """How PARSE answers; what is left out is the engine's default."""
+
+    threshold: float | None = Field(None, ge=0, description="Keep a prefix whose validity is at least this.")
+    risk: float | None = Field(
+        None, gt=0, lt=1, description="Instead of a threshold: keep this promise of the calibration."
+    )
+    mode: Literal["validity", "exact", "target"] | None = Field(
+        None,
+        description="validity: what the judge finds right is kept; exact: what the target would have written itself; "
+        "target: the target alone, without a draft.",
+    )
+    resume: Resume | None = Field(None, description="What the target writes after a rejected draft.")
+    acceptance: Acceptance | None = Field(None, description="Up to the first failing cut, or to the last valid one.")
+    exact_tail: bool | None = Field(None, description="Use draft tokens that equal the target's choice.")
+    max_rounds: int | None = Field(None, ge=1, le=1000, description="Most drafts of one answer, with hand_back.")
+    draft_temperature: float | None = Field(None, ge=0, le=2, description="Default: temperature.")
+    draft_text: Text | None = Field(None, min_length=1, description="Check this draft instead of the draft model's.")
+    events: bool = Field(False, description="Streams also tell what is drafted, verified and rejected.")
+
+
+class AnswerBody(Body):
+    """The fields that both kinds of completion have."""
+
+    model: Text | None = Field(None, description="Default: the model that is served.")
+    max_tokens: int | None = Field(None, ge=1, le=1 << 31)
+    temperature: float | None = Field(None, ge=0, le=2, description="Default: 0, the most likely token.")
+    top_p: float | None = Field(None, ge=0.001, le=1)
+    top_k: int | None = Field(None, ge=-1, le=1 << 31, description="0 and -1 keep all tokens.")
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    stop: Text | list[Text] | None = Field(None, description="The answer ends before the first of these texts.")
+    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    parse: ParseOptions | None = None
+
+    frequency_penalty: Any = neutral("no penalties here; only 0", 0)
+    presence_penalty: Any = neutral("no penalties here; only 0", 0)
+    repetition_penalty: Any = neutral("no penalties here; only 1", 1)
+    min_p: Any = neutral("not offered here; only 0", 0)
+    logit_bias: Any = neutral("not offered here", {})
+    ignore_eos: Any = neutral("not offered here", False)
+
+    user: Any = ignored()
+    metadata: Any = ignored()
+    store: Any = ignored()
+    service_tier: Any = ignored()
+    safety_identifier: Any = ignored()
+    prompt_cache_key: Any = ignored()
+    prompt_cache_retention: Any = ignored()
+
+    @model_validator(mode="after")
+    def _check(self) -> AnswerBody:
+        strings = self.stop_strings
+        if len(strings) > 16 or any(not 0 < len(string) <= LONGEST_STOP for string in strings):
+            sentence = "stop: at most 16 texts of 1 to {most} characters"
+            raise PydanticCustomError("sentence", sentence, {"most": LONGEST_STOP})
+        if self.temperature is not None and 0 < self.temperature < 0.01:
+            raise PydanticCustomError("sentence", "temperature: give 0 (the most likely token) or at least 0.01")
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("sentence", "stream_options: only with stream: true")
+        if self.parse is not None and self.parse.mode == "target" and self.parse.draft_text is not None:
+            raise PydanticCustomError("sentence", "parse.draft_text: mode target uses no draft")
+        return self
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def alone(self) -> bool:
+        """Whether the target answers without a draft."""
+        return self.parse is not None and self.parse.mode == "target"
+
+    def settings(self, max_new_tokens: int, choice: int) -> GenerationSettings:
+        """For one of the `n` answers; the first one has the seed as it is given. Raises ApiError."""
+        options = self.parse or ParseOptions.model_validate({})
+        seed = self.seed if self.seed is None or choice == 0 else seed_of(self.seed, choice)
+        temperature = self.temperature or 0.0
+        drafts = temperature if options.draft_temperature is None else options.draft_temperature
+        kept = ("threshold", "risk", "mode", "resume", "acceptance", "exact_tail", "max_rounds")
+        given = {name: value for name in kept if (value := getattr(options, name)) not in (None, "target")}
+        with refusals():
+            return GenerationSettings(
+                max_new_tokens=max_new_tokens,
+                stop=self.stop_strings,
+                draft_sampling=self._sampling(drafts, seed),
+                resume_sampling=self._sampling(temperature, seed),
+                **given,
+            )
+
+    def _sampling(self, temperature: float, seed: int | None) -> Sampling:
+        top_p = 1.0 if self.top_p is None else self.top_p
+        return Sampling(temperature, top_p, max(0, self.top_k or 0), seed)

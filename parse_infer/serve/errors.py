@@ -1,0 +1,128 @@
+"""Errors as OpenAI's API writes them: a status, and one sentence that says what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+_NAMES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """What every answer with a status of 400 or more holds."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """Ends a request with this status and sentence.
+
+    Args:
+        param: the field of the body that is wrong.
+        code: what a program may look for.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = dict(headers or {})
+        kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    def response(self) -> Response:
+        # ASCII only: a message may quote what is no text in UTF-8.
+        return Response(json.dumps(self.body), self.status, self.headers, "application/json")
+
+
+@contextmanager
+def refusals(param: str | None = None) -> Iterator[None]:
+    """A ValueError within the `with` is a mistake of the client's."""
+    try:
+        yield
+    except ValueError as error:
+        raise ApiError(400, str(error), "invalid_value", param) from error
+
+
+async def answer_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def answer_http_error(request: Request, error: Exception) -> Response:
+    """What the framework itself refuses: unknown paths, wrong methods, bodies that are no JSON."""
+    assert isinstance(error, HTTPException)
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"there is no {request.method} {request.url.path[:100]} here"
+    elif error.status_code == 405:
+        message = f"{request.url.path[:100]} does not answer {request.method[:20]}"
+    elif error.status_code == 400:
+        message = "the body is not valid JSON in UTF-8"
+    return ApiError(error.status_code, message, _NAMES.get(error.status_code), headers=error.headers).response()
+
+
+async def answer_invalid_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    is_json = "json" in request.headers.get("content-type", "")
+    return invalid_body(error.errors(), is_json).response()
+
+
+async def answer_failure(request: Request, error: Exception) -> Response:
+    return failure().response()
+
+
+def failure() -> ApiError:
+    """For what is nobody's mistake but ours; the log has the traceback."""
+    return ApiError(500, "the server failed on this request; its log says why", "internal_error")
+
+
+def invalid_body(problems: Sequence[Mapping[str, Any]], is_json: bool = True) -> ApiError:
+    """One sentence on the problem that lies deepest: of several forms that a value may have, that is the one meant."""
+    first = max(problems, key=lambda problem: len(problem["loc"]))
+    place = [str(part)[:60] for part in first["loc"][1:]]
+    if first["type"] != "extra_forbidden":  # between the fields stand the names of the forms: "str", "list[int]"
+        place = [part for part in place if part != "str" and "[" not in part]
+    kind, text = first["type"], str(first["msg"])
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", "invalid_json")
+    if kind in ("sentence", "unsupported"):  # begins with the name of the field
+        field = ".".join([*place, text.partition(":")[0]])
+        message, code = ".".join([*place, text]), "unsupported_value" if kind == "unsupported" else "invalid_value"
+        return ApiError(400, message, code, field)
+    if kind == "string_unicode":
+        where = ".".join(place) or "the name of a field"
+        return ApiError(400, f"{where} is not Unicode: it has half of a surrogate pair", "invalid_value", where)
+    if not place:
+        wanted = "a JSON object" if is_json else "a JSON object, with the header Content-Type: application/json"
+        return ApiError(400, f"the body must be {wanted}", "invalid_json")
+    name = ".".join(place)
+    if kind == "missing":
+        message = f"{name} is missing"
+    elif kind == "extra_forbidden":
+        message = f"{name} is no field that this server knows: leave it out"
+    else:
+        text = text.removeprefix("Value error, ")
+        message = f"{name}: {text[:1].lower()}{text[1:]}"
+    codes = {"missing": "missing_field", "extra_forbidden": "unknown_field"}
+    return ApiError(400, message, codes.get(kind, "invalid_value"), name)

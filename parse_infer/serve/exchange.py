@@ -1,0 +1,39 @@
+"""A response that is worked out while the client waits, and given up when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+GONE = 499  # what logs and metrics call a client that left, as nginx does
+
+
+class Exchange(Response):
+    """Runs `work(send)`, which sends the whole response; cancels it as soon as the client has gone.
+
+    What `work` raises before it has sent anything becomes an answer of the framework's.
+    """
+
+    def __init__(self, work: Callable[[Send], Awaitable[None]]) -> None:
+        super().__init__()
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.ensure_future(self._work(send))
+        gone = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,104 @@
+"""What Prometheus is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from parse_infer.generation import Done, Drafted, Generation, Verified
+from parse_infer.serve.backend import Moment
+from parse_infer.serve.choice import Choice
+
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_SHARES = tuple(i / 20 for i in range(1, 21))
+
+
+class Metrics:
+    """Counts of one server, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter("parse_requests", "HTTP requests.", ["path", "status"], registry=registry)
+        self.request_s = Histogram(
+            "parse_request_seconds", "HTTP requests.", ["path"], buckets=_LONG, registry=registry
+        )
+        self.answers = Counter("parse_answers", "Complete answers.", ["finish_reason"], registry=registry)
+        self.broken = Counter("parse_answers_broken", "Answers that did not end.", registry=registry)
+        self.prompt_tokens = Counter("parse_prompt_tokens", "Tokens of prompts.", registry=registry)
+        self.tokens = Counter("parse_tokens", "Tokens of answers, by author.", ["author"], registry=registry)
+        self.draft_tokens = Counter("parse_draft_tokens", "Tokens that were drafted.", ["fate"], registry=registry)
+        self.kept = Histogram("parse_acceptance", "Kept share of drafts.", buckets=_SHARES, registry=registry)
+        self.validity = Histogram("parse_validity", "Validity at the cuts.", buckets=_SHARES, registry=registry)
+        self.forwards = Counter("parse_forwards", "Forwards of the models.", ["model"], registry=registry)
+        self.pass_s = Histogram(
+            "parse_verification_pass_seconds", "Verification passes.", buckets=_SHORT, registry=registry
+        )
+        self.waiting_s = Histogram("parse_waiting_seconds", "In the queue.", buckets=_LONG, registry=registry)
+        self.first_text_s = Histogram(
+            "parse_time_to_first_token_seconds", "From request to first text.", buckets=_LONG, registry=registry
+        )
+        self.between_s = Histogram(
+            "parse_inter_token_seconds", "Between two pieces of text.", buckets=_SHORT, registry=registry
+        )
+        self.answer_s = Histogram("parse_answer_seconds", "Writing of an answer.", buckets=_LONG, registry=registry)
+
+    def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """A gauge that is read when it is asked for."""
+        Gauge(name, text, registry=self.registry).set_function(value)
+
+    def meter(self, choice: Choice) -> Meter:
+        return Meter(self, choice)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class Meter:
+    """Counts one answer."""
+
+    def __init__(self, metrics: Metrics, choice: Choice) -> None:
+        self._metrics = metrics
+        self._choice = choice
+        self._drafted_at: float | None = None
+        self._text_at: float | None = None
+        self._complete = False
+        metrics.prompt_tokens.inc(choice.prompt_tokens)
+
+    def see(self, moment: Moment, text: str) -> None:
+        event, metrics = moment.event, self._metrics
+        if isinstance(event, Drafted):
+            self._drafted_at = moment.at if event.n_tokens else None
+        elif isinstance(event, Verified):
+            if self._drafted_at is not None:
+                metrics.pass_s.observe(moment.at - self._drafted_at)
+            for segment in event.segments:
+                metrics.validity.observe(segment.validity)
+        elif isinstance(event, Done):
+            self._complete = True
+            self._count(event.generation)
+        if text:
+            if self._text_at is None:
+                metrics.first_text_s.observe(moment.at - self._choice.asked_at)
+            else:
+                metrics.between_s.observe(moment.at - self._text_at)
+            self._text_at = moment.at
+
+    def end(self) -> None:
+        if not self._complete:
+            self._metrics.broken.inc()
+
+    def _count(self, answer: Generation) -> None:
+        metrics, stats = self._metrics, answer.stats
+        metrics.answers.labels(self._choice.finish_reason).inc()
+        metrics.answer_s.observe(answer.timings.total_s)
+        metrics.waiting_s.observe(max(0.0, self._choice.started_at - self._choice.asked_at))
+        for span in answer.spans:
+            metrics.tokens.labels(span.source).inc(span.n_tokens)
+        metrics.draft_tokens.labels("accepted").inc(stats.accepted_tokens)
+        metrics.draft_tokens.labels("rejected").inc(stats.draft_tokens - stats.accepted_tokens)
+        if stats.draft_tokens:
+            metrics.kept.observe(stats.acceptance_rate)
+        metrics.forwards.labels("target").inc(stats.target_forwards)
+        metrics.forwards.labels("draft").inc(stats.draft_forwards)

@@ -1,0 +1,155 @@
+"use strict";
+// Everything a model writes goes into the page by textContent: it is text, whatever it looks like.
+const $ = (id) => document.getElementById(id);
+let running = null;
+
+function headers() {
+  const key = $("key").value;
+  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+}
+
+function stretch(text, kind, validity) {
+  const span = document.createElement("span");
+  span.className = kind;
+  span.textContent = text;
+  if (validity !== null && validity !== undefined) span.title = `validity ${validity.toFixed(3)}`;
+  return span;
+}
+
+// What the events of one answer add up to, as the terminal shows it too (parse_infer/cli/live.py).
+class Answer {
+  constructor(place) {
+    this.place = place;
+    this.pending = [];
+    place.replaceChildren();
+  }
+
+  see(event) {
+    if (event.event === "drafted") this.propose([{ text: event.text }]);
+    else if (event.event === "verified" && event.segments.length) this.propose(event.segments);
+    else if (event.event === "accepted") this.decide(event.text.length);
+    else if (event.event === "resumed") this.extend(event.text);
+  }
+
+  propose(segments) {
+    this.pending.forEach(({ span }) => span.remove());
+    this.pending = segments.map(({ text, validity }) => ({ text, validity, span: stretch(text, "pending", validity) }));
+    this.place.append(...this.pending.map(({ span }) => span));
+  }
+
+  decide(kept) {
+    for (const { text, validity, span } of this.pending) {
+      const mine = Math.min(kept, text.length);
+      kept -= mine;
+      const parts = [];
+      if (mine) parts.push(stretch(text.slice(0, mine), "accepted", mine === text.length ? validity : null));
+      if (mine < text.length) parts.push(stretch(text.slice(mine), "rejected", validity));
+      span.replaceWith(...parts);
+    }
+    this.pending = [];
+  }
+
+  extend(text) {
+    const last = this.place.lastElementChild;
+    if (last && last.className === "target") last.textContent += text;
+    else if (text) this.place.append(stretch(text, "target"));
+  }
+}
+
+// The data of server-sent events, one after the other.
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    text += value;
+    const parts = text.split("\n\n");
+    text = parts.pop();
+    for (const part of parts) {
+      const data = part.replace(/^data: /, "");
+      if (data !== "[DONE]") yield JSON.parse(data);
+    }
+  }
+}
+
+async function answer(parse, place, speed) {
+  const shown = new Answer(place);
+  speed.textContent = "…";
+  const response = await fetch("v1/chat/completions", {
+    method: "POST",
+    headers: headers(),
+    signal: running.signal,
+    body: JSON.stringify({
+      messages: [{ role: "user", content: $("prompt").value }],
+      max_tokens: Number($("tokens").value),
+      stream: true,
+      stream_options: { include_usage: true },
+      parse: { ...parse, events: true },
+    }),
+  });
+  if (!response.ok) throw new Error((await response.json()).error.message);
+  let seconds = null;
+  let kept = null;
+  for await (const chunk of events(response.body)) {
+    if (chunk.error) throw new Error(chunk.error.message);
+    for (const { parse: told } of chunk.choices) {
+      if (told && told.event) shown.see(told);
+      else if (told) {
+        seconds = told.timings.total_s;
+        kept = told.draft_tokens ? `, ${Math.round(100 * told.kept)} % of the draft kept` : "";
+      }
+    }
+    if (chunk.usage && seconds !== null) {
+      const n = chunk.usage.completion_tokens;
+      speed.textContent = `${n} tokens in ${seconds.toFixed(2)} s: ${(n / seconds).toFixed(0)} tokens/s${kept}`;
+    }
+  }
+  return seconds;
+}
+
+async function ask(event) {
+  event.preventDefault();
+  if (running) return;
+  running = new AbortController();
+  $("ask").disabled = true;
+  $("end").disabled = false;
+  $("error").textContent = "";
+  $("target-answer").replaceChildren();
+  $("target-speed").textContent = "";
+  try {
+    const fast = await answer({ threshold: Number($("threshold").value) }, $("parse-answer"), $("parse-speed"));
+    const slow = await answer({ mode: "target" }, $("target-answer"), $("target-speed"));
+    if (fast && slow) $("parse-speed").textContent += `, ${(slow / fast).toFixed(1)} times as fast as the target alone`;
+  } catch (error) {
+    if (error.name !== "AbortError") $("error").textContent = error.message;
+  } finally {
+    running = null;
+    $("ask").disabled = false;
+    $("end").disabled = true;
+  }
+}
+
+function showThreshold() {
+  const value = Number($("threshold").value);
+  $("shown").textContent = value > 1 ? "above 1: nothing" : value.toFixed(2);
+}
+
+async function load() {
+  const response = await fetch("v1/models", { headers: headers() });
+  if (!response.ok) {
+    $("error").textContent = (await response.json()).error.message;
+    return;
+  }
+  const [card] = (await response.json()).data;
+  $("error").textContent = "";
+  $("model").textContent = card.id;
+  $("threshold").value = card.parse.threshold;
+  showThreshold();
+}
+
+$("form").addEventListener("submit", ask);
+$("end").addEventListener("click", () => running && running.abort());
+$("threshold").addEventListener("input", showThreshold);
+$("key").addEventListener("change", load);
+load();

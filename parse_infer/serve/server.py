@@ -1,0 +1,56 @@
+"""The process: a socket, the signals, and an end that leaves nobody without an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import math
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+from parse_infer.serve.line import Limits
+from parse_infer.serve.logs import log_settings
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises ValueError with one sentence where that is not possible."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"port {port} of {host} is in use: choose another one with --port") from error
+        raise ValueError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
+    return listening
+
+
+class Server(uvicorn.Server):
+    """Serves `app` until a signal; then every accepted request ends, or gets an error after the time of grace."""
+
+    def __init__(self, app: FastAPI, limits: Limits) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=log_settings(),
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                timeout_graceful_shutdown=math.ceil(limits.grace_s) + 2,  # ours comes first
+            )
+        )
+        self._line = app.state.line
+        self._limits = limits
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._line.close()
+        end = asyncio.get_running_loop().call_later(self._limits.grace_s, self._line.abort)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            end.cancel()

@@ -1,0 +1,57 @@
+"""`/tokenize` and `/detokenize`, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field, StrictInt, model_validator
+from pydantic_core import PydanticCustomError
+
+from parse_infer.serve.body import Body, Text
+from parse_infer.serve.chat import ChatMessage
+
+
+class TokenizeBody(Body):
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1, description="Instead of prompt; by the template.")
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("sentence", "prompt: give either prompt or messages")
+        return self
+
+
+class TokenizeAnswer(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeBody(Body):
+    model: Text | None = None
+    tokens: list[StrictInt]
+
+
+class DetokenizeAnswer(BaseModel):
+    prompt: str
+
+
+class ModelCard(BaseModel):
+    """OpenAI's fields, and the window as vLLM calls it."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "parse"
+    max_model_len: int
+    parse: dict[str, Any]
+
+
+class ModelList(BaseModel):
+    object: str = "list"
+    data: list[ModelCard]

@@ -1,0 +1,101 @@
+"""Servers of tiny random models, on real sockets in threads of this process, and the engines to compare them with."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from parse_infer.engine import ParseEngine
+from parse_infer.serve.app import create_app
+from parse_infer.serve.line import Limits, Line
+from parse_infer.serve.local import LocalBackend
+from parse_infer.serve.server import Server, listen
+from tests.parse_infer.language_models import language_model, printable, resembling
+
+
+@dataclass
+class Running:
+    """A server, and an engine with the same weights."""
+
+    url: str
+    backend: LocalBackend
+    line: Line
+    server: Server
+    engine: ParseEngine
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, **options)
+
+    def chat(self, content: str = "Tom has 5 apples.", **fields: Any) -> httpx.Response:
+        return self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], **fields})
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def becomes_idle(self, seconds: float) -> bool:
+        """Whether nothing is being written or waits any more, at the latest then."""
+        end = time.monotonic() + seconds
+        while self.backend.running or self.line.answers:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
+
+
+@contextmanager
+def running(
+    backend: LocalBackend, engine: ParseEngine, limits: Limits | None = None, api_key: str | None = None
+) -> Iterator[Running]:
+    listening = listen("127.0.0.1", 0)
+    limits = limits or Limits()
+    app = create_app(backend, limits, api_key)
+    server = Server(app, limits)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    port = listening.getsockname()[1]
+    try:
+        yield Running(f"http://127.0.0.1:{port}", backend, app.state.line, server, engine)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+@pytest.fixture(scope="session")
+def make_engine(make_model, tokenizer, random_adapter) -> Callable[..., ParseEngine]:
+    """`make_engine()`: always the same weights. `readable`: only printable text, else any bytes."""
+
+    def make(readable: bool = True, **options: Any) -> ParseEngine:
+        target = make_model("llama")
+        draft = resembling(make_model, target, 0.1)
+        if readable:
+            target, draft = printable(target, tokenizer), printable(draft, tokenizer)
+        adapter = random_adapter(target, token_rank=0)
+        if "drafter" in options:
+            return ParseEngine(language_model(target, tokenizer), None, adapter, **options)
+        return ParseEngine(
+            language_model(target, tokenizer, "tiny"), language_model(draft, tokenizer, "draft"), adapter, **options
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def served(make_engine) -> Iterator[Running]:
+    with running(LocalBackend(make_engine()), make_engine()) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def served_bytes(make_engine) -> Iterator[Running]:
+    """Its models write any bytes, mostly such as are no text."""
+    with running(LocalBackend(make_engine(readable=False)), make_engine(readable=False)) as server:
+        yield server

@@ -1,0 +1,93 @@
+"""The page in headless Chromium: `PARSE_CHROMIUM=/path/to/chromium pytest …`, with the package playwright."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+CHROMIUM = os.environ.get("PARSE_CHROMIUM")
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="PARSE_CHROMIUM names no browser")
+PATIENCE = 60_000  # milliseconds
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Any, served: Any) -> Iterator[Any]:
+    """The page, loaded; it must not complain of anything."""
+    page = browser.new_context().new_page()
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(served.url)
+    page.locator("#model", has_text="tiny").wait_for(timeout=PATIENCE)
+    yield page
+    page.context.close()
+    assert not complaints
+
+
+def asked(page: Any, prompt: str, tokens: int, threshold: float) -> None:
+    page.fill("#prompt", prompt)
+    page.fill("#tokens", str(tokens))
+    page.evaluate("t => { const s = document.getElementById('threshold'); s.value = t; "
+                  "s.dispatchEvent(new Event('input')); }", threshold)  # fmt: skip
+    page.click("#ask")
+
+
+def text_of(page: Any, *kinds: str) -> str:
+    """What the answer's column shows of these kinds."""
+    return page.evaluate(
+        "kinds => [...document.querySelectorAll('#parse-answer span')]"
+        ".filter(s => kinds.includes(s.className)).map(s => s.textContent).join('')",
+        list(kinds),
+    )
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.01])
+def test_who_wrote_what_is_shown_in_colours(page, served, threshold):
+    prompt = "<b>Tom</b> has 5 apples."
+    own = served.engine.generate(prompt, max_new_tokens=32, threshold=threshold)
+    asked(page, prompt, 32, threshold)
+    page.locator("#target-speed", has_text="tokens/s").wait_for(timeout=PATIENCE)
+    assert text_of(page, "accepted", "target") == own.text
+    assert bool(text_of(page, "rejected")) == (own.stats.accepted_tokens < own.stats.draft_tokens)
+    alone = served.engine.generate_target(prompt, max_new_tokens=32)
+    assert page.text_content("#target-answer") == alone.text
+    if threshold == 0:
+        titles = page.eval_on_selector_all("#parse-answer .accepted", "spans => spans.map(span => span.title)")
+        assert titles == [f"validity {span.validity:.3f}" for span in own.spans]
+        colours = {page.eval_on_selector(f"footer .{kind}", "e => getComputedStyle(e).color") for kind in
+                   ("pending", "accepted", "rejected", "target")}  # fmt: skip
+        assert len(colours) == 4
+    assert "times as fast" in page.text_content("#parse-speed")
+
+
+def test_markup_in_an_answer_stays_text(page, served):
+    evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+    choice = {"index": 0, "delta": {}, "parse": {"event": "resumed", "text": evil}}
+    stream = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+    answer = {"content_type": "text/event-stream", "body": stream}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer))
+    asked(page, "x", 8, 0.5)
+    page.locator("#target-answer span").first.wait_for(timeout=PATIENCE)
+    assert page.text_content("#target-answer") == evil
+    assert page.locator("pre img, pre script").count() == 0
+
+
+def test_stop_ends_the_work(page, served):
+    asked(page, "x", 1500, 1.01)
+    page.locator("#parse-answer span").first.wait_for(timeout=PATIENCE)
+    page.click("#end")
+    page.locator("#ask:enabled").wait_for(timeout=PATIENCE)
+    assert served.becomes_idle(5)
