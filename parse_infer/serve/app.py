@@ -49,7 +49,7 @@ def create_app(
         api_key: what clients must send; None asks for none.
         model: the name under which the backend's target is served; default: its own.
 
-    The queue is `app.state.line`.
+    The queue is `app.state.line`, the counts are `app.state.metrics`.
     """
     limits, metrics, started = limits or Limits(), Metrics(), int(time.time())
     line = Line(limits, backend.parallel)
@@ -62,7 +62,7 @@ def create_app(
         redirect_slashes=False,
         responses=_ERRORS,
     )
-    app.state.line = line
+    app.state.line, app.state.metrics = line, metrics
     app.add_middleware(Gate, api_key=api_key, body_bytes=limits.body_bytes, metrics=metrics)
     app.add_exception_handler(ApiError, errors.answer_api_error)
     app.add_exception_handler(HTTPException, errors.answer_http_error)

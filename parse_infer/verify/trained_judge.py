@@ -39,6 +39,7 @@ class ValidityConfig:
         cut_policy: `CutPolicy.to_dict()` of the cuts the adapter was trained on.
         target: `describe_target(model)`: name, model_type, hidden_size, num_hidden_layers, vocab_size, fingerprint.
         label: definition of the training label.
+        probability: scale and shift of the logit, fitted so that validities are probabilities; None: as it comes.
         threshold: calibrated threshold; None: not calibrated.
         risk: risk level of the threshold.
         metrics: held-out figures.
@@ -54,6 +55,7 @@ class ValidityConfig:
     verbalizer: tuple[str, str] | None = None
     cut_policy: dict[str, Any] = field(default_factory=dict)
     label: dict[str, Any] = field(default_factory=dict)
+    probability: dict[str, float] | None = None
     threshold: float | None = None
     risk: dict[str, Any] | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -80,6 +82,9 @@ class ValidityConfig:
         missing = [key for key in needed if not values.get(key)]
         if missing:
             raise ValueError(f"validity_config.json has no {missing[0]}: the adapter was not exported completely")
+        scaled = values.get("probability")
+        if scaled is not None and not (set(scaled) == {"scale", "shift"} and scaled["scale"] > 0):
+            raise ValueError(f"validity_config.json has probability {scaled}: it needs a scale above 0 and a shift")
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
 

@@ -114,13 +114,18 @@ class Verifier:
         asked = output.trailing[readout_index(len(cuts), len(self._probe.ids))] if probed else None
         tokens = judge.head.tokens
         if tokens is None:
-            return Verification(cuts, judge.head(asked).sigmoid().tolist(), output.hidden)
+            return Verification(cuts, self._validity(judge.head(asked)).tolist(), output.hidden)
         doubt, own_choice = self._doubt(tokens, draft_ids, output.hidden[:-1], cuts)
-        validity = judge.head(asked, doubt).sigmoid()
+        validity = self._validity(judge.head(asked, doubt))
         if own_choice is None:
             return Verification(cuts, validity.tolist(), output.hidden)
         found = torch.cat([validity, own_choice.to(validity.dtype)]).tolist()
         return Verification(cuts, found[: len(cuts)], output.hidden, [value > 0 for value in found[len(cuts) :]])
+
+    def _validity(self, logits: Tensor) -> Tensor:
+        """Probabilities; a trained judge may say how its logits become some (`ValidityConfig.probability`)."""
+        fitted = None if self.judge is None else self.judge.config.probability
+        return (logits if fitted is None else logits * fitted["scale"] + fitted["shift"]).sigmoid()
 
     def _doubt(
         self, tokens: TokenDoubt, draft_ids: Sequence[int], before: Tensor, cuts: Sequence[int]

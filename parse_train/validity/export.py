@@ -38,6 +38,7 @@ def export_adapter(
     risk: RiskControl | None = None,
     figures: Mapping[str, Figure] | None = None,
     train_problems: Collection[str] = (),
+    probability: dict[str, float] | None = None,
 ) -> Path:
     """Write the adapter folder (an adapter there already is replaced) and return it.
 
@@ -46,6 +47,7 @@ def export_adapter(
         risk: where the threshold comes from; without it, none is written.
         figures: saved as NAME.png and shown in the model card.
         train_problems: ids of the problems that were learnt from.
+        probability: as in `ValidityConfig`; metrics and threshold are those of the validities that it gives.
 
     Raises:
         ValueError: `folder` holds something else than an adapter.
@@ -57,6 +59,7 @@ def export_adapter(
         token_rank=model.token_rank,
         surprise_vocab_size=model.surprise_vocab_size,
         **asdict(facts),
+        probability=probability,
         threshold=None if risk is None else risk.threshold,
         risk=None if risk is None else risk.to_dict(),
         metrics={name: round(value, 5) for name, value in metrics.items()},

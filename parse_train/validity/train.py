@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from parse_train.validity.figures import acceptance_figure, png, reliability_dia
 from parse_train.validity.kl_judge import KLJudge, find_kl_judge
 from parse_train.validity.metrics import ScoredDrafts, headline_metrics, ranking_metrics
 from parse_train.validity.model import ValidityModel
+from parse_train.validity.probabilities import fit_probabilities
 from parse_train.validity.promise import promise
 from parse_train.validity.threshold import RiskControl, choose_threshold
 from parse_train.validity.trainer import ValidityTrainer
@@ -201,24 +203,35 @@ def finish(
     Args:
         learnt: ids of the training problems.
     """
-    drafts = {TRAINED: trainer.score(evaluation)}
+    raw = trainer.score(evaluation)
+    drafts = {TRAINED: raw}
     if config.baselines:
         drafts |= baseline_scores(trainer, lm, evaluation, kl_judge)
     if config.process_index == 0:
-        served = drafts[TRAINED].select(served_drafts(config, evaluation))
+        chosen = served_drafts(config, evaluation)
+        served = raw.select(chosen)
+        owners = [example.problem for example, one in zip(evaluation.examples, chosen, strict=True) if one]
+        fitted = fit_probabilities(served, owners)
+        drafts[TRAINED] = fitted.of_drafts(raw)
+        # The grid of thresholds must be fixed before any draft is seen, so it is that of the raw validities.
         risk = choose_threshold(served, config.risk_alpha, config.risk_delta)
+        risk = replace(risk, threshold=fitted.of_threshold(risk.threshold))
         metrics = headline_metrics(drafts[TRAINED], risk.threshold, config.risk_alpha)
+        metrics |= {"ece_served_before": fitted.ece_before, "ece_served": fitted.ece}
         for name, scored in drafts.items():
             if name != TRAINED:
                 prefix = name.replace(" ", "_").replace("-", "_")
                 metrics |= {f"{prefix}_{k}": v for k, v in ranking_metrics(scored, config.risk_alpha).items()}
         figures = {
-            "reliability": reliability_diagram(drafts[TRAINED]),
+            "reliability": reliability_diagram(fitted.of_drafts(served)),
+            "reliability_before": reliability_diagram(served),
             "acceptance": acceptance_figure(
                 drafts, config.risk_alpha, (risk.false_accept_rate, risk.acceptance_rate) if risk.accepts else None
             ),
         }
-        folder = export_adapter(str(config.adapter_dir), trainer.model, facts, metrics, risk, figures, learnt)
+        folder = export_adapter(
+            str(config.adapter_dir), trainer.model, facts, metrics, risk, figures, learnt, fitted.to_dict()
+        )
         pictures = {f"final/{name}": png(figure) for name, figure in figures.items()}
         tracking.log_images(pictures, trainer.state.global_step)
         tracking.finish(metrics)

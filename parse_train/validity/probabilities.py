@@ -1,0 +1,82 @@
+"""Validities that mean what they say: of the prefixes with validity 0.8, four in five should be valid.
+
+A head learns to rank; how sure it sounds depends on how long it was trained. Two numbers fitted on held-out drafts
+repair that (Platt 1999): validity = sigmoid(scale * logit + shift). The order of prefixes stays, so every decision
+stays too, at the threshold moved along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import log_loss
+from sklearn.model_selection import GroupKFold, cross_val_predict
+
+from parse_train.validity.metrics import Floats, ScoredDrafts, expected_calibration_error
+
+_FOLDS = 5
+_EDGE = 1e-12  # validities nearer to 0 or 1 than this have no logit to speak of
+
+
+@dataclass(frozen=True)
+class Probabilities:
+    """validity = sigmoid(scale * logit + shift). `ece_before` and `ece` are the calibration errors without and with
+    it, the latter on problems that were left out of the fit."""
+
+    scale: float = 1.0
+    shift: float = 0.0
+    ece_before: float = 0.0
+    ece: float = 0.0
+
+    @property
+    def changes(self) -> bool:
+        return (self.scale, self.shift) != (1.0, 0.0)
+
+    def of(self, validity: Floats) -> Floats:
+        return 1 / (1 + np.exp(-(self.scale * _logit(validity) + self.shift))) if self.changes else validity
+
+    def of_drafts(self, drafts: ScoredDrafts) -> ScoredDrafts:
+        return replace(drafts, scores=np.where(drafts.real, self.of(drafts.scores), 0.0))
+
+    def of_threshold(self, threshold: float) -> float:
+        """Where the threshold stands afterwards; one that accepts everything or nothing stays."""
+        return float(self.of(np.array([threshold]))[0]) if 0 < threshold < 1 else threshold
+
+    def to_dict(self) -> dict[str, float] | None:
+        """For validity_config.json; None where nothing changes."""
+        return {"scale": self.scale, "shift": self.shift} if self.changes else None
+
+
+def fit_probabilities(drafts: ScoredDrafts, problems: Sequence[str]) -> Probabilities:
+    """Fit the two numbers, and keep them if they help on problems that they were not fitted on.
+
+    Args:
+        drafts: validities of held-out drafts.
+        problems: of each draft; a problem is never on both sides.
+    """
+    validity, labels = drafts.flat
+    owners = np.repeat(np.asarray(problems), drafts.real.sum(axis=1))
+    before = expected_calibration_error(validity, labels)
+    nothing = Probabilities(ece_before=before, ece=before)
+    if len(np.unique(owners)) < _FOLDS or len(np.unique(labels)) < 2:
+        return nothing
+    logits, model = _logit(validity)[:, None], LogisticRegression(C=1e6)
+    try:
+        left_out = cross_val_predict(
+            model, logits, labels, groups=owners, cv=GroupKFold(_FOLDS), method="predict_proba"
+        )[:, 1]
+    except ValueError:  # a fold without one of the classes
+        return nothing
+    model.fit(logits, labels)
+    scale, shift = float(model.coef_[0, 0]), float(model.intercept_[0])
+    if scale <= 0 or log_loss(labels, left_out) >= log_loss(labels, np.clip(validity, _EDGE, 1 - _EDGE)):
+        return nothing
+    return Probabilities(scale, shift, before, expected_calibration_error(left_out, labels))
+
+
+def _logit(validity: Floats) -> Floats:
+    inside = np.clip(validity, _EDGE, 1 - _EDGE)
+    return np.log(inside) - np.log1p(-inside)

@@ -1,0 +1,23 @@
+"""The Grafana dashboard asks for what the server tells."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from parse_infer.serve.app import create_app
+from parse_infer.serve.local import LocalBackend
+
+DASHBOARD = Path(__file__).parents[3] / "deploy" / "grafana.json"
+ENDINGS = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
+
+
+def test_every_panel_asks_for_metrics_that_are_there(make_engine):
+    families = create_app(LocalBackend(make_engine())).state.metrics.registry.collect()
+    told = {family.name + ending for family in families for ending in ENDINGS[family.type]}
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"\bparse_\w+", query)}
+    assert len(asked) > 12 and asked <= told, asked - told
+    assert len({panel["id"] for panel in panels}) == len(panels)
