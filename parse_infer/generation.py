@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from parse_infer.models.sampling import Sampling
-from parse_infer.policy import Acceptance, check_threshold
+from parse_infer.policy import Acceptance, check_share, check_threshold
 from parse_infer.suggest import suggestion
 
 FinishReason = Literal["eos", "stop", "length"]
@@ -70,6 +70,8 @@ class GenerationSettings:
                 raise ValueError(f"stop contains {string!r}; a stop string is a text of at least 1 character.")
         if self.threshold is not None:
             check_threshold(self.threshold)
+        if self.risk is not None:
+            check_share(self.risk, "risk")
         if self.mode == "exact" and not self.resume_sampling.greedy:
             raise ValueError(
                 f"mode 'exact' compares with the target's greedy choice, but resume_sampling.temperature is "

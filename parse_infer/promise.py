@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from parse_infer.files import locate, read_json, write_json
 from parse_infer.generation import GenerationSettings, Resume
-from parse_infer.policy import Acceptance
+from parse_infer.policy import Acceptance, check_share
 
 FILE = "calibration.json"
 SCHEMA_VERSION = 1
@@ -164,16 +164,10 @@ def apply_promise(settings: GenerationSettings, calibration: Calibration | None)
 def risks(values: Sequence[float]) -> tuple[float, ...]:
     """Rising, each once; ValueError for one that is not between 0 and 1, and for none."""
     for value in values:
-        check_risk(value)
+        check_share(value, "risk")
     if not values:
         raise ValueError("name at least one risk, such as 0.01")
     return tuple(sorted(set(map(float, values))))
-
-
-def check_risk(value: float, name: str = "risk") -> None:
-    """ValueError unless `value` is a number between 0 and 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a number between 0 and 1, such as 0.01")
 
 
 def _weights(part: Any) -> Any:

@@ -23,8 +23,8 @@ from parse_infer.generation import Generation, GenerationSettings, Resume
 from parse_infer.identity import describe_models
 from parse_infer.models.machine import describe_machine, describe_run
 from parse_infer.models.prompts import Prompt
-from parse_infer.policy import Acceptance
-from parse_infer.promise import LOSSES, Calibration, Loss, Setting, Tried, check_risk, risks
+from parse_infer.policy import Acceptance, check_share
+from parse_infer.promise import LOSSES, Calibration, Loss, Setting, Tried, risks
 from parse_infer.record_store import RecordStore
 
 _SOME = 50  # problems of which a usable target answers at least one
@@ -54,7 +54,7 @@ class CalibrationSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "risks", risks(self.risks))
         object.__setattr__(self, "resumes", tuple(dict.fromkeys(self.resumes)))
-        check_risk(self.confidence, "confidence")
+        check_share(self.confidence, "confidence")
         if self.loss not in get_args(Loss):
             raise ValueError(f"loss is {self.loss!r}; choose one of {', '.join(get_args(Loss))}")
         strict_to_lax(self.resumes, self.acceptance)  # names a wrong value
@@ -117,7 +117,7 @@ def calibrate(
     settings = settings or CalibrationSettings()
     if engine.judge is None:
         raise ValueError("a calibration needs a judge: give an adapter, or zero_shot=True")
-    _check_problems(problems, settings, getattr(engine.judge, "train_problems", frozenset()))
+    check_problems(problems, settings, getattr(engine.judge, "train_problems", frozenset()))
     models = describe_models(engine.target, engine.draft, engine.judge)
     digest = hashlib.sha256("\n".join(p.id for p in problems).encode()).hexdigest()[:16]
     config = {
@@ -160,9 +160,14 @@ def certify(calibration: Calibration, outcomes: Sequence[Outcome], settings: Cal
     return replace(calibration, tried=tried, promises=promises)
 
 
-def _check_problems(
-    problems: Sequence[CalibrationProblem], settings: CalibrationSettings, learnt: Collection[str]
+def check_problems(
+    problems: Sequence[CalibrationProblem], settings: CalibrationSettings, learnt: Collection[str] = ()
 ) -> None:
+    """ValueError unless the problems can show what is to be promised.
+
+    Args:
+        learnt: ids of the problems that the judge was trained on.
+    """
     if not problems:
         raise ValueError("there are no problems to calibrate on: choose another task, split or limit")
     name, count = Counter(p.id for p in problems).most_common(1)[0]

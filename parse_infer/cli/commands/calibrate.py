@@ -61,7 +61,7 @@ def calibrate(
     """
     loaded_task = open_task(task, task_option)
     from data_tools.tasks.checkers import same_answer
-    from parse_infer.calibration.measure import CalibrationSettings
+    from parse_infer.calibration.measure import CalibrationSettings, check_problems
     from parse_infer.calibration.measure import calibrate as measure
     from parse_infer.promise import FILE
 
@@ -73,6 +73,7 @@ def calibrate(
         max_new_tokens=max_new_tokens,
     )
     problems = take_problems(loaded_task, split, seed, limit)
+    check_problems(problems, settings)
     engine = models.load()
     where = f"{' '.join([task, *(task_option or ())])}, {split} split, seed {seed}"
     try:
