@@ -7,6 +7,10 @@
 And of a comparison of judges (`parse_train.validity.compare`):
 
 - judges: a judge a line; what could not be worked out is left empty.
+
+And of simulated calibrations (`parse_infer.calibration.simulate`):
+
+- simulation: how often a promise is broken, by shape of the risk and number of problems.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ _TOKENS = (
     "target forwards per answer",
     "drafter forwards per answer",
 )
+_SIMULATION = ("true risk, from strict to lax", "problems", "broken, %", "broken if drafts were counted, %")
 _JUDGES = ("judge", "AUROC", "AUPRC", "first-error F1", "false accepts, %", "cost of the pass")
 
 
@@ -59,8 +64,11 @@ def table(path: Path, kind: str) -> list[str]:
     if kind == "judges":
         results = read_results(path, needed=("environment", "judges", "acceptance", "oracle_acceptance"))
         return [*_judges(results["judges"]), "", _origin_of_judges(results)]
+    if kind == "simulation":
+        results = read_results(path, needed=("environment", "rows"))
+        return [*_simulation(results["rows"]), "", _origin_of_simulation(results["environment"])]
     if kind not in _KINDS:
-        raise ValueError(f"unknown table {kind!r}; {suggestion(kind, [*_KINDS, 'judges'])}")
+        raise ValueError(f"unknown table {kind!r}; {suggestion(kind, [*_KINDS, 'judges', 'simulation'])}")
     results = read_results(path)
     return [*_KINDS[kind](results["modes"]), "", _origin(results["environment"])]
 
@@ -99,6 +107,22 @@ def _tokens(modes: dict[str, dict[str, Any]]) -> list[str]:
 
 def _modes(modes: dict[str, dict[str, Any]]) -> list[str]:
     return markdown_table(HEADER, rows(modes))
+
+
+def _simulation(rows: list[dict[str, Any]]) -> list[str]:
+    cells = [
+        [row["shape"], str(row["problems"]), format_percent(row["by_problem"]), format_percent(row["by_draft"])]
+        for row in rows
+    ]
+    return markdown_table(_SIMULATION, cells)
+
+
+def _origin_of_simulation(environment: dict[str, Any]) -> str:
+    e = environment
+    return (
+        f"{e['rounds']} calibrations each, {e['settings']} settings, promise {100 * e['risk']:g} % at "
+        f"{100 * e['confidence']:g} % confidence, {e['drafts']} drafts a problem; `{e['command']}`, {e['date'][:10]}."
+    )
 
 
 def _judges(judges: dict[str, dict[str, Any]]) -> list[str]:

@@ -17,8 +17,10 @@ from parse_infer.serve.logs import log_settings
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises ValueError with one sentence where that is not possible."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, socket.SOCK_STREAM)
+        # With the protocol named: asyncio turns Nagle's delay (40 ms) off only where a socket says that it is TCP.
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+        family, kind, protocol, _, address = found[0]
+        listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen(2048)
