@@ -97,6 +97,7 @@ class ParseEngine:
         self.segmenter = Segmenter(target.tokenizer, cut_policy)
         self.verifier = Verifier(target.decoder, judge, self.segmenter)
         self.calibration = calibration
+        self._checked: Calibration | None = None
         self._current: Request | None = None
 
     @classmethod
@@ -184,8 +185,9 @@ class ParseEngine:
 
     def check_calibration(self) -> None:
         """ValueError unless the calibration was made with these models."""
-        if self.calibration is not None:
+        if self.calibration is not None and self.calibration is not self._checked:
             self.calibration.check(describe_models(self.target, self.draft, self.judge))
+            self._checked = self.calibration
 
     def generate(
         self,

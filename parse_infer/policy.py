@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 Acceptance = Literal["first_failure", "longest"]
+ACCEPT_NOTHING = 1 + 2.0**-20
+"""A threshold above every validity, in float32 too."""
 
 
 def maximal_valid_prefix(validity: Sequence[float], threshold: float, rule: Acceptance = "first_failure") -> int:

@@ -147,7 +147,10 @@ def apply_promise(settings: GenerationSettings, calibration: Calibration | None)
     if risk is None:
         return settings
     if calibration is None:
-        raise ValueError(f"risk is {risk}, but this engine has no calibration: run `parse-infer calibrate`")
+        raise ValueError(
+            f"risk is {risk}, but this engine has no calibration: run `parse-infer calibrate`, "
+            "and name its calibration.json"
+        )
     for name in (*(f.name for f in fields(Setting)), "mode"):
         if getattr(settings, name) != getattr(GenerationSettings(), name):
             raise ValueError(f"risk and {name} were both given: a promise chooses its own {name}")

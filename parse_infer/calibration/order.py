@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import get_args
 
 from parse_infer.generation import GenerationSettings, Resume
-from parse_infer.policy import Acceptance
+from parse_infer.policy import ACCEPT_NOTHING, Acceptance
 from parse_infer.promise import Setting
 
-ACCEPT_NOTHING = 1 + 2.0**-20  # above 1 in float32 too
 # Fixed before any problem is seen. Even in log-odds: validities crowd near 1, and that is where thresholds differ.
 THRESHOLDS: tuple[float, ...] = (ACCEPT_NOTHING, *(1 / (1 + math.exp(x / 4)) for x in range(-28, 29)), 0.0)
 RESUMES: tuple[Resume, ...] = get_args(Resume)

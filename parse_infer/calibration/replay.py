@@ -51,7 +51,7 @@ class ReplayEngine(ParseEngine):
     def __init__(self, engine: ParseEngine) -> None:
         if engine.drafter is None:
             raise ValueError("a calibration needs a draft model: give one with draft=…")
-        self._memory = Memory()
+        self.memory = Memory()
         super().__init__(
             engine.target,
             engine.draft,
@@ -64,13 +64,9 @@ class ReplayEngine(ParseEngine):
         )
         self.verifier = _RememberingVerifier(engine.verifier, self)
 
-    @property
-    def memory(self) -> Memory:
-        return self._memory
-
     def forget(self) -> None:
         """Another prompt follows; caches are emptied too, so that no part profits from another prompt's."""
-        self._memory = Memory()
+        self.memory = Memory()
         for lm in (self.target, self.draft):
             if lm is not None:
                 lm.decoder.seek([])
@@ -82,11 +78,11 @@ class ReplayEngine(ParseEngine):
         """
         if not (settings.draft_sampling.greedy and settings.resume_sampling.greedy):
             raise ValueError("a calibration replays greedy answers only: set both temperatures to 0")
-        self._memory.spared_s = 0.0
+        self.memory.spared_s = 0.0
         started = time.perf_counter()
         generation = self.generate(prompt, settings)
         assert isinstance(generation, Generation)
-        return generation, time.perf_counter() - started + self._memory.spared_s
+        return generation, time.perf_counter() - started + self.memory.spared_s
 
     def _decode(
         self, model: LanguageModel, request: Request, drafter: TokenDrafter | None, role: Source, round: int = 1
@@ -94,10 +90,10 @@ class ReplayEngine(ParseEngine):
         if model is not self.target:
             yield from super()._decode(model, request, drafter, role, round)
             return
-        written = self._memory.written.setdefault(tuple(request.context), _Written())
+        written = self.memory.written.setdefault(tuple(request.context), _Written())
         known, begun = 0, len(written.tokens)
         while known < begun:
-            self._memory.spared_s += written.seconds[known] - (written.seconds[known - 1] if known else 0.0)
+            self.memory.spared_s += written.seconds[known] - (written.seconds[known - 1] if known else 0.0)
             known += 1
             yield written.tokens[known - 1]
         if written.ended:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import brentq
-from scipy.stats import binom
+from scipy.stats import binom, binomtest
 
 
 def p_value(losses: ArrayLike, risk: float) -> float:
@@ -52,10 +52,19 @@ def n_passing(sequence: Iterable[ArrayLike], risk: float, level: float) -> int:
 
 def upper_bound(losses: ArrayLike, level: float) -> float:
     """The smallest risk that these losses [n] show at `level`: an upper confidence bound for one setting."""
-    if p_value(losses, 1 - 1e-9) > level:
+    values = np.asarray(losses, dtype=np.float64)
+    if np.isin(values, (0.0, 1.0)).all():
+        return exact_bound(int(values.sum()), values.size, level)
+    if p_value(values, 1 - 1e-9) > level:
         return 1.0
-    mean = float(np.mean(np.asarray(losses, dtype=np.float64)))
-    return float(brentq(lambda risk: p_value(losses, risk) - level, mean + 1e-12, 1 - 1e-9, xtol=1e-9))
+    mean = float(values.mean())
+    return float(brentq(lambda risk: p_value(values, risk) - level, mean + 1e-12, 1 - 1e-9, xtol=1e-9))
+
+
+def exact_bound(errors: int, trials: int, level: float) -> float:
+    """Upper bound, at confidence 1 - `level`, of a rate seen `errors` in `trials` times (Clopper-Pearson)."""
+    test = binomtest(errors, trials, alternative="less")
+    return float(test.proportion_ci(confidence_level=1 - level, method="exact").high)
 
 
 def least_problems(risk: float, level: float) -> int:

@@ -100,7 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         config, outcomes = read_outcomes(arguments.folder)
-        risks = tuple(float(part) for part in arguments.risk.split(","))
+        try:
+            risks = tuple(float(part) for part in arguments.risk.split(","))
+        except ValueError:
+            raise ValueError(f"--risk is {arguments.risk!r}; give numbers such as 0.01,0.05") from None
         settings = CalibrationSettings(risks, arguments.confidence, config["loss"], tuple(config["resumes"]))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 Device = Annotated[str | None, typer.Option(help="For example cpu or cuda:0; default: a GPU if there is one.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+TaskName = Annotated[str, typer.Option(help="gsm_symbolic, gsm8k, reasoning_gym, mixture or jsonl.")]
+TaskOptions = Annotated[
+    list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task, such as path=…; repeatable.")
+]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens an answer may have, end token included.")]
 Resume = Annotated[
     str | None,

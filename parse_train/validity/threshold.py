@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binomtest
 
+from parse_infer.calibration.risk import exact_bound
+from parse_infer.policy import ACCEPT_NOTHING
 from parse_train.validity.metrics import ScoredDrafts, acceptance_curve
 
-# Above 1 in float32 too: accepts nothing.
-ACCEPT_NOTHING = 1 + 2.0**-20
 # Fixed before any draft is seen, as fixed-sequence testing demands; even in log-odds, from 0.99999 down to 0.00001.
 GRID: NDArray[np.float64] = 1 / (1 + np.exp(-np.linspace(11.5, -11.5, 1151)))
 
@@ -59,12 +58,6 @@ class RiskControl:
         return asdict(self)
 
 
-def upper_bound(errors: int, trials: int, delta: float) -> float:
-    """Exact (Clopper-Pearson) upper bound, at confidence 1 - delta, of a rate seen `errors` in `trials` times."""
-    test = binomtest(errors, trials, alternative="less")
-    return float(test.proportion_ci(confidence_level=1 - delta, method="exact").high)
-
-
 def choose_threshold(drafts: ScoredDrafts, alpha: float, delta: float) -> RiskControl:
     """The smallest threshold whose false-accept rate is shown to be at most `alpha` with confidence `1 - delta`.
 
@@ -78,10 +71,10 @@ def choose_threshold(drafts: ScoredDrafts, alpha: float, delta: float) -> RiskCo
     wrong, acceptance = acceptance_curve(drafts, GRID)
     n = len(drafts.labels)
     errors = (wrong * n).round().astype(int)
-    too_many = bisect_right(range(n + 1), alpha, key=lambda count: upper_bound(count, n, delta))
+    too_many = bisect_right(range(n + 1), alpha, key=lambda count: exact_bound(count, n, delta))
     passed = int(np.cumprod(errors < too_many).sum())
     if passed == 0:
         return RiskControl(ACCEPT_NOTHING, alpha, delta, None, 0.0, 0.0, n)
     i = passed - 1
-    bound = upper_bound(int(errors[i]), n, delta)
+    bound = exact_bound(int(errors[i]), n, delta)
     return RiskControl(float(GRID[i]), alpha, delta, bound, float(wrong[i]), float(acceptance[i]), n)

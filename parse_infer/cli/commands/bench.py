@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 @with_models(target_drafter=NOBODY, draft_drafter=None, zero_shot=False, calibration=None)
 def bench(
     models: ModelOptions,
-    task: Annotated[str, typer.Option(help="gsm_symbolic, gsm8k or jsonl.")] = "gsm_symbolic",
-    task_option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task, such as path=…; repeatable.")
-    ] = None,
+    task: options.TaskName = "gsm_symbolic",
+    task_option: options.TaskOptions = None,
     split: Annotated[
         str,
         typer.Option(metavar="test|validation|train", help="Which problems: look for settings on validation ones."),

@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 @with_models(threshold=None, calibration=None)
 def calibrate(
     models: ModelOptions,
-    task: Annotated[str, typer.Option(help="gsm_symbolic, gsm8k, reasoning_gym or jsonl.")] = "gsm_symbolic",
-    task_option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task, such as path=…; repeatable.")
-    ] = None,
+    task: options.TaskName = "gsm_symbolic",
+    task_option: options.TaskOptions = None,
     split: Annotated[str, typer.Option(metavar="test|validation|train", help="Which problems.")] = "validation",
     limit: Annotated[int, typer.Option(min=1, help="Number of problems; more show smaller risks.")] = 500,
     seed: Annotated[int, typer.Option(min=0, help="Which problems.")] = 0,

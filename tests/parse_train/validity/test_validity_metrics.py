@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from parse_infer.policy import maximal_valid_prefix
+from parse_infer.calibration.risk import exact_bound
+from parse_infer.policy import ACCEPT_NOTHING, maximal_valid_prefix
 from parse_train.validity.baselines import segment_log_probability
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import ValidityDataset, ValidityExample
@@ -23,7 +24,7 @@ from parse_train.validity.metrics import (
     headline_metrics,
     score_thresholds,
 )
-from parse_train.validity.threshold import ACCEPT_NOTHING, choose_threshold, upper_bound
+from parse_train.validity.threshold import choose_threshold
 from parse_train.validity.train import served_drafts
 from parse_train.validity.trainer import balanced_weights
 
@@ -119,9 +120,9 @@ def test_calibration_error_by_hand() -> None:
 
 def test_clopper_pearson() -> None:
     # No error in n trials: 1 - delta^(1/n). All errors: 1. A textbook value: 5 of 50 at 95 % one-sided.
-    assert upper_bound(0, 45, 0.1) == pytest.approx(1 - 0.1 ** (1 / 45))
-    assert upper_bound(3, 3, 0.1) == 1.0
-    bound = upper_bound(5, 50, 0.05)
+    assert exact_bound(0, 45, 0.1) == pytest.approx(1 - 0.1 ** (1 / 45))
+    assert exact_bound(3, 3, 0.1) == 1.0
+    bound = exact_bound(5, 50, 0.05)
     tail = sum(math.comb(50, i) * bound**i * (1 - bound) ** (50 - i) for i in range(6))
     assert tail == pytest.approx(0.05)
 
