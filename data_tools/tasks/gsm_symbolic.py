@@ -24,7 +24,7 @@ class GsmSymbolic:
     Args:
         max_number: no number in question, worked answer or intermediate result is larger; None for no bound.
         max_question_chars / max_solution_chars: longer ones are skipped.
-        in_parts: work differences, products and quotients out digit by digit: `52 - 26 = 52 - 20 - 6 = 32 - 6`.
+        in_parts: work sums, differences, products and quotients out digit by digit: `52 - 26 = 52 - 20 - 6 = 32 - 6`.
     """
 
     max_number: float | None = 300

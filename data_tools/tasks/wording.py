@@ -220,18 +220,18 @@ def places(value: Fraction) -> list[Fraction]:
 def worked_out(left: Fraction, sign: str, right: Fraction) -> list[Row]:
     """The rows between `left sign right` and its value, digit by digit; none where that has no parts, or too many.
 
-    To write a difference, product or quotient down at once a small model has to borrow, carry or divide in its head;
-    what stands here it knows by heart (arXiv 2305.14201 does the same for products and quotients):
+    To write a sum, difference, product or quotient down at once a small model has to carry, borrow or divide in its
+    head; what stands here it knows by heart (arXiv 2305.14201 does the same for products and quotients):
 
-    - `851 - 252` is `851 - 200 - 50 - 2`, `651 - 50 - 2`, `601 - 2`;
+    - `851 - 252` is `851 - 200 - 50 - 2`, `651 - 50 - 2`, `601 - 2`; sums alike;
     - `27 * 34` is `20 * 30 + 20 * 4 + 7 * 30 + 7 * 4`, `600 + 80 + 210 + 28`, `680 + 210 + 28`, `890 + 28`;
-    - `138 / 3` is `40 + (138 - 120) / 3`, `40 + 18 / 3`, `40 + 6`.
+    - `138 / 3` is `40 + (138 - 40 * 3) / 3`, `40 + (138 - 120) / 3`, `40 + 18 / 3`, `40 + 6`.
     """
-    if sign == "+" or left <= 0 or right <= 0 or not (is_short(left) and is_short(right)):
+    if left <= 0 or right <= 0 or not (is_short(left) and is_short(right)):
         return []
-    if sign == "-":
+    if sign in "+-":
         parts = places(right)
-        return _one_at_a_time([left, *parts], "-") if 2 <= len(parts) <= _MOST_PARTS and left != right else []
+        return _one_at_a_time([left, *parts], sign) if 2 <= len(parts) <= _MOST_PARTS and left != right else []
     if any(show(factor).strip("0.") == "1" for factor in (right, left if sign == "*" else right)):
         return []  # by a power of ten
     if sign == "/":
@@ -250,15 +250,25 @@ def worked_out(left: Fraction, sign: str, right: Fraction) -> list[Row]:
 def _quotient(left: Fraction, right: Fraction) -> list[Row]:
     """Long division: the digit of the quotient, and what is left to divide."""
     parts = places(left / right) if is_short(left / right) else []
+    if len(places(right)) > 1:  # how often 25 goes into 225 is not known by heart: five times, then what is left
+        parts = [half for part in parts for half in _fives(part)]
     if not 2 <= len(parts) <= _MOST_PARTS or not all(is_short(part * right) for part in parts):
         return []
     rows: list[Row] = []
+    divided = show(right)
     for n, part in enumerate(parts[:-1], 1):
         taken, remaining = part * right, sum(parts[n:]) * right
-        before = " + ".join(map(show, parts[:n]))
-        rows.append(f"{before} + ({show(taken + remaining)} - {show(taken)}) / {show(right)}")
-        rows.append(f"{before} + {show(remaining)} / {show(right)}")
+        before, whole = " + ".join(map(show, parts[:n])), show(taken + remaining)
+        rows.append(f"{before} + ({whole} - {show(part)} * {divided}) / {divided}")
+        rows.append(f"{before} + ({whole} - {show(taken)}) / {divided}")
+        rows.append(f"{before} + {show(remaining)} / {divided}")
     return [*rows, *_one_at_a_time(parts, "+")]
+
+
+def _fives(place: Fraction) -> list[Fraction]:
+    """A digit at its place; one above five as five and the rest: 70 as 50, 20."""
+    five = place / int(show(place).strip("0.")) * 5
+    return [five, place - five] if place > five else [place]
 
 
 def _one_at_a_time(terms: list[Fraction], sign: str) -> list[Row]:
@@ -301,7 +311,7 @@ def write(
 ) -> str | None:
     """A worked answer in a wording drawn from `rng`, ending in `#### answer`; None if a value breaks `limit`.
 
-    With `in_parts`, differences, products and quotients are worked out digit by digit (`worked_out`).
+    With `in_parts`, sums, differences, products and quotients are worked out digit by digit (`worked_out`).
     """
     symbols = rng.choice(_SYMBOLS)
     bound = None if limit is None else Fraction(limit)

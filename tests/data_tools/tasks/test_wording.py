@@ -97,7 +97,7 @@ def test_drills_are_true():
         assert holds(equations(text)[0]), text
 
 
-def test_differences_products_and_quotients_are_worked_out_in_parts_and_stay_true():
+def test_arithmetic_is_worked_out_in_parts_and_stays_true():
     def texts(*terms: str, sign: str = "*") -> set[str]:
         values, signs = tuple(map(Fraction, terms)), (sign,) * (len(terms) - 1)
         step = Step("", values, signs, evaluate(values, signs), "")
@@ -107,17 +107,22 @@ def test_differences_products_and_quotients_are_worked_out_in_parts_and_stay_tru
     four = "27 * 34 = 20 * 30 + 20 * 4 + 7 * 30 + 7 * 4 = 600 + 80 + 210 + 28 = 680 + 210 + 28 = 890 + 28 = 918"
     assert any(four in text for text in texts("27", "34"))
     assert any("0.75 * 60 = 0.7 * 60 + 0.05 * 60 = 42 + 3 = 45" in text for text in texts("0.75", "60"))
-    long = "138 / 3 = 40 + (138 - 120) / 3 = 40 + 18 / 3 = 40 + 6 = 46"
+    long = "138 / 3 = 40 + (138 - 40 * 3) / 3 = 40 + (138 - 120) / 3 = 40 + 18 / 3 = 40 + 6 = 46"
     assert any(long in text for text in texts("138", "3", sign="/"))
     before = [text for text in texts("138", "3", "2", sign="/") if f"{long}.\n" in text]
-    assert before and all("138 / 3 / 2 = 46 / 2 = 20 + (46 - 40) / 2 = 20 + 6 / 2 = 20 + 3 = 23" in t for t in before)
+    assert before and all("138 / 3 / 2 = 46 / 2 = 20 + (46 - 20 * 2) / 2 = 20 + (46 - 40) / 2 = 20 + 6 / 2 = 20 + 3 = 23" in t for t in before)
     longer = (
-        "830 / 2 = 400 + (830 - 800) / 2 = 400 + 30 / 2 = 400 + 10 + (30 - 20) / 2 = 400 + 10 + 10 / 2 = 400 + 10 + 5"
+        "830 / 2 = 400 + (830 - 400 * 2) / 2 = 400 + (830 - 800) / 2 = 400 + 30 / 2 = "
+        "400 + 10 + (30 - 10 * 2) / 2 = 400 + 10 + (30 - 20) / 2 = 400 + 10 + 10 / 2 = 400 + 10 + 5"
     )
     assert any(longer in text for text in texts("830", "2", sign="/"))
     assert any(
         "851 - 252 = 851 - 200 - 50 - 2 = 651 - 50 - 2 = 601 - 2 = 599" in t for t in texts("851", "252", sign="-")
     )
+    assert any("295 + 133 = 295 + 100 + 30 + 3 = 395 + 30 + 3 = 425 + 3 = 428" in t for t in texts("295", "133", sign="+"))
+    fives = "225 / 25 = 5 + (225 - 5 * 25) / 25 = 5 + (225 - 125) / 25 = 5 + 100 / 25 = 5 + 4 = 9"
+    assert any(fives in text for text in texts("225", "25", sign="/"))
+    assert any("= 50 + 20 + 1 = 70 + 1 = 71" in text for text in texts("852", "12", sign="/"))
     words = "851 minus 252 = 851 minus 200 minus 50 minus 2 = "
     assert any(words in text for text in texts("851", "252", sign="-"))
     three = "123 * 345 = 345 * 100 + 345 * 20 + 345 * 3 = 34500 + 6900 + 1035"
