@@ -388,6 +388,8 @@ class ParseEngine:
         """Everything that can be wrong with a request is found here, before any model runs."""
         if settings.mode == "validity":
             self._require_judge()
+        if settings.risk is not None and draft_text is not None:
+            raise ValueError("risk and draft_text were both given: a promise covers only what the draft model writes")
         drafter = self.drafter if draft_text is None else TextDrafter(draft_text, self.target, prompt)
         if drafter is None:
             raise ValueError("This engine has no draft model: pass draft=… to from_pretrained, or give a draft_text.")

@@ -46,6 +46,8 @@ class Tried:
     """Upper confidence bound of its risk, taken by itself (a promise also counts the settings tested before it)."""
     speedup: float
     """Against the target alone: ratio of the mean times of an answer."""
+    disagreement: float
+    """Upper confidence bound of how often the final answer is not the target's own, right or wrong."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,12 @@ class Calibration:
         raise ValueError(
             f"risk is {risk}, but {what}; the nearest promise is {nearest}. For others {_WAY_OUT} with --risk {risk}"
         )
+
+    def disagreement(self, risk: float) -> float:
+        """How often, at most, final answers under the promise `risk` differ from the target's own: what can be watched
+        where no checker is (`parse-infer serve --audit`). Raises ValueError as `setting` does."""
+        tried = self.setting(risk)
+        return risk if self.loss == "disagreement" else tried.disagreement
 
     def check(self, models: Mapping[str, Any]) -> None:
         """ValueError unless this was measured with these models (`parse_infer.identity.describe_models`)."""
@@ -162,6 +170,17 @@ def apply_promise(settings: GenerationSettings, calibration: Calibration | None)
             f"max_new_tokens is {settings.max_new_tokens}"
         )
     return settings.override(**asdict(calibration.setting(risk).setting))
+
+
+def promised(settings: GenerationSettings, risk: float | None, calibration: Calibration | None) -> GenerationSettings:
+    """`settings` with the promise `risk`, where it covers them and they do not name their own; else unchanged."""
+    if risk is None or settings.risk is not None:
+        return settings
+    try:
+        apply_promise(settings.override(risk=risk), calibration)
+    except ValueError:
+        return settings
+    return settings.override(risk=risk)
 
 
 def risks(values: Sequence[float]) -> tuple[float, ...]:

@@ -75,13 +75,15 @@ class CalibrationSettings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One problem. `losses` and `seconds` have an entry for each setting, by order."""
+    """One problem. `losses`, `disagreed` and `seconds` have an entry for each setting, by order."""
 
     problem_id: str
     target_right: bool | None
     """None: nothing tells."""
     target_seconds: float
     losses: list[list[float]]
+    disagreed: list[list[bool]]
+    """Whether the final answer is not the target's own."""
     seconds: list[list[float]]
     """What an answer takes under each setting: its parts, measured once (`ReplayEngine`)."""
 
@@ -148,8 +150,11 @@ def certify(calibration: Calibration, outcomes: Sequence[Outcome], settings: Cal
             losses = [outcome.losses[i][j] for outcome in outcomes]
             seconds = sum(outcome.seconds[i][j] for outcome in outcomes)
             bound = upper_bound(losses, 1 - settings.confidence)
+            differing = upper_bound([float(outcome.disagreed[i][j]) for outcome in outcomes], 1 - settings.confidence)
             places[i].append(len(tried))
-            tried.append(Tried(setting, float(sum(losses)), round(bound, 6), round(alone / seconds, 4)))
+            tried.append(
+                Tried(setting, float(sum(losses)), round(bound, 6), round(alone / seconds, 4), round(differing, 6))
+            )
     promises: dict[float, int | None] = {}
     for risk in settings.risks:
         shown: list[int] = []
@@ -229,22 +234,24 @@ def _outcome(
         )
     replay.forget()
     losses: list[list[float]] = []
+    disagreed: list[list[bool]] = []
     seconds: list[list[float]] = []
-    lost_by_text: dict[str, float] = {}
+    found: dict[str, tuple[float, bool]] = {}
     for order in settings.orders:
         losses.append([])
+        disagreed.append([])
         seconds.append([])
         for setting in order:
             changes = {"threshold": setting.threshold, "resume": setting.resume, "max_rounds": setting.max_rounds}
             answer, took = replay.answer(problem.prompt, plain.override(**changes))
-            if answer.text not in lost_by_text:
-                lost = not same(alone.text, answer.text)
-                if settings.loss == "accuracy":
-                    lost = bool(right) and not check(problem, answer.text)
-                lost_by_text[answer.text] = float(lost)
-            losses[-1].append(lost_by_text[answer.text])
+            if answer.text not in found:
+                differs = not same(alone.text, answer.text)
+                lost = bool(right) and not check(problem, answer.text) if settings.loss == "accuracy" else differs
+                found[answer.text] = float(lost), differs
+            losses[-1].append(found[answer.text][0])
+            disagreed[-1].append(found[answer.text][1])
             seconds[-1].append(round(took, 4))
-    return Outcome(problem.id, right, round(alone.timings.total_s, 4), losses, seconds)
+    return Outcome(problem.id, right, round(alone.timings.total_s, 4), losses, disagreed, seconds)
 
 
 def _check_hope(outcomes: Sequence[Outcome], n_problems: int, settings: CalibrationSettings) -> None:

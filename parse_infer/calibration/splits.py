@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def read_outcomes(folder: Path) -> tuple[dict[str, Any], list[Outcome]]:
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no calibration: run `parse-infer calibrate --out {folder}` first")
     config = read_json(path, "run `parse-infer calibrate` again")
-    needed = ("problem_id", "target_right", "target_seconds", "losses", "seconds")
+    needed = tuple(f.name for f in fields(Outcome))
     rows = [{key: row[key] for key in needed} for _, row in read_jsonl(folder / "records.jsonl", needed)]
     return config, [Outcome(**row) for row in rows]
 
@@ -51,9 +52,7 @@ def split(
     halves = [np.array_split(rng.permutation(len(outcomes)), 2) for _ in range(n)]
     rows = []
     for resume, i in order.items():
-        own = [
-            Outcome(o.problem_id, o.target_right, o.target_seconds, [o.losses[i]], [o.seconds[i]]) for o in outcomes
-        ]
+        own = [replace(o, losses=[o.losses[i]], disagreed=[o.disagreed[i]], seconds=[o.seconds[i]]) for o in outcomes]
         one = CalibrationSettings(
             settings.risks,
             settings.confidence,

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from parse_infer.generation import Done, Event
+from parse_infer.serve.audit import Audit
 from parse_infer.serve.backend import Backend, Job, Refused
 from parse_infer.serve.choice import Choice
 from parse_infer.serve.errors import ApiError, failure
@@ -17,7 +18,7 @@ log = logging.getLogger("parse_infer.serve")
 
 
 async def answers(
-    backend: Backend, line: Line, metrics: Metrics, jobs: Sequence[tuple[Job, int]]
+    backend: Backend, line: Line, metrics: Metrics, jobs: Sequence[tuple[Job, int]], audit: Audit | None = None
 ) -> AsyncGenerator[tuple[Choice, Event, str], None]:
     """Every event, with the choice that it belongs to and the text that may be sent now.
 
@@ -37,6 +38,8 @@ async def answers(
                         meter.see(moment, text)
                         if isinstance(moment.event, Done):
                             line.note(moment.event.generation.timings.total_s)
+                            if audit is not None:
+                                audit.consider(choice)
                         yield choice, moment.event, text
             except Refused as error:
                 raise ApiError(400, str(error), "invalid_value") from error

@@ -9,8 +9,11 @@ from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from parse_infer.generation import GenerationSettings
 from parse_infer.models.prompts import Prompt, Verbatim
+from parse_infer.promise import apply_promise
 from parse_infer.serve import errors
+from parse_infer.serve.audit import Audit, Promises
 from parse_infer.serve.backend import Backend
 from parse_infer.serve.chat import ChatBody, ChatCompletion, ChatShape
 from parse_infer.serve.completion import Completion, CompletionBody, CompletionShape
@@ -41,7 +44,11 @@ def _streams(model: type) -> dict[int | str, dict[str, Any]]:
 
 
 def create_app(
-    backend: Backend, limits: Limits | None = None, api_key: str | None = None, model: str | None = None
+    backend: Backend,
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    model: str | None = None,
+    promises: Promises | None = None,
 ) -> FastAPI:
     """The OpenAI-compatible API, metrics and page of one backend.
 
@@ -49,11 +56,18 @@ def create_app(
         api_key: what clients must send; None asks for none.
         model: the name under which the backend's target is served; default: its own.
 
+    Raises:
+        ValueError: a risk that the backend's calibration does not show, or an audit without one.
+
     The queue is `app.state.line`, the counts are `app.state.metrics`.
     """
     limits, metrics, started = limits or Limits(), Metrics(), int(time.time())
     line = Line(limits, backend.parallel)
-    desk = Desk(backend, line, metrics, model or backend.name)
+    promises = promises or Promises()
+    if promises.risk is not None:
+        apply_promise(GenerationSettings(1 << 31, risk=promises.risk), backend.calibration)
+    audit = Audit(backend, metrics, promises) if promises.audit else None
+    desk = Desk(backend, line, metrics, model or backend.name, promises.risk, audit)
     app = FastAPI(
         title="PARSE",
         summary="OpenAI's API over a draft model whose answers the target checks.",

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from parse_infer.generation import Event, GenerationSettings
 from parse_infer.models.prompts import Prompt, Verbatim
+from parse_infer.promise import Calibration
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ class Backend(Protocol):
     """Tokens that prompt and answer may have together."""
     threshold: float
     """The one that is used where none is given."""
+
+    calibration: Calibration | None
+    """What `risk` goes by."""
 
     @property
     def running(self) -> int:

@@ -36,7 +36,7 @@ class Seconds(BaseModel):
 
 
 class ParseStatistics(BaseModel):
-    """Who wrote what, and what it cost."""
+    """Who wrote what, what it cost, and what is promised."""
 
     model_config = ConfigDict(extra="forbid")
     spans: list[Part]
@@ -50,6 +50,8 @@ class ParseStatistics(BaseModel):
     draft_forwards: int
     drafter_forwards: int
     verification_passes: int
+    risk: float | None
+    """The promise that was kept: at most this share of such requests is lost."""
     timings: Seconds
 
 
@@ -103,6 +105,7 @@ class Choice:
             spans=self._parts(self.answer.spans),
             kept=stats.acceptance_rate,
             **asdict(stats),
+            risk=self.job.settings.risk,
             timings=Seconds(
                 **asdict(timings),
                 waiting_s=max(0.0, self.started_at - self.asked_at),

@@ -15,7 +15,9 @@ from starlette.types import Send
 
 from parse_infer.generation import Done, Event
 from parse_infer.models.prompts import Prompt
+from parse_infer.promise import promised
 from parse_infer.serve.answers import answers
+from parse_infer.serve.audit import Audit
 from parse_infer.serve.backend import Backend, Job, Refused
 from parse_infer.serve.body import AnswerBody
 from parse_infer.serve.choice import Choice, event_body
@@ -50,13 +52,24 @@ class Desk:
 
     Args:
         model: the name under which the backend's target is served.
+        risk: promise of the requests that name none, where the calibration covers them.
     """
 
-    def __init__(self, backend: Backend, line: Line, metrics: Metrics, model: str) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        line: Line,
+        metrics: Metrics,
+        model: str,
+        risk: float | None = None,
+        audit: Audit | None = None,
+    ) -> None:
         self.backend = backend
         self.line = line
         self.metrics = metrics
         self.model = model
+        self._risk = risk
+        self._audit = audit
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, self.model):
@@ -68,6 +81,8 @@ class Desk:
     ) -> list[tuple[Job, int]]:
         """`n` jobs for each prompt, with its tokens counted. Raises ApiError for what cannot be answered."""
         settings = [body.settings(max_new_tokens, choice) for choice in range(body.choices)]
+        if not body.alone and draft_text is None:
+            settings = [promised(each, self._risk, self.backend.calibration) for each in settings]
         found = []
         for prompt in prompts:
             try:
@@ -80,7 +95,7 @@ class Desk:
 
     def answer(self, shape: Shape, body: AnswerBody, jobs: Sequence[tuple[Job, int]]) -> Exchange:
         paper = _Paper(self, shape, body)
-        events = answers(self.backend, self.line, self.metrics, jobs)
+        events = answers(self.backend, self.line, self.metrics, jobs, self._audit)
         return Exchange(lambda send: paper.stream(events, send) if body.stream else paper.whole(events, send))
 
 

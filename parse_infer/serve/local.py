@@ -34,6 +34,7 @@ class LocalBackend:
         self.name = engine.target.name
         self.window = engine.target.window
         self.threshold = engine.threshold
+        self.calibration = engine.calibration
         self._engine = engine
         self._runs: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
         self._running = 0

@@ -42,6 +42,15 @@ class Metrics:
         self.between_s = Histogram(
             "parse_inter_token_seconds", "Between two pieces of text.", buckets=_SHORT, registry=registry
         )
+        self.audited = Counter(
+            "parse_audited", "Answers compared with the target's own.", ["risk", "result"], registry=registry
+        )
+        self.evidence = Gauge(
+            "parse_promise_evidence", "Against the promise; 1 at the start.", ["risk"], registry=registry
+        )
+        self.implausible = Gauge(
+            "parse_promise_implausible", "1: answers differ more often than promised.", ["risk"], registry=registry
+        )
         self.answer_s = Histogram("parse_answer_seconds", "Writing of an answer.", buckets=_LONG, registry=registry)
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:

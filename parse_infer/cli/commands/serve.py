@@ -20,6 +20,13 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model; default: the target's name.")
     ] = None,
+    risk: Annotated[
+        float | None,
+        typer.Option(help="Promise of requests that name none: at most this share is lost (`parse-infer calibrate`)."),
+    ] = None,
+    audit: Annotated[
+        float, typer.Option(help="Share of the promised answers that are compared with the target's own; 0: none.")
+    ] = 0.0,
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Answers that may wait; beyond it, 429 and Retry-After.")
     ] = 64,
@@ -34,11 +41,14 @@ def serve(
     \b
     Examples:
       parse-infer serve --port 8000
+      parse-infer serve --calibration runs/calibration/calibration.json --risk 0.01 --audit 0.01
       parse-infer serve --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/qwen3/adapter --api-key secret
     """
     if api_key is not None and (not api_key.isascii() or not api_key.strip()):
         raise ValueError("--api-key must be a text of ASCII characters, or be left out")
+    from data_tools.tasks.checkers import same_answer
     from parse_infer.serve.app import create_app
+    from parse_infer.serve.audit import Promises
     from parse_infer.serve.line import Limits
     from parse_infer.serve.local import LocalBackend
     from parse_infer.serve.server import Server, listen
@@ -46,7 +56,7 @@ def serve(
     limits = Limits(max_waiting, request_timeout, grace, int(max_body_mb * 1e6))
     listening = listen(host, port)  # before the models are loaded: a port in use is found at once
     backend = LocalBackend(models.load())
-    app = create_app(backend, limits, api_key, served_model_name)
+    app = create_app(backend, limits, api_key, served_model_name, Promises(risk, audit, same_answer))
     shown, port = listening.getsockname()[:2]
     shown = f"[{shown}]" if ":" in shown else shown
     print(f"{served_model_name or backend.name} answers at http://{shown}:{port}/v1 (a page: /)", flush=True)

@@ -128,7 +128,15 @@ def outcomes(n: int, lost: Callable[[int, int], float], seconds: Callable[[int],
     """Loss of problem i under setting j, and the seconds of setting j; of one order."""
     places = range(len(THRESHOLDS))
     return [
-        Outcome(f"p{i}", True, 2.0, [[lost(i, j) for j in places]], [[seconds(j) for j in places]]) for i in range(n)
+        Outcome(
+            f"p{i}",
+            True,
+            2.0,
+            losses=[[lost(i, j) for j in places]],
+            disagreed=[[lost(i, j) > 0 for j in places]],
+            seconds=[[seconds(j) for j in places]],
+        )
+        for i in range(n)
     ]
 
 
@@ -154,7 +162,8 @@ def test_the_fastest_setting_that_was_shown_is_promised():
     assert gap.promises[0.05] == 2
     # Two orders share the budget: what one order alone could show is not shown.
     both = [
-        replace(o, losses=o.losses * 2, seconds=o.seconds * 2) for o in outcomes(240, lambda i, j: 0.0, lambda j: 1)
+        replace(o, losses=o.losses * 2, disagreed=o.disagreed * 2, seconds=o.seconds * 2)
+        for o in outcomes(240, lambda i, j: 0.0, lambda j: 1)
     ]
     assert certify(blank(), both, CalibrationSettings(risks=(0.01,))).promises == {0.01: None}
     one = outcomes(240, lambda i, j: 0.0, lambda j: 1)
@@ -251,7 +260,7 @@ def test_a_damaged_calibration_is_one_sentence(tmp_path: Path):
     nothing = blank(made={})
     with pytest.raises(ValueError, match="the calibration shows no promise"):
         replace(nothing, promises={0.1: None}).setting(0.1)
-    shown = replace(nothing, tried=[Tried(Setting(2.0), 0, 0.01, 1.0)], promises={0.01: None, 0.1: 0})
+    shown = replace(nothing, tried=[Tried(Setting(2.0), 0, 0.01, 1.0, 0.01)], promises={0.01: None, 0.1: 0})
     with pytest.raises(ValueError, match="no setting was shown to keep it; the nearest promise is 0.1"):
         shown.setting(0.01)
 

@@ -15,6 +15,7 @@ import pytest
 
 from parse_infer.engine import ParseEngine
 from parse_infer.serve.app import create_app
+from parse_infer.serve.audit import Promises
 from parse_infer.serve.line import Limits, Line
 from parse_infer.serve.local import LocalBackend
 from parse_infer.serve.server import Server, listen
@@ -41,6 +42,10 @@ class Running:
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
+    @property
+    def metrics(self) -> str:
+        return httpx.get(f"{self.url}/metrics", timeout=60).text
+
     def becomes_idle(self, seconds: float) -> bool:
         """Whether nothing is being written or waits any more, at the latest then."""
         end = time.monotonic() + seconds
@@ -53,11 +58,15 @@ class Running:
 
 @contextmanager
 def running(
-    backend: LocalBackend, engine: ParseEngine, limits: Limits | None = None, api_key: str | None = None
+    backend: LocalBackend,
+    engine: ParseEngine,
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    promises: Promises | None = None,
 ) -> Iterator[Running]:
     listening = listen("127.0.0.1", 0)
     limits = limits or Limits()
-    app = create_app(backend, limits, api_key)
+    app = create_app(backend, limits, api_key, promises=promises)
     server = Server(app, limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,11 +14,13 @@ import httpx
 import openai
 import pytest
 
+from parse_infer.engine import ParseEngine
 from parse_infer.generation import Generation
 from parse_infer.identity import describe_models
 from parse_infer.models.prompts import Verbatim
 from parse_infer.models.sampling import Sampling, seed_of
 from parse_infer.promise import Calibration, Setting, Tried
+from parse_infer.serve.audit import Promises
 from parse_infer.serve.chat import ChatCompletion
 from parse_infer.serve.completion import Completion
 from parse_infer.serve.local import LocalBackend
@@ -123,11 +128,16 @@ def test_the_assistants_last_message_is_continued(served):
         assert error.status_code == 400 and error.json()["error"]["param"] == "continue_final_message"
 
 
+def calibrated(engine: ParseEngine, disagreement: float = 0.1) -> Calibration:
+    """Promises 0.01 where nothing is accepted, and 0.05 where everything is."""
+    models = describe_models(engine.target, engine.draft, engine.judge)
+    tried = [Tried(Setting(1.01, "hand_back"), 0, 0.01, 1.0, 0.01), Tried(Setting(0.0), 0, 0.04, 2.0, disagreement)]
+    return Calibration("t", 300, "x", "accuracy", 0.9, 24, models, tried, {0.01: 0, 0.05: 1})
+
+
 def test_a_request_may_ask_for_a_promise(make_engine):
     engine = make_engine()
-    models = describe_models(engine.target, engine.draft, engine.judge)
-    tried = [Tried(Setting(1.01, "hand_back"), 0, 0.01, 1.0), Tried(Setting(0.0), 0, 0.04, 2.0)]
-    promised = Calibration("t", 300, "x", "accuracy", 0.9, 24, models, tried, {0.01: 0, 0.05: 1})
+    promised = calibrated(engine)
     with running(LocalBackend(make_engine(calibration=promised)), engine) as server:
         for risk, own in ((0.01, {"threshold": 1.01, "resume": "hand_back"}), (0.05, {"threshold": 0.0})):
             text = engine.generate(PROMPTS[1], max_new_tokens=24, **own).text
@@ -135,6 +145,36 @@ def test_a_request_may_ask_for_a_promise(make_engine):
             assert answer["choices"][0]["message"]["content"] == text
         wrong = server.chat(PROMPTS[1], max_tokens=24, parse={"risk": 0.02})
         assert wrong.status_code == 400 and "the nearest promise is 0.01" in wrong.json()["error"]["message"]
+
+
+def audited(metrics: str) -> Counter[str]:
+    found = re.findall(r'^parse_audited_total\{result="(\w+)",risk="0.05"\} (\d+)', metrics, re.MULTILINE)
+    return Counter({result: int(count) for result, count in found})
+
+
+def test_a_server_promises_what_its_calibration_covers_and_watches_it(make_engine, capfd):
+    """Random models agree on nothing: drafts that are accepted whole break "at most 10 % differ" at once."""
+    engine = make_engine()
+    differing, promises = 0, Promises(0.05, audit=1.0)
+    with running(LocalBackend(make_engine(calibration=calibrated(engine))), engine, promises=promises) as server:
+        for i in range(6):
+            prompt = f"{PROMPTS[i % 3]} {i}"
+            answer = server.chat(prompt, max_tokens=24).json()["choices"][0]
+            assert answer["parse"]["risk"] == 0.05
+            own = engine.generate(prompt, max_new_tokens=24, threshold=0)
+            assert answer["message"]["content"] == own.text
+            differing += own.text != engine.generate_target(prompt, max_new_tokens=24).text
+            end = time.monotonic() + 10
+            while (counts := audited(server.metrics))["same"] + counts["differs"] <= i:
+                assert time.monotonic() < end, counts
+        assert counts["differs"] == differing >= 3
+        assert 'parse_promise_implausible{risk="0.05"} 1.0' in server.metrics
+        parts = {"threshold": 0.5}, {"mode": "target"}, {"draft_text": "4"}
+        for uncovered in ({"temperature": 1}, {"max_tokens": 8}, *({"parse": part} for part in parts)):
+            fields = {"max_tokens": 24, **uncovered}
+            assert server.chat(PROMPTS[0], **fields).json()["choices"][0]["parse"]["risk"] is None
+    warned = [line for line in capfd.readouterr().err.splitlines() if "promise implausible" in line]
+    assert len(warned) == 1 and json.loads(warned[0])["risk"] == 0.05
 
 
 def test_parse_options_are_the_engines(served):
