@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -66,6 +67,9 @@ def run(words: list[str], room: Path, number: int) -> int:
             f"no target {words[1]}"
         )
         return 0
+    if words[:2] == ["parse-infer", "serve"]:
+        with mock.patch("parse_infer.serve.server.Server.run"):  # all but the serving
+            return parse_infer([*words[1:], "--port", "0"])
     if words[0] == "parse-infer":
         return parse_infer([*words[1:], *LESS.get(start, "").split()])
     if words[0] == "parse-data":
