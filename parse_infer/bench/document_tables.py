@@ -11,6 +11,10 @@ And of a comparison of judges (`parse_train.validity.compare`):
 And of simulated calibrations (`parse_infer.calibration.simulate`):
 
 - simulation: how often a promise is broken, by shape of the risk and number of problems.
+
+And of a calibration in random halves (`parse_infer.calibration.splits`):
+
+- splits: what each promise loses on other problems, and how fast it is.
 """
 
 from __future__ import annotations
@@ -52,6 +56,7 @@ _TOKENS = (
     "drafter forwards per answer",
 )
 _SIMULATION = ("true risk, from strict to lax", "problems", "broken, %", "broken if drafts were counted, %")
+_SPLITS = ("promise, %", "resume", "promised by, %", "lost on the others, %", "more than promised, %", "speed-up")
 _JUDGES = ("judge", "AUROC", "AUPRC", "first-error F1", "false accepts, %", "cost of the pass")
 
 
@@ -67,8 +72,11 @@ def table(path: Path, kind: str) -> list[str]:
     if kind == "simulation":
         results = read_results(path, needed=("environment", "rows"))
         return [*_simulation(results["rows"]), "", _origin_of_simulation(results["environment"])]
+    if kind == "splits":
+        results = read_results(path, needed=("environment", "rows"))
+        return [*_splits(results["rows"]), "", _origin_of_splits(results["environment"])]
     if kind not in _KINDS:
-        raise ValueError(f"unknown table {kind!r}; {suggestion(kind, [*_KINDS, 'judges', 'simulation'])}")
+        raise ValueError(f"unknown table {kind!r}; {suggestion(kind, [*_KINDS, 'judges', 'simulation', 'splits'])}")
     results = read_results(path)
     return [*_KINDS[kind](results["modes"]), "", _origin(results["environment"])]
 
@@ -122,6 +130,31 @@ def _origin_of_simulation(environment: dict[str, Any]) -> str:
     return (
         f"{e['rounds']} calibrations each, {e['settings']} settings, promise {100 * e['risk']:g} % at "
         f"{100 * e['confidence']:g} % confidence, {e['drafts']} drafts a problem; `{e['command']}`, {e['date'][:10]}."
+    )
+
+
+def _splits(rows: list[dict[str, Any]]) -> list[str]:
+    cells = [
+        [
+            f"{100 * row['risk']:g}",
+            f"`{row['resume']}`",
+            format_percent(row["shown"]),
+            format_percent(row["lost"], row["lost_range"]),
+            format_percent(row["above"]),
+            format_times(row["speedup"]),
+        ]
+        for row in rows
+    ]
+    return markdown_table(_SPLITS, cells)
+
+
+def _origin_of_splits(environment: dict[str, Any]) -> str:
+    e = environment
+    return (
+        f"{e['n_problems']} problems of {e['task']}, {e['splits']} times in random halves: one promises at "
+        f"{100 * e['confidence']:g} % confidence (in so many of the splits), the other is measured. Brackets: the middle "
+        "90 % of the splits; 1.00×: nothing could be promised, and the target answers alone. "
+        f"`{e['command']}`, {e['date'][:10]}."
     )
 
 

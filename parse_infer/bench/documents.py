@@ -6,8 +6,8 @@ In README.md and docs/*.md, a table stands between two lines of its own, and a f
     <!-- end -->
     <!-- figure: docs/results/NAME.json docs/NAME.png -->
 
-The file is the `results.json` of a benchmark, or a comparison of judges; the tables are those of
-`parse_infer.bench.document_tables`. What stands between fences (```) is left alone.
+The file is the `results.json` of a benchmark, a comparison of judges, or what calibrations showed; the tables are
+those of `parse_infer.bench.document_tables`. What stands between fences (```) is left alone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from parse_infer.bench.document_tables import table
 from parse_infer.bench.figure import draw_figure, drawn_from
 from parse_infer.bench.results_file import digest, read_results
+from parse_infer.calibration.figure import draw_promises
 from parse_infer.files import write_text
 
 COMMAND = "python -m parse_infer.bench.documents"
@@ -56,11 +57,11 @@ def update(root: Path, write: bool = True) -> list[str]:
             if write:
                 write_text(path, wanted)
         for source, picture in figures:
-            results = read_results(root / source)
+            results = read_results(root / source, needed=("environment",))
             if drawn_from(root / picture) != digest(results):
                 stale.append(picture)
                 if write:
-                    draw_figure(results, root / picture)
+                    (draw_promises if "rows" in results else draw_figure)(results, root / picture)
     return list(dict.fromkeys(stale))
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from parse_infer.bench.results_file import digest
 from parse_infer.files import replacing
 
-_ORIGIN = "Results"  # key of the text in a PNG that says which results it shows
+ORIGIN = "Results"  # key of the text in a PNG that says which results it shows
 CURVES = {"parse": ("PARSE, trained judge", "#1b7837"), "parse-zero-shot": ("PARSE, zero-shot judge", "#b2611d")}
 POINTS = {
     "target": ("target alone", "o", "#222222"),
@@ -62,7 +62,7 @@ def draw_figure(results: dict[str, Any], path: Path) -> None:
         axes.spines[side].set_visible(False)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     with replacing(path) as beside:
-        figure.savefig(beside, format="png", metadata={_ORIGIN: digest(results)})
+        figure.savefig(beside, format="png", metadata={ORIGIN: digest(results)})
 
 
 def drawn_from(path: Path) -> str | None:
@@ -70,7 +70,7 @@ def drawn_from(path: Path) -> str | None:
     if not path.is_file():
         return None
     with Image.open(path) as image:
-        return image.info.get(_ORIGIN)
+        return image.info.get(ORIGIN)
 
 
 def _curve(axes: Axes, points: list[dict[str, Any]], speed: str, label: str, colour: str) -> None:

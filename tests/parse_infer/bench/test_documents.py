@@ -147,6 +147,27 @@ def test_judges_are_compared_in_a_table_of_their_own(root):
         update(root)
 
 
+def test_a_calibration_in_halves_has_a_table_and_a_figure(root):
+    """A promise that no half makes is in the table, and no point of the figure."""
+    shown = {"resume": "finish", "risk": 0.05, "shown": 1.0, "lost": 0.031, "lost_range": [0.02, 0.045], "above": 0.04}
+    nothing = {"resume": "hand_back", "risk": 0.01, "shown": 0.0, "lost": 0.0, "lost_range": [0.0, 0.0], "above": 0.0}
+    rows = [shown | {"speedup": 2.5}, nothing | {"speedup": 1.0}]
+    environment = {"task": "sums", "n_problems": 1000, "splits": 50, "confidence": 0.9, "command": "python -m x"}
+    environment |= {"date": "2026-01-02T03:04:05+00:00"}
+    write_results(root / "docs" / "results" / "splits.json", {"environment": environment, "rows": rows})
+    (root / "README.md").write_text(
+        "<!-- results: docs/results/splits.json table=splits -->\n<!-- end -->\n"
+        "<!-- figure: docs/results/splits.json docs/promises.png -->\n"
+    )
+    assert update(root) == ["README.md", "docs/promises.png", "docs/page.md"]
+    lines = (root / "README.md").read_text().splitlines()
+    assert "| 5 | `finish` | 100.0 | 3.1 [2.0, 4.5] | 4.0 | 2.50× |" in lines
+    assert "| 1 | `hand_back` | 0.0 | 0.0 [0.0, 0.0] | 0.0 | 1.00× |" in lines
+    assert any(line.startswith("1000 problems of sums, 50 times in random halves") for line in lines)
+    assert (root / "docs" / "promises.png").read_bytes()[:4] == b"\x89PNG"
+    assert update(root) == []
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
     assert main([str(tmp_path / "gone"), "--check"]) == 2
     assert "there is no folder" in capsys.readouterr().err
