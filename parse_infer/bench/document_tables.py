@@ -152,7 +152,7 @@ def _origin_of_splits(environment: dict[str, Any]) -> str:
     e = environment
     return (
         f"{e['n_problems']} problems of {e['task']}, {e['splits']} times in random halves: one promises at "
-        f"{100 * e['confidence']:g} % confidence (in so many of the splits), the other is measured. Brackets: the middle "
+        f"{100 * e['confidence']:g} % confidence (as often as stated), the other is measured. Brackets: the middle "
         "90 % of the splits; 1.00×: nothing could be promised, and the target answers alone. "
         f"`{e['command']}`, {e['date'][:10]}."
     )
