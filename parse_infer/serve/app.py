@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
@@ -32,6 +32,9 @@ from parse_infer.serve.tokens import (
     TokenizeBody,
 )
 
+if TYPE_CHECKING:
+    from parse_infer.serve.traces import Traces  # an extra of its own
+
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "A mistake in the request."},
     "5XX": {"model": ErrorBody, "description": "The server cannot, or not now."},
@@ -49,6 +52,7 @@ def create_app(
     api_key: str | None = None,
     model: str | None = None,
     promises: Promises | None = None,
+    traces: Traces | None = None,
 ) -> FastAPI:
     """The OpenAI-compatible API, metrics and page of one backend.
 
@@ -67,7 +71,7 @@ def create_app(
     if promises.risk is not None:
         apply_promise(GenerationSettings(1 << 31, risk=promises.risk), backend.calibration)
     audit = Audit(backend, metrics, promises) if promises.audit else None
-    desk = Desk(backend, line, metrics, model or backend.name, promises.risk, audit)
+    desk = Desk(backend, line, metrics, model or backend.name, promises.risk, audit, traces and traces.note)
     app = FastAPI(
         title="PARSE",
         summary="OpenAI's API over a draft model whose answers the target checks.",
@@ -149,4 +153,6 @@ def create_app(
 
     for path, name in (("/", "page.html"), ("/page.js", "page.js"), ("/page.css", "page.css")):
         app.add_api_route(path, lambda name=name: page_file(name), include_in_schema=False)
+    if traces is not None:
+        traces.watch(app)
     return app

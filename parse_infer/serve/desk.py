@@ -6,7 +6,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -53,6 +53,7 @@ class Desk:
     Args:
         model: the name under which the backend's target is served.
         risk: promise of the requests that name none, where the calibration covers them.
+        note: told what the log is told of every request.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Desk:
         model: str,
         risk: float | None = None,
         audit: Audit | None = None,
+        note: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         self.backend = backend
         self.line = line
@@ -70,6 +72,7 @@ class Desk:
         self.model = model
         self._risk = risk
         self._audit = audit
+        self.note = note
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, self.model):
@@ -191,6 +194,8 @@ class _Paper:
             "rejected_tokens": usage.completion_tokens_details.rejected_prediction_tokens,
         }
         log.info("answered", extra={"fields": fields})
+        if self._desk.note is not None:
+            self._desk.note(fields)
 
 
 def _sent(value: Any) -> bytes:

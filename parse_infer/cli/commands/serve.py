@@ -34,6 +34,9 @@ def serve(
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that accepted requests have after the signal to stop.")
     ] = 30.0,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Send OpenTelemetry spans; OTEL_EXPORTER_OTLP_ENDPOINT says where to.")
+    ] = False,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest body of a request, in MB.")] = 4.0,
 ) -> None:
     """Serve OpenAI's API, Prometheus metrics and a page to try it.
@@ -53,10 +56,15 @@ def serve(
     from parse_infer.serve.local import LocalBackend
     from parse_infer.serve.server import Server, listen
 
+    traces = None
+    if trace:
+        from parse_infer.serve.traces import Traces
+
+        traces = Traces()
     limits = Limits(max_waiting, request_timeout, grace, int(max_body_mb * 1e6))
     listening = listen(host, port)  # before the models are loaded: a port in use is found at once
     backend = LocalBackend(models.load())
-    app = create_app(backend, limits, api_key, served_model_name, Promises(risk, audit, same_answer))
+    app = create_app(backend, limits, api_key, served_model_name, Promises(risk, audit, same_answer), traces)
     shown, port = listening.getsockname()[:2]
     shown = f"[{shown}]" if ":" in shown else shown
     print(f"{served_model_name or backend.name} answers at http://{shown}:{port}/v1 (a page: /)", flush=True)
@@ -64,3 +72,5 @@ def serve(
         Server(app, limits).run(sockets=[listening])
     finally:
         backend.close()
+        if traces is not None:
+            traces.close()

@@ -19,6 +19,7 @@ from parse_infer.serve.audit import Promises
 from parse_infer.serve.line import Limits, Line
 from parse_infer.serve.local import LocalBackend
 from parse_infer.serve.server import Server, listen
+from parse_infer.serve.traces import Traces
 from tests.parse_infer.language_models import language_model, printable, resembling
 
 
@@ -63,10 +64,11 @@ def running(
     limits: Limits | None = None,
     api_key: str | None = None,
     promises: Promises | None = None,
+    traces: Traces | None = None,
 ) -> Iterator[Running]:
     listening = listen("127.0.0.1", 0)
     limits = limits or Limits()
-    app = create_app(backend, limits, api_key, promises=promises)
+    app = create_app(backend, limits, api_key, promises=promises, traces=traces)
     server = Server(app, limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()

@@ -1,0 +1,31 @@
+"""Spans of OpenTelemetry: one a request, with numbers and without texts."""
+
+from __future__ import annotations
+
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from parse_infer.serve.local import LocalBackend
+from parse_infer.serve.traces import Traces
+from tests.parse_infer.serve.conftest import running
+
+CALLER = "0af7651916cd43dd8448eb211c80319c"  # the trace that the client belongs to
+
+
+def test_a_request_is_a_span_of_its_callers_trace(make_engine):
+    spans, engine = InMemorySpanExporter(), make_engine()
+    with running(LocalBackend(make_engine()), engine, traces=Traces(SimpleSpanProcessor(spans))) as server:
+        body = {"messages": [{"role": "user", "content": "Tom has 5 apples."}], "max_tokens": 8}
+        headers = {"traceparent": f"00-{CALLER}-b7ad6b7169203331-01"}
+        for stream in (False, True):
+            answer = server.post("/v1/chat/completions", {**body, "stream": stream}, headers=headers)
+            assert answer.status_code == 200
+        assert server.metrics and server.post("/v1/chat/completions", {}, headers=headers).status_code == 400
+    found = spans.get_finished_spans()
+    assert [span.name for span in found] == ["POST /v1/chat/completions"] * 3, "one each, and none for the metrics"
+    assert all(f"{span.context.trace_id:032x}" == CALLER for span in found)
+    answered = found[0].attributes
+    assert answered["parse.completion_tokens"] == 8 and answered["parse.answers"] == 1
+    assert found[1].attributes["parse.completion_tokens"] == 8
+    assert "parse.answers" not in found[2].attributes
+    assert "Tom" not in str([dict(span.attributes) for span in found])
