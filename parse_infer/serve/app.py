@@ -71,7 +71,9 @@ def create_app(
     if promises.risk is not None:
         apply_promise(GenerationSettings(1 << 31, risk=promises.risk), backend.calibration)
     audit = Audit(backend, metrics, promises) if promises.audit else None
-    desk = Desk(backend, line, metrics, model or backend.name, promises.risk, audit, traces and traces.note)
+    desk = Desk(
+        backend, line, metrics, model or backend.name, promises.risk, audit, None if traces is None else traces.note
+    )
     app = FastAPI(
         title="PARSE",
         summary="OpenAI's API over a draft model whose answers the target checks.",
