@@ -47,7 +47,7 @@ class Tried:
     speedup: float
     """Against the target alone: ratio of the mean times of an answer."""
     disagreement: float
-    """Upper confidence bound of how often the final answer is not the target's own, right or wrong."""
+    """Upper confidence bound of how often the final answer is not that of the target's greedy one, right or wrong."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ class Calibration:
         )
 
     def disagreement(self, risk: float) -> float:
-        """How often, at most, final answers under the promise `risk` differ from the target's own: what can be watched
-        where no checker is (`parse-infer serve --audit`). Raises ValueError as `setting` does."""
-        tried = self.setting(risk)
-        return risk if self.loss == "disagreement" else tried.disagreement
+        """How often, at most, final answers under the promise `risk` differ from the target's own greedy ones: what can
+        be watched where no checker is (`parse-infer serve --audit`). Raises ValueError as `setting` does."""
+        seen = self.setting(risk).disagreement
+        return max(risk, seen) if self.loss == "disagreement" else seen
 
     def check(self, models: Mapping[str, Any]) -> None:
         """ValueError unless this was measured with these models (`parse_infer.identity.describe_models`)."""

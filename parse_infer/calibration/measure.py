@@ -23,10 +23,12 @@ from parse_infer.generation import Generation, GenerationSettings, Resume
 from parse_infer.identity import describe_models
 from parse_infer.models.machine import describe_machine, describe_run
 from parse_infer.models.prompts import Prompt
+from parse_infer.models.sampling import Sampling
 from parse_infer.policy import Acceptance, check_share
 from parse_infer.promise import LOSSES, Calibration, Loss, Setting, Tried, risks
 from parse_infer.record_store import RecordStore
 
+SAMPLE_TEMPERATURE = 0.7  # of the answers that vote
 _SOME = 50  # problems of which a usable target answers at least one
 
 
@@ -50,6 +52,8 @@ class CalibrationSettings:
     resumes: tuple[Resume, ...] = RESUMES
     acceptance: Acceptance = GenerationSettings.acceptance
     max_new_tokens: int = 256
+    samples: int = 0
+    """With loss "disagreement": the target's own answer is what most of so many samples say; 0: its greedy answer."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "risks", risks(self.risks))
@@ -57,6 +61,10 @@ class CalibrationSettings:
         check_share(self.confidence, "confidence")
         if self.loss not in get_args(Loss):
             raise ValueError(f"loss is {self.loss!r}; choose one of {', '.join(get_args(Loss))}")
+        if self.samples and (self.samples < 3 or self.loss != "disagreement"):
+            raise ValueError(
+                f"samples is {self.samples}: a majority takes at least 3, and only loss disagreement asks for one"
+            )
         strict_to_lax(self.resumes, self.acceptance)  # names a wrong value
         self.generation()
 
@@ -83,7 +91,7 @@ class Outcome:
     target_seconds: float
     losses: list[list[float]]
     disagreed: list[list[bool]]
-    """Whether the final answer is not the target's own."""
+    """Whether the final answer is not that of the target's greedy one."""
     seconds: list[list[float]]
     """What an answer takes under each setting: its parts, measured once (`ReplayEngine`)."""
 
@@ -123,7 +131,7 @@ def calibrate(
     models = describe_models(engine.target, engine.draft, engine.judge)
     digest = hashlib.sha256("\n".join(p.id for p in problems).encode()).hexdigest()[:16]
     config = {
-        **{name: getattr(settings, name) for name in ("loss", "resumes", "acceptance", "max_new_tokens")},
+        **{name: getattr(settings, name) for name in ("loss", "resumes", "acceptance", "max_new_tokens", "samples")},
         # The number of problems too: adding some until a promise holds would be no test of it.
         **{"models": models, "task": task, "n_problems": len(problems), "problems": digest},
     }
@@ -232,6 +240,7 @@ def _outcome(
         raise ValueError(
             f"nothing tells whether an answer to problem {problem.id} is right: calibrate with --loss disagreement"
         )
+    own = _majority(replay, problem, same, settings) if settings.samples else alone.text
     replay.forget()
     losses: list[list[float]] = []
     disagreed: list[list[bool]] = []
@@ -245,13 +254,30 @@ def _outcome(
             changes = {"threshold": setting.threshold, "resume": setting.resume, "max_rounds": setting.max_rounds}
             answer, took = replay.answer(problem.prompt, plain.override(**changes))
             if answer.text not in found:
-                differs = not same(alone.text, answer.text)
-                lost = bool(right) and not check(problem, answer.text) if settings.loss == "accuracy" else differs
-                found[answer.text] = float(lost), differs
+                lost = not same(own, answer.text)
+                if settings.loss == "accuracy":
+                    lost = bool(right) and not check(problem, answer.text)
+                found[answer.text] = float(lost), not same(alone.text, answer.text)
             losses[-1].append(found[answer.text][0])
             disagreed[-1].append(found[answer.text][1])
             seconds[-1].append(round(took, 4))
     return Outcome(problem.id, right, round(alone.timings.total_s, 4), losses, disagreed, seconds)
+
+
+def _majority(
+    replay: ReplayEngine, problem: CalibrationProblem, same: Callable[[str, str], bool], settings: CalibrationSettings
+) -> str:
+    """The final answer that most samples of the target have, in the first of these samples."""
+    texts = []
+    for seed in range(settings.samples):
+        replay.forget()
+        answer = replay.generate_target(
+            problem.prompt, settings.generation(), resume_sampling=Sampling(SAMPLE_TEMPERATURE, seed=seed)
+        )
+        assert isinstance(answer, Generation)
+        texts.append(answer.text)
+    votes = [sum(same(one, other) for other in texts) for one in texts]
+    return texts[votes.index(max(votes))]
 
 
 def _check_hope(outcomes: Sequence[Outcome], n_problems: int, settings: CalibrationSettings) -> None:

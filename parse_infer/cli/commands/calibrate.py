@@ -39,6 +39,14 @@ def calibrate(
             "final answer is not the target's.",
         ),
     ] = "accuracy",
+    samples: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="With --loss disagreement: the target's own answer is that of most of so many samples; 0: its greedy "
+            "one.",
+        ),
+    ] = 0,
     resume: Annotated[
         str, typer.Option(metavar="finish,hand_back", help="What may follow a rejected draft; one is shown sooner.")
     ] = "finish,hand_back",
@@ -69,6 +77,7 @@ def calibrate(
         loss=loss,  # type: ignore[arg-type]
         resumes=tuple(resume.split(",")),  # type: ignore[arg-type]
         max_new_tokens=max_new_tokens,
+        samples=samples,
     )
     problems = take_problems(loaded_task, split, seed, limit)
     check_problems(problems, settings)

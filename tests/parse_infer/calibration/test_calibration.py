@@ -124,6 +124,31 @@ def test_a_calibration_counts_problems_and_goes_on_after_an_interruption(engine:
         run(engine, torn, n=20)
 
 
+def test_the_majority_of_samples_may_be_the_targets_own_answer(engine: ParseEngine, tmp_path: Path):
+    """Answers count as the same where their lengths have the same remainder, so that there are three kinds."""
+
+    def same(one: str, other: str) -> bool:
+        return len(one) % 3 == len(other) % 3
+
+    settings = replace(SETTINGS, samples=5, risks=(0.9,))
+    problems = [Problem(f"p{i}", f"{PROMPTS[i]} {i}") for i in range(3)]
+    found = calibrate(engine, problems, lambda problem, text: None, same, tmp_path, settings, task="t")
+    lost = 0
+    for problem in problems:
+        texts = [
+            engine.generate_target(problem.prompt, max_new_tokens=30, resume_sampling=Sampling(0.7, seed=seed)).text
+            for seed in range(5)
+        ]
+        kinds = [len(text) % 3 for text in texts]
+        majority = max(kinds, key=lambda kind: (kinds.count(kind), -kinds.index(kind)))
+        own = engine.generate_target(problem.prompt, max_new_tokens=30).text
+        lost += len(own) % 3 != majority
+    assert found.tried[0].losses == lost, "where nothing is accepted, the greedy answer is compared with the majority"
+    for wrong in ({"samples": 2}, {"samples": 5, "loss": "accuracy"}):
+        with pytest.raises(ValueError, match="a majority takes at least 3"):
+            replace(SETTINGS, **wrong)
+
+
 def outcomes(n: int, lost: Callable[[int, int], float], seconds: Callable[[int], float]) -> list[Outcome]:
     """Loss of problem i under setting j, and the seconds of setting j; of one order."""
     places = range(len(THRESHOLDS))
