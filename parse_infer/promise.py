@@ -97,8 +97,8 @@ class Calibration:
         )
 
     def disagreement(self, risk: float) -> float:
-        """How often, at most, final answers under the promise `risk` differ from the target's own greedy ones: what can
-        be watched where no checker is (`parse-infer serve --audit`). Raises ValueError as `setting` does."""
+        """How often, at most, final answers under the promise `risk` differ from the target's greedy ones: what can be
+        watched where no checker is (`parse-infer serve --audit`). Raises ValueError as `setting` does."""
         seen = self.setting(risk).disagreement
         return max(risk, seen) if self.loss == "disagreement" else seen
 
