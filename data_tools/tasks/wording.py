@@ -225,7 +225,8 @@ def worked_out(left: Fraction, sign: str, right: Fraction) -> list[Row]:
 
     - `851 - 252` is `851 - 200 - 50 - 2`, `651 - 50 - 2`, `601 - 2`; sums alike;
     - `27 * 34` is `20 * 30 + 20 * 4 + 7 * 30 + 7 * 4`, `600 + 80 + 210 + 28`, `680 + 210 + 28`, `890 + 28`;
-    - `138 / 3` is `40 + (138 - 40 * 3) / 3`, `40 + (138 - 120) / 3`, `40 + 18 / 3`, `40 + 6`.
+    - `138 / 3` is `40 + (138 - 120) / 3`, `40 + 18 / 3`, `40 + 6`;
+    - `875 / 35` is `20 + (875 - 600 - 100) / 35`, `20 + (275 - 100) / 35`, `20 + 175 / 35`, `20 + 5`.
     """
     if left <= 0 or right <= 0 or not (is_short(left) and is_short(right)):
         return []
@@ -248,27 +249,32 @@ def worked_out(left: Fraction, sign: str, right: Fraction) -> list[Row]:
 
 
 def _quotient(left: Fraction, right: Fraction) -> list[Row]:
-    """Long division: the digit of the quotient, and what is left to divide."""
-    parts = places(left / right) if is_short(left / right) else []
-    if len(places(right)) > 1:  # how often 25 goes into 225 is not known by heart: five times, then what is left
-        parts = [half for part in parts for half in _fives(part)]
-    if not 2 <= len(parts) <= _MOST_PARTS or not all(is_short(part * right) for part in parts):
+    """Long division: a digit of the quotient, the digits of its product taken away one by one, and what is left."""
+    quotient, digits = left / right, places(right)
+    parts = places(quotient) if is_short(quotient) else []
+    if len(digits) > 1:  # how often 25 goes into 225 is not known by heart: five times, then what is left
+        alone = len(parts) == 1
+        parts = [part for place in parts for part in _easy(place, alone)]
+    if not 2 <= len(parts) <= _MOST_PARTS or not all(is_short(part * digit) for part in parts for digit in digits):
         return []
     rows: list[Row] = []
-    divided = show(right)
+    divided, remaining = show(right), left
     for n, part in enumerate(parts[:-1], 1):
-        taken, remaining = part * right, sum(parts[n:]) * right
-        before, whole = " + ".join(map(show, parts[:n])), show(taken + remaining)
-        rows.append(f"{before} + ({whole} - {show(part)} * {divided}) / {divided}")
-        rows.append(f"{before} + ({whole} - {show(taken)}) / {divided}")
+        before = " + ".join(map(show, parts[:n]))
+        taken = [part * digit for digit in digits]
+        while taken:
+            away = " - ".join(map(show, [remaining, *taken]))
+            rows.append(f"{before} + ({away}) / {divided}")
+            remaining -= taken.pop(0)
         rows.append(f"{before} + {show(remaining)} / {divided}")
     return [*rows, *_one_at_a_time(parts, "+")]
 
 
-def _fives(place: Fraction) -> list[Fraction]:
-    """A digit at its place; one above five as five and the rest: 70 as 50, 20."""
-    five = place / int(show(place).strip("0.")) * 5
-    return [five, place - five] if place > five else [place]
+def _easy(place: Fraction, alone: bool) -> list[Fraction]:
+    """A digit at its place, as five and the rest where it is more than five: 70 as 50, 20. `alone`: 4 as 2, 2."""
+    unit = place / int(show(place).strip("0."))
+    first = 5 * unit if place > 5 * unit else 2 * unit if alone and 2 * unit < place < 5 * unit else place
+    return [first, place - first] if first < place else [place]
 
 
 def _one_at_a_time(terms: list[Fraction], sign: str) -> list[Row]:
