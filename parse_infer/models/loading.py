@@ -130,6 +130,18 @@ def load_config(name: str | Path) -> PretrainedConfig:
         raise OSError(f"The configuration of {source.name!r} cannot be loaded: {first_sentence(error)}") from error
 
 
+def weights_folder(name: str | Path) -> Path | str:
+    """The folder, or the name on the Hub, of a model's whole weights, for programs that load them in their own way.
+
+    A GGUF file is dequantised. Raises as `load_language_model` does, and ValueError for a LoRA.
+    """
+    source = _open(name)
+    if source.loras:
+        raise ValueError(f"{source.name!r} is a LoRA, whose weights are in no folder of their own: save it merged first.")
+    _check_folder(source.base)
+    return source.base
+
+
 def find_model(name: str | Path) -> tuple[Path | str, list[Lora]]:
     """What is behind a name: the base's folder, GGUF file or name on the Hub, and the LoRAs on it, the last one first.
 
