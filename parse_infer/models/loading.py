@@ -137,7 +137,7 @@ def weights_folder(name: str | Path) -> Path | str:
     """
     source = _open(name)
     if source.loras:
-        raise ValueError(f"{source.name!r} is a LoRA, whose weights are in no folder of their own: save it merged first.")
+        raise ValueError(f"{source.name!r} is a LoRA, whose weights are in no folder of their own: merge it first.")
     _check_folder(source.base)
     return source.base
 

@@ -1,7 +1,7 @@
 """vLLM's models with a judge in them: one class for each architecture, all by one mixin.
 
-A request whose prompt ends with the ids of `ProbeIds` gets a validity instead of a next token. In a step that holds any
-of them, the rows of their tokens get the adapter's update, and the hidden state of a probe's last token is replaced by
+A request whose prompt ends with the ids of `ProbeIds` gets a validity instead of a next token. In a step that holds
+such ids, the rows of their tokens get the adapter's update, and the state of a probe's last token is replaced by
 the validity's logit. All other rows, and all other steps, are the base class's.
 """
 
@@ -42,7 +42,7 @@ class _Judge:
 
     Attributes:
         files: as read; dropped once they are loaded.
-        shape: the target as transformers builds it, without weights, to whose layers the files refer; dropped likewise.
+        shape: the target as transformers builds it, to whose layers the files refer, without weights; dropped too.
     """
 
     def __init__(self, settings: dict[str, Any], config: Any) -> None:
@@ -153,9 +153,7 @@ class JudgesDrafts:
             return
         if judge.states is None:  # now the cache has its size
             slots = self._cache_config.num_gpu_blocks * self._cache_config.block_size
-            judge.states = SlotStates(
-                judge.head.tokens, slots, hidden, self._base_logits, self._embed, judge.part
-            )
+            judge.states = SlotStates(judge.head.tokens, slots, hidden, self._base_logits, self._embed, judge.part)
         judge.states.write(step.slot_mapping[:n].long(), ids[:n].long(), hidden[:n])
 
     def _answer(self, step: Any, ids: Tensor, positions: Tensor, hidden: Tensor, probed: Tensor) -> None:

@@ -1,6 +1,6 @@
 """How to start a vLLM server that judges drafts: options for `vllm.LLM(**options)` or `vllm serve`.
 
-    python -m parse_infer.vllm.options TARGET ADAPTER      # prints the command
+python -m parse_infer.vllm.options TARGET ADAPTER      # prints the command
 """
 
 from __future__ import annotations

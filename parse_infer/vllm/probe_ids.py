@@ -1,14 +1,14 @@
 """Token ids beyond a target's vocabulary that stand for the tokens of a probe.
 
 A server must tell a probe's tokens from the same tokens in a text, because the adapter applies to the former alone. So
-they have ids of their own, V being the size of the vocabulary, P the length of the probe and E the number of end tokens:
+they have ids of their own. With a vocabulary of V tokens, a probe of P and E end tokens:
 
     V … V+P-2                  the probe's tokens but the last
     V+P-1 + n * (1+E) + e      the last one (with P = 0: a token that is there to be read out only)
 
-The last id carries what the server cannot see in a prompt and token doubt needs: that its last n tokens before the probe
-are the draft's, and (e > 0) that end token e-1, which is not in the prompt because the probe closes the turn itself,
-follows them.
+The last id carries what the server cannot see in a prompt and token doubt needs: that the n tokens before the probe
+are the draft's, and (e > 0) that end token e-1 follows them, which is not in the prompt because the probe closes the
+turn itself.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class TrainedQuestions(Questions):
 
     def logit(self, found: LogProbabilities) -> float:
         if not set(self.answers) <= found.keys() or abs(sum(math.exp(found[i]) for i in self.answers) - 1) > 1e-3:
-            raise ValueError("the server's answer is no validity: it runs without the PARSE plugin, or for another target")
+            raise ValueError("the server's answer is no validity: it runs without the PARSE plugin or another target")
         return super().logit(found) * self.scale + self.shift
 
 
@@ -190,11 +190,11 @@ def read_completion(answer: Any, n: int, words: Mapping[str, int] | None = None)
         return [_by_id(one, words or {}) for one in found]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"the server's answer does not hold the log-probabilities of {n} next tokens ({error!r}): {str(answer)[:200]}"
+            f"the server's answer does not hold the log-probabilities of {n} tokens ({error!r}): {str(answer)[:200]}"
         ) from error
 
 
 def _by_id(found: Mapping[str, float], words: Mapping[str, int]) -> LogProbabilities:
-    """Tokens that only have a text, and not one of `words`, get ids below 0: their values bound those of the others."""
+    """Tokens that have a text only, which is none of `words`, get ids below 0: their values are bounds for others."""
     ids = {text: int(text.removeprefix("token_id:")) for text in found if text.startswith("token_id:")} or words
     return {ids.get(text, -1 - i): value for i, (text, value) in enumerate(found.items())}

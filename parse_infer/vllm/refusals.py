@@ -58,7 +58,7 @@ class Refusals:
         window = getattr(config, "sliding_window", None)
         if judge.token_rank and window and window < vllm_config.model_config.max_model_len:
             raise ValueError(
-                f"the target forgets what is more than {window} tokens back, and the adapter's token doubt may need it: "
+                f"the target forgets what is more than {window} tokens back, and token doubt may need that: "
                 f"set max_model_len to at most {window}"
             )
         if current_platform.is_cuda_alike():

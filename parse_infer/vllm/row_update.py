@@ -28,7 +28,7 @@ class RowUpdate:
         Args:
             model: vLLM's.
             shape: the same model as transformers builds it, on the meta device.
-            packed: the layers of `shape` that one layer of `model` stands for, by its name ("qkv_proj": ["q_proj", …]).
+            packed: the layers of `shape` that one layer of `model` stands for, by name ("qkv_proj": ["q_proj", …]).
 
         Raises:
             ValueError: as `low_rank_updates` does, or a layer of which an update is not supported.
@@ -42,7 +42,7 @@ class RowUpdate:
                 widths = [shape.get_submodule(part).out_features for part in parts]
                 layer.forward = self._with_update(layer.forward, *_stacked(found, widths, _place(layer)))
         if updates:
-            raise ValueError(f"the adapter changes {min(updates)}, which is no linear layer that the plugin can update")
+            raise ValueError(f"the adapter changes {min(updates)}, which is no layer that the plugin can update")
 
     def _with_update(self, forward: Callable[..., Any], a: Tensor, b: Tensor) -> Callable[..., Any]:
         def adapted(x: Tensor) -> Any:
@@ -63,10 +63,8 @@ def _place(layer: nn.Module) -> Tensor:
     return torch.empty(0, device=weight.device, dtype=torch.float32 if weight.device.type == "cpu" else dtype)
 
 
-def _stacked(
-    updates: Sequence[LowRankUpdate | None], widths: Sequence[int], place: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One update for layers whose outputs lie side by side: A [Σr, in] on top of one another, B [Σout, Σr] in blocks."""
+def _stacked(updates: Sequence[LowRankUpdate | None], widths: Sequence[int], place: Tensor) -> tuple[Tensor, Tensor]:
+    """One update for layers whose outputs lie side by side: all A [Σr, in] in a pile, all B [Σout, Σr] in blocks."""
     present = [update for update in updates if update is not None]
     a = torch.cat([update.a.float() for update in present])
     blocks = [

@@ -8,7 +8,6 @@ up to its own, so whatever shares a block, or finds it in the cache, may use its
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor

@@ -16,6 +16,6 @@ def check_version(version: str) -> None:
     """ValueError unless `is_known`."""
     if not is_known(version):
         raise ValueError(
-            f"this is vLLM {version}, and the PARSE plugin knows vLLM {' and '.join(VERSIONS)} only: install that, for "
-            "example with constraints-vllm.txt"
+            f"this is vLLM {version}, and the PARSE plugin knows vLLM {' and '.join(VERSIONS)} only: install "
+            "that, for example with constraints-vllm.txt"
         )
