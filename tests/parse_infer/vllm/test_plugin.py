@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import random
-from collections.abc import Sequence
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +24,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from parse_infer.models.loading import LanguageModel, load_language_model
-from parse_infer.models.names import resolve
+from parse_infer.models.names import ZOO, resolve
 from parse_infer.verify.segments import Segmenter
 from parse_infer.verify.trained_judge import ValidityAdapter
 from parse_infer.verify.verifier import Verifier
-from parse_infer.vllm.options import engine_options
-from parse_infer.vllm.questions import TrainedQuestions
+from parse_infer.vllm.options import arguments, engine_options
+from parse_infer.vllm.questions import TrainedQuestions, completion_request, read_completion
 from tests.conftest import randomise
 
 pytestmark = pytest.mark.vllm
@@ -226,3 +237,59 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(run, tmp_path, tokeniz
     for begin in (lambda: engine_options(target, folder), lambda: start(**options)):
         with pytest.raises((OSError, ValueError), match="no complete validity adapter: validity_head.* is missing"):
             begin()
+
+
+def test_over_http_beside_an_eagle3_head(tmp_path, zoo):
+    """A whole server, in processes of its own; the head guesses what the target writes, and changes none of it."""
+    lm, adapter, drafts = zoo
+    questions = TrainedQuestions.of(adapter.config, sorted(lm.eos_ids))
+    guesses = {"method": "eagle3", "model": str(ZOO / "eagle3"), "num_speculative_tokens": 3}
+    options = engine_options("zoo:target", "zoo:adapter")
+    options |= {"enforce_eager": True, "served_model_name": "target", "speculative_config": guesses}
+    with serving(arguments(options), tmp_path / "log") as post:
+        for draft in drafts[:3]:
+            prompts = questions.prompts(draft.context, draft.ids, draft.cuts)
+            answer = post("/v1/completions", completion_request("target", prompts, questions.top))
+            found = read_completion(answer, len(prompts))
+            assert [questions.validity(one) for one in found] == pytest.approx(draft.validity, abs=1e-5)
+            body = {"model": "target", "prompt": draft.context + draft.ids[: draft.half], "max_tokens": 20}
+            body |= {"temperature": 0, "return_token_ids": True}
+            assert post("/v1/completions", body)["choices"][0]["token_ids"] == draft.resume
+        counts = re.findall(r"^vllm:spec_decode_num_accepted_tokens_total\{.*\} (\S+)$", post("/metrics"), re.MULTILINE)
+        assert float(counts[0]) > 10
+
+
+@contextmanager
+def serving(words: list[str], log: Path) -> Iterator[Any]:
+    """An OpenAI-compatible server of vLLM: a function that posts JSON, or gets text where there is none to post."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, "--port", str(address)]
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with open(log, "w") as output:
+        server = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+
+    def call(path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{address}{path}", data, headers)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            content = answer.read().decode()
+        return content if body is None else json.loads(content)
+
+    try:
+        for _ in range(300):
+            assert server.poll() is None, log.read_text()[-3000:]
+            with suppress(OSError):
+                call("/health")
+                break
+            time.sleep(1)
+        yield call
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
