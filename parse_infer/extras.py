@@ -24,6 +24,7 @@ EXTRAS = {
     "pydantic_core": "serve",
     "starlette": "serve",
     "uvicorn": "serve",
+    "vllm": "vllm",
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import vllm
@@ -64,6 +64,12 @@ class _Judge:
 class JudgesDrafts:
     """Mixin before a `…ForCausalLM` of vLLM. What it needs stands in the model's configuration (`engine_options`)."""
 
+    # The base class's.
+    model: Any
+    lm_head: Any
+    logits_processor: Any
+    packed_modules_mapping: dict[str, list[str]]
+
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config
         settings = getattr(config, SETTINGS)
@@ -95,7 +101,7 @@ class JudgesDrafts:
         output: Tensor = self.lm_head.weight
         judge.head.to(output.device)
         if judge.config.probe_ids:
-            judge.update.patch(self, judge.files, judge.shape, self.packed_modules_mapping)  # type: ignore[arg-type]
+            judge.update.patch(cast(nn.Module, self), judge.files, judge.shape, self.packed_modules_mapping)
         tokens = judge.head.tokens
         if tokens is not None and tokens.vocabulary is not None:
             rows = output.detach()[tokens.vocabulary]  # here, because a CPU's layers may repack their weights later
@@ -214,7 +220,8 @@ def _with_probe_ids(embedding: nn.Module, ids: ProbeIds) -> Any:
 
     def forward(input_ids: Tensor) -> Tensor:
         beyond = (input_ids - ids.vocab_size).clamp(0, last)
-        return before(torch.where(input_ids < ids.vocab_size, input_ids, embedding.probe[beyond].to(input_ids.dtype)))
+        asked = cast(Tensor, embedding.probe)[beyond].to(input_ids.dtype)
+        return before(torch.where(input_ids < ids.vocab_size, input_ids, asked))
 
     embedding.forward = forward  # type: ignore[method-assign]
     return before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class RowUpdate:
             parts = [f"{parent}.{part}" for part in packed.get(name, [name])]
             found = [updates.pop(part, None) for part in parts]
             if any(found):
-                widths = [shape.get_submodule(part).out_features for part in parts]
+                widths = [cast(nn.Linear, shape.get_submodule(part)).out_features for part in parts]
                 layer.forward = self._with_update(layer.forward, *_stacked(found, widths, _place(layer)))
         if updates:
             raise ValueError(f"the adapter changes {min(updates)}, which is no layer that the plugin can update")
