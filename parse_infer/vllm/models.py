@@ -160,7 +160,9 @@ class JudgesDrafts:
         if judge.states is None:  # now the cache has its size
             slots = self._cache_config.num_gpu_blocks * self._cache_config.block_size
             judge.states = SlotStates(judge.head.tokens, slots, hidden, self._base_logits, self._embed, judge.part)
-        judge.states.write(step.slot_mapping[:n].long(), ids[:n].long(), hidden[:n])
+        # Only a made-up request counts tokens of a probe as the draft's: any token of the target's will do for them.
+        known = ids[:n].long().clamp_max(judge.ids.vocab_size - 1)
+        judge.states.write(step.slot_mapping[:n].long(), known, hidden[:n])
 
     def _answer(self, step: Any, ids: Tensor, positions: Tensor, hidden: Tensor, probed: Tensor) -> None:
         """Put the logit of each probe that ends in this step in the place of its last token's state."""

@@ -107,6 +107,17 @@ def ask(llm: Any, questions: TrainedQuestions, drafts: Sequence[Draft], beside: 
     return [[next(logits) for _ in group] for group in asked], [list(one.token_ids) for one in found[len(listed) :]]
 
 
+def ask_nonsense(llm: Any, questions: TrainedQuestions) -> None:
+    """A prompt that claims more draft tokens than it has, one that is a probe alone, one that goes on behind it."""
+    from vllm import SamplingParams
+
+    first, last = questions.suffix(400, None)
+    prompts = [[5, first, last], [last], [5, first, last, 7, first]]
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=2, detokenize=False)
+    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    assert all(token < questions.ids.vocab_size for answer in answers for token in answer.outputs[0].token_ids)
+
+
 def farthest(found: list[list[float]], drafts: Sequence[Draft]) -> float:
     """In the logit."""
     return max(
@@ -140,6 +151,7 @@ def test_under_load_validities_and_text_are_those_of_the_local_engine(run, zoo):
         found, written = ask(llm, questions, drafts, beside)
         assert farthest(found, drafts) < 1e-4
         assert written == [greedy(lm, context, 20) for context in beside]
+        ask_nonsense(llm, questions)
         # Again, now that parts of it are in the cache; and on from a cut of each.
         found, resumed = ask(llm, questions, drafts, [draft.context + draft.ids[: draft.half] for draft in drafts])
         assert farthest(found, drafts) < 1e-4
