@@ -86,7 +86,10 @@ class JudgesDrafts:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As the base class's; raises ValueError unless they are the weights that the adapter was trained on."""
         judge = self._judge
-        assert judge.files is not None and judge.shape is not None
+        if judge.files is None or judge.shape is None:
+            raise ValueError(
+                "an adapter belongs to the weights it was trained on: start another server for other ones"
+            )
         sampled: dict[str, Tensor | None] = dict.fromkeys(fingerprinted(judge.shape))
 
         def watched() -> Iterator[tuple[str, Tensor]]:
