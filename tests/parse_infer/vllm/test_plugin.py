@@ -28,6 +28,7 @@ from parse_infer.models.names import ZOO, resolve
 from parse_infer.verify.segments import Segmenter
 from parse_infer.verify.trained_judge import ValidityAdapter
 from parse_infer.verify.verifier import Verifier
+from parse_infer.vllm.medusa_head import convert
 from parse_infer.vllm.options import arguments, engine_options
 from parse_infer.vllm.questions import TrainedQuestions, completion_request, read_completion
 from tests.conftest import randomise
@@ -269,6 +270,25 @@ def test_over_http_beside_an_eagle3_head(tmp_path, zoo):
             assert call("/v1/completions", body)["choices"][0]["token_ids"] == draft.resume
         accepted = re.search(r"vllm:spec_decode_num_accepted_tokens_total\{.*\} (\S+)", call("/metrics"))
         assert accepted and float(accepted[1]) > 10
+
+
+@pytest.mark.parametrize("head", ["parallel", "medusa"])
+def test_the_other_heads_guess_beside_the_plugin(run, tmp_path, zoo, head):
+    lm, adapter, drafts = zoo
+    questions = TrainedQuestions.of(adapter.config, sorted(lm.eos_ids))
+    options = engine_options("zoo:target", "zoo:adapter")
+    guesses = {"method": "eagle3", "model": str(ZOO / head), "num_speculative_tokens": 3, "parallel_drafting": True}
+    if head == "medusa":
+        folder = convert(ZOO / head, tmp_path / head, options["hf_overrides"]["vocab_size"])
+        guesses = {"method": "medusa", "model": str(folder), "num_speculative_tokens": 3}
+    options["speculative_config"] = guesses
+    with run(**options, disable_log_stats=False) as llm:
+        resumes = [draft.context + draft.ids[: draft.half] for draft in drafts[:6]]
+        found, resumed = ask(llm, questions, drafts[:6], resumes)
+        assert farthest(found, drafts[:6]) < 1e-4
+        assert resumed == [draft.resume for draft in drafts[:6]]
+        accepted = [one.value for one in llm.get_metrics() if one.name == "vllm:spec_decode_num_accepted_tokens"]
+        assert accepted[0] > 20
 
 
 @contextmanager
