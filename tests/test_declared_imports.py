@@ -63,7 +63,14 @@ OUTER = [path for room in ("bench", "calibration", "cli") for path in files(f"pa
         (files("data_tools"), ["data"]),
         (files("parse_train"), ["train"]),
     ],
-    ids=["parse_infer", "parse_infer/bench, calibration and cli", "parse_infer/serve", "parse_infer/vllm", "data_tools", "parse_train"],
+    ids=[
+        "parse_infer",
+        "parse_infer/bench, calibration and cli",
+        "parse_infer/serve",
+        "parse_infer/vllm",
+        "data_tools",
+        "parse_train",
+    ],
 )
 def test_every_import_is_declared(sources, extras):
     assert len(sources) > 10
