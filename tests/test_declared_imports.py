@@ -49,20 +49,28 @@ def files(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-SERVE = files("parse_infer/serve")
+SERVE, VLLM = files("parse_infer/serve"), files("parse_infer/vllm")
 OUTER = [path for room in ("bench", "calibration", "cli") for path in files(f"parse_infer/{room}")]
 
 
 @pytest.mark.parametrize(
     ("sources", "extras"),
     [
-        ([path for path in files("parse_infer") if path not in [*OUTER, *SERVE]], ["gguf"]),
+        ([path for path in files("parse_infer") if path not in [*OUTER, *SERVE, *VLLM]], ["gguf"]),
         (OUTER, ["bench"]),
         (SERVE, ["serve"]),
+        (VLLM, ["vllm"]),
         (files("data_tools"), ["data"]),
         (files("parse_train"), ["train"]),
     ],
-    ids=["parse_infer", "parse_infer/bench, calibration and cli", "parse_infer/serve", "data_tools", "parse_train"],
+    ids=[
+        "parse_infer",
+        "parse_infer/bench, calibration and cli",
+        "parse_infer/serve",
+        "parse_infer/vllm",
+        "data_tools",
+        "parse_train",
+    ],
 )
 def test_every_import_is_declared(sources, extras):
     assert len(sources) > 10
@@ -74,11 +82,11 @@ def test_every_import_is_declared(sources, extras):
 def test_nothing_is_declared_that_nobody_imports():
     everything = [path for package in PACKAGES for path in files(package)]
     used = {distribution(module) for module, _ in imported(*everything)}
-    assert declared("bench", "data", "train", "gguf", "serve") <= used
+    assert declared("bench", "data", "train", "gguf", "serve", "vllm") <= used
 
 
 def test_sentences_about_missing_packages_name_the_extra_that_has_them():
-    base, own = declared(), {extra: declared(extra) for extra in ("bench", "data", "train", "gguf", "serve")}
+    base, own = declared(), {extra: declared(extra) for extra in ("bench", "data", "train", "gguf", "serve", "vllm")}
     everything = [path for package in PACKAGES for path in files(package)]
     modules = {module for module, _ in imported(*everything) if distribution(module) not in base}
     assert {m: next(e for e in own if distribution(m) in own[e]) for m in modules} == EXTRAS

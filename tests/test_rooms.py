@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "parse_infer/bench": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/drafters")},
     "parse_infer/calibration": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/drafters")},
     "parse_infer/serve": {"parse_infer", "parse_infer/models"},
+    "parse_infer/vllm": {"parse_infer/models", "parse_infer/verify", "parse_infer/guesses"},
     "parse_infer/cli": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/bench", "/serve")}
     | {"parse_infer/calibration", "data_tools/tasks"},
     "data_tools/tasks": {"parse_infer"},

@@ -6,11 +6,12 @@ change with the number type a model is loaded in, so a fingerprint lists some we
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 _VERSION = "w1"
 _SAMPLES = 32  # weights per tensor
@@ -20,13 +21,26 @@ _SAME_SHARE = 0.8  # rounding through float16 moves a few per cent of the weight
 def fingerprint(model: PreTrainedModel) -> str:
     """A text of about 400 characters that goes with the model's weights, whatever number type they are loaded in.
 
-    Samples of the input embedding and of the first and last linear layer of the backbone; tensors that are quantised
-    are left out ("-"). Reads 96 numbers from the device.
+    Reads 96 numbers from the device.
     """
+    layers: list[Any] = [model.get_submodule(name.removesuffix(".weight")) for name in fingerprinted(model)]
+    return fingerprint_of([layer.weight.detach() for layer in layers])
+
+
+def fingerprinted(model: PreTrainedModel) -> list[str]:
+    """Names of the weights that a fingerprint samples: the input embedding and the first and last linear layer of the
+    backbone."""
     backbone = getattr(model, model.base_model_prefix)
     linears = [module for module in backbone.modules() if isinstance(module, nn.Linear)]
-    layers: list[Any] = [model.get_input_embeddings(), *linears[:1], *linears[-1:]]
-    return ":".join([_VERSION, *(_sample(layer.weight.detach()) for layer in layers)])
+    paths = {module: path for path, module in model.named_modules()}
+    sampled: list[nn.Module] = [model.get_input_embeddings(), *linears[:1], *linears[-1:]]
+    return [f"{paths[layer]}.weight" for layer in sampled]
+
+
+def fingerprint_of(weights: Iterable[Tensor | None]) -> str:
+    """From the weights that `fingerprinted` names, in its order; those that are quantised or not known (None) are left
+    out ("-")."""
+    return ":".join([_VERSION, *("-" if weight is None else _sample(weight) for weight in weights)])
 
 
 def same_weights(one: str, other: str) -> bool:
@@ -40,18 +54,26 @@ def same_weights(one: str, other: str) -> bool:
 
 def describe_target(model: PreTrainedModel) -> dict[str, Any]:
     """The `target` entry of validity_config.json: name, shape and fingerprint of the model an adapter belongs to."""
-    config = model.config.get_text_config(decoder=True)
+    return describe_config(model.config, type(model).__name__) | {"fingerprint": fingerprint(model)}
+
+
+def describe_config(whole: PretrainedConfig, otherwise: str) -> dict[str, Any]:
+    """The same without the fingerprint, from a configuration alone.
+
+    Args:
+        otherwise: the name, where the configuration came from no place.
+    """
+    config = whole.get_text_config(decoder=True)
     # A local path says nothing to anybody else; its last part usually does.
-    path = (model.config._name_or_path or "").rstrip("/")
+    path = (whole._name_or_path or "").rstrip("/")
     is_hub_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
     name = path if is_hub_id else path.rsplit("/", 1)[-1]
     return {
-        "name": name or type(model).__name__,
+        "name": name or otherwise,
         "model_type": config.model_type,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_hidden_layers,
         "vocab_size": config.vocab_size,
-        "fingerprint": fingerprint(model),
     }
 
 

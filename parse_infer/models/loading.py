@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Mapping
@@ -24,10 +25,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from parse_infer.files import first_sentence
+from parse_infer.files import first_sentence, replacing_folder
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
-from parse_infer.models.gguf_file import dequantised
+from parse_infer.models.gguf_file import cache_folder, dequantised
 from parse_infer.models.lora import Lora, is_lora, read_lora
 from parse_infer.models.names import is_gguf, resolve
 from parse_infer.models.packed_linear import pack_linears
@@ -128,6 +129,31 @@ def load_config(name: str | Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(source.base)
     except (OSError, ValueError) as error:
         raise OSError(f"The configuration of {source.name!r} cannot be loaded: {first_sentence(error)}") from error
+
+
+def weights_folder(name: str | Path) -> Path | str:
+    """The folder, or the name on the Hub, of a model's whole weights, for programs that load them in their own way.
+
+    A GGUF file is dequantised and a LoRA merged, once each: the copy is kept beside those of GGUF files, and goes by
+    the content of the LoRA and by place, size and time of the base's files. Raises as `load_language_model` does.
+    """
+    source = _open(name)
+    _check_folder(source.base)
+    if not source.loras:
+        return source.base
+    digest = hashlib.sha256(str(source.base).encode())
+    for lora in source.loras:
+        for file in sorted(path for path in lora.folder.iterdir() if path.is_file()):
+            digest.update(file.name.encode() + file.read_bytes())
+    for file in sorted(source.base.glob("*.safetensors")) if isinstance(source.base, Path) else ():
+        digest.update(f"{file.stat().st_size} {file.stat().st_mtime_ns}".encode())
+    folder = cache_folder().with_name("merged") / digest.hexdigest()[:16]
+    if not folder.is_dir():
+        model, tokenizer = _weights(source, "auto", False), _tokenizer(source, False)
+        with replacing_folder(folder) as beside:
+            model.save_pretrained(beside)
+            tokenizer.save_pretrained(beside)
+    return folder
 
 
 def find_model(name: str | Path) -> tuple[Path | str, list[Lora]]:

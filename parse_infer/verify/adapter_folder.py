@@ -31,6 +31,7 @@ PROMISE = (
 class AdapterFiles:
     """What an adapter folder holds, as read; an adapter without a probe has no peft files."""
 
+    folder: Path
     peft_config: dict[str, Any]
     tensors: dict[str, Tensor]
     head: dict[str, Tensor]
@@ -61,6 +62,7 @@ def read_adapter(name_or_path: str | Path) -> AdapterFiles:
     if probed:
         check(PEFT_CONFIG, PEFT_WEIGHTS)
     return AdapterFiles(
+        folder=folder.absolute(),
         peft_config=read_json(folder / PEFT_CONFIG, WAY_OUT) if probed else {},
         tensors=read_tensors(folder / PEFT_WEIGHTS, WAY_OUT) if probed else {},
         head=read_tensors(folder / HEAD, WAY_OUT),

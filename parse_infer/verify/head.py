@@ -94,16 +94,21 @@ class Surprise(NamedTuple):
     own_choice: Tensor | None
 
 
+@dataclass(frozen=True)
 class PartOfVocabulary:
-    """The output layer of `model` for some tokens only: with 49,152 of them the whole costs a seventh of a pass.
+    """The output layer for some tokens only: with 49,152 of them the whole costs a seventh of a pass.
 
-    Args:
+    Attributes:
         tokens: int64 [n], rising.
+        logits: [T, H] -> [T, n].
     """
 
-    def __init__(self, model: PreTrainedModel, tokens: Tensor) -> None:
-        self.tokens = tokens
-        self.logits = output_layer(model, tokens)
+    tokens: Tensor
+    logits: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokens: Tensor) -> PartOfVocabulary:
+        return cls(tokens, output_layer(model, tokens))
 
 
 @torch.no_grad()

@@ -146,25 +146,37 @@ class ValidityAdapter:
         """
         files = read_adapter(name_or_path)
         config = ValidityConfig.from_dict(files.validity_config)
-        check_target(str(name_or_path), config.target, target)
-        _check_tokens("probe", config.probe_ids, target)
-        size = config.surprise_vocab_size
-        vocabulary = torch.zeros(size, dtype=torch.long) if size and config.token_rank else None
-        head = ValidityHead(config.target["hidden_size"], config.token_rank, vocabulary, bool(config.probe_ids))
-        shapes = {key: tuple(tensor.shape) for key, tensor in files.head.items()}
-        if shapes != {key: tuple(tensor.shape) for key, tensor in head.state_dict().items()}:
-            raise ValueError(f"the validity head of {name_or_path} holds {shapes}: its files do not go together")
-        head.load_state_dict(files.head)
-        if head.tokens is not None and head.tokens.vocabulary is not None:
-            _check_tokens("part of the vocabulary", head.tokens.vocabulary.tolist(), target)
-        head.to(target.device).requires_grad_(False)
+        check_target(str(name_or_path), config.target, describe_target(target))
+        head = read_head(str(name_or_path), config, files.head).to(target.device)
         lora = ProbeLoRA.from_peft(files.peft_config, files.tensors, target) if config.probe_ids else None
-        return cls(config, head.eval(), lora, files.peft_config, files.tensors, files.train_problems)
+        return cls(config, head, lora, files.peft_config, files.tensors, files.train_problems)
 
 
-def check_target(adapter: str, expected: dict[str, Any], target: PreTrainedModel) -> None:
-    """Raise ValueError, naming both, unless `target` is the model that an adapter's `target` entry describes."""
-    found = describe_target(target)
+def read_head(adapter: str, config: ValidityConfig, tensors: Mapping[str, Tensor]) -> ValidityHead:
+    """The head in an adapter's files, in float32 and without gradient.
+
+    Raises:
+        ValueError: the files do not go together, or name tokens outside the target's vocabulary.
+    """
+    size = config.surprise_vocab_size
+    vocabulary = torch.zeros(size, dtype=torch.long) if size and config.token_rank else None
+    head = ValidityHead(config.target["hidden_size"], config.token_rank, vocabulary, bool(config.probe_ids)).float()
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    if shapes != {key: tuple(tensor.shape) for key, tensor in head.state_dict().items()}:
+        raise ValueError(f"the validity head of {adapter} holds {shapes}: its files do not go together")
+    head.load_state_dict(tensors)
+    _check_tokens("probe", config.probe_ids, config.target["vocab_size"])
+    if head.tokens is not None and head.tokens.vocabulary is not None:
+        _check_tokens("part of the vocabulary", head.tokens.vocabulary.tolist(), config.target["vocab_size"])
+    return head.requires_grad_(False).eval()
+
+
+def check_target(adapter: str, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming both, unless an adapter's `target` entry describes the model that `found` describes.
+
+    Args:
+        expected, found: as `describe_target` makes them; fingerprints are compared where `found` has one.
+    """
     shape = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
     wrong = [key for key in shape if expected.get(key) != found[key]]
     if wrong:
@@ -173,15 +185,14 @@ def check_target(adapter: str, expected: dict[str, Any], target: PreTrainedModel
             f"the adapter {adapter} was trained for the target {expected.get('name')!r} and does not fit "
             f"{found['name']!r}: it expects {differs}"
         )
-    if not same_weights(str(expected.get("fingerprint")), found["fingerprint"]):
+    if "fingerprint" in found and not same_weights(str(expected.get("fingerprint")), found["fingerprint"]):
         raise ValueError(
             f"the adapter {adapter} was trained for the target {expected.get('name')!r}; {found['name']!r} has the "
             "same shape but other weights: load the target it was trained on, or train an adapter for this one"
         )
 
 
-def _check_tokens(what: str, ids: Sequence[int], target: PreTrainedModel) -> None:
-    size = target.config.get_text_config(decoder=True).vocab_size
+def _check_tokens(what: str, ids: Sequence[int], size: int) -> None:
     wrong = [i for i in ids if not (isinstance(i, int) and 0 <= i < size)]
     if wrong:
         raise ValueError(f"the adapter's {what} has tokens outside the target's vocabulary of {size}: {wrong[:5]}")

@@ -75,7 +75,7 @@ class Verifier:
         self._probe = Probe((), "") if judge is None else judge.probe
         tokens = None if judge is None else judge.head.tokens
         vocabulary = None if tokens is None else tokens.vocabulary
-        self._part = None if vocabulary is None else PartOfVocabulary(decoder.model, vocabulary)
+        self._part = None if vocabulary is None else PartOfVocabulary.of(decoder.model, vocabulary)
         self._embeddings = cast(nn.Embedding, decoder.model.get_input_embeddings())
 
     @torch.inference_mode()

@@ -60,7 +60,7 @@ class ValidityModel(nn.Module):
         self.backbone_name = target.base_model_prefix
         self._output_layer = output_layer(target)  # the adapter leaves it as it is
         vocabulary = None if head.tokens is None else head.tokens.vocabulary
-        self._part = None if vocabulary is None else PartOfVocabulary(target, vocabulary.to(target.device))
+        self._part = None if vocabulary is None else PartOfVocabulary.of(target, vocabulary.to(target.device))
         self.target: PreTrainedModel | PeftModel
         if probe.ids:
             self.target, self._lora = attach_trailing_lora(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from parse_infer.engine import ParseEngine
 from parse_infer.models import names
-from parse_infer.models.loading import load_language_model, load_tokenizer, load_weights
+from parse_infer.models.loading import load_language_model, load_tokenizer, load_weights, weights_folder
 from parse_infer.models.lora import describe_base, write_base
 from tests.conftest import randomise
 from tests.parse_infer.language_models import refusal, word_tokenizer
@@ -74,6 +74,16 @@ def distance(one, other) -> float:
     ours, theirs = one.state_dict(), other.state_dict()
     assert ours.keys() == theirs.keys()
     return max((ours[key] - theirs[key]).abs().max().item() for key in ours)
+
+
+def test_other_programs_find_it_merged_in_a_folder_that_is_made_once(base, lora, broken, tmp_path, monkeypatch):
+    monkeypatch.setenv("PARSE_CACHE", str(tmp_path / "cache"))
+    folder = weights_folder(lora)
+    assert folder == weights_folder(broken) and folder.is_relative_to(tmp_path / "cache")  # of the same content
+    assert distance(load_weights(folder), load_weights(lora)) == 0
+    assert load_tokenizer(folder).get_vocab() == load_tokenizer(base).get_vocab()
+    write_base(broken, describe_base(load_weights(base), str(base)))
+    assert weights_folder(broken) != folder and weights_folder(base) == base
 
 
 @pytest.mark.parametrize(

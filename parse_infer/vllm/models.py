@@ -1,0 +1,248 @@
+"""vLLM's models with a judge in them: one class for each architecture, all by one mixin.
+
+A request whose prompt ends with the ids of `ProbeIds` gets a validity instead of a next token. In a step that holds
+such ids, the rows of their tokens get the adapter's update, and the state of a probe's last token is replaced by
+the validity's logit. All other rows, and all other steps, are the base class's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import vllm
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+from parse_infer.models.fingerprint import describe_config, fingerprint_of, fingerprinted
+from parse_infer.verify.adapter_folder import AdapterFiles, read_adapter
+from parse_infer.verify.head import PartOfVocabulary, ValidityHead
+from parse_infer.verify.trained_judge import ValidityConfig, check_target, read_head
+from parse_infer.vllm.options import SETTINGS
+from parse_infer.vllm.probe_ids import ProbeIds, answer_ids
+from parse_infer.vllm.row_update import RowUpdate
+from parse_infer.vllm.token_doubt import SlotStates
+from parse_infer.vllm.versions import check_version
+
+check_version(vllm.__version__)
+
+_MARK = 4096.0  # first entry of a row that holds a logit; exact in every number type
+
+
+class _Judge:
+    """The adapter as this server uses it. No module: vLLM would look for its weights in the target's files.
+
+    Attributes:
+        files: as read; dropped once they are loaded.
+        shape: the target as transformers builds it, to whose layers the files refer, without weights; dropped too.
+    """
+
+    def __init__(self, settings: dict[str, Any], config: Any) -> None:
+        self.name: str = settings["adapter"]
+        self.files: AdapterFiles | None = read_adapter(self.name)
+        self.config = ValidityConfig.from_dict(self.files.validity_config)
+        self.target = describe_config(config, "the server's target")
+        check_target(self.name, self.config.target, self.target)
+        self.head: ValidityHead = read_head(self.name, self.config, self.files.head)
+        self.ids = ProbeIds.of(self.config, settings["end_ids"])
+        self.answers = answer_ids(settings["end_ids"])
+        self.update = RowUpdate()
+        self.states: SlotStates | None = None
+        self.part: PartOfVocabulary | None = None
+        with torch.device("meta"):
+            self.shape: PreTrainedModel | None = AutoModelForCausalLM.from_config(config)
+
+
+class JudgesDrafts:
+    """Mixin before a `…ForCausalLM` of vLLM. What it needs stands in the model's configuration (`engine_options`)."""
+
+    # The base class's.
+    model: Any
+    lm_head: Any
+    logits_processor: Any
+    packed_modules_mapping: dict[str, list[str]]
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        config = vllm_config.model_config.hf_config
+        settings = getattr(config, SETTINGS)
+        extra = config.vocab_size - settings["vocab_size"]
+        with _own_vocabulary(config, settings["vocab_size"]):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+            self._judge = _Judge(settings, config)
+        self._extra_ids = extra
+        self._cache_config = vllm_config.cache_config
+        self._answered = False
+        self._embed = _with_probe_ids(self.model.embed_tokens, self._judge.ids)
+        self._attention: str = self.model.layers[0].self_attn.attn.layer_name
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """As the base class's; raises ValueError unless they are the weights that the adapter was trained on."""
+        judge = self._judge
+        if judge.files is None or judge.shape is None:
+            raise ValueError(
+                "an adapter belongs to the weights it was trained on: start another server for other ones"
+            )
+        sampled: dict[str, Tensor | None] = dict.fromkeys(fingerprinted(judge.shape))
+
+        def watched() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if name in sampled:
+                    sampled[name] = tensor
+                yield name, tensor
+
+        loaded = super().load_weights(watched())  # type: ignore[misc]
+        found = judge.target | {"fingerprint": fingerprint_of(sampled.values())}
+        check_target(judge.name, judge.config.target, found)
+        output: Tensor = self.lm_head.weight
+        judge.head.to(output.device)
+        if judge.config.probe_ids:
+            judge.update.patch(cast(nn.Module, self), judge.files, judge.shape, self.packed_modules_mapping)
+        tokens = judge.head.tokens
+        if tokens is not None and tokens.vocabulary is not None:
+            rows = output.detach()[tokens.vocabulary]  # here, because a CPU's layers may repack their weights later
+            judge.part = PartOfVocabulary(tokens.vocabulary, lambda x: linear(x, rows) * self.logits_processor.scale)
+        judge.files = judge.shape = None
+        return loaded
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Any:
+        judge, context = self._judge, get_forward_context()
+        step = context.attn_metadata and context.attn_metadata[self._attention]  # None: vLLM measures or warms up
+        probed = None
+        if step and input_ids is not None:
+            # Beyond the actual tokens stand padding and what was there before.
+            found = (input_ids[: step.num_actual_tokens] >= judge.ids.vocab_size).nonzero()[:, 0]
+            probed = found if len(found) else None
+        if probed is not None:
+            context.skip_compiled = True  # compiled without probes: the update is no part of that graph
+            judge.update.rows = probed
+        try:
+            output = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)  # type: ignore[misc]
+        finally:
+            judge.update.rows = None
+        if step and input_ids is not None:
+            hidden = output[0] if isinstance(output, tuple) else output  # with what an EAGLE-3 head reads
+            self._note(step, input_ids, hidden)
+            self._answered = probed is not None
+            if probed is not None:
+                self._answer(step, input_ids, positions, hidden, probed)
+        return output
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """[n, H] -> [n, V and the probe's ids]: nobody ever writes one of those."""
+        logits = pad(self._base_logits(hidden_states), (0, self._extra_ids), value=-torch.inf)
+        if self._answered:
+            answer = (hidden_states[:, 0] == _MARK) & (hidden_states[:, 4:] == 0).all(-1)
+            yes, no = self._judge.answers
+            told = torch.full_like(logits, -torch.inf, dtype=torch.float32)
+            told[:, yes], told[:, no] = hidden_states[:, 1:4].float().sum(-1), 0.0
+            logits = torch.where(answer[:, None], told, logits.float())
+        return logits
+
+    def _base_logits(self, hidden: Tensor) -> Tensor:
+        return super().compute_logits(hidden)  # type: ignore[misc]
+
+    def _note(self, step: Any, ids: Tensor, hidden: Tensor) -> None:
+        """Keep for later steps what token doubt needs of this one."""
+        judge, n = self._judge, step.num_actual_tokens
+        if judge.head.tokens is None:
+            return
+        if judge.states is None:  # now the cache has its size
+            slots = self._cache_config.num_gpu_blocks * self._cache_config.block_size
+            judge.states = SlotStates(judge.head.tokens, slots, hidden, self._base_logits, self._embed, judge.part)
+        # Only a made-up request counts tokens of a probe as the draft's: any token of the target's will do for them.
+        known = ids[:n].long().clamp_max(judge.ids.vocab_size - 1)
+        judge.states.write(step.slot_mapping[:n].long(), known, hidden[:n])
+
+    def _answer(self, step: Any, ids: Tensor, positions: Tensor, hidden: Tensor, probed: Tensor) -> None:
+        """Put the logit of each probe that ends in this step in the place of its last token's state."""
+        judge = self._judge
+        rows = probed[ids[probed] >= judge.ids.closing]
+        if not len(rows):
+            return
+        doubt = self._doubt(step, ids[rows].long(), positions[rows], rows) if judge.states is not None else None
+        logit = judge.head(hidden[rows] if judge.config.probe_ids else None, doubt)
+        answer = hidden.new_zeros(len(rows), hidden.shape[-1])
+        answer[:, 0] = _MARK
+        for place in (1, 2, 3):  # three numbers of 8 bits make one of 24
+            answer[:, place] = logit.to(hidden.dtype)
+            logit = logit - answer[:, place].float()
+        hidden[rows] = answer
+
+    def _doubt(self, step: Any, closing: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """Token doubt [K] about the prefixes before K probes, of whose last tokens id, position and row are given."""
+        ids, size = self._judge.ids, self._cache_config.block_size
+        said, kinds = closing - ids.closing, 1 + len(ids.end_ids)
+        drafted, end = said // kinds, said % kinds
+        behind = positions.long() - max(len(ids.probe) - 1, 0)  # the position behind the prefix
+        counts = drafted + (end > 0)
+        which = torch.repeat_interleave(counts)
+        offset = torch.arange(len(which), device=rows.device) - (counts.cumsum(0) - counts)[which]
+        # A made-up id may count more tokens than there are.
+        position = (behind[which] - drafted[which] + offset).clamp_min(0)
+        request = torch.searchsorted(step.query_start_loc.long(), rows, right=True)[which] - 1
+
+        def slots(position: Tensor) -> Tensor:
+            return step.block_table[request, position // size].long() * size + position % size
+
+        tokens = slots(position)
+        if ids.end_ids:
+            ends = torch.tensor([0, *ids.end_ids], device=rows.device)[end][which]
+            tokens = torch.where(offset == drafted[which], -1 - ends, tokens)
+        assert self._judge.states is not None
+        return self._judge.states.of_prefixes(slots((position - 1).clamp_min(0)), tokens, counts)
+
+
+@contextmanager
+def _own_vocabulary(config: Any, size: int) -> Iterator[None]:
+    """Within the `with`, the configuration says how many tokens the target itself has."""
+    extended = config.vocab_size
+    config.vocab_size = size
+    try:
+        yield
+    finally:
+        config.vocab_size = extended
+
+
+def _with_probe_ids(embedding: nn.Module, ids: ProbeIds) -> Any:
+    """Let an embedding (which a token drafter may share) know the probe's ids; returns how it was before."""
+    before = embedding.forward
+    embedding.register_buffer("probe", torch.tensor(ids.probe or (0,)), persistent=False)
+    last = max(len(ids.probe) - 1, 0)
+
+    def forward(input_ids: Tensor) -> Tensor:
+        beyond = (input_ids - ids.vocab_size).clamp(0, last)
+        asked = cast(Tensor, embedding.probe)[beyond].to(input_ids.dtype)
+        return before(torch.where(input_ids < ids.vocab_size, input_ids, asked))
+
+    embedding.forward = forward  # type: ignore[method-assign]
+    return before
+
+
+class ParseLlamaForCausalLM(JudgesDrafts, LlamaForCausalLM):
+    pass
+
+
+class ParseMistralForCausalLM(JudgesDrafts, MistralForCausalLM):
+    pass
+
+
+class ParseQwen2ForCausalLM(JudgesDrafts, Qwen2ForCausalLM):
+    pass
+
+
+class ParseQwen3ForCausalLM(JudgesDrafts, Qwen3ForCausalLM):
+    pass

@@ -1,0 +1,73 @@
+"""The adapter's low-rank update on the linear layers of a vLLM model, added to some rows of a step and to no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from parse_infer.models.low_rank import LowRankUpdate, low_rank_updates
+from parse_infer.verify.adapter_folder import AdapterFiles
+
+
+class RowUpdate:
+    """Patches layers so that they add their update to the rows `rows` of what they are given.
+
+    Attributes:
+        rows: int64 [n], of the step that is running; None: there are none, and the layers are as before.
+    """
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None
+
+    def patch(self, model: nn.Module, files: AdapterFiles, shape: PreTrainedModel, packed: Mapping[str, Any]) -> None:
+        """
+        Args:
+            model: vLLM's.
+            shape: the same model as transformers builds it, on the meta device.
+            packed: the layers of `shape` that one layer of `model` stands for, by name ("qkv_proj": ["q_proj", …]).
+
+        Raises:
+            ValueError: as `low_rank_updates` does, or a layer of which an update is not supported.
+        """
+        updates = {update.path: update for update in low_rank_updates(files.peft_config, files.tensors, shape)}
+        for path, layer in model.named_modules():
+            parent, _, name = path.rpartition(".")
+            parts = [f"{parent}.{part}" for part in packed.get(name, [name])]
+            found = [updates.pop(part, None) for part in parts]
+            if any(found):
+                widths = [cast(nn.Linear, shape.get_submodule(part)).out_features for part in parts]
+                layer.forward = self._with_update(layer.forward, *_stacked(found, widths, _place(layer)))
+        if updates:
+            raise ValueError(f"the adapter changes {min(updates)}, which is no layer that the plugin can update")
+
+    def _with_update(self, forward: Callable[..., Any], a: Tensor, b: Tensor) -> Callable[..., Any]:
+        def adapted(x: Tensor) -> Any:
+            result = forward(x)
+            if self.rows is not None:
+                y = result[0] if isinstance(result, tuple) else result
+                change = x[self.rows].to(a.dtype) @ a.T @ b.T
+                y[self.rows] = (y[self.rows].to(a.dtype) + change).to(y.dtype)
+            return result
+
+        return adapted
+
+
+def _place(layer: nn.Module) -> Tensor:
+    """An empty tensor where and as the update of a layer is computed: small products in 16 bits are slow on a CPU."""
+    weight: Any = layer.weight
+    dtype = weight.dtype if weight.is_floating_point() and weight.element_size() > 1 else torch.get_default_dtype()
+    return torch.empty(0, device=weight.device, dtype=torch.float32 if weight.device.type == "cpu" else dtype)
+
+
+def _stacked(updates: Sequence[LowRankUpdate | None], widths: Sequence[int], place: Tensor) -> tuple[Tensor, Tensor]:
+    """One update for layers whose outputs lie side by side: all A [Σr, in] in a pile, all B [Σout, Σr] in blocks."""
+    present = [update for update in updates if update is not None]
+    a = torch.cat([update.a.float() for update in present])
+    blocks = [
+        torch.zeros(width, 0) if update is None else update.b for update, width in zip(updates, widths, strict=True)
+    ]
+    return a.to(place), torch.block_diag(*blocks).to(place)
