@@ -89,7 +89,7 @@ def run_eval(
         "threshold": engine.threshold,
         "resume": settings.resume,
     }
-    store = RecordStore(folder, environment, Record, "evaluation")
+    store = RecordStore(folder, environment, Record, "measurement")
     lm = ParseLM(engine, store, settings.generation(), settings.max_new_tokens, console)
     found: dict[str, Any] = {}
     for mode in MODES:

@@ -49,10 +49,10 @@ def terminal_table(results: dict[str, Any]) -> Table:
     """Narrow: every interval, error and filter stands on a line of its own."""
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False, caption=NOTE, caption_justify="left")
     for i, name in enumerate(HEADER):
-        table.add_column(name, justify="right" if i > 1 else "left", no_wrap=i < 4)
+        table.add_column(name.replace(", ", "\n"), justify="right" if i > 1 else "left", no_wrap=i < 4)
     for row in rows(results):
         named = [cell.replace(",", "\n") for cell in row[:2]]
-        table.add_row(*named, *(cell.replace(" [", "\n[").replace(" ±", "\n±") for cell in row[2:]))
+        table.add_row(*named, *(cell.replace(" ", "\n") for cell in row[2:]))
     return table
 
 
