@@ -148,7 +148,9 @@ class ParseLM(LM):
             try:
                 self._engine.target.render(request.prompt)
             except ValueError as error:
-                raise ValueError(f"problem {request.problem} of {request.task} (--num-fewshot?): {error}") from error
+                raise ValueError(
+                    f"problem {request.problem} of {request.task} (fewer examples: --num-fewshot): {error}"
+                ) from error
         if not pending:
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -92,6 +92,7 @@ def run_eval(
     store = RecordStore(folder, environment, Record, "measurement")
     lm = ParseLM(engine, store, settings.generation(), settings.max_new_tokens, console)
     found: dict[str, Any] = {}
+    asked = []
     for mode in MODES:
         lm.mode = mode
         found[mode] = evaluate(
@@ -102,8 +103,11 @@ def run_eval(
             fewshot_as_multiturn=chat,
             confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
         )
+        asked.append(lm.asked)
+    if asked[0] != asked[1]:
+        raise ValueError("the prompts of a task change from one evaluation to the next: it cannot be compared")
     environment |= {"limit": settings.limit, "max_new_tokens": settings.max_new_tokens, "chat_template": chat}
-    answers = {task: [[store.records[key, mode] for key in keys] for mode in MODES] for task, keys in lm.asked.items()}
+    answers = {task: [[store.records[key, mode] for key in keys] for mode in MODES] for task, keys in asked[0].items()}
     results = {
         "environment": {**environment, **describe_run()},
         "tasks": {row.name: _figures(row, found, answers, settings.seed) for row in tasks.rows},

@@ -52,7 +52,9 @@ def terminal_table(results: dict[str, Any]) -> Table:
         table.add_column(name.replace(", ", "\n"), justify="right" if i > 1 else "left", no_wrap=i < 4)
     for row in rows(results):
         named = [cell.replace(",", "\n") for cell in row[:2]]
-        table.add_row(*named, *(cell.replace(" ", "\n") for cell in row[2:]))
+        table.add_row(
+            *named, *(cell.replace("± ", "±\u00a0").replace("→ ", "→\u00a0").replace(" ", "\n") for cell in row[2:])
+        )
     return table
 
 

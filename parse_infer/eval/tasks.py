@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
@@ -25,7 +26,7 @@ from parse_infer.suggest import suggestion
 # since there is nothing to draft in an answer of one letter.
 GENERATIVE = {"mmlu": "mmlu_cot_llama", "gpqa": "gpqa_diamond_cot_zeroshot"}
 # lm-eval has no MT-Bench, whose answers only a judge can rate. Its first questions still tell speed and agreement.
-MT_BENCH = {
+MT_BENCH: dict[str, Any] = {
     "task": "mt_bench",
     "dataset_path": "HuggingFaceH4/mt_bench_prompts",
     "test_split": "train",
@@ -36,7 +37,7 @@ MT_BENCH = {
     "metric_list": [{"metric": "bypass", "higher_is_better": True}],
     "num_fewshot": 0,
 }
-SEED = 1234  # of few-shot examples, as in lm-eval; choices that a task shuffles have seed 0 there
+SEED = 1234  # of few-shot examples, as in lm-eval
 _SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 Files = dict[str | None, Path]
@@ -67,7 +68,8 @@ class Tasks:
     groups: dict[str, Any] = field(default_factory=dict)
 
     def for_lm_eval(self) -> dict[str, Any]:
-        """As `lm_eval.evaluator.evaluate` takes them; every call draws the same few-shot examples."""
+        """As `lm_eval.evaluator.evaluate` takes them; after every call the same prompts follow."""
+        _seed()
         for task in self.tasks.values():
             task.set_fewshot_seed(SEED)
         return {"tasks": self.tasks, "groups": self.groups}
@@ -123,16 +125,14 @@ def load_tasks(
     datasets.disable_progress_bars()
     for noisy in ("lm_eval", "huggingface_hub"):  # warnings of overridden defaults, and of every attempt to connect
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    random.seed(0)
+    _seed()
     loaded = Tasks()
     for name, spec in specs.items():
         try:
             found = catalogue.manager.load([spec])
         except Exception as error:  # of the Hub, of datasets, of a task's own code
-            way_out = "check its columns" if name in data else f"check the connection, or give --data {name}=FILE"
-            source = ", ".join(map(str, data[name].values())) if name in data else catalogue.source(name)
             raise ValueError(
-                f"the problems of task {name!r} cannot be loaded from {source}: {way_out} ({first_sentence(error)})"
+                f"task {name!r} cannot be loaded with {_source(name, catalogue, data)} ({first_sentence(error)})"
             ) from error
         for task in found["tasks"].values():
             shots = _shots(task.config.num_fewshot, num_fewshot)
@@ -160,20 +160,16 @@ class Catalogue:
     def configs(self, name: str) -> Iterator[dict[str, Any]]:
         """Of the tasks behind a name, which may be that of a group or a tag. ValueError for an unknown one."""
         known = GENERATIVE.get(name, name)
-        if name == MT_BENCH["task"]:
+        if name == "mt_bench":
             yield MT_BENCH
         elif known not in self._index:
-            raise ValueError(f"unknown task {name!r}; {suggestion(name, [MT_BENCH['task'], *self.manager.all_tasks])}")
+            raise ValueError(f"unknown task {name!r}; {suggestion(name, ['mt_bench', *self.manager.all_tasks])}")
         else:
             yield from self._members(known)
 
-    def source(self, name: str) -> str:
-        """The data set of (the first task behind) a name."""
-        return str(next(self.configs(name)).get("dataset_path", "its data set"))
-
     def spec(self, name: str, files: Files | None, num_fewshot: int | None) -> Any:
         """What lm-eval's `TaskManager.load` takes for a name. ValueError for files that do not fit the task."""
-        own = name == MT_BENCH["task"]
+        own = name == "mt_bench"
         if files is None:
             return MT_BENCH if own else GENERATIVE.get(name, name)
         if not own and name not in self.manager.all_subtasks:
@@ -250,6 +246,21 @@ def _from_files(name: str, config: Mapping[str, Any], files: Files, num_fewshot:
         )
     absent = {key: None for key in _SPLITS if config.get(key) not in paths}
     return {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": paths}, **absent}
+
+
+def _source(name: str, catalogue: Catalogue, data: Mapping[str, Files]) -> str:
+    """Where the problems should come from, and the way out, for a message."""
+    config = next(catalogue.configs(name))
+    columns = config.get("dataset_path")
+    if name in data:
+        return f"{', '.join(map(str, data[name].values()))}, which must have the columns of {columns}"
+    return f"its data set {columns}: check the connection, or give --data {config['task']}=FILE"
+
+
+def _seed() -> None:
+    """What lm-eval seeds before it loads tasks, some of which shuffle choices."""
+    random.seed(0)
+    np.random.seed(SEED)
 
 
 def _shots(own: int | None, wanted: int | None) -> int:

@@ -23,14 +23,16 @@ def own_tasks(*folders: Path) -> TaskManager:
     return TaskManager(include_path=[*(there / name for name in FOLDERS), *folders], include_defaults=False)
 
 
-def write_apples(folder: Path, answers: Sequence[str], stops: Sequence[str] = (), **config: Any) -> Path:
-    """A task "apples" that continues `QUESTIONS`; right is what equals the answer."""
-    rows = [{"question": q, "answer": a} for q, a in zip(QUESTIONS, answers, strict=True)]
-    (folder / "apples.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+def write_apples(
+    folder: Path, answers: Sequence[str], stops: Sequence[str] = (), name: str = "apples", **config: Any
+) -> Path:
+    """A task that continues `QUESTIONS` (the first ones); right is what equals the answer."""
+    rows = [{"question": q, "answer": a} for q, a in zip(QUESTIONS, answers, strict=False)]
+    (folder / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     task = {
-        "task": "apples",
+        "task": name,
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "apples.jsonl")}},
+        "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}},
         "test_split": "test",
         "output_type": "generate_until",
         "doc_to_text": "{{question}}",
@@ -39,7 +41,7 @@ def write_apples(folder: Path, answers: Sequence[str], stops: Sequence[str] = ()
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
         **config,
     }
-    (folder / "apples.yaml").write_text(json.dumps(task))  # which is YAML
+    (folder / f"{name}.yaml").write_text(json.dumps(task))  # which is YAML
     return folder
 
 

@@ -98,6 +98,26 @@ def test_an_evaluation_goes_on_where_it_stopped(make_engine, apples, tmp_path):
         run_eval(make_engine(threshold=0.9), loaded, tmp_path / "out", PLAIN)
 
 
+def test_groups_have_one_row_and_lm_evals_average(make_engine, monkeypatch, tmp_path):
+    engine = make_engine(threshold=0.3)
+    own = answered(engine)
+    group = {"group": "fruit", "task": ["apples", "pears"]}
+    group["aggregate_metric_list"] = [{"metric": "exact_match", "weight_by_size": True}]
+    (tmp_path / "fruit.yaml").write_text(json.dumps(group))
+    write_apples(tmp_path, own["target"])
+    manager = own_tasks(write_apples(tmp_path, own["parse"][:2], name="pears"))
+    monkeypatch.setattr(tasks, "_manager", lambda: manager)
+    results = run_eval(engine, load_tasks(["fruit"]), tmp_path / "out", PLAIN)
+    (row,) = rows(results)
+    metric = results["tasks"]["fruit"]["metrics"]["exact_match,none"]
+    same = [a == b for a, b in zip(own["target"], own["parse"], strict=True)]
+    assert row[0] == "fruit, 7" and not all(same)
+    assert metric["target"] == pytest.approx((5 + sum(same[:2])) / 7)
+    assert metric["parse"] == pytest.approx((sum(same) + 2) / 7) and metric["difference_ci"] is not None
+    with pytest.raises(ValueError, match="task 'apples', part of 'apples', was named already"):
+        load_tasks(["fruit", "apples"])
+
+
 def test_chat_messages_reach_both_models_as_messages(make_engine, apples, tmp_path):
     engine = make_engine()
     loaded = apples(["4"] * 5, fewshot_split="test", num_fewshot=1, fewshot_config={"sampler": "first_n"})
@@ -123,7 +143,9 @@ def test_log_likelihoods_are_refused(make_engine, tmp_path, apples):
 def test_a_prompt_beyond_the_window_is_refused_before_any_answer(make_engine, apples, tmp_path):
     engine = make_engine()
     loaded = apples([""] * 5, description="Count. " * 400)
-    with pytest.raises(ValueError, match=r"problem 0 of apples \(--num-fewshot\?\): The prompt has \d+ tokens"):
+    with pytest.raises(
+        ValueError, match=r"problem 0 of apples \(fewer examples: --num-fewshot\): The prompt has \d+ tokens"
+    ):
         run_eval(engine, loaded, tmp_path / "out", PLAIN)
     assert engine.target.decoder.forwards == 0
 
