@@ -94,7 +94,7 @@ class ParseLM(LM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The answers of `mode`, each cut before the first stop string.
 
-        Raises ValueError for a prompt beyond the target's context window, before any is answered.
+        Raises ValueError for a prompt beyond a model's context window, before any is answered.
         """
         asked = [self._read(instance) for instance in requests]
         self.asked = {}
@@ -144,13 +144,13 @@ class ParseLM(LM):
             for mode in (MODES if i % 2 == 0 else MODES[::-1])
             if (request.digest, mode) not in self._store.records
         ]
-        for request, _ in pending:
-            try:
-                self._engine.target.render(request.prompt)
-            except ValueError as error:
-                raise ValueError(
-                    f"problem {request.problem} of {request.task} (fewer examples: --num-fewshot): {error}"
-                ) from error
+        for model in (self._engine.target, self._engine.draft):
+            for request in {request.digest: request for request, _ in pending}.values() if model else ():
+                try:
+                    model.render(request.prompt)
+                except ValueError as error:
+                    where = f"problem {request.problem} of {request.task} (fewer examples: --num-fewshot)"
+                    raise ValueError(f"{where}: {error}") from error
         if not pending:
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -52,9 +53,8 @@ def terminal_table(results: dict[str, Any]) -> Table:
         table.add_column(name.replace(", ", "\n"), justify="right" if i > 1 else "left", no_wrap=i < 4)
     for row in rows(results):
         named = [cell.replace(",", "\n") for cell in row[:2]]
-        table.add_row(
-            *named, *(cell.replace("± ", "±\u00a0").replace("→ ", "→\u00a0").replace(" ", "\n") for cell in row[2:])
-        )
+        figures = [re.sub(r"(?<![±→]) ", "\n", cell) for cell in row[2:]]
+        table.add_row(*named, *figures)
     return table
 
 
