@@ -172,13 +172,13 @@ class Catalogue:
         own = name == "mt_bench"
         if files is None:
             return MT_BENCH if own else GENERATIVE.get(name, name)
-        if not own and name not in self.manager.all_subtasks:
-            examples = [config["task"] for config in self.configs(name)]
-            raise ValueError(f"{name!r} is several tasks: name one, such as {examples[0]!r}, in --tasks and --data")
-        (config,) = self.configs(name)
+        config, *others = self.configs(name)
+        if others:
+            raise ValueError(f"{name!r} is several tasks: name one, such as {config['task']!r}, in --tasks and --data")
         local = _from_files(name, config, files, num_fewshot)
         # A task as part of a group without a name of its own: how lm-eval overrides what is registered.
-        return {**MT_BENCH, **local} if own else {"group": f"{name} from files", "task": [{"task": name, **local}]}
+        member = {"task": config["task"], **local}
+        return {**MT_BENCH, **local} if own else {"group": f"{name} from files", "task": [member]}
 
     def _members(self, item: Any) -> Iterator[dict[str, Any]]:
         """Groups name their members, or have tasks and further groups written into them."""
@@ -250,11 +250,11 @@ def _from_files(name: str, config: Mapping[str, Any], files: Files, num_fewshot:
 
 def _source(name: str, catalogue: Catalogue, data: Mapping[str, Files]) -> str:
     """Where the problems should come from, and the way out, for a message."""
-    config = next(catalogue.configs(name))
+    config, *others = catalogue.configs(name)
     columns = config.get("dataset_path")
     if name in data:
         return f"{', '.join(map(str, data[name].values()))}, which must have the columns of {columns}"
-    return f"its data set {columns}: check the connection, or give --data {config['task']}=FILE"
+    return f"its data set {columns}: check the connection, or give --data {config['task'] if others else name}=FILE"
 
 
 def _seed() -> None:

@@ -131,6 +131,13 @@ def test_chat_messages_reach_both_models_as_messages(make_engine, apples, tmp_pa
             assert record["text"] == generate(messages, max_new_tokens=16).text
 
 
+def test_a_published_name_takes_local_files(tmp_path):
+    answers = ("Correct Answer", *(f"Incorrect Answer {n}" for n in (1, 2, 3)))
+    (tmp_path / "gpqa.jsonl").write_text(json.dumps({"Question": "1 + 1?"} | dict(zip(answers, "2345", strict=True))))
+    loaded = load_tasks(["gpqa"], read_data([f"gpqa={tmp_path / 'gpqa.jsonl'}"], ["gpqa"]))
+    assert [(row.name, row.result) for row in loaded.rows] == [("gpqa", "gpqa_diamond_cot_zeroshot")]
+
+
 def test_log_likelihoods_are_refused(make_engine, tmp_path, apples):
     lm = ParseLM(make_engine(), None)
     loaded = apples([""] * 5).tasks["apples"]
@@ -219,7 +226,7 @@ def test_a_download_that_fails_is_one_sentence(error, monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", unreachable)
     assert error("--tasks", "gpqa") == (
         "error: task 'gpqa' cannot be loaded with its data set Idavidrein/gpqa: check the connection, or give --data "
-        "gpqa_diamond_cot_zeroshot=FILE (Couldn't reach the Hub.)\n"
+        "gpqa=FILE (Couldn't reach the Hub.)\n"
     )
 
 
