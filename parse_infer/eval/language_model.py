@@ -144,8 +144,8 @@ class ParseLM(LM):
             for mode in (MODES if i % 2 == 0 else MODES[::-1])
             if (request.digest, mode) not in self._store.records
         ]
-        for model in (self._engine.target, self._engine.draft):
-            for request in {request.digest: request for request, _ in pending}.values() if model else ():
+        for model in filter(None, (self._engine.target, self._engine.draft)):
+            for request in {request.digest: request for request, _ in pending}.values():
                 try:
                     model.render(request.prompt)
                 except ValueError as error:
