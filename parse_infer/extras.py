@@ -17,6 +17,7 @@ EXTRAS = {
     "sklearn": "train",
     "tokenizers": "train",
     "wandb": "train",
+    "lm_eval": "eval",
     "gguf": "gguf",
     "fastapi": "serve",
     "prometheus_client": "serve",

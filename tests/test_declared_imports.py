@@ -22,12 +22,16 @@ OPTIONAL = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}  # others: the module's name, with -
 
 
+FAMILY = re.compile("(?<=^opentelemetry)-.*")  # distributions that share a module
+EXTRA_NAMES = sorted({*OPTIONAL} - {"deepspeed", "dev"})
+
+
 def declared(*extras: str) -> set[str]:
     """Distributions of the base installation and of some extras, with the extras that they name."""
     found: set[str] = set()
     for requirement in [*PROJECT["dependencies"], *(r for extra in extras for r in OPTIONAL[extra])]:
         name, inner = re.match(r"([\w.-]+)(?:\[([\w,]+)\])?", requirement).groups()
-        found |= declared(*inner.split(",")) if name == PROJECT["name"] else {name.lower()}
+        found |= declared(*inner.split(",")) if name == PROJECT["name"] else {FAMILY.sub("", name.lower())}
     return found
 
 
@@ -49,31 +53,25 @@ def files(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-SERVE, VLLM = files("parse_infer/serve"), files("parse_infer/vllm")
+SERVE, EVAL, VLLM = (files(f"parse_infer/{room}") for room in ("serve", "eval", "vllm"))
 OUTER = [path for room in ("bench", "calibration", "cli") for path in files(f"parse_infer/{room}")]
 
 
 @pytest.mark.parametrize(
     ("sources", "extras"),
     [
-        ([path for path in files("parse_infer") if path not in [*OUTER, *SERVE, *VLLM]], ["gguf"]),
+        ([path for path in files("parse_infer") if path not in [*OUTER, *SERVE, *EVAL, *VLLM]], ["gguf"]),
         (OUTER, ["bench"]),
-        (SERVE, ["serve"]),
+        (SERVE, ["serve", "otel"]),
+        (EVAL, ["eval"]),
         (VLLM, ["vllm"]),
         (files("data_tools"), ["data"]),
         (files("parse_train"), ["train"]),
     ],
-    ids=[
-        "parse_infer",
-        "parse_infer/bench, calibration and cli",
-        "parse_infer/serve",
-        "parse_infer/vllm",
-        "data_tools",
-        "parse_train",
-    ],
+    ids=["parse_infer", "bench, calibration and cli", "serve", "eval", "vllm", "data_tools", "parse_train"],
 )
 def test_every_import_is_declared(sources, extras):
-    assert len(sources) > 10
+    assert len(sources) > 4
     known = declared(*extras)
     undeclared = {module: path.name for module, path in imported(*sources) if distribution(module) not in known}
     assert not undeclared
@@ -82,11 +80,11 @@ def test_every_import_is_declared(sources, extras):
 def test_nothing_is_declared_that_nobody_imports():
     everything = [path for package in PACKAGES for path in files(package)]
     used = {distribution(module) for module, _ in imported(*everything)}
-    assert declared("bench", "data", "train", "gguf", "serve", "vllm") <= used
+    assert declared(*EXTRA_NAMES) <= used
 
 
 def test_sentences_about_missing_packages_name_the_extra_that_has_them():
-    base, own = declared(), {extra: declared(extra) for extra in ("bench", "data", "train", "gguf", "serve", "vllm")}
+    base, own = declared(), {extra: declared(extra) for extra in EXTRA_NAMES}
     everything = [path for package in PACKAGES for path in files(package)]
     modules = {module for module, _ in imported(*everything) if distribution(module) not in base}
     assert {m: next(e for e in own if distribution(m) in own[e]) for m in modules} == EXTRAS
@@ -118,16 +116,18 @@ def test_the_base_installation_generates_and_names_the_extra_for_what_it_cannot_
         ["bench", *jsonl, "--out", str(tmp_path / "bench")],
         ["bench", "--task", "gsm8k", "--out", str(tmp_path / "bench")],
         ["serve", "--port", "0"],
+        ["eval", "--tasks", "gsm8k"],
     ]
     run = subprocess.run(
         [sys.executable, "-c", BASE_ONLY], input=json.dumps(commands), capture_output=True, text=True, cwd=ROOT
     )
     lines = [line for line in run.stderr.splitlines() if re.fullmatch(r"\d+", line) or line.startswith("error")]
-    assert [line for line in lines if line.isdecimal()] == ["0", "0", "0", "2", "2", "2", "2"], run.stderr
-    demo, bench, gsm8k, serve = (line for line in lines if line.startswith("error"))
+    assert [line for line in lines if line.isdecimal()] == ["0", "0", "0", "2", "2", "2", "2", "2"], run.stderr
+    demo, bench, gsm8k, serve, evaluation = (line for line in lines if line.startswith("error"))
     assert demo.endswith('the package reasoning_gym is missing: pip install "parse-engine[bench]"')
     assert re.search(r'the package (matplotlib|scipy|PIL) is missing: pip install "parse-engine\[bench\]"', bench)
     assert serve.endswith('the package fastapi is missing: pip install "parse-engine[serve]"')
+    assert re.search(r'(datasets|lm_eval) is missing: pip install "parse-engine\[(data|eval)\]"', evaluation)
     assert gsm8k.endswith('pip install "parse-engine[bench]"') or gsm8k.endswith('pip install "parse-engine[data]"')
 
 

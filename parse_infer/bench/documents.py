@@ -20,8 +20,8 @@ from pathlib import Path
 
 from parse_infer.bench.document_tables import table
 from parse_infer.bench.figure import draw_figure, drawn_from
+from parse_infer.bench.promise_figure import draw_promises
 from parse_infer.bench.results_file import digest, read_results
-from parse_infer.calibration.figure import draw_promises
 from parse_infer.files import write_text
 
 COMMAND = "python -m parse_infer.bench.documents"

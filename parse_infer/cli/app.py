@@ -1,4 +1,4 @@
-"""The command line: `parse-infer demo | generate | score | serve | bench | calibrate | cost`.
+"""The command line: `parse-infer demo | generate | score | serve | bench | eval | calibrate | cost`.
 
 Puts the commands together; a mistake of the user's becomes `error: <sentence>` on standard error and exit code 2.
 """
@@ -15,6 +15,7 @@ from parse_infer.cli.commands.bench import bench
 from parse_infer.cli.commands.calibrate import calibrate
 from parse_infer.cli.commands.cost import cost
 from parse_infer.cli.commands.demo import demo
+from parse_infer.cli.commands.eval import evaluate
 from parse_infer.cli.commands.generate import generate
 from parse_infer.cli.commands.score import score
 from parse_infer.cli.commands.serve import serve
@@ -28,6 +29,7 @@ Examples:
   parse-infer generate "A box holds 12 pens. How many pens are in 7 boxes?"
   parse-infer serve --port 8000
   parse-infer bench --limit 50 --out runs/bench
+  parse-infer eval --tasks gsm8k --limit 50
 """
 app = typer.Typer(
     help=f"Fast generation: a draft model writes, the target checks every prefix in one pass.\n\n{_EXAMPLES}",
@@ -38,6 +40,7 @@ app = typer.Typer(
 )
 for command in (demo, generate, score, serve, bench, calibrate, cost):
     app.command()(command)
+app.command("eval")(evaluate)
 # Not exported by typer; its module has moved between versions.
 _ClickException: type[Exception] = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from parse_infer.calibration.drift import DriftTest
 from parse_infer.generation import Done
 from parse_infer.serve.backend import Backend
 from parse_infer.serve.choice import Choice
+from parse_infer.serve.drift import DriftTest
 from parse_infer.serve.metrics import Metrics
 
 log = logging.getLogger("parse_infer.serve")

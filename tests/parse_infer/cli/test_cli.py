@@ -49,8 +49,8 @@ def error_of(capsys, *arguments: str) -> str:
 def test_help_shows_commands_and_examples(capsys):
     assert main([]) == 0
     text = capsys.readouterr().out
-    assert all(command in text for command in ("demo", "generate", "score", "bench", "Examples:"))
-    for command in ("demo", "generate", "score", "bench"):
+    assert all(command in text for command in ("demo", "generate", "score", "bench", "eval", "Examples:"))
+    for command in ("demo", "generate", "score", "bench", "eval"):
         assert main([command, "--help"]) == 0
         assert "Examples:" in capsys.readouterr().out
 

@@ -1,0 +1,95 @@
+"""`parse-infer eval`: lm-eval's tasks, accuracy beside speed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from parse_infer.cli import options
+from parse_infer.cli.model_options import ModelOptions, with_models
+from parse_infer.cli.options import given
+
+
+@with_models(calibration=None)
+def evaluate(
+    models: ModelOptions,
+    tasks: Annotated[
+        str, typer.Option(metavar="A,B,…", help="Names of tasks, groups or tags of lm-eval, or mt_bench.")
+    ],
+    limit: Annotated[int | None, typer.Option(min=1, help="Problems of each task; default: all.")] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Examples in each prompt; default: the task's own number.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens an answer may have; default: the task's own number.")
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TASK=FILE",
+            help="A jsonl file instead of the data set on the Hugging Face Hub, with the same columns; "
+            "TASK:SPLIT=FILE for another split, such as that of the examples. Repeatable.",
+        ),
+    ] = None,
+    apply_chat_template: Annotated[
+        bool | None,
+        typer.Option(
+            "--apply-chat-template/--no-apply-chat-template",
+            help="Prompts as chat messages; default: where the target has a chat template.",
+        ),
+    ] = None,
+    resume: options.Resume = None,
+    confirm_run_unsafe_code: Annotated[
+        bool, typer.Option("--confirm-run-unsafe-code", help="Let lm-eval run code that the models write.")
+    ] = False,
+    out: Annotated[str, typer.Option(metavar="DIR", help="Results; a run continues there.")] = "runs/eval",
+) -> None:
+    """Compare PARSE with the target alone on tasks of EleutherAI's lm-eval: accuracy and speed-up side by side.
+
+    Writes results.json and results.md; an interrupted run continues with the same command, and other tasks or more
+    problems may join it.
+
+    \b
+    The published benchmarks, by the names of lm-eval's tasks that generate:
+      gsm8k, minerva_math, mmlu_pro, humaneval_plus, mbpp_plus
+      mmlu              mmlu_cot_llama
+      gpqa              gpqa_diamond_cot_zeroshot
+      mt_bench          the first questions: speed and agreement with the target only, since no judge is asked
+
+    \b
+    Examples:
+      parse-infer eval --tasks gsm8k --limit 100
+      parse-infer eval --tasks gsm8k --data gsm8k=test.jsonl --num-fewshot 0
+      parse-infer eval --tasks gsm8k,minerva_math,mmlu,mmlu_pro,gpqa,mt_bench --out runs/published
+      HF_ALLOW_CODE_EVAL=1 parse-infer eval --tasks humaneval_plus,mbpp_plus --confirm-run-unsafe-code
+    """
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    from parse_infer.eval.run import EvalSettings, run_eval
+    from parse_infer.eval.tables import terminal_table
+    from parse_infer.eval.tasks import load_tasks, read_data
+
+    settings = EvalSettings(
+        limit=limit,
+        max_new_tokens=max_new_tokens,
+        apply_chat_template=apply_chat_template,
+        confirm_run_unsafe_code=confirm_run_unsafe_code,
+        **given(resume=resume),
+    )
+    loaded = load_tasks(
+        names,
+        read_data(data or (), names),
+        num_fewshot=num_fewshot,
+        confirm_run_unsafe_code=confirm_run_unsafe_code,
+    )
+    engine = models.load()
+    try:
+        results = run_eval(engine, loaded, out, settings)
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        raise typer.Exit(130) from None
+    console = Console(highlight=False)
+    console.print(terminal_table(results))
+    console.print(f"Written: {out}/results.json, results.md", soft_wrap=True)
