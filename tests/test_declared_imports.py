@@ -23,7 +23,7 @@ DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}  
 
 
 FAMILY = re.compile("(?<=^opentelemetry)-.*")  # distributions that share a module
-EXTRA_NAMES = sorted({*OPTIONAL} - {"deepspeed", "dev"})
+EXTRA_NAMES = ("bench", "data", "train", "gguf", "serve", "eval", "vllm", "otel")  # the smaller before the larger
 
 
 def declared(*extras: str) -> set[str]:
