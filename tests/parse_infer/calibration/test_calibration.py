@@ -111,6 +111,8 @@ def test_a_calibration_counts_problems_and_goes_on_after_an_interruption(engine:
         alone = engine.generate_target(prompt, max_new_tokens=30)
         by_hand += not same_answer(alone.text, engine.generate(prompt, max_new_tokens=30, threshold=0.0).text)
     assert everything.losses == by_hand
+    assert everything.disagreement == pytest.approx(everything.bound), "here they count the same"
+    assert accepts_nothing.disagreement == pytest.approx(accepts_nothing.bound) != everything.bound
     lines = (tmp_path / "whole" / "records.jsonl").read_text().splitlines(keepends=True)
     assert len(lines) == 12
     torn = tmp_path / "torn"
@@ -179,6 +181,12 @@ def test_the_fastest_setting_that_was_shown_is_promised():
     place = found.promises[0.05]
     assert found.tried[place].bound <= 0.05 < found.tried[place + 1].bound
     assert found.tried[place].speedup == pytest.approx(2 / (2 - place / 60), abs=1e-3)
+    # What may be watched in service: how often answers differed here, or the promise itself where it is about that.
+    assert found.disagreement(0.05) == found.tried[place].disagreement == found.tried[place].bound
+    assert replace(found, loss="disagreement").disagreement(0.05) == 0.05
+    more = replace(found.tried[place], disagreement=0.2)
+    voted = replace(found, loss="disagreement", tried=[*found.tried[:place], more, *found.tried[place + 1 :]])
+    assert voted.disagreement(0.05) == 0.2, "with a majority as the reference, the greedy answer may differ more"
     # A setting that is slower than a stricter one is never chosen.
     slow = certify(blank(), outcomes(300, lambda i, j: float(i < j), lambda j: 2 + j), settings)
     assert slow.promises == {0.01: 0, 0.05: 0}
@@ -251,6 +259,7 @@ def test_requests_go_by_the_promise(engine: ParseEngine, make_engine, tmp_path: 
         engine.generate(PROMPTS[0], risk=0.03)
     for changes, message in [
         ({"threshold": 0.5}, "risk and threshold were both given"),
+        ({"draft_text": "4"}, "risk and draft_text were both given"),
         ({"resume": "hand_back"}, "risk and resume were both given"),
         ({"mode": "exact"}, "risk and mode were both given"),
         ({"resume_sampling": Sampling(0.7)}, "covers greedy answers only"),

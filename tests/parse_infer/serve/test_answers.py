@@ -169,6 +169,8 @@ def test_a_server_promises_what_its_calibration_covers_and_watches_it(make_engin
                 assert time.monotonic() < end, counts
         assert counts["differs"] == differing >= 3
         assert 'parse_promise_implausible{risk="0.05"} 1.0' in server.metrics
+        own = server.chat(PROMPTS[0], max_tokens=24, parse={"risk": 0.01}).json()["choices"][0]["parse"]
+        assert own["risk"] == 0.01, "a request may ask for another promise"
         parts = {"threshold": 0.5}, {"mode": "target"}, {"draft_text": "4"}
         for uncovered in ({"temperature": 1}, {"max_tokens": 8}, *({"parse": part} for part in parts)):
             fields = {"max_tokens": 24, **uncovered}
