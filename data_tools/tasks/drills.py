@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from random import Random
 
-from data_tools.tasks.wording import evaluate, show, worked_out, write_equation
+from data_tools.tasks.arithmetic import evaluate, show, worked_out, write_equation
 
 
 def equation(rng: Random, max_number: int) -> str:

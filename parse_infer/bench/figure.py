@@ -54,15 +54,20 @@ def draw_figure(results: dict[str, Any], path: Path) -> None:
             _point(axes, modes[name], speed, label + own, marker, colour, 7)
     axes.set_xlabel(f"right answers, % (bars: 95 % interval; {n} problems)")
     axes.set_ylabel("speed-up over the target alone (tokens/s)" if speed == "speedup" else "tokens/s")
-    axes.set_ylim(bottom=0)
     axes.margins(x=0.08)
+    plain(axes)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    with replacing(path) as beside:
+        figure.savefig(beside, format="png", metadata={ORIGIN: digest(results)})
+
+
+def plain(axes: Axes) -> None:
+    """The look of every figure: from zero upwards, a faint grid, no frame."""
+    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-    with replacing(path) as beside:
-        figure.savefig(beside, format="png", metadata={ORIGIN: digest(results)})
 
 
 def drawn_from(path: Path) -> str | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from parse_infer.bench.figure import ORIGIN
+from parse_infer.bench.figure import ORIGIN, plain
 from parse_infer.bench.results_file import digest
 from parse_infer.files import replacing
 
@@ -40,17 +39,9 @@ def draw_promises(results: dict[str, Any], path: Path) -> None:
     right.set_ylabel("speed-up over the target alone")
     right.axhline(1, color="#777777", linewidth=1, linestyle=":")
     for axes in (left, right):
-        _finish(axes)
+        axes.set_xlabel("promise: at most lost, %")
+        axes.set_xlim(left=0)
+        plain(axes)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     with replacing(path) as beside_path:
         figure.savefig(beside_path, format="png", metadata={ORIGIN: digest(results)})
-
-
-def _finish(axes: Axes) -> None:
-    axes.set_xlabel("promise: at most lost, %")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
