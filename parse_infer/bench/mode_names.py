@@ -1,7 +1,7 @@
 """The modes of a benchmark by name: which there are, what each needs, and what each is called where people read it.
 
 A name is a key of `MODES`; sizes stand behind "assisted" ("assisted:tokens=8:confidence=0.3"), token drafters behind
-the modes of `GUIDED` ("target+draft:tokens=12", "parse+eagle3", "parse+draft+parallel"; the last one speeds up the
+the modes of `GUIDED` ("target+draft:tokens=12", "parse+eagle3", "parse+draft+lookup"; the last one speeds up the
 draft model), what follows a rejected draft behind the PARSE modes ("parse:hand_back", else as the benchmark's settings
 say), the threshold of a sweep behind "@" ("parse@0.5").
 """

@@ -35,7 +35,6 @@ NAMES = tuple(_CLASSES)
 # The embedded heads, for the model that each was trained for.
 _EMBEDDED = {
     "zoo:target": {"eagle3": "eagle3", "parallel": "parallel", "medusa": "medusa"},
-    "zoo:draft": {"parallel": "parallel-draft"},
 }
 
 

@@ -142,6 +142,14 @@ class ValidityTrainingConfig(TrainingConfig):
         default=None,
         metadata={"help": "Draft model that wrote the data, for the KL judge; by default the one its build names."},
     )
+    adapter_dtype: str = field(
+        default="float32",
+        metadata={
+            "help": "Number type of the exported update; bfloat16 halves the file. All figures are those of what is "
+            "exported.",
+            "choices": ["float32", "bfloat16"],
+        },
+    )
     adapter_dir: str | None = field(
         default=None, metadata={"help": "Folder of the exported adapter; by default adapter/ in output_dir."}
     )

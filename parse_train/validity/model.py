@@ -79,6 +79,7 @@ class ValidityModel(nn.Module):
         self.probe = probe
         self.end_ids = sorted(end_ids)
         self.backprop_context = backprop_context
+        self.adapter_dtype = torch.float32
         self._register_state_dict_hook(_drop_frozen)
         self.register_load_state_dict_post_hook(_forgive_frozen)
 
@@ -214,9 +215,18 @@ class ValidityModel(nn.Module):
         return 0 if self._part is None else len(self._part.tokens)
 
     def adapter_tensors(self) -> dict[str, Tensor]:
-        """The adapter's tensors under peft's own names, on the CPU in float32; none without a probe."""
+        """The adapter's tensors under peft's own names, on the CPU in `adapter_dtype`; none without a probe."""
         state = {} if self.peft_model is None else get_peft_model_state_dict(self.peft_model)
-        return {name: tensor.detach().float().cpu().contiguous() for name, tensor in state.items()}
+        return {name: tensor.detach().to("cpu", self.adapter_dtype).contiguous() for name, tensor in state.items()}
+
+    @torch.no_grad()
+    def round_adapter(self, dtype: torch.dtype) -> None:
+        """Give the adapter's weights the values that `dtype` can hold; it is exported in that from now on."""
+        self.adapter_dtype = dtype
+        if self.peft_model is not None:
+            for parameter in self.peft_model.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(parameter.to(dtype))
 
 
 def _drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -203,6 +203,7 @@ def finish(
     Args:
         learnt: ids of the training problems.
     """
+    trainer.model.round_adapter(getattr(torch, config.adapter_dtype))
     raw = trainer.score(evaluation)
     drafts = {TRAINED: raw}
     if config.baselines:

@@ -7,11 +7,12 @@ task are streamed, never stored.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, save_as_lora
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from data_tools.tasks.by_name import load_task
@@ -91,9 +92,7 @@ def main(config: LanguageModelConfig) -> None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
         with replacing_folder(f"{config.output_dir}/final") as final:
             if config.lora_rank:
-                model.peft_config["default"].base_model_name_or_path = config.initial_model
-                # The embedding is not adapted; left to itself, peft asks the Hub whether it has grown.
-                model.bfloat16().save_pretrained(final, save_embedding_layers=False)
+                save_lora(model, config, final)
                 write_base(final, base)
             else:
                 save_half(model, final)
@@ -111,6 +110,18 @@ def loss_tokens(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase)
             f"the recipe tokenizer and base_tokenizer {config.tokenizer}"
         )
     return torch.tensor(list(tokens.target_ids))
+
+
+def save_lora(model: PeftModel, config: LanguageModelConfig, folder: Path) -> None:
+    """Save the update in bfloat16, with the ranks that `lora_energy` leaves it."""
+    model.peft_config["default"].base_model_name_or_path = config.initial_model
+    if config.lora_energy == 1:
+        # The embedding is not adapted; left to itself, peft asks the Hub whether it has grown.
+        model.bfloat16().save_pretrained(str(folder), save_embedding_layers=False)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Converting a PEFT adapter")  # it is a LoRA already, as peft notices
+        save_as_lora(folder, model.bfloat16(), rank=config.lora_energy, progressbar=True)
 
 
 def save_half(model: PreTrainedModel, folder: Path) -> None:

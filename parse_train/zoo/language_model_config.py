@@ -28,6 +28,13 @@ class LanguageModelConfig(TrainingConfig):
         metadata={"help": "Train a LoRA of this rank on all linears of initial_model; 0: train all its weights."},
     )
     lora_alpha: int = field(default=32, metadata={"help": "The LoRA's update is scaled by lora_alpha / lora_rank."})
+    lora_energy: float = field(
+        default=1.0,
+        metadata={
+            "help": "Below 1: each layer's update is exported with the lowest rank that keeps this share of its "
+            "energy (its squared singular values), for a smaller file."
+        },
+    )
     initial_lora: str | None = field(
         default=None, metadata={"help": "Folder of a LoRA of that rank to go on from, instead of a fresh one."}
     )
@@ -81,6 +88,8 @@ class LanguageModelConfig(TrainingConfig):
             )
         if self.lora_rank and (self.initial_model is None or self.model_config or self.initial_layers):
             raise ValueError("lora_rank needs initial_model, and neither model_config nor initial_layers beside it")
+        if not 0 < self.lora_energy <= 1:
+            raise ValueError(f"lora_energy is {self.lora_energy}; it must be above 0 and at most 1")
         if not self.lora_rank and "model_type" not in self.model_config:
             raise ValueError("the recipe's model_config needs model_type, for example llama")
         if self.max_steps <= 0:

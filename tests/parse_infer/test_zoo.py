@@ -42,20 +42,18 @@ def test_the_targets_answers_come_with_fewer_forwards(engine, prompts, alone, na
 
 
 def test_parse_writes_the_same_spans_with_and_without_drafters(engine, prompts):
-    names = ["parse+none", *(f"parse+{name}" for name in DRAFTERS), "parse+draft+parallel"]
+    names = ["parse+none", *(f"parse+{name}" for name in DRAFTERS), "parse+draft+lookup"]
     modes = make_modes(engine, names, GenerationSettings(200, resume="hand_back"))
     for prompt in prompts:
         plain, *others = (timed(engine, mode, prompt)[0] for mode in modes)
         for mode, other in zip(modes[1:], others, strict=True):
             spans = [[(s.text, s.source, s.n_tokens) for s in g.spans] for g in (plain, other)]
             assert spans[0] == spans[1], (mode.name, prompt)
-            if mode.name.endswith("+parallel") and "draft" in mode.name:
-                assert other.stats.draft_forwards < plain.stats.draft_forwards, mode.name
 
 
 def test_the_zoo_stays_small_and_safe():
     files = [path for path in ZOO.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 64 * 2**20
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".jinja", ".md", ".png"}
-    for part in ("target", "draft", "adapter", "eagle3", "parallel", "parallel-draft", "medusa"):
+    for part in ("target", "draft", "adapter", "eagle3", "parallel", "medusa", "smollm2"):
         assert (ZOO / part / "README.md").is_file(), part

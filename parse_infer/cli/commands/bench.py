@@ -68,7 +68,7 @@ def bench(
     \b
     Examples:
       parse-infer bench --limit 300 --out runs/bench
-      parse-infer bench --modes target,target+eagle3,parse,parse+eagle3,parse+draft+parallel --out runs/bench-tokens
+      parse-infer bench --modes target,target+eagle3,parse,parse+eagle3,parse+draft+lookup --out runs/bench-tokens
       parse-infer bench --split validation --modes target,assisted,assisted:tokens=8 --out runs/search
       parse-infer bench --task jsonl --task-option path=problems.jsonl --modes target,parse --out runs/mine
     """

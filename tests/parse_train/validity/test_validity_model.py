@@ -145,6 +145,33 @@ def test_training_and_inference_agree(
     assert spread.max() - spread.min() > 0.5  # the comparison is not one of constants
 
 
+def test_a_rounded_adapter_is_judged_by_as_it_was_measured(
+    make_model: Callable[..., PreTrainedModel],
+    examples: list[ValidityExample],
+    batch: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> None:
+    """Exported in bfloat16, half the size, with the validities that training has measured after rounding."""
+    target = make_model("llama")
+    facts = AdapterFacts(describe_target(target), ("C", "I"), {"kind": "step"})
+    validity = trained(target).eval()
+    exact = export_adapter(tmp_path / "exact", validity, facts, {}) / "adapter_model.safetensors"
+    with torch.no_grad():
+        before = validity(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
+        validity.round_adapter(torch.bfloat16)
+        expected = validity(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
+    assert not torch.equal(before, expected)
+    folder = export_adapter(tmp_path / "rounded", validity, facts, {})
+    assert (folder / "adapter_model.safetensors").stat().st_size < 0.6 * exact.stat().st_size
+
+    again = make_model("llama")
+    verifier = Verifier(Decoder(again, {258}), ValidityAdapter.from_pretrained(folder, again), Segmenter(tokenizer))
+    verifier.decoder.seek(examples[0].context_ids)
+    found = verifier.verify(examples[0].draft_ids, examples[0].cuts).validity
+    torch.testing.assert_close(torch.tensor(found).logit(), expected[0, : len(found)], rtol=0, atol=1e-4)
+
+
 def test_token_doubt_alone_is_what_an_empty_probe_text_trains(
     make_model: Callable[..., PreTrainedModel],
     tokenizer: PreTrainedTokenizerFast,

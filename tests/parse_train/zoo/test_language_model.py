@@ -280,6 +280,29 @@ def test_a_lora_on_a_pretrained_model_loads_by_its_folder_and_knows_its_base(tok
         load_weights(final)
 
 
+def test_a_lora_keeps_most_of_its_energy_in_fewer_bytes(tokenizer_folder, tmp_path):
+    """The same training exported twice: with all of its update, and with the ranks that 95 % of it need."""
+    base = tmp_path / "base"
+    tiny_model(len(AutoTokenizer.from_pretrained(tokenizer_folder))).save_pretrained(base)
+    fields = {"model_config": {}, "initial_model": str(base), "lora_rank": 8, "max_steps": 3}
+    changes, sizes = [], []
+    for energy in (1.0, 0.95):
+        run = tmp_path / f"run-{energy}"
+        language_model.main(config(str(tokenizer_folder), run, **fields, lora_energy=energy))
+        sizes.append((run / "final" / "adapter_model.safetensors").stat().st_size)
+        before = load_weights(base).state_dict()
+        after = load_weights(run / "final").state_dict()
+        changes.append(
+            {n: after[n].float() - before[n].float() for n in before if not torch.equal(after[n], before[n])}
+        )
+    full, reduced = changes
+    assert full.keys() == reduced.keys() and sizes[1] < 0.9 * sizes[0]
+    lost = [float((full[n] - reduced[n]).square().sum() / full[n].square().sum()) for n in full]
+    assert 0.005 < max(lost) < 0.06, f"at most 5 % was to be lost, and a little by rounding: {max(lost):.3f}"
+    with pytest.raises(ValueError, match="lora_energy is 1.5; it must be above 0 and at most 1"):
+        config(str(tokenizer_folder), tmp_path, **fields, lora_energy=1.5)
+
+
 def test_a_lora_goes_on_from_one_of_the_same_kind_only(tokenizer_folder, tmp_path):
     base = tmp_path / "base"
     tiny_model(len(AutoTokenizer.from_pretrained(tokenizer_folder))).save_pretrained(base)
