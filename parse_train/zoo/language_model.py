@@ -143,6 +143,7 @@ def right_answers(config: LanguageModelConfig) -> list[tuple[Problem, str]]:
         task=config.task,
         task_options=config.task_options,
         answer_temperature=config.answer_temperature,
+        max_answer_tokens=config.row_length,  # a longer one would fit no row
     )
     folder = Path(str(config.output_dir)) / "answers"
     write_answers(lm, wanted, config.seed, "train", config.n_answers, folder)
