@@ -3,7 +3,7 @@
 Starts `parse-infer serve` on the embedded models for each row, and prints one line for each:
 
 identical   100 prompts, streamed and not, 1 and 16 clients, against `ParseEngine.generate`
-latency     what the server adds to the engine's own time, median over 100 requests of one client
+latency     what the server adds to `ParseEngine.generate` in this process, for 100 prompts of one client in turns
 bad         1,000 bad requests: statuses, and memory before and after
 leaving     200 clients that go away in the middle, and how long their work goes on
 signal      SIGTERM under load: how the accepted requests end, and how long the process takes
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 import subprocess
 import sys
 import threading
@@ -88,14 +87,26 @@ def identical() -> str:
 
 
 def latency() -> str:
+    engine = ParseEngine.from_pretrained("zoo:target", "zoo:draft", "zoo:adapter")
     added = []
     with server() as (url, _), httpx.Client(timeout=600) as client:
-        for prompt in prompts(105):
-            begin = time.perf_counter()
-            answer = client.post(url + CHAT, json={"messages": messages(prompt), "max_tokens": TOKENS}).json()
-            added.append(time.perf_counter() - begin - answer["choices"][0]["parse"]["timings"]["total_s"])
-    added = added[5:]
-    return f"added: median {1000 * statistics.median(added):.2f} ms, 90th percentile {1000 * sorted(added)[90]:.2f} ms"
+
+        def through_the_server(prompt: Any) -> None:
+            client.post(url + CHAT, json={"messages": messages(prompt), "max_tokens": TOKENS}).json()
+
+        def by_the_engine(prompt: Any) -> None:
+            engine.generate(prompt, max_new_tokens=TOKENS)
+
+        for i, prompt in enumerate(prompts(105)):
+            seconds = {}
+            ways = [through_the_server, by_the_engine]
+            for way in ways if i % 2 else reversed(ways):
+                begin = time.perf_counter()
+                way(prompt)
+                seconds[way] = time.perf_counter() - begin
+            added.append(seconds[through_the_server] - seconds[by_the_engine])
+    added = sorted(added[5:])
+    return f"added: median {1000 * added[50]:.2f} ms, quartiles {1000 * added[25]:.2f} to {1000 * added[75]:.2f} ms"
 
 
 def bad() -> str:
