@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from parse_infer.answer import Answer
+from parse_infer.controller import Controller
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.drafters.drafter import Drafter
 from parse_infer.drafters.text import TextDrafter
@@ -85,6 +86,7 @@ class ParseEngine:
         self.segmenter = Segmenter(target.tokenizer, cut_policy)
         self.verifier = Verifier(target.decoder, judge, self.segmenter)
         self.calibration = calibration
+        self.controller = Controller()
         self._checked: Calibration | None = None
         self._current: Request | None = None
 
@@ -170,6 +172,9 @@ class ParseEngine:
         if calibration is not None:
             engine.check_calibration()
         return engine
+
+    def close(self) -> None:
+        """Nothing to be done here; other backends have servers to stop."""
 
     def check_calibration(self) -> None:
         """ValueError unless the calibration was made with these models."""
@@ -306,6 +311,21 @@ class ParseEngine:
         return self._alone(self.draft, "draft", prompts, settings, settings.draft_sampling, drafter)
 
     def _serve(self, request: Request, drafter: Drafter) -> Iterator[Event]:
+        """All events of a request: with a draft, or by the target alone where that has been faster."""
+        adaptive = request.settings.adaptive and drafter is self.drafter
+        drafted = not adaptive or self.controller.drafts()
+        if drafted:
+            events = self._with_draft(request, drafter)
+        else:
+            events = self._write_alone(self.target, "target", request, self.target_drafter)
+        for event in events:
+            if adaptive and isinstance(event, Done):
+                timings = event.generation.timings
+                seconds = timings.draft_s + timings.verify_s + timings.resume_s
+                self.controller.note(drafted, seconds, len(event.generation.token_ids))
+            yield event
+
+    def _with_draft(self, request: Request, drafter: Drafter) -> Iterator[Event]:
         """All events of a request, with its costs counted."""
         settings, stats, target = request.settings, request.stats, self.target.decoder
         target_before, drafter_before = target.forwards, self._drafter_forwards()

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from parse_infer.cli import options
-from parse_infer.cli.model_options import NOBODY, ModelOptions, with_models
+from parse_infer.cli.model_options import LOCAL_ONLY, NOBODY, ModelOptions, with_models
 from parse_infer.cli.options import given, read_numbers
 from parse_infer.cli.problems import open_task, take_problems
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 # Modes name their own guesses and judge.
-@with_models(target_drafter=NOBODY, draft_drafter=None, zero_shot=False, calibration=None)
+@with_models(target_drafter=NOBODY, draft_drafter=None, zero_shot=False, calibration=None, **LOCAL_ONLY)
 def bench(
     models: ModelOptions,
     task: options.TaskName = "gsm_symbolic",

@@ -1,0 +1,48 @@
+"""The coordinator behind the server: vLLM answers many jobs at the same time, on the event loop of the server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from parse_infer.coordinator.engine import Coordinator
+from parse_infer.promise import Calibration
+from parse_infer.serve.backend import Job, Moment, Refused
+from parse_infer.serve.reader import PromptReader
+
+
+class CoordinatedBackend(PromptReader):
+    """A `Backend` for one `Coordinator`, which nobody else may use from now on.
+
+    Args:
+        adaptive: of all jobs, see `GenerationSettings.adaptive`.
+    """
+
+    calibration: Calibration | None = None
+
+    def __init__(self, coordinator: Coordinator, adaptive: bool = False) -> None:
+        super().__init__(coordinator.target)
+        self.parallel = coordinator.parallel
+        self.threshold = coordinator.threshold
+        self._coordinator = coordinator
+        self._adaptive = adaptive
+
+    @property
+    def running(self) -> int:
+        return self._coordinator.running
+
+    async def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
+        settings = job.settings.override(adaptive=True) if self._adaptive else job.settings
+        try:
+            self._coordinator.check(job.prompt, settings, job.draft_text, job.alone)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        async with aclosing(self._coordinator.events(job.prompt, settings, job.draft_text, job.alone)) as events:
+            async for event in events:
+                yield Moment(event, time.perf_counter())
+
+    def close(self) -> None:
+        """No jobs follow; servers that were started for this end."""
+        super().close()
+        self._coordinator.close()
