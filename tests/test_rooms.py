@@ -18,7 +18,9 @@ MAY_IMPORT = {
     "parse_infer/guesses": {"parse_infer/models"},
     "parse_infer/drafters": {"parse_infer/models", "parse_infer/verify", "parse_infer/guesses", "parse_infer"},
     "parse_infer": {"parse_infer/models", "parse_infer/verify", "parse_infer/guesses", "parse_infer/drafters"},
-    "parse_infer/bench": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/drafters")},
+    "parse_infer/bench": {
+        f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/drafters", "/coordinator")
+    },
     "parse_infer/calibration": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/drafters")},
     "parse_infer/eval": {"parse_infer", "parse_infer/models", "parse_infer/bench"},
     "parse_infer/serve": {"parse_infer", "parse_infer/models", "parse_infer/coordinator"},

@@ -146,8 +146,11 @@ class ModelOptions:
             trust_remote_code=self.trust_remote_code,
         )
 
-    def coordinate(self, *, needs_draft: bool = True) -> Coordinator:
+    def coordinate(self, *, needs_draft: bool = True, target_options: dict[str, Any] | None = None) -> Coordinator:
         """The same over servers, which are started where no address is given.
+
+        Args:
+            target_options: more options of vLLM for a target server that is started.
 
         Raises ValueError or OSError as `load` does, and for what a coordinator cannot do.
         """
@@ -169,7 +172,8 @@ class ModelOptions:
             draft_url=self.draft_url or (),
             threshold=self.threshold,
             template_options=read_pairs(self.template_option, "--template-option"),
-            tell=_progress,
+            target_options=target_options,
+            tell=progress,
         )
 
     @property
@@ -195,7 +199,7 @@ LOCAL_ONLY: dict[str, Any] = {"backend": "local", "target_url": None, "draft_url
 """For `with_models`, of commands that look into the models."""
 
 
-def _progress(line: str) -> None:
+def progress(line: str) -> None:
     """On a terminal the line changes in place."""
     print(line, end="\r" if sys.stderr.isatty() and line.startswith("starting") else "\n", file=sys.stderr, flush=True)
 

@@ -7,10 +7,10 @@ with Coordinator.from_pretrained("zoo:target", "zoo:draft", "zoo:adapter", targe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from parse_infer.controller import Controller
 from parse_infer.coordinator.client import Client
@@ -37,6 +37,7 @@ from parse_infer.vllm.questions import Questions, TrainedQuestions, ZeroShotQues
 
 PARALLEL = 64  # answers under way at the same time
 Urls = str | Sequence[str]
+Result = TypeVar("Result")
 
 
 class Coordinator:
@@ -291,6 +292,15 @@ class Coordinator:
             seconds = timings.draft_s + timings.verify_s + timings.resume_s
             self.controller.note(not alone, seconds, len(generation.token_ids), load)
         yield Done(generation)
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run something that uses `events`, on the coordinator's own event loop."""
+        return self._runner.run(work)
+
+    def fields(self, **fields: Any) -> None:
+        """Fields of every request to the servers from now on, such as vLLM's `cache_salt` or `priority`."""
+        for servers in (self._target.servers, *([self._drafts[0]] if self._drafts else [])):
+            servers.fields = fields
 
     async def aclose(self) -> None:
         """`close` from within the event loop that has asked."""

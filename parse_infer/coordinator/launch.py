@@ -62,4 +62,5 @@ def draft_server(model: str | Path) -> dict[str, Any]:
 def environment() -> dict[str, str]:
     """For servers that share the cores of a CPU; what is set already stays."""
     wanted = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
+    wanted |= {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "1"}  # of n-gram speculation
     return {name: value for name, value in wanted.items() if name not in os.environ}

@@ -59,7 +59,7 @@ class Process:
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **self.environment},
-                start_new_session=True,
+                process_group=0,  # of its own, for signals; no session, so that its priority is ours
             )
         self.started = [at for at in self.started if at > time.monotonic() - _RESTARTS_S] + [time.monotonic()]
 

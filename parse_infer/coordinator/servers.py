@@ -31,12 +31,14 @@ class Server:
         url: without "/v1".
         busy: answers and requests that it works on for us.
         well: whether it answered last time.
+        trouble: why it did not.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.busy = 0
         self.well = True
+        self.trouble = ""
 
 
 class Servers:
@@ -50,6 +52,7 @@ class Servers:
     Attributes:
         model: the name under which they serve it; known after `meet`.
         window: tokens that prompt and answer may have together there; known after `meet`.
+        fields: of every request.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Servers:
         self.members = [Server(url) for url in urls]
         self.model = ""
         self.window = 0
+        self.fields: dict[str, Any] = {}
         self._client = client
         self._failure = failure
         self._patience_s = patience_s
@@ -113,7 +117,9 @@ class Servers:
             Unavailable: no server gives one.
             Refused: a server does not accept it.
         """
-        return await self._tried(lambda url: self._client.post(url, {"model": self.model} | body), prefer)
+        return await self._tried(
+            lambda url: self._client.post(url, {"model": self.model} | body | self.fields), prefer
+        )
 
     async def written(
         self, ids: Sequence[int], most: int, settings: dict[str, Any], prefer: Server | None = None
@@ -149,7 +155,7 @@ class Servers:
             task.cancel()
 
     def _body(self, ids: Sequence[int], most: int, settings: dict[str, Any]) -> dict[str, Any]:
-        return {"model": self.model, "prompt": list(ids), "max_tokens": most, **settings}
+        return {"model": self.model, "prompt": list(ids), "max_tokens": most, **settings, **self.fields}
 
     async def _tried(self, request: Callable[[str], Any], prefer: Server | None) -> Any:
         async for server, note in self._attempts(prefer):
@@ -164,28 +170,26 @@ class Servers:
 
     async def _attempts(self, prefer: Server | None) -> AsyncIterator[tuple[Server, Callable[[Lost], None]]]:
         """Servers to ask, one after the other, each with what to call if it fails. Raises Unavailable at the end."""
-        last: Lost | None = None
         current: Server
 
         def note(error: Lost) -> None:
-            nonlocal last
-            last = error
-            self._lose(current)
+            self._lose(current, str(error))
 
         for _ in range(ATTEMPTS):
             patience = time.monotonic() + self._patience_s
             while not any(server.well for server in self.members):
                 reason = self._failure()
                 if reason is not None or time.monotonic() > patience:
-                    raise Unavailable(f"no {self.role} server answers: {reason or last}")
+                    raise Unavailable(f"no {self.role} server answers: {reason or self.members[-1].trouble}")
                 assert self._recovered is not None
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._recovered.wait(), _PULSE_S)
             current = prefer if prefer is not None and prefer.well else self._choose()
             yield current, note
-        raise Unavailable(f"the {self.role} servers have failed {ATTEMPTS} times: {last}")
+        raise Unavailable(f"the {self.role} servers have failed {ATTEMPTS} times: {current.trouble}")
 
-    def _lose(self, server: Server) -> None:
+    def _lose(self, server: Server, trouble: str) -> None:
+        server.trouble = trouble
         if not server.well:
             return
         server.well = False
@@ -198,7 +202,7 @@ class Servers:
     async def _watch(self, server: Server) -> None:
         """Until it is well again."""
         for n in itertools.count():
-            await asyncio.sleep(min(_PULSE_S, 0.05 * 2**n))
+            await asyncio.sleep(_PULSE_S if n > 3 else 0.05 * 2**n)
             try:
                 await self._client.get(f"{server.url}/health")
             except Lost:

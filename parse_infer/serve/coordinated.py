@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -13,32 +14,28 @@ from parse_infer.serve.reader import PromptReader
 
 
 class CoordinatedBackend(PromptReader):
-    """A `Backend` for one `Coordinator`, which nobody else may use from now on.
-
-    Args:
-        adaptive: of all jobs, see `GenerationSettings.adaptive`.
-    """
+    """A `Backend` for one `Coordinator`, which nobody else may use from now on."""
 
     calibration: Calibration | None = None
 
-    def __init__(self, coordinator: Coordinator, adaptive: bool = False) -> None:
+    def __init__(self, coordinator: Coordinator) -> None:
         super().__init__(coordinator.target)
         self.parallel = coordinator.parallel
         self.threshold = coordinator.threshold
         self._coordinator = coordinator
-        self._adaptive = adaptive
+        self._room = asyncio.Semaphore(coordinator.parallel)
 
     @property
     def running(self) -> int:
         return self._coordinator.running
 
     async def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
-        settings = job.settings.override(adaptive=True) if self._adaptive else job.settings
         try:
-            self._coordinator.check(job.prompt, settings, job.draft_text, job.alone)
+            self._coordinator.check(job.prompt, job.settings, job.draft_text, job.alone)
         except ValueError as error:
             raise Refused(str(error)) from error
-        async with aclosing(self._coordinator.events(job.prompt, settings, job.draft_text, job.alone)) as events:
+        events = self._coordinator.events(job.prompt, job.settings, job.draft_text, job.alone)
+        async with self._room, aclosing(events):
             async for event in events:
                 yield Moment(event, time.perf_counter())
 

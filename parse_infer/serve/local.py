@@ -18,21 +18,17 @@ from parse_infer.serve.reader import PromptReader
 class LocalBackend(PromptReader):
     """A `Backend` for one `ParseEngine`, which nobody else may use from now on.
 
-    Args:
-        adaptive: of all jobs, see `GenerationSettings.adaptive`.
-
     Attributes:
         parallel: 1, as the engine answers one request at a time.
     """
 
     parallel = 1
 
-    def __init__(self, engine: ParseEngine, adaptive: bool = False) -> None:
+    def __init__(self, engine: ParseEngine) -> None:
         super().__init__(engine.target)
         self.threshold = engine.threshold
         self.calibration = engine.calibration
         self._engine = engine
-        self._adaptive = adaptive
         self._runs: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
         self._running = 0
         Thread(target=self._work, name="parse-engine", daemon=True).start()
@@ -80,8 +76,7 @@ class LocalBackend(PromptReader):
         try:
             if job.alone:
                 return self._engine.stream_target(job.prompt, job.settings)
-            settings = job.settings.override(adaptive=True) if self._adaptive else job.settings
-            return self._engine.stream(job.prompt, settings, job.draft_text)
+            return self._engine.stream(job.prompt, job.settings, job.draft_text)
         except ValueError as error:
             raise Refused(str(error)) from error
 

@@ -72,10 +72,10 @@ def serve(
     if models.served:
         from parse_infer.serve.coordinated import CoordinatedBackend
 
-        backend = CoordinatedBackend(models.coordinate(), adaptive)
+        backend = CoordinatedBackend(models.coordinate())
     else:
-        backend = LocalBackend(models.load(), adaptive)
-    app = create_app(backend, limits, api_key, served_model_name, Promises(risk, audit, same_answer), traces)
+        backend = LocalBackend(models.load())
+    app = create_app(backend, limits, api_key, served_model_name, Promises(risk, audit, same_answer), traces, adaptive)
     shown, port = listening.getsockname()[:2]
     shown = f"[{shown}]" if ":" in shown else shown
     print(f"{served_model_name or backend.name} answers at http://{shown}:{port}/v1 (a page: /)", flush=True)
