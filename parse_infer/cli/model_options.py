@@ -125,12 +125,9 @@ class ModelOptions:
         check_dtype(self.dtype)
         template_options = read_pairs(self.template_option, "--template-option")
 
-        from transformers.utils import logging as transformers_logging
-
         from parse_infer.engine import ParseEngine
 
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
+        _quiet()
         return ParseEngine.from_pretrained(
             self.target_name,
             draft,
@@ -163,10 +160,11 @@ class ModelOptions:
             raise ValueError("--device and --dtype are for the local engine: servers have their own")
         from parse_infer.coordinator.engine import Coordinator
 
+        _quiet()
         return Coordinator.from_pretrained(
             self.target_name,
             self.draft_name if needs_draft or self.draft is not None else None,
-            None if self.zero_shot else self.adapter_name,
+            self.adapter if self.zero_shot else self.adapter_name,
             zero_shot=self.zero_shot,
             target_url=self.target_url or (),
             draft_url=self.draft_url or (),
@@ -197,6 +195,13 @@ class ModelOptions:
 
 LOCAL_ONLY: dict[str, Any] = {"backend": "local", "target_url": None, "draft_url": None}
 """For `with_models`, of commands that look into the models."""
+
+
+def _quiet() -> None:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 def progress(line: str) -> None:

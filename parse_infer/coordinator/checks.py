@@ -17,7 +17,8 @@ Ask = Callable[[Sequence[int], Sequence[int]], Awaitable[list[float]]]
 """Validities of a draft (target tokens) at some cuts."""
 
 # A segment is complete when something other than whitespace follows its end.
-_MAY_END = {"step": re.compile(r"\n\s*\S"), "sentence": re.compile(r"\s\S"), "tokens": re.compile(".", re.DOTALL)}
+_MAY_END = {"step": re.compile(r"\n\s*\S"), "sentence": re.compile(r"[.!?]\S*\s+\S"), "tokens": re.compile(r"\S")}
+_OVERLAP = 8  # characters: an end may be told by what follows it
 
 
 class Checks:
@@ -46,21 +47,24 @@ class Checks:
         self._ask, self._segmenter, self._threshold, self._start = ask, segmenter, threshold, start
         self._may_end = _MAY_END[segmenter.policy.kind]
         self._looked = 0  # characters
+        self._least = segmenter.policy.every if segmenter.policy.kind == "tokens" else 0
+        self._looked_tokens = 0
         self._complete: list[int] = []
         self._known: dict[int, float] = {}
         self._asked: Sequence[int] = ()  # in the call that is under way
         self._asking: asyncio.Task[None] | None = None
 
-    def look(self, text: str, draft: Callable[[], Sequence[int]]) -> None:
+    def look(self, text: str, n: int, draft: Callable[[], Sequence[int]]) -> None:
         """The draft has become longer.
 
         Args:
             text: of the draft so far.
+            n: how many tokens that is, of whichever model.
             draft: its target tokens; called only where a segment may be complete.
         """
-        if not self._may_end.search(text, self._looked):
+        if n - self._looked_tokens < self._least or not self._may_end.search(text, self._looked):
             return
-        self._looked = len(text.rstrip())
+        self._looked, self._looked_tokens = max(0, len(text.rstrip()) - _OVERLAP), n
         self._follow(list(draft()))
         self._complete = self._segmenter.cuts(self.draft)[:-1]
         if self._asking is None or self._asking.done():

@@ -14,29 +14,23 @@ from typing import Any, TypeVar
 
 from parse_infer.controller import Controller
 from parse_infer.coordinator.client import Client
-from parse_infer.coordinator.languages import ServedModel, served_model
-from parse_infer.coordinator.launch import draft_server, launch, plain_options
+from parse_infer.coordinator.languages import ServedModel
 from parse_infer.coordinator.pair import ServerPair, Target
-from parse_infer.coordinator.servers import PATIENCE_S, Server, Servers
+from parse_infer.coordinator.parts import Urls, find_parts
+from parse_infer.coordinator.servers import Server, Servers
 from parse_infer.drafters.draft_model import share_tokens
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.drafters.translation import Translation
+from parse_infer.engine import DEFAULT_THRESHOLD
 from parse_infer.generation import Done, Event, Generation, GenerationSettings, Resumed
-from parse_infer.models.fingerprint import describe_config
-from parse_infer.models.loading import load_config
-from parse_infer.models.names import resolve
 from parse_infer.models.prompts import Prompt, as_batch
 from parse_infer.policy import check_threshold
 from parse_infer.request import Request
 from parse_infer.rounds import rounds
-from parse_infer.verify.adapter_folder import read_adapter
 from parse_infer.verify.segments import CutPolicy
-from parse_infer.verify.trained_judge import ValidityConfig, check_target
-from parse_infer.vllm.options import end_tokens_of, engine_options
-from parse_infer.vllm.questions import Questions, TrainedQuestions, ZeroShotQuestions
+from parse_infer.vllm.questions import TrainedQuestions
 
 PARALLEL = 64  # answers under way at the same time
-Urls = str | Sequence[str]
 Result = TypeVar("Result")
 
 
@@ -61,7 +55,7 @@ class Coordinator:
         draft: tuple[Servers, ServedModel] | None,
         client: Client,
         *,
-        threshold: float = 0.5,
+        threshold: float = DEFAULT_THRESHOLD,
         overlap: bool = True,
         parallel: int = PARALLEL,
         stop: Callable[[], None] = lambda: None,
@@ -94,7 +88,7 @@ class Coordinator:
         api_key: str | None = None,
         overlap: bool = True,
         parallel: int = PARALLEL,
-        patience_s: float = PATIENCE_S,
+        patience_s: float | None = None,
         target_options: Mapping[str, Any] | None = None,
         draft_options: Mapping[str, Any] | None = None,
         tell: Callable[[str], None] = lambda line: None,
@@ -109,62 +103,44 @@ class Coordinator:
                 `vllm.LLM`.
             tell: called with a line about the servers that are started.
             api_key: of the servers.
-            patience_s: how long a request waits for a server that does not answer.
+            patience_s: how long a request waits while no server answers; None: 2 minutes, and for servers that are
+                started here as long as they may take to start again.
 
         Raises:
             OSError: something is missing, or a server does not answer.
             ValueError: parts do not belong together, or a server is not what it should be.
         """
-        if zero_shot == (adapter is not None):
-            raise ValueError("give an adapter, or zero_shot=True: one of the two judges drafts")
-        target_url, draft_url = _listed(target_url), _listed(draft_url)
-        client = Client(api_key)
-        judged = served_model(target, template_options)
-        questions: Questions
-        calibrated = None
-        if adapter is not None:
-            config = ValidityConfig.from_dict(read_adapter(resolve(adapter)).validity_config)
-            check_target(str(adapter), config.target, describe_config(load_config(target), str(target)))
-            questions = TrainedQuestions.of(config, end_tokens_of(target))
-            cut_policy, calibrated = cut_policy or CutPolicy.from_dict(config.cut_policy), config.threshold
-        else:
-            questions = ZeroShotQuestions.of(judged.tokenizer, sorted(judged.eos_ids), top=20)
-        language = served_model(draft, template_options) if draft is not None else None
-        threshold = check_threshold(next(t for t in (threshold, calibrated, 0.5) if t is not None))
-        wanted = {}
-        if not target_url:
-            options = plain_options(target) if adapter is None else engine_options(target, adapter)
-            wanted["target"] = options | dict(target_options or {})
-        if draft is not None and not draft_url:
-            wanted["draft"] = draft_server(draft) | dict(draft_options or {})
-        processes = launch(wanted, tell) if wanted else None
+        if threshold is not None:
+            check_threshold(threshold)
+        parts = find_parts(
+            target,
+            draft,
+            adapter,
+            zero_shot,
+            cut_policy,
+            template_options,
+            target_url,
+            draft_url,
+            target_options,
+            draft_options,
+            api_key,
+            patience_s,
+            tell,
+        )
+        threshold = next(t for t in (threshold, parts.threshold, DEFAULT_THRESHOLD) if t is not None)
+        coordinator = cls(
+            parts.target,
+            parts.draft,
+            parts.client,
+            threshold=threshold,
+            overlap=overlap,
+            parallel=parallel,
+            stop=parts.stop,
+        )
         try:
-            failure = processes.failure if processes is not None else lambda: None
-            if processes is not None:
-                target_url = target_url or processes.urls("target")
-                draft_url = draft_url or processes.urls("draft")
-            coordinator = cls(
-                Target(
-                    judged,
-                    Servers("target", target_url, client, failure, patience_s),
-                    questions,
-                    cut_policy or CutPolicy(),
-                ),
-                None if language is None else (Servers("draft", draft_url, client, failure, patience_s), language),
-                client,
-                threshold=threshold,
-                overlap=overlap,
-                parallel=parallel,
-                stop=processes.stop if processes is not None else lambda: None,
-            )
-            try:
-                coordinator._runner.run(coordinator.meet())
-            except BaseException:
-                coordinator.close()
-                raise
+            coordinator.run(coordinator.meet())
         except BaseException:
-            if processes is not None:
-                processes.stop()
+            coordinator.close()
             raise
         return coordinator
 
@@ -181,6 +157,7 @@ class Coordinator:
                 raise ValueError(
                     f"the target server {server.url} cannot judge drafts for {self.target.name!r}: {error}"
                 ) from error
+        await self._client.close()  # requests may come from another event loop
 
     def generate(
         self,
@@ -230,12 +207,12 @@ class Coordinator:
 
             return [asyncio.create_task(answer(*each)) for each in zip(prompts, texts, strict=True)]
 
-        tasks = self._runner.run(start())
+        tasks = self.run(start())
         try:
             for task in tasks:
-                yield self._runner.run(_result(task))
+                yield self.run(_result(task))
         finally:
-            self._runner.run(_cancelled(tasks))
+            self.run(_cancelled(tasks))
 
     def stream(
         self,
@@ -379,14 +356,10 @@ class Coordinator:
             await events.aclose()
 
         try:
-            while (event := self._runner.run(step())) is not None:
+            while (event := self.run(step())) is not None:
                 yield event
         finally:
-            self._runner.run(end())
-
-
-def _listed(urls: Urls) -> Sequence[str]:
-    return [urls] if isinstance(urls, str) else list(urls)
+            self.run(end())
 
 
 async def _result(task: asyncio.Task[Generation]) -> Generation:

@@ -30,7 +30,8 @@ def launch(
         ModuleNotFoundError: vLLM is not installed here.
         OSError: a server does not become ready; what its log says.
     """
-    if find_spec("vllm") is None:
+    found = find_spec("vllm")
+    if found is None or found.origin is None:  # a folder of that name is no package
         raise ModuleNotFoundError("vLLM is not installed here", name="vllm")
     processes = Processes([(role, command(role, each), environment()) for role, each in servers.items()], tell, logs)
     processes.start()

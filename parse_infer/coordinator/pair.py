@@ -138,7 +138,7 @@ class ServerPair:
         reading = self._start(self._read_draft(*self._drafts, writing, round))
         checks.stop = reading.cancel
         await asyncio.wait([reading])
-        request.stats.draft_forwards += len(writing.own_ids)
+        request.stats.draft_forwards += writing.n
         if checks.broken_at is not None:
             return checks.draft[: checks.broken_at]
         await reading
@@ -185,7 +185,7 @@ class ServerPair:
                 if not writing.open:
                     return
                 if self._overlap:
-                    self._checks.look(writing.text, lambda: writing.draft().ids)
+                    self._checks.look(writing.text, writing.n, lambda: writing.draft().ids)
 
     async def _read_prompt(self, context: list[int]) -> None:
         with suppress(Refused, Unavailable):  # whoever needs an answer will ask again

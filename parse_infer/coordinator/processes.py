@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -89,7 +90,7 @@ class Processes:
     Args:
         servers: role, command and environment of each.
         tell: called with a line about what is going on.
-        logs: folder for their logs; None: a temporary one.
+        logs: folder for their logs; None: a temporary one, which stays only where a server has failed.
     """
 
     def __init__(
@@ -98,7 +99,8 @@ class Processes:
         tell: Callable[[str], None] = lambda line: None,
         logs: Path | None = None,
     ) -> None:
-        logs = Path(tempfile.mkdtemp(prefix="parse-servers-")) if logs is None else logs
+        self._temporary = logs is None
+        self._logs = logs = Path(tempfile.mkdtemp(prefix="parse-servers-")) if logs is None else logs
         logs.mkdir(parents=True, exist_ok=True)
         self._all = [
             Process(role, command, logs / f"{role}-{n}.log", environment)
@@ -128,7 +130,8 @@ class Processes:
                     names = ", ".join(process.role for process in waiting)
                     self._tell(f"starting vLLM: {names} ({time.monotonic() - begun:.0f} s)")
                     time.sleep(0.5)
-        except BaseException:
+        except BaseException as error:
+            self._temporary = self._temporary and not isinstance(error, OSError)  # it names a log
             self.stop()
             raise
         threading.Thread(target=self._supervise, name="parse-servers", daemon=True).start()
@@ -149,6 +152,8 @@ class Processes:
         for process in self._all:
             if process.guard is not None:
                 process.guard.wait()
+        if self._temporary and self._failure is None:
+            shutil.rmtree(self._logs, ignore_errors=True)
 
     def _check(self, process: Process, seconds: float, ready_s: float) -> None:
         if not process.alive:

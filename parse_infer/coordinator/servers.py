@@ -16,7 +16,7 @@ from typing import Any
 from parse_infer.coordinator.client import Client, Lost, Refused
 
 ATTEMPTS = 4  # of one request, each with a server that seemed well
-PATIENCE_S = 120.0  # while no server is well; one that is started again takes a minute
+PATIENCE_S = 120.0  # while no server is well
 _PULSE_S = 0.5
 
 

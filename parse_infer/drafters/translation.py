@@ -75,6 +75,11 @@ class Writing:
         return self._answer.text[len(self._before) :]
 
     @property
+    def n(self) -> int:
+        """Tokens so far, the draft model's own."""
+        return len(self._answer.ids) - self._n_before
+
+    @property
     def own_ids(self) -> list[int]:
         """In the draft model's tokens."""
         return self._answer.ids[self._n_before :]
@@ -94,9 +99,9 @@ class Writing:
         else:
             if ended:
                 ids = ids[:-1]
-            unknown = next((i for i, token in enumerate(ids) if token >= target.n_embeddings), None)
-            if unknown is not None:
-                return Draft(ids[:unknown])
+            size = target.n_embeddings
+            if max(ids, default=0) >= size:
+                return Draft(ids[: next(i for i, token in enumerate(ids) if token >= size)])
         if ended and target.end_token is not None:
             return Draft([*ids, target.end_token], finished=True)
         return Draft(ids)

@@ -44,9 +44,10 @@ class Language(ABC):
         model does not know.
         """
         ids = render_prompt(self.tokenizer, prompt, self.template_options)
-        strange = next((token for token in ids if not 0 <= token < self.n_embeddings), None)
+        size = self.n_embeddings
+        strange = next((token for token in ids if not 0 <= token < size), None)
         if strange is not None:
-            raise ValueError(f"{strange} is no token of {self.name!r}, which has tokens 0 to {self.n_embeddings - 1}.")
+            raise ValueError(f"{strange} is no token of {self.name!r}, which has tokens 0 to {size - 1}.")
         if len(ids) >= self.window:
             raise ValueError(
                 f"The prompt has {len(ids)} tokens for {self.name!r}, whose context window is {self.window}: "

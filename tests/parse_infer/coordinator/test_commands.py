@@ -18,6 +18,7 @@ PROMPTS = [f"Tom has {n} apples. How many are left?" for n in range(6)]
 @pytest.fixture
 def coordinated(engine, connect, monkeypatch):
     coordinator, targets, draft = connect(engine)
+    monkeypatch.setattr(coordinator, "close", lambda: None)  # for one command after the other
     monkeypatch.setattr(ModelOptions, "coordinate", lambda self, needs_draft=True: coordinator)
     return engine, targets[0]
 
