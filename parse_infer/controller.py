@@ -44,7 +44,8 @@ class Controller:
             load: requests under way, this one included.
         """
         with_draft, alone = self._paces[load.bit_length()]
-        if min(with_draft.sent, alone.sent) < TRIALS:
+        known = with_draft.tokens and alone.tokens
+        if not known or min(with_draft.sent, alone.sent) < TRIALS:
             chosen = with_draft.sent <= alone.sent
         else:
             chosen = with_draft.seconds_per_token <= alone.seconds_per_token

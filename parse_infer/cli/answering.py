@@ -110,8 +110,9 @@ def _generations(
             yield done.generation
         return
     for row in rows:
-        with row.located():
-            engine.check(row.prompt, settings, row.draft)
+        if row.draft is not None:
+            with row.located():
+                engine.check(row.prompt, settings, row.draft)
     yield from engine.each([row.prompt for row in rows], settings, [row.draft for row in rows])
 
 

@@ -205,8 +205,11 @@ def _quiet() -> None:
 
 
 def progress(line: str) -> None:
-    """On a terminal the line changes in place."""
-    print(line, end="\r" if sys.stderr.isatty() and line.startswith("starting") else "\n", file=sys.stderr, flush=True)
+    """On standard error; what is only for those who wait, on a terminal, where the next line takes its place."""
+    if not line.startswith("starting"):
+        print(line, file=sys.stderr, flush=True)
+    elif sys.stderr.isatty():
+        print(line, end="\r", file=sys.stderr, flush=True)
 
 
 def of_pair(models: ModelOptions, pair: str) -> ModelOptions:

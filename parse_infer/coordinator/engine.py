@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 from parse_infer.controller import Controller
 from parse_infer.coordinator.client import Client
 from parse_infer.coordinator.languages import ServedModel
-from parse_infer.coordinator.pair import ServerPair, Target
+from parse_infer.coordinator.pair import Drafts, ServerPair, Target
 from parse_infer.coordinator.parts import Urls, find_parts
+from parse_infer.coordinator.processes import Processes
 from parse_infer.coordinator.servers import Server, Servers
 from parse_infer.drafters.draft_model import share_tokens
 from parse_infer.drafters.text import TextDrafter
@@ -46,7 +47,7 @@ class Coordinator:
         threshold: default threshold.
         overlap: verify segments while the draft is written; changes no answer.
         parallel: how many answers `generate` and `each` keep under way.
-        stop: called by `close`, for servers that were started for this.
+        processes: servers that were started for this, and end with `close`.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Coordinator:
         threshold: float = DEFAULT_THRESHOLD,
         overlap: bool = True,
         parallel: int = PARALLEL,
-        stop: Callable[[], None] = lambda: None,
+        processes: Processes | None = None,
     ) -> None:
         self.target = target.language
         self.draft = draft[1] if draft is not None else None
@@ -69,7 +70,7 @@ class Coordinator:
         self._target, self._drafts, self._client = target, draft, client
         self._shares_tokens = self.draft is not None and share_tokens(self.draft, self.target)
         self._overlap = overlap
-        self._stop = stop
+        self.processes = processes
         self._runner = asyncio.Runner()
 
     @classmethod
@@ -135,7 +136,7 @@ class Coordinator:
             threshold=threshold,
             overlap=overlap,
             parallel=parallel,
-            stop=parts.stop,
+            processes=parts.processes,
         )
         try:
             coordinator.run(coordinator.meet())
@@ -149,6 +150,7 @@ class Coordinator:
         known = [(self._target.servers, self._target.language), *([self._drafts] if self._drafts else [])]
         for servers, language in known:
             await servers.meet()
+            await servers.check_tokens(language.name, language.tokenizer)
             language.window = min(language.window, servers.window or language.window)
         for server in self._target.servers.members if isinstance(self._target.questions, TrainedQuestions) else ():
             try:
@@ -191,21 +193,22 @@ class Coordinator:
     ) -> Iterator[Generation]:
         """Answers in the order of the prompts, each as soon as it and those before it are there; `parallel` of them
         are under way. Raises as `generate` does, for all prompts before the first is answered."""
-        settings = settings or GenerationSettings()
         texts = draft_texts or [None] * len(prompts)
-        for prompt, text in zip(prompts, texts, strict=True):
-            self._prepare(prompt, settings, text, alone)
+        prepared = [
+            self.events(prompt, settings, text, alone, watched=False)
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
 
         async def start() -> list[asyncio.Task[Generation]]:
             room = asyncio.Semaphore(self.parallel)
 
-            async def answer(prompt: Prompt, text: str | None) -> Generation:
-                async with room, aclosing(self.events(prompt, settings, text, alone, watched=False)) as events:
+            async def answer(events: AsyncGenerator[Event, None]) -> Generation:
+                async with room, aclosing(events):
                     *_, done = [event async for event in events]
                 assert isinstance(done, Done)
                 return done.generation
 
-            return [asyncio.create_task(answer(*each)) for each in zip(prompts, texts, strict=True)]
+            return [asyncio.create_task(answer(events)) for events in prepared]
 
         tasks = self.run(start())
         try:
@@ -222,9 +225,7 @@ class Coordinator:
         **overrides: Any,
     ) -> Iterator[Event]:
         """As `ParseEngine.stream`."""
-        settings = self._settings(settings, overrides)
-        self._prepare(prompt, settings, draft_text, False)
-        return self._stepped(self.events(prompt, settings, draft_text))
+        return self._stepped(self.events(prompt, self._settings(settings, overrides), draft_text))
 
     def check(
         self, prompt: Prompt, settings: GenerationSettings, draft_text: str | None = None, alone: bool = False
@@ -232,7 +233,7 @@ class Coordinator:
         """Raises ValueError for what `events` would refuse."""
         self._prepare(prompt, settings, draft_text, alone)
 
-    async def events(
+    def events(
         self,
         prompt: Prompt,
         settings: GenerationSettings | None = None,
@@ -246,19 +247,24 @@ class Coordinator:
             alone: by the target, without a draft.
             watched: False: the target's tokens come all at once, which costs less.
 
-        Raises ValueError for bad settings, an empty prompt or one beyond a context window; OSError where no server
-        answers.
+        Raises ValueError here for bad settings, an empty prompt or one beyond a context window; later OSError where
+        no server answers.
         """
         settings = settings or GenerationSettings()
         request, drafts = self._prepare(prompt, settings, draft_text, alone)
+        return self._answered(request, drafts, settings.adaptive and draft_text is None and not alone, watched)
+
+    async def _answered(
+        self, request: Request, drafts: Drafts | None, adaptive: bool, watched: bool
+    ) -> AsyncGenerator[Event, None]:
         self.running += 1
         load = self.running
-        adaptive = settings.adaptive and not alone and draft_text is None
-        alone = alone or (adaptive and not self.controller.drafts(load))
+        if adaptive and not self.controller.drafts(load):
+            drafts = None
         request.start()
         try:
             with self._target.servers.place() as at:
-                async with aclosing(self._writing(request, None if alone else drafts, at, watched)) as events:
+                async with aclosing(self._writing(request, drafts, at, watched)) as events:
                     async for event in events:
                         yield event
         finally:
@@ -267,7 +273,7 @@ class Coordinator:
         if adaptive:
             timings = generation.timings
             seconds = timings.draft_s + timings.verify_s + timings.resume_s
-            self.controller.note(not alone, seconds, len(generation.token_ids), load)
+            self.controller.note(drafts is not None, seconds, len(generation.token_ids), load)
         yield Done(generation)
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -293,7 +299,8 @@ class Coordinator:
                 self._runner.run(self.aclose())
                 self._runner.close()
         finally:
-            self._stop()
+            if self.processes is not None:
+                self.processes.stop()
 
     def __enter__(self) -> Coordinator:
         return self
@@ -304,7 +311,7 @@ class Coordinator:
     async def _writing(
         self,
         request: Request,
-        drafts: tuple[Servers, Translation] | TextDrafter | None,
+        drafts: Drafts | None,
         at: Server,
         watched: bool,
     ) -> AsyncGenerator[Event, None]:
@@ -329,7 +336,7 @@ class Coordinator:
 
     def _prepare(
         self, prompt: Prompt, settings: GenerationSettings, draft_text: str | None, alone: bool
-    ) -> tuple[Request, tuple[Servers, Translation] | TextDrafter | None]:
+    ) -> tuple[Request, Drafts | None]:
         """Everything that can be wrong with a request is found here."""
         if settings.mode == "exact":
             raise ValueError("mode 'exact' needs the target's own choice for every token, which servers do not tell")

@@ -27,6 +27,9 @@ from parse_infer.vllm.questions import Questions, completion_request, read_compl
 
 PREFILL = 256  # tokens of a prompt that is worth a request of its own while the draft is written
 
+Drafts = tuple[Servers, Translation] | TextDrafter
+"""Who drafts an answer: servers, and how their model sees the answer; or a text."""
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -94,7 +97,7 @@ class Target:
 class ServerPair:
     """
     Args:
-        drafts: who drafts: servers, and how their model sees this answer; or a text.
+        drafts: who drafts.
         threshold: for this request.
         at, draft_at: which of the servers are asked first.
         overlap: verify while the draft is written.
@@ -104,7 +107,7 @@ class ServerPair:
     def __init__(
         self,
         target: Target,
-        drafts: tuple[Servers, Translation] | TextDrafter,
+        drafts: Drafts,
         request: Request,
         threshold: float,
         at: Server,

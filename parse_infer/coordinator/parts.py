@@ -11,7 +11,7 @@ from parse_infer.coordinator.client import Client
 from parse_infer.coordinator.languages import ServedModel, served_model
 from parse_infer.coordinator.launch import draft_server, launch, plain_options
 from parse_infer.coordinator.pair import Target
-from parse_infer.coordinator.processes import READY_S
+from parse_infer.coordinator.processes import READY_S, Processes
 from parse_infer.coordinator.servers import PATIENCE_S, Servers
 from parse_infer.models.fingerprint import describe_config
 from parse_infer.models.loading import load_config
@@ -31,14 +31,14 @@ class Parts:
     Attributes:
         draft: servers and language of the draft model.
         threshold: the judge's own; None: it has none.
-        stop: ends the servers that were started.
+        processes: the servers that were started, if any were.
     """
 
     target: Target
     draft: tuple[Servers, ServedModel] | None
     client: Client
     threshold: float | None
-    stop: Callable[[], None]
+    processes: Processes | None
 
 
 def find_parts(
@@ -76,8 +76,7 @@ def find_parts(
         patience_s = PATIENCE_S if processes is None else READY_S
     targets = Servers("target", target_urls, client, failure, patience_s)
     drafts = None if drafting is None else (Servers("draft", draft_urls, client, failure, patience_s), drafting)
-    stop: Callable[[], None] = (lambda: None) if processes is None else processes.stop
-    return Parts(Target(language, targets, questions, cut_policy or own_cuts), drafts, client, threshold, stop)
+    return Parts(Target(language, targets, questions, cut_policy or own_cuts), drafts, client, threshold, processes)
 
 
 def _judge(

@@ -91,6 +91,9 @@ class Processes:
         servers: role, command and environment of each.
         tell: called with a line about what is going on.
         logs: folder for their logs; None: a temporary one, which stays only where a server has failed.
+
+    Attributes:
+        members: the servers.
     """
 
     def __init__(
@@ -102,7 +105,7 @@ class Processes:
         self._temporary = logs is None
         self._logs = logs = Path(tempfile.mkdtemp(prefix="parse-servers-")) if logs is None else logs
         logs.mkdir(parents=True, exist_ok=True)
-        self._all = [
+        self.members = [
             Process(role, command, logs / f"{role}-{n}.log", environment)
             for n, (role, command, environment) in enumerate(servers)
         ]
@@ -119,9 +122,9 @@ class Processes:
         """
         begun = time.monotonic()
         try:
-            for process in self._all:
+            for process in self.members:
                 process.start()
-            waiting = list(self._all)
+            waiting = list(self.members)
             while waiting:
                 waiting = [process for process in waiting if not process.answers()]
                 for process in waiting:
@@ -137,7 +140,7 @@ class Processes:
         threading.Thread(target=self._supervise, name="parse-servers", daemon=True).start()
 
     def urls(self, role: str) -> list[str]:
-        return [process.url for process in self._all if process.role == role]
+        return [process.url for process in self.members if process.role == role]
 
     def failure(self) -> str | None:
         """Why a server will not come back; None while all may."""
@@ -147,9 +150,9 @@ class Processes:
         """End all of them; returns when they are gone."""
         self._stopping.set()
         atexit.unregister(self.stop)
-        for process in self._all:
+        for process in self.members:
             process.stop()
-        for process in self._all:
+        for process in self.members:
             if process.guard is not None:
                 process.guard.wait()
         if self._temporary and self._failure is None:
@@ -168,7 +171,7 @@ class Processes:
 
     def _supervise(self) -> None:
         while not self._stopping.wait(0.5):
-            for process in self._all:
+            for process in self.members:
                 if process.alive or self._stopping.is_set():
                     continue
                 if len(process.started) > _RESTARTS:

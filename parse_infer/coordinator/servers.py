@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from parse_infer.coordinator.client import Client, Lost, Refused
 
 ATTEMPTS = 4  # of one request, each with a server that seemed well
 PATIENCE_S = 120.0  # while no server is well
 _PULSE_S = 0.5
+_SAMPLE = "Natalia sold 48/2 = 24 clips.\n\n  Überall, 数学: {x²} #### 1,072\t<b>"
 
 
 class Unavailable(OSError):
@@ -97,6 +100,21 @@ class Servers:
             raise ValueError(f"the {self.role} servers serve different models: {' and '.join(names)}")
         self.model, self.window = names[0], min(window for _, window in found)
 
+    async def check_tokens(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        """ValueError where a server tells that it cuts text into other tokens than the model `name`."""
+        wanted = tokenizer.encode(_SAMPLE, add_special_tokens=False)
+        body = {"model": self.model, "prompt": _SAMPLE, "add_special_tokens": False}
+        for server in self.members:
+            try:
+                found = (await self._client.post(f"{server.url}/tokenize", body))["tokens"]
+            except (Lost, Refused, KeyError, TypeError):  # only vLLM has this path
+                continue
+            if found != wanted:
+                raise ValueError(
+                    f"the {self.role} server {server.url} has other tokens than {name!r}: give the address of a "
+                    "server with that model"
+                )
+
     @contextmanager
     def place(self) -> Iterator[Server]:
         """The server with the least to do, for all requests of an answer: it keeps what it has read."""
@@ -126,7 +144,8 @@ class Servers:
     ) -> AsyncGenerator[list[int], None]:
         """What the model writes behind `ids`, `most` tokens at most, as it comes. Raises as `ask` does."""
         got: list[int] = []
-        async for server, note in self._attempts(prefer):
+        for _ in range(ATTEMPTS):
+            server = await self._well(prefer)
             body = self._body([*ids, *got], most - len(got), settings)
             server.busy += 1
             try:
@@ -138,9 +157,10 @@ class Servers:
             except Lost as error:
                 if len(got) >= most or (got and got[-1] in settings["stop_token_ids"]):
                     return  # all but the news that it has ended
-                note(error)
+                self._lose(server, str(error))
             finally:
                 server.busy -= 1
+        raise self._given_up(server)
 
     async def whole(
         self, ids: Sequence[int], most: int, settings: dict[str, Any], prefer: Server | None = None
@@ -158,35 +178,31 @@ class Servers:
         return {"model": self.model, "prompt": list(ids), "max_tokens": most, **settings, **self.fields}
 
     async def _tried(self, request: Callable[[str], Any], prefer: Server | None) -> Any:
-        async for server, note in self._attempts(prefer):
+        for _ in range(ATTEMPTS):
+            server = await self._well(prefer)
             server.busy += 1
             try:
                 return await request(f"{server.url}/v1/completions")
             except Lost as error:
-                note(error)
+                self._lose(server, str(error))
             finally:
                 server.busy -= 1
-        raise AssertionError("attempts end with an error")
+        raise self._given_up(server)
 
-    async def _attempts(self, prefer: Server | None) -> AsyncIterator[tuple[Server, Callable[[Lost], None]]]:
-        """Servers to ask, one after the other, each with what to call if it fails. Raises Unavailable at the end."""
-        current: Server
+    async def _well(self, prefer: Server | None) -> Server:
+        """A server to ask, as soon as one is well. Raises Unavailable where none will be."""
+        end = time.monotonic() + self._patience_s
+        while not any(server.well for server in self.members):
+            reason = self._failure()
+            if reason is not None or time.monotonic() > end:
+                raise Unavailable(f"no {self.role} server answers: {reason or self.members[-1].trouble}")
+            assert self._recovered is not None
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._recovered.wait(), _PULSE_S)
+        return prefer if prefer is not None and prefer.well else self._choose()
 
-        def note(error: Lost) -> None:
-            self._lose(current, str(error))
-
-        for _ in range(ATTEMPTS):
-            patience = time.monotonic() + self._patience_s
-            while not any(server.well for server in self.members):
-                reason = self._failure()
-                if reason is not None or time.monotonic() > patience:
-                    raise Unavailable(f"no {self.role} server answers: {reason or self.members[-1].trouble}")
-                assert self._recovered is not None
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._recovered.wait(), _PULSE_S)
-            current = prefer if prefer is not None and prefer.well else self._choose()
-            yield current, note
-        raise Unavailable(f"the {self.role} servers have failed {ATTEMPTS} times: {current.trouble}")
+    def _given_up(self, server: Server) -> Unavailable:
+        return Unavailable(f"the {self.role} servers have failed {ATTEMPTS} times: {server.trouble}")
 
     def _lose(self, server: Server, trouble: str) -> None:
         server.trouble = trouble

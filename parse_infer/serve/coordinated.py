@@ -31,10 +31,9 @@ class CoordinatedBackend(PromptReader):
 
     async def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
         try:
-            self._coordinator.check(job.prompt, job.settings, job.draft_text, job.alone)
+            events = self._coordinator.events(job.prompt, job.settings, job.draft_text, job.alone)
         except ValueError as error:
             raise Refused(str(error)) from error
-        events = self._coordinator.events(job.prompt, job.settings, job.draft_text, job.alone)
         async with self._room, aclosing(events):
             async for event in events:
                 yield Moment(event, time.perf_counter())

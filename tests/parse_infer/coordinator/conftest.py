@@ -62,7 +62,7 @@ def connect() -> Iterator[Connect]:
                 **options,
             )
             stack.callback(coordinator.close)
-            coordinator._runner.run(coordinator.meet())
+            coordinator.run(coordinator.meet())
             for server in (*targets, draft):
                 server.bodies.clear()
             return coordinator, targets, draft

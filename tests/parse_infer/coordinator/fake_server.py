@@ -146,12 +146,17 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
     async def health(request: web.Request) -> web.Response:
         return web.Response()
 
+    async def tokenize(request: web.Request) -> web.Response:
+        text = (await request.json())["prompt"]
+        return web.json_response({"tokens": server.lm.tokenizer.encode(text, add_special_tokens=False)})
+
     async def begin() -> web.AppRunner:
         app = web.Application()
         app.add_routes(
             [
                 web.get("/v1/models", models),
                 web.get("/health", health),
+                web.post("/tokenize", tokenize),
                 web.post("/v1/completions", server.completions),
             ]
         )

@@ -95,7 +95,7 @@ def killed(engine: Coordinator) -> str:
     asked = prompts(200)
     wanted = [g.token_ids for g in engine.each(asked)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    processes = engine._stop.__self__._all  # type: ignore[attr-defined]
+    processes = engine.processes.members
 
     def kill() -> None:
         for process in processes:

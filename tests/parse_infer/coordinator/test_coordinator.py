@@ -169,6 +169,14 @@ def test_bad_requests_and_servers_are_refused_in_one_sentence(engine, connect):
         connect(engine, plugin=False)
 
 
+def test_a_server_with_other_tokens_is_refused(engine, connect, make_model):
+    coordinator, _, draft = connect(engine)
+    words = word_tokenizer()
+    draft.lm = language_model(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words, "o")
+    with pytest.raises(ValueError, match="the draft server .* has other tokens than 'draft'"):
+        coordinator.run(coordinator.meet())
+
+
 def test_sampled_answers_follow_their_seed(engine, connect):
     coordinator, _, _ = connect(engine)
     sampling = Sampling(temperature=1.0, seed=3)

@@ -53,7 +53,7 @@ def test_a_server_that_dies_comes_back_at_its_address_and_in_the_end_nothing_is_
     command = [sys.executable, "-c", SERVER, str(tmp_path / "pids")]
     servers = Processes([("target", command, {}), ("draft", command, {})], told.append, tmp_path / "logs")
     servers.start()
-    (process, _), urls = servers._all, servers.urls("target")
+    (process, _), urls = servers.members, servers.urls("target")
     assert len(workers(tmp_path / "pids")) == 2
     assert soon(process.answers)
     killed = process.guard.pid
@@ -99,7 +99,7 @@ def test_a_server_that_keeps_dying_is_given_up(tmp_path, monkeypatch):
     command = [sys.executable, "-c", SERVER, str(tmp_path / "pids")]
     servers = Processes([("draft", command, {})], logs=tmp_path / "logs")
     servers.start()
-    (process,) = servers._all
+    (process,) = servers.members
     for _ in range(2):
         assert soon(process.answers)
         os.killpg(process.guard.pid, signal.SIGKILL)

@@ -32,7 +32,7 @@ def coordinator(tmp_path_factory) -> Iterator[object]:
             "zoo:target", "zoo:draft", "zoo:adapter", target_options=EAGER, draft_options=EAGER
         ) as made:
             yield made
-        assert not any(process.alive for process in made._stop.__self__._all)
+        assert not any(process.alive for process in made.processes.members)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_a_stream_is_the_same_answer(coordinator, local):
 
 
 def test_servers_that_are_killed_cost_no_answer(coordinator, local):
-    processes = coordinator._stop.__self__._all
+    processes = coordinator.processes.members
     wanted = [told(g) for g in local.generate(PROMPTS, exact_tail=False, max_new_tokens=200)]
 
     def kill() -> None:
