@@ -15,7 +15,7 @@ from parse_infer.coordinator.processes import Processes
 from parse_infer.models.loading import load_config, weights_folder
 from parse_infer.vllm.options import arguments
 
-STREAM_INTERVAL = 8  # tokens that a draft server sends at a time: each piece costs both sides work
+STREAM_INTERVAL = 16  # tokens that a draft server sends at a time: each piece costs both sides work
 
 
 def launch(

@@ -21,7 +21,7 @@ from pathlib import Path
 READY_S = 900.0
 _RESTARTS = 5  # of one server within the time below; then something is wrong with it
 _RESTARTS_S = 600.0
-_ERROR = re.compile(r"(\w+(?:Error|Exception): .+)")
+_ERROR = re.compile(r"\w+(?:Error|Exception): .+")
 
 
 @dataclass
@@ -77,11 +77,11 @@ class Process:
                 self.guard.stdin.close()
 
     def why(self) -> str:
-        """What its log says about its end."""
+        """What its log says about its end: the last error with the lines behind it, or its last lines."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        errors = [line for line in _ERROR.findall(text) if "root cause" not in line]
-        tail = " | ".join(line.strip() for line in text.splitlines()[-3:])
-        return f"{errors[-1] if errors else tail} (log: {self.log})"
+        errors = [found for found in _ERROR.finditer(text) if "root cause" not in found[0]]
+        lines = text[errors[-1].start() :].splitlines()[:3] if errors else text.splitlines()[-3:]
+        return f"{' | '.join(line.strip() for line in lines)[:500]} (log: {self.log})"
 
 
 class Processes:
