@@ -15,6 +15,7 @@ from parse_infer.coordinator.processes import Processes
 from parse_infer.models.loading import load_config, weights_folder
 from parse_infer.vllm.options import arguments
 
+PYTHON = "PARSE_VLLM_PYTHON"  # names the Python of another environment, where vLLM and the plugin are installed
 STREAM_INTERVAL = 16  # tokens that a draft server sends at a time: each piece costs both sides work
 
 
@@ -31,7 +32,7 @@ def launch(
         OSError: a server does not become ready; what its log says.
     """
     found = find_spec("vllm")
-    if found is None or found.origin is None:  # a folder of that name is no package
+    if PYTHON not in os.environ and (found is None or found.origin is None):  # a folder of that name is no package
         raise ModuleNotFoundError("vLLM is not installed here", name="vllm")
     processes = Processes([(role, command(role, each), environment()) for role, each in servers.items()], tell, logs)
     processes.start()
@@ -41,7 +42,8 @@ def launch(
 def command(role: str, options: Mapping[str, Any]) -> Sequence[str]:
     """Starts a server that only this machine reaches; a port is still to follow."""
     own = {"served_model_name": role, "host": "127.0.0.1", "disable_uvicorn_access_log": True}
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments({**own, **options})]
+    python = os.environ.get(PYTHON, sys.executable)
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *arguments({**own, **options})]
 
 
 def plain_options(model: str | Path) -> dict[str, Any]:

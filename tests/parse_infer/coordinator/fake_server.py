@@ -96,7 +96,7 @@ class FakeServer:
                 ids += self.decoder.decode(1, sampling, generator)
             self.written += bool(body.get("stream"))
             yield ids[-1]
-            if ids[-1] in body["stop_token_ids"]:
+            if ids[-1] in body.get("stop_token_ids", ()):
                 return
             if any(self.lm.tokenizer.decode(ids).endswith(stop) for stop in body.get("stop", ())):
                 return

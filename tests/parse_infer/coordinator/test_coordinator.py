@@ -80,6 +80,14 @@ def test_a_draft_that_breaks_is_stopped_at_once(engine, connect):
     assert draft.written < local.stats.draft_tokens / 2 and found.stats.draft_tokens == CUTS.every
 
 
+def test_the_target_reads_a_long_prompt_while_the_draft_is_written(engine, connect):
+    coordinator, (target,), _ = connect(engine)
+    prompt, settings = "Tom has 5 apples. " * 20, {"max_new_tokens": 30, "threshold": 0.0}
+    assert same(coordinator.generate(prompt, **settings), engine.generate(prompt, exact_tail=False, **settings))
+    first = target.bodies[0]
+    assert first["prompt"] == engine.target.render(prompt) and first["max_tokens"] == 1 and "logprobs" not in first
+
+
 def test_all_probes_of_a_short_draft_are_one_request(engine, connect):
     coordinator, (target,), _ = connect(engine, overlap=False)
     coordinator.generate(PROMPT, max_new_tokens=40, threshold=0.0)
