@@ -151,8 +151,8 @@ class ModelOptions:
 
         Raises ValueError or OSError as `load` does, and for what a coordinator cannot do.
         """
-        for name, option in (("target_drafter", "--target-drafter"), ("draft_drafter", "--draft-drafter")):
-            if getattr(self, name) != getattr(ModelOptions, name):
+        for drafter, option in ((self.target_drafter, "--target-drafter"), (self.draft_drafter, "--draft-drafter")):
+            if drafter not in (None, "auto", NOBODY):
                 raise ValueError(f"{option} is for the local engine: give vLLM's server a speculative configuration")
         if self.calibration is not None:
             raise ValueError("--calibration: promises are made for the local engine; give --threshold")
