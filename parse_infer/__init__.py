@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parse_infer.coordinator.engine import Coordinator
     from parse_infer.engine import ParseEngine
     from parse_infer.generation import Generation, GenerationSettings, Score, Span, Statistics
     from parse_infer.models.decoder import Decoder
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from parse_infer.verify.zero_shot_judge import ZeroShotJudge
 
 _MODULES = {
+    "Coordinator": "coordinator.engine",
     "CutPolicy": "verify.segments",
     "Decoder": "models.decoder",
     "Generation": "generation",
@@ -45,6 +47,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "Coordinator",
     "CutPolicy",
     "Decoder",
     "Generation",

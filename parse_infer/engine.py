@@ -1,13 +1,12 @@
 """The engine: a draft model proposes, the target verifies in one pass, keeps what holds, and goes on from there.
 
-`ParseEngine._rounds` is the heart. Reference: PARSE, arXiv 2605.04263.
+The heart is `parse_infer.rounds.rounds`; here are the models that it runs. Reference: PARSE, arXiv 2605.04263.
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,22 +15,11 @@ from typing import Any
 import torch
 
 from parse_infer.answer import Answer
+from parse_infer.controller import Controller
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.drafters.drafter import Drafter
 from parse_infer.drafters.text import TextDrafter
-from parse_infer.generation import (
-    Done,
-    Drafted,
-    Event,
-    Generation,
-    GenerationSettings,
-    Interrupted,
-    Resumed,
-    Score,
-    Segment,
-    Source,
-    Verified,
-)
+from parse_infer.generation import Done, Event, Generation, GenerationSettings, Interrupted, Resumed, Score, Source
 from parse_infer.guesses.registry import check_token_drafter, load_token_drafter
 from parse_infer.guesses.rejected_draft import RejectedDraft
 from parse_infer.guesses.token_drafter import TokenDrafter
@@ -42,9 +30,10 @@ from parse_infer.models.names import resolve
 from parse_infer.models.prompts import Prompt, as_batch
 from parse_infer.models.sampling import Sampling
 from parse_infer.models.token_map import token_map
-from parse_infer.policy import check_threshold, maximal_valid_prefix
+from parse_infer.policy import check_threshold
 from parse_infer.promise import Calibration, apply_promise, shipped_calibration
 from parse_infer.request import Request
+from parse_infer.rounds import rounds, segments_of, without_waiting
 from parse_infer.verify.segments import CutPolicy, Segmenter
 from parse_infer.verify.trained_judge import ValidityAdapter
 from parse_infer.verify.verifier import Judge, Verification, Verifier
@@ -97,6 +86,7 @@ class ParseEngine:
         self.segmenter = Segmenter(target.tokenizer, cut_policy)
         self.verifier = Verifier(target.decoder, judge, self.segmenter)
         self.calibration = calibration
+        self.controller = Controller()
         self._checked: Calibration | None = None
         self._current: Request | None = None
 
@@ -182,6 +172,9 @@ class ParseEngine:
         if calibration is not None:
             engine.check_calibration()
         return engine
+
+    def close(self) -> None:
+        """Nothing to be done here; other backends have servers to stop."""
 
     def check_calibration(self) -> None:
         """ValueError unless the calibration was made with these models."""
@@ -283,7 +276,7 @@ class ParseEngine:
         self.target.decoder.seek(prompt_ids)
         verification = self.verifier.verify(draft, cuts=segmenter.cuts(draft))
         answer = Answer(self.target.tokenizer, self.target.eos_ids, (), sys.maxsize)
-        return Score(_segments(answer, draft, verification), self.threshold)
+        return Score(segments_of(answer, draft, verification), self.threshold)
 
     def generate_target(
         self,
@@ -317,52 +310,22 @@ class ParseEngine:
         drafter = self.draft_drafter if guided else None
         return self._alone(self.draft, "draft", prompts, settings, settings.draft_sampling, drafter)
 
-    def _rounds(self, request: Request, drafter: Drafter) -> Iterator[Event]:
-        """The heart: propose → verify → select → resume, until the answer ends."""
-        settings, answer, target = request.settings, request.answer, self.target.decoder
-        for round in itertools.count(1):
-            # propose: a draft of the whole rest of the answer
-            with request.timed("draft_s"):
-                room = self._draft_room(request)
-                draft = answer.clip(drafter.propose(answer.ids, room).ids, room)
-            yield Drafted(round, "".join(answer.preview(draft, [len(draft)])), len(draft))
-
-            # verify: one target forward over [uncached context, draft, probes]; context and draft stay in the cache
-            with request.timed("verify_s"):
-                target.seek(request.context)
-                verification = self.verifier.verify(draft, cuts=[] if settings.mode == "exact" else None)
-            segments = _segments(answer, draft, verification)
-            yield Verified(round, segments)
-
-            # select: the maximal valid prefix, and behind it what equals the target's own choice
-            with request.timed("verify_s"):
-                kept = maximal_valid_prefix(verification.validity, self._threshold(settings), settings.acceptance)
-                cut = verification.cuts[kept - 1] if kept else 0
-                tail = self.verifier.greedy_match(draft, verification, cut) if _wants_tail(settings) else 0
-            yield request.accept(round, draft, segments[:kept], tail)
-            if not answer.open:
-                return
-
-            # resume: the target goes on from there; its first token comes out of the verification pass
-            target.seek(request.context)
-            if draft:
-                target.set_next_logits(target.logits(verification.hidden[cut + tail]))
-            hands_back = settings.resume == "hand_back" and draft and round < settings.max_rounds
-            if hands_back and cut + tail == len(draft):
-                continue  # all of it holds, and the draft model may have more to say
-            guesses = self.target_drafter
-            if _wants_tail(settings):  # what was rejected still says how the answer may be worded, and costs nothing
-                guesses = RejectedDraft(request.context, draft[cut + tail :], otherwise=guesses)
-            resumed: list[int] = []
-            for token in self._decode(self.target, request, guesses, "target", round):
-                resumed.append(token)
-                yield Resumed(round, answer.add([token], "target"), token)
-                if not answer.open:
-                    return
-                if hands_back and self.segmenter.first_segment_end(resumed):
-                    break
-
     def _serve(self, request: Request, drafter: Drafter) -> Iterator[Event]:
+        """All events of a request: with a draft, or by the target alone where that has been faster."""
+        adaptive = request.settings.adaptive and drafter is self.drafter
+        drafted = not adaptive or self.controller.drafts()
+        if drafted:
+            events = self._with_draft(request, drafter)
+        else:
+            events = self._write_alone(self.target, "target", request, self.target_drafter)
+        for event in events:
+            if adaptive and isinstance(event, Done):
+                timings = event.generation.timings
+                seconds = timings.draft_s + timings.verify_s + timings.resume_s
+                self.controller.note(drafted, seconds, len(event.generation.token_ids))
+            yield event
+
+    def _with_draft(self, request: Request, drafter: Drafter) -> Iterator[Event]:
         """All events of a request, with its costs counted."""
         settings, stats, target = request.settings, request.stats, self.target.decoder
         target_before, drafter_before = target.forwards, self._drafter_forwards()
@@ -370,7 +333,7 @@ class ParseEngine:
         self._current = request
         request.start()
         drafter.reset(request.prompt, settings.draft_sampling, settings.stop)
-        for event in self._rounds(request, drafter):
+        for event in without_waiting(rounds(_LocalPair(self, request, drafter), request)):
             yield event
             if self._current is not request:
                 raise RuntimeError("This stream has ended, because the engine has been given another request since.")
@@ -449,11 +412,6 @@ class ParseEngine:
                 return
             yield token
 
-    def _draft_room(self, request: Request) -> int:
-        """Tokens a draft may have: the budget, and what the window holds besides context and one probe."""
-        probe_len = len(self._require_judge().probe.ids) if request.settings.mode == "validity" else 0
-        return min(request.answer.room, self.target.window - probe_len - len(request.context))
-
     def _draft_forwards(self, drafter: Drafter | None = None) -> int:
         """Of the draft model, whatever it does; else of another drafter."""
         if self.draft is not None:
@@ -462,9 +420,6 @@ class ParseEngine:
 
     def _drafter_forwards(self) -> int:
         return sum(drafter.forwards for drafter in (self.target_drafter, self.draft_drafter) if drafter is not None)
-
-    def _threshold(self, settings: GenerationSettings) -> float:
-        return self.threshold if settings.threshold is None else settings.threshold
 
     def _require_judge(self) -> Judge:
         if self.judge is None:
@@ -488,14 +443,46 @@ def _last(events: Iterator[Event]) -> Generation:
     return done.generation
 
 
-def _wants_tail(settings: GenerationSettings) -> bool:
-    """Whether draft tokens that equal the target's greedy choice are used behind the accepted cut."""
-    return settings.mode == "exact" or (settings.exact_tail and settings.resume_sampling.greedy)
+class _LocalPair:
+    """A `Pair` of the engine's models. All of its methods run at once; none of them waits."""
 
+    def __init__(self, engine: ParseEngine, request: Request, drafter: Drafter) -> None:
+        settings = request.settings
+        self.segmenter = engine.segmenter
+        self.threshold = engine.threshold if settings.threshold is None else settings.threshold
+        self._engine, self._request, self._drafter = engine, request, drafter
+        self._verification = Verification([], [], torch.empty(0))
+        # Whether draft tokens that equal the target's greedy choice are used behind the accepted cut.
+        self._exact = settings.mode == "exact"
+        self._wants_tail = self._exact or (settings.exact_tail and settings.resume_sampling.greedy)
 
-def _segments(answer: Answer, draft: Sequence[int], verification: Verification) -> list[Segment]:
-    """The segments of a draft that continues `answer`, with their validities."""
-    cuts = verification.cuts
-    texts = answer.preview(draft, cuts)
-    sizes = [end - start for start, end in zip([0, *cuts], cuts, strict=False)]
-    return [Segment(t, n, v) for t, n, v in zip(texts, sizes, verification.validity, strict=True)]
+    def room(self) -> int:
+        """The budget, and what the window holds besides context and one probe."""
+        probe_len = 0 if self._exact else len(self._engine._require_judge().probe.ids)
+        return min(self._request.answer.room, self._engine.target.window - probe_len - len(self._request.context))
+
+    async def propose(self, round: int) -> Sequence[int]:
+        return self._drafter.propose(self._request.answer.ids, self.room()).ids
+
+    async def verify(self, draft: Sequence[int]) -> Verification:
+        """One target forward over [uncached context, draft, probes]; context and draft stay in the cache."""
+        self._engine.target.decoder.seek(self._request.context)
+        self._verification = self._engine.verifier.verify(draft, cuts=[] if self._exact else None)
+        return self._verification
+
+    def own_choice(self, draft: Sequence[int], cut: int) -> int:
+        return self._engine.verifier.greedy_match(draft, self._verification, cut) if self._wants_tail else 0
+
+    def settle(self, draft: Sequence[int], kept: int) -> None:
+        """The cache is cut back; the first token of a resume comes out of the verification pass."""
+        decoder = self._engine.target.decoder
+        decoder.seek(self._request.context)
+        if draft:
+            decoder.set_next_logits(decoder.logits(self._verification.hidden[kept]))
+
+    async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
+        guesses = self._engine.target_drafter
+        if self._wants_tail:  # what was rejected still says how the answer may be worded, and costs nothing
+            guesses = RejectedDraft(self._request.context, rejected, otherwise=guesses)
+        for token in self._engine._decode(self._engine.target, self._request, guesses, "target", round):
+            yield token

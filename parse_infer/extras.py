@@ -19,6 +19,7 @@ EXTRAS = {
     "wandb": "train",
     "lm_eval": "eval",
     "gguf": "gguf",
+    "aiohttp": "coordinator",
     "fastapi": "serve",
     "prometheus_client": "serve",
     "pydantic": "serve",

@@ -49,6 +49,8 @@ class GenerationSettings:
     """The answer ends right after the first of these strings (the string itself is kept)."""
     max_rounds: int = 32
     """With "hand_back": after this many drafts the target writes the rest."""
+    adaptive: bool = False
+    """Let the target answer alone while that has lately been faster (`parse_infer.controller`)."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from parse_infer.answer import Answer
 from parse_infer.generation import Accepted, Generation, GenerationSettings, Segment, Statistics, Timings
-from parse_infer.models.loading import LanguageModel
+from parse_infer.models.language import Language
 from parse_infer.models.prompts import Prompt
 from parse_infer.models.sampling import Sampling
 
@@ -26,9 +26,7 @@ class Request:
         ValueError: an empty prompt, or one beyond the context window.
     """
 
-    def __init__(
-        self, prompt: Prompt, writer: LanguageModel, settings: GenerationSettings, sampling: Sampling
-    ) -> None:
+    def __init__(self, prompt: Prompt, writer: Language, settings: GenerationSettings, sampling: Sampling) -> None:
         self.prompt = prompt
         self.prompt_ids = writer.render(prompt)
         self.settings = settings

@@ -23,7 +23,8 @@ DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}  
 
 
 FAMILY = re.compile("(?<=^opentelemetry)-.*")  # distributions that share a module
-EXTRA_NAMES = ("bench", "data", "train", "gguf", "serve", "eval", "vllm", "otel")  # the smaller before the larger
+# The smaller before the larger.
+EXTRA_NAMES = ("bench", "data", "train", "gguf", "coordinator", "serve", "eval", "vllm", "otel")
 
 
 def declared(*extras: str) -> set[str]:
@@ -53,22 +54,35 @@ def files(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-SERVE, EVAL, VLLM = (files(f"parse_infer/{room}") for room in ("serve", "eval", "vllm"))
+SERVE, EVAL, VLLM, COORDINATOR = (files(f"parse_infer/{room}") for room in ("serve", "eval", "vllm", "coordinator"))
 OUTER = [path for room in ("bench", "calibration", "cli") for path in files(f"parse_infer/{room}")]
 
 
 @pytest.mark.parametrize(
     ("sources", "extras"),
     [
-        ([path for path in files("parse_infer") if path not in [*OUTER, *SERVE, *EVAL, *VLLM]], ["gguf"]),
+        (
+            [path for path in files("parse_infer") if path not in [*OUTER, *SERVE, *EVAL, *VLLM, *COORDINATOR]],
+            ["gguf"],
+        ),
         (OUTER, ["bench"]),
         (SERVE, ["serve", "otel"]),
         (EVAL, ["eval"]),
         (VLLM, ["vllm"]),
+        (COORDINATOR, ["coordinator"]),
         (files("data_tools"), ["data"]),
         (files("parse_train"), ["train"]),
     ],
-    ids=["parse_infer", "bench, calibration and cli", "serve", "eval", "vllm", "data_tools", "parse_train"],
+    ids=[
+        "parse_infer",
+        "bench, calibration and cli",
+        "serve",
+        "eval",
+        "vllm",
+        "coordinator",
+        "data_tools",
+        "parse_train",
+    ],
 )
 def test_every_import_is_declared(sources, extras):
     assert len(sources) > 4

@@ -18,13 +18,16 @@ MAY_IMPORT = {
     "parse_infer/guesses": {"parse_infer/models"},
     "parse_infer/drafters": {"parse_infer/models", "parse_infer/verify", "parse_infer/guesses", "parse_infer"},
     "parse_infer": {"parse_infer/models", "parse_infer/verify", "parse_infer/guesses", "parse_infer/drafters"},
-    "parse_infer/bench": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/drafters")},
+    "parse_infer/bench": {
+        f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/drafters", "/coordinator")
+    },
     "parse_infer/calibration": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/drafters")},
     "parse_infer/eval": {"parse_infer", "parse_infer/models", "parse_infer/bench"},
-    "parse_infer/serve": {"parse_infer", "parse_infer/models"},
+    "parse_infer/serve": {"parse_infer", "parse_infer/models", "parse_infer/coordinator"},
     "parse_infer/vllm": {"parse_infer/models", "parse_infer/verify", "parse_infer/guesses"},
+    "parse_infer/coordinator": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/drafters", "/vllm")},
     "parse_infer/cli": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/bench", "/serve")}
-    | {"parse_infer/calibration", "parse_infer/eval", "data_tools/tasks"},
+    | {"parse_infer/calibration", "parse_infer/eval", "parse_infer/coordinator", "data_tools/tasks"},
     "data_tools/tasks": {"parse_infer"},
     "data_tools/labels": {"data_tools/tasks", "data_tools", "parse_infer", "parse_infer/models", "parse_infer/verify"},
     "data_tools": {"data_tools/labels", "parse_infer"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -14,6 +15,7 @@ from parse_infer.cli.options import Device, Dtype, check_device, check_dtype, re
 from parse_infer.suggest import suggestion
 
 if TYPE_CHECKING:
+    from parse_infer.coordinator.engine import Coordinator
     from parse_infer.engine import ParseEngine
 
 NOBODY = "none"
@@ -66,6 +68,17 @@ class ModelOptions:
             help="The same for what the draft model writes. lookup, parallel, or a folder; default: nobody.",
         ),
     ] = None
+    backend: Annotated[
+        str,
+        typer.Option(metavar="local|vllm", help="vllm: servers of vLLM, many requests at a time (docs/vllm.md)."),
+    ] = "local"
+    target_url: Annotated[
+        list[str] | None,
+        typer.Option(help="Server of the target, for --backend vllm; repeatable. Default: one is started."),
+    ] = None
+    draft_url: Annotated[
+        list[str] | None, typer.Option(help="Server of the draft model; repeatable. Default: one is started.")
+    ] = None
     device: Device = None
     dtype: Dtype = "auto"
     template_option: Annotated[
@@ -112,12 +125,9 @@ class ModelOptions:
         check_dtype(self.dtype)
         template_options = read_pairs(self.template_option, "--template-option")
 
-        from transformers.utils import logging as transformers_logging
-
         from parse_infer.engine import ParseEngine
 
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
+        _quiet()
         return ParseEngine.from_pretrained(
             self.target_name,
             draft,
@@ -132,6 +142,74 @@ class ModelOptions:
             template_options=template_options,
             trust_remote_code=self.trust_remote_code,
         )
+
+    def coordinate(self, *, needs_draft: bool = True, target_options: dict[str, Any] | None = None) -> Coordinator:
+        """The same over servers, which are started where no address is given.
+
+        Args:
+            target_options: more options of vLLM for a target server that is started.
+
+        Raises ValueError or OSError as `load` does, and for what a coordinator cannot do.
+        """
+        for drafter, option in ((self.target_drafter, "--target-drafter"), (self.draft_drafter, "--draft-drafter")):
+            if drafter not in (None, "auto", NOBODY):
+                raise ValueError(f"{option} is for the local engine: give vLLM's server a speculative configuration")
+        if self.calibration is not None:
+            raise ValueError("--calibration: promises are made for the local engine; give --threshold")
+        if self.device is not None or self.dtype != "auto":
+            raise ValueError("--device and --dtype are for the local engine: servers have their own")
+        from parse_infer.coordinator.engine import Coordinator
+
+        _quiet()
+        return Coordinator.from_pretrained(
+            self.target_name,
+            self.draft_name if needs_draft or self.draft is not None else None,
+            self.adapter if self.zero_shot else self.adapter_name,
+            zero_shot=self.zero_shot,
+            target_url=self.target_url or (),
+            draft_url=self.draft_url or (),
+            threshold=self.threshold,
+            template_options=read_pairs(self.template_option, "--template-option"),
+            target_options=target_options,
+            tell=progress,
+        )
+
+    @property
+    def names(self) -> dict[str, str | None]:
+        """What answers, as far as names tell."""
+        return {
+            "target": self.target_name,
+            "draft": self.draft or PAIRS.get(self.target_name, (None, None))[0],
+            "adapter": None if self.zero_shot else self.adapter or PAIRS.get(self.target_name, (None, None))[1],
+        }
+
+    @property
+    def served(self) -> bool:
+        """Whether servers answer. Raises ValueError for an unknown backend, and for addresses that nobody uses."""
+        if self.backend not in ("local", "vllm"):
+            raise ValueError(f"--backend is {self.backend!r}; choose local or vllm")
+        if self.backend == "local" and (self.target_url or self.draft_url):
+            raise ValueError("--target-url and --draft-url are for --backend vllm: give that too")
+        return self.backend == "vllm"
+
+
+LOCAL_ONLY: dict[str, Any] = {"backend": "local", "target_url": None, "draft_url": None}
+"""For `with_models`, of commands that look into the models."""
+
+
+def _quiet() -> None:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def progress(line: str) -> None:
+    """On standard error; what is only for those who wait, on a terminal, where the next line takes its place."""
+    if not line.startswith("starting"):
+        print(line, file=sys.stderr, flush=True)
+    elif sys.stderr.isatty():
+        print(line, end="\r", file=sys.stderr, flush=True)
 
 
 def of_pair(models: ModelOptions, pair: str) -> ModelOptions:

@@ -11,7 +11,7 @@ from parse_infer.files import STDIN, read_jsonl
 from parse_infer.models.prompts import Prompt
 
 if TYPE_CHECKING:
-    from parse_infer.engine import ParseEngine
+    from parse_infer.models.language import Language
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ def read_prompt_rows(source: str, required: Sequence[str] = ("prompt",)) -> list
     return rows
 
 
-def check_prompts(engine: ParseEngine, rows: Sequence[PromptRow]) -> None:
+def check_prompts(target: Language, rows: Sequence[PromptRow]) -> None:
     """Raise ValueError for a prompt that cannot be run, before the first one is."""
     for row in rows:
         with row.located():
-            engine.target.render(row.prompt)
+            target.render(row.prompt)
 
 
 def _check_types(place: str, row: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import cast
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _INCOMPLETE = "\ufffd"
 
@@ -67,6 +67,8 @@ class Detokenizer:
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Text of the tokens without special tokens, spaces as they are."""
+    if type(tokenizer) is PreTrainedTokenizerFast:  # what its `decode` does, in a third of the time
+        return cast("str", tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=True))
     text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return cast("str", text)
 

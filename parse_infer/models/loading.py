@@ -29,14 +29,14 @@ from parse_infer.files import first_sentence, replacing_folder
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.gguf_file import cache_folder, dequantised
+from parse_infer.models.language import Language, check_vocabulary
 from parse_infer.models.lora import Lora, is_lora, read_lora
 from parse_infer.models.names import is_gguf, resolve
 from parse_infer.models.packed_linear import pack_linears
-from parse_infer.models.prompts import Prompt, render_prompt
 
 
 @dataclass
-class LanguageModel:
+class LanguageModel(Language):
     """One model with all that is needed to let it write: tokenizer, decoder (which owns the cache), limits."""
 
     name: str
@@ -53,31 +53,7 @@ class LanguageModel:
 
     @property
     def n_embeddings(self) -> int:
-        """Number of tokens the model embeds, which may be more than its tokenizer knows (padding)."""
         return cast("torch.Tensor", self.model.get_input_embeddings().weight).shape[0]
-
-    @property
-    def end_token(self) -> int | None:
-        """The token that stands for "the answer ends here" where this library writes one itself."""
-        preferred = self.tokenizer.eos_token_id
-        return preferred if preferred in self.eos_ids else min(self.eos_ids, default=None)
-
-    def render(self, prompt: Prompt) -> list[int]:
-        """Token ids of the prompt in this model's own chat template.
-
-        Raises ValueError if it is empty, leaves no room for an answer in the context window or has a token that the
-        model does not know.
-        """
-        ids = render_prompt(self.tokenizer, prompt, self.template_options)
-        strange = next((token for token in ids if not 0 <= token < self.n_embeddings), None)
-        if strange is not None:
-            raise ValueError(f"{strange} is no token of {self.name!r}, which has tokens 0 to {self.n_embeddings - 1}.")
-        if len(ids) >= self.window:
-            raise ValueError(
-                f"The prompt has {len(ids)} tokens for {self.name!r}, whose context window is {self.window}: "
-                f"shorten it or use a model with a longer window."
-            )
-        return ids
 
 
 def load_language_model(
@@ -183,16 +159,6 @@ def context_window(model: PreTrainedModel) -> int:
     """Positions the model was made for, `sys.maxsize` where its config names none."""
     window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return sys.maxsize if window is None else int(window)
-
-
-def check_vocabulary(lm: LanguageModel) -> None:
-    """ValueError if the tokenizer can produce a token that the model has no embedding for."""
-    highest = max(lm.tokenizer.get_vocab().values(), default=0)
-    if highest >= lm.n_embeddings:
-        raise ValueError(
-            f"The tokenizer of {lm.name!r} goes up to token {highest}, but the model embeds only "
-            f"{lm.n_embeddings} tokens: they do not belong together."
-        )
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:

@@ -53,12 +53,14 @@ def create_app(
     model: str | None = None,
     promises: Promises | None = None,
     traces: Traces | None = None,
+    adaptive: bool = False,
 ) -> FastAPI:
     """The OpenAI-compatible API, metrics and page of one backend.
 
     Args:
         api_key: what clients must send; None asks for none.
         model: the name under which the backend's target is served; default: its own.
+        adaptive: of requests that do not say, see `GenerationSettings`.
 
     Raises:
         ValueError: a risk that the backend's calibration does not show, or an audit without one.
@@ -71,9 +73,8 @@ def create_app(
     if promises.risk is not None:
         apply_promise(GenerationSettings(1 << 31, risk=promises.risk), backend.calibration)
     audit = Audit(backend, metrics, promises) if promises.audit else None
-    desk = Desk(
-        backend, line, metrics, model or backend.name, promises.risk, audit, None if traces is None else traces.note
-    )
+    note = None if traces is None else traces.note
+    desk = Desk(backend, line, metrics, model or backend.name, promises.risk, adaptive, audit, note)
     app = FastAPI(
         title="PARSE",
         summary="OpenAI's API over a draft model whose answers the target checks.",

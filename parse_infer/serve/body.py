@@ -73,6 +73,7 @@ class ParseOptions(Body):
     acceptance: Acceptance | None = Field(None, description="Up to the first failing cut, or to the last valid one.")
     exact_tail: bool | None = Field(None, description="Use draft tokens that equal the target's choice.")
     max_rounds: int | None = Field(None, ge=1, le=1000, description="Most drafts of one answer, with hand_back.")
+    adaptive: bool | None = Field(None, description="The target answers alone while that is measured to be faster.")
     draft_temperature: float | None = Field(None, ge=0, le=2, description="Default: temperature.")
     draft_text: Text | None = Field(None, min_length=1, description="Check this draft instead of the draft model's.")
     events: bool = Field(False, description="Streams also tell what is drafted, verified and rejected.")
@@ -135,13 +136,17 @@ class AnswerBody(Body):
         """Whether the target answers without a draft."""
         return self.parse is not None and self.parse.mode == "target"
 
+    @property
+    def says_adaptive(self) -> bool:
+        return self.parse is not None and self.parse.adaptive is not None
+
     def settings(self, max_new_tokens: int, choice: int) -> GenerationSettings:
         """For one of the `n` answers; the first one has the seed as it is given. Raises ApiError."""
         options = self.parse or ParseOptions.model_validate({})
         seed = self.seed if self.seed is None or choice == 0 else seed_of(self.seed, choice)
         temperature = self.temperature or 0.0
         drafts = temperature if options.draft_temperature is None else options.draft_temperature
-        kept = ("threshold", "risk", "mode", "resume", "acceptance", "exact_tail", "max_rounds")
+        kept = ("threshold", "risk", "mode", "resume", "acceptance", "exact_tail", "max_rounds", "adaptive")
         given = {name: value for name in kept if (value := getattr(options, name)) not in (None, "target")}
         with refusals():
             return GenerationSettings(

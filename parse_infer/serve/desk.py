@@ -53,6 +53,7 @@ class Desk:
     Args:
         model: the name under which the backend's target is served.
         risk: promise of the requests that name none, where the calibration covers them.
+        adaptive: of the requests that do not say, see `GenerationSettings`.
         note: told what the log is told of every request.
     """
 
@@ -63,6 +64,7 @@ class Desk:
         metrics: Metrics,
         model: str,
         risk: float | None = None,
+        adaptive: bool = False,
         audit: Audit | None = None,
         note: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
@@ -71,6 +73,7 @@ class Desk:
         self.metrics = metrics
         self.model = model
         self._risk = risk
+        self._adaptive = adaptive
         self._audit = audit
         self.note = note
 
@@ -84,6 +87,8 @@ class Desk:
     ) -> list[tuple[Job, int]]:
         """`n` jobs for each prompt, with its tokens counted. Raises ApiError for what cannot be answered."""
         settings = [body.settings(max_new_tokens, choice) for choice in range(body.choices)]
+        if self._adaptive and not body.says_adaptive:
+            settings = [each.override(adaptive=True) for each in settings]
         if not body.alone and draft_text is None:
             settings = [promised(each, self._risk, self.backend.calibration) for each in settings]
         found = []

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from parse_infer.cli import options
-from parse_infer.cli.model_options import NOBODY, ModelOptions, with_models
+from parse_infer.cli.model_options import NOBODY, ModelOptions, progress, with_models
 from parse_infer.cli.options import given, read_numbers
 from parse_infer.cli.problems import open_task, take_problems
 
@@ -40,6 +41,9 @@ def bench(
     ] = None,
     sweep_limit: Annotated[int, typer.Option(min=0, help="Run the figure's thresholds on this many problems.")] = 100,
     repeats: Annotated[int, typer.Option(min=1, help="Runs per problem and mode; the median time counts.")] = 1,
+    clients: Annotated[
+        str, typer.Option(metavar="A,B,…", help="With --backend vllm: so many at a time.")
+    ] = "1,4,16,32",
 ) -> None:
     """Compare PARSE with the target alone, the draft model alone, sequential and token-level speculation.
 
@@ -66,13 +70,25 @@ def bench(
       assisted:tokens=12:confidence=0.3:schedule=heuristic (without: transformers' own)
 
     \b
+    Modes with --backend vllm (clients.json, clients.md, clients.png):
+      target, target+ngram, target+eagle3, target+parallel (vLLM's own), parse, parse:adaptive
+
+    \b
     Examples:
+      parse-infer bench --backend vllm --clients 1,4,16,32 --out runs/bench-clients
       parse-infer bench --limit 300 --out runs/bench
       parse-infer bench --modes target,target+eagle3,parse,parse+eagle3,parse+draft+lookup --out runs/bench-tokens
       parse-infer bench --split validation --modes target,assisted,assisted:tokens=8 --out runs/search
       parse-infer bench --task jsonl --task-option path=problems.jsonl --modes target,parse --out runs/mine
     """
     loaded_task = open_task(task, task_option)
+    if models.served:
+        problems = take_problems(loaded_task, split, seed, limit)
+        name = f"{' '.join([task, *(task_option or ())])}, {split} split, seed {seed}"
+        ways = tuple(modes.split(",")) if modes is not None else ("target", "parse", "parse:adaptive")
+        resumed = given(resume=resume)
+        _bench_clients(models, ways, clients, problems, loaded_task.check, out, max_new_tokens, resumed, name)
+        return
     from parse_infer.bench.mode_names import DEFAULT_MODES, check_guides, needs
     from parse_infer.bench.run import THRESHOLDS, BenchSettings, run_bench
     from parse_infer.bench.tables import acceptance_note, terminal_tables
@@ -106,6 +122,42 @@ def bench(
         console.print(table)
     console.print(acceptance_note(results))
     console.print(f"Written: {out}/results.json, results.md, figure.png", soft_wrap=True)
+
+
+def _bench_clients(
+    models: ModelOptions,
+    ways: tuple[str, ...],
+    clients: str,
+    problems: Sequence[Any],
+    check: Callable[[Any, str], bool | None],
+    out: str,
+    max_new_tokens: int,
+    resume: dict[str, Any],
+    task: str,
+) -> None:
+    import torch
+
+    from parse_infer.bench.clients import check_ways, run_clients, table
+    from parse_infer.generation import GenerationSettings
+    from parse_infer.models.machine import describe_machine
+
+    numbers = [int(n) for n in read_numbers(clients, "--clients")]
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"--clients is {clients!r}; give numbers of at least 1, such as 1,4,16")
+    check_ways(ways, models.target_name, starts=not models.target_url)
+    results = run_clients(
+        lambda options: models.coordinate(target_options=options),
+        ways,
+        numbers,
+        problems,
+        check,
+        out,
+        GenerationSettings(max_new_tokens, models.threshold, **resume),
+        {**models.names, "task": task, **describe_machine(torch.device("cpu"))},
+        progress,
+    )
+    Console(highlight=False).print(table(results))
+    print(f"Written: {out}/clients.json, clients.md, clients.png")
 
 
 def _possible(modes: tuple[str, ...], engine: ParseEngine) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from parse_infer.cli import options
-from parse_infer.cli.model_options import ModelOptions, with_models
+from parse_infer.cli.model_options import LOCAL_ONLY, ModelOptions, with_models
 from parse_infer.cli.options import read_numbers
 from parse_infer.cli.problems import open_task, take_problems
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from parse_infer.promise import Calibration
 
 
-@with_models(threshold=None, calibration=None)
+@with_models(threshold=None, calibration=None, **LOCAL_ONLY)
 def calibrate(
     models: ModelOptions,
     task: options.TaskName = "gsm_symbolic",

@@ -8,14 +8,14 @@ import typer
 from rich.console import Console
 
 from parse_infer.cli import options
-from parse_infer.cli.model_options import ModelOptions, of_pair, with_models
+from parse_infer.cli.model_options import LOCAL_ONLY, ModelOptions, of_pair, with_models
 from parse_infer.cli.problems import open_task, take_problems
 
 # The embedded targets answer different ranges of problems.
 TASK_OPTIONS = {"zoo:smollm2": ["max_number=null"]}
 
 
-@with_models()
+@with_models(**LOCAL_ONLY)
 def demo(
     models: ModelOptions,
     pair: Annotated[

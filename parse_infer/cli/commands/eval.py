@@ -9,11 +9,11 @@ import typer
 from rich.console import Console
 
 from parse_infer.cli import options
-from parse_infer.cli.model_options import ModelOptions, with_models
+from parse_infer.cli.model_options import LOCAL_ONLY, ModelOptions, with_models
 from parse_infer.cli.options import given
 
 
-@with_models(calibration=None)
+@with_models(calibration=None, **LOCAL_ONLY)
 def evaluate(
     models: ModelOptions,
     tasks: Annotated[

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from parse_infer.cli import options
 from parse_infer.cli.model_options import ModelOptions, with_models
-from parse_infer.cli.options import given, print_json
+from parse_infer.cli.options import given
 
 if TYPE_CHECKING:
     from parse_infer.cli.prompt_rows import PromptRow
+    from parse_infer.coordinator.engine import Coordinator
     from parse_infer.engine import ParseEngine
-    from parse_infer.generation import Generation, GenerationSettings
 
 
 @with_models()
@@ -46,6 +44,13 @@ def generate(
     draft_temperature: Annotated[float, typer.Option(help="The draft model's; 0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling, for both.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    adaptive: Annotated[
+        bool, typer.Option("--adaptive", help="The target answers alone while that is measured to be faster.")
+    ] = False,
+    out: Annotated[
+        str | None,
+        typer.Option(help="With --file: folder for the answers (records.jsonl); an interrupted run goes on there."),
+    ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Write text (with --json: events) as it comes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer.")] = False,
 ) -> None:
@@ -56,8 +61,10 @@ def generate(
       parse-infer generate "A box holds 12 pens. How many pens are in 7 boxes?" --stream
       parse-infer generate "…" --adapter runs/validity/adapter --risk 0.01
       parse-infer generate --file prompts.jsonl --json > answers.jsonl
+      parse-infer generate --file prompts.jsonl --backend vllm --out runs/answers
       parse-infer generate "…" --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/qwen3/adapter
     """
+    from parse_infer.cli.answering import answer_file, print_answers, stream_answers
     from parse_infer.cli.prompt_rows import check_prompts
     from parse_infer.generation import GenerationSettings
     from parse_infer.models.sampling import Sampling
@@ -72,17 +79,25 @@ def generate(
         resume_sampling=Sampling(temperature, top_p, seed=seed),
         stop=tuple(stop or ()),
         risk=risk,
+        adaptive=adaptive,
         **given(resume=resume),
     )
-    engine = models.load(needs_draft=any(row.draft is None for row in rows), needs_judge=mode == "validity")
-    check_prompts(engine, rows)
-    out = Console(highlight=False, soft_wrap=True)
-    for number, row in enumerate(rows):
-        if number and not as_json:
-            out.print()
-        answer = _answer(engine, row, settings, out, stream, as_json)
-        if not as_json:
-            Console(stderr=True, highlight=False).print(_cost(answer), style="dim")
+    if out is not None and (file is None or stream):
+        raise ValueError("--out is for the answers to a --file, without --stream")
+    needs_draft = any(row.draft is None for row in rows)
+    engine: ParseEngine | Coordinator
+    if models.served:
+        engine = models.coordinate(needs_draft=needs_draft)
+    else:
+        engine = models.load(needs_draft=needs_draft, needs_judge=mode == "validity")
+    with closing(engine):
+        check_prompts(engine.target, rows)
+        if out is not None:
+            answer_file(engine, rows, settings, out, models.names)
+        elif stream:
+            stream_answers(engine, rows, settings, as_json)
+        else:
+            print_answers(engine, rows, settings, as_json)
 
 
 def _prompt_rows(prompt: str | None, file: str | None, draft_text: str | None) -> list[PromptRow]:
@@ -99,46 +114,3 @@ def _prompt_rows(prompt: str | None, file: str | None, draft_text: str | None) -
     if not prompt.strip():
         raise ValueError("the prompt is empty: give some text")
     return [PromptRow("", prompt, draft=draft_text)]
-
-
-def _answer(
-    engine: ParseEngine, row: PromptRow, settings: GenerationSettings, out: Console, stream: bool, as_json: bool
-) -> Generation:
-    """Answer one row and write the answer out."""
-    from parse_infer.cli.live import STYLES, coloured_spans
-    from parse_infer.generation import Accepted, Done, Resumed
-
-    generation: Generation | None = None
-    with row.located():
-        events = engine.stream(row.prompt, settings, row.draft)
-    for event in events:
-        if isinstance(event, Done):
-            generation = event.generation
-        if stream and as_json:
-            body = _as_json(event.generation) if isinstance(event, Done) else asdict(event)
-            print_json({**row.labels, "event": type(event).__name__.lower(), **body})
-        elif stream and isinstance(event, (Accepted, Resumed)):
-            out.print(Text(event.text, STYLES["accepted" if isinstance(event, Accepted) else "target"]), end="")
-    assert generation is not None
-    if stream and not as_json:
-        out.print()
-    elif as_json and not stream:
-        print_json({**row.labels, **_as_json(generation)})
-    elif not stream:
-        out.print(coloured_spans(generation.spans))
-    return generation
-
-
-def _as_json(generation: Generation) -> dict[str, Any]:
-    body = asdict(generation)
-    body["stats"]["acceptance_rate"] = generation.stats.acceptance_rate
-    return body
-
-
-def _cost(generation: Generation) -> str:
-    stats, timings = generation.stats, generation.timings
-    return (
-        f"kept {stats.acceptance_rate:.0%} of {stats.draft_tokens} draft tokens, {stats.target_forwards} target "
-        f"forwards, {len(generation.token_ids)} tokens in {timings.total_s:.2f} s (draft {timings.draft_s:.2f}, "
-        f"verify {timings.verify_s:.2f}, resume {timings.resume_s:.2f}); ended by {generation.finish_reason}"
-    )

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from parse_infer.cli.model_options import NOBODY, ModelOptions, with_models
+from parse_infer.cli.model_options import LOCAL_ONLY, NOBODY, ModelOptions, with_models
 from parse_infer.cli.options import print_json
 
 if TYPE_CHECKING:
     from parse_infer.cli.prompt_rows import PromptRow
 
 
-@with_models(draft=None, target_drafter=NOBODY, draft_drafter=None, calibration=None)
+@with_models(draft=None, target_drafter=NOBODY, draft_drafter=None, calibration=None, **LOCAL_ONLY)
 def score(
     models: ModelOptions,
     prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None,
@@ -44,7 +44,7 @@ def score(
     policy = CutPolicy(cuts, every) if cuts is not None else None  # type: ignore[arg-type]
     rows = _response_rows(prompt, response, file)
     engine = models.load(needs_draft=False)
-    check_prompts(engine, rows)
+    check_prompts(engine.target, rows)
     out = Console(highlight=False)
     for row in rows:
         with row.located():

@@ -27,6 +27,9 @@ def serve(
     audit: Annotated[
         float, typer.Option(help="Share of the promised answers that are compared with the target's own; 0: none.")
     ] = 0.0,
+    adaptive: Annotated[
+        bool, typer.Option("--adaptive", help="The target answers alone while that is measured to be faster.")
+    ] = False,
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Answers that may wait; beyond it, 429 and Retry-After.")
     ] = 64,
@@ -45,6 +48,7 @@ def serve(
     Examples:
       parse-infer serve --port 8000
       parse-infer serve --calibration runs/calibration/calibration.json --risk 0.01 --audit 0.01
+      parse-infer serve --backend vllm --target-url http://gpu-1:8000 --draft-url http://gpu-2:8000 --adaptive
       parse-infer serve --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/qwen3/adapter --api-key secret
     """
     if api_key is not None and (not api_key.isascii() or not api_key.strip()):
@@ -52,6 +56,7 @@ def serve(
     from data_tools.tasks.checkers import same_answer
     from parse_infer.serve.app import create_app
     from parse_infer.serve.audit import Promises
+    from parse_infer.serve.backend import Backend
     from parse_infer.serve.line import Limits
     from parse_infer.serve.local import LocalBackend
     from parse_infer.serve.server import Server, listen
@@ -63,8 +68,14 @@ def serve(
         traces = Traces()
     limits = Limits(max_waiting, request_timeout, grace, int(max_body_mb * 1e6))
     listening = listen(host, port)  # before the models are loaded: a port in use is found at once
-    backend = LocalBackend(models.load())
-    app = create_app(backend, limits, api_key, served_model_name, Promises(risk, audit, same_answer), traces)
+    backend: Backend
+    if models.served:
+        from parse_infer.serve.coordinated import CoordinatedBackend
+
+        backend = CoordinatedBackend(models.coordinate())
+    else:
+        backend = LocalBackend(models.load())
+    app = create_app(backend, limits, api_key, served_model_name, Promises(risk, audit, same_answer), traces, adaptive)
     shown, port = listening.getsockname()[:2]
     shown = f"[{shown}]" if ":" in shown else shown
     print(f"{served_model_name or backend.name} answers at http://{shown}:{port}/v1 (a page: /)", flush=True)

@@ -89,7 +89,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": USER, "parse": {"mode": "fast"}}, "parse.mode"),
     (CHAT, {"messages": USER, "parse": {"risk": 1}}, "parse.risk"),
     (CHAT, {"messages": USER, "parse": {"risk": 0.05}}, "this engine has no calibration"),
-    (CHAT, {"messages": USER, "parse": {"adaptive": True}}, "parse.adaptive is no field"),
+    (CHAT, {"messages": USER, "parse": {"adaptive": "perhaps"}}, "parse.adaptive"),
     (CHAT, {"messages": USER, "parse": {"mode": "exact"}, "temperature": 1}, "exact"),
     (CHAT, {"messages": USER, "parse": {"mode": "target", "draft_text": "x"}}, "no draft"),
     (CHAT, {"messages": USER, "prediction": {"type": "content", "content": " "}}, "prediction"),

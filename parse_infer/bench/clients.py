@@ -1,0 +1,249 @@
+"""Many clients at a time over vLLM: PARSE, PARSE adaptive, and the target alone with and without vLLM's speculation.
+
+Each client sends its next problem when it has its answer. Every cell of the table has the server's cache for itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from parse_infer.bench.figure import plain
+from parse_infer.bench.modes import BenchProblem
+from parse_infer.bench.statistics import wilson_interval
+from parse_infer.coordinator.engine import Coordinator
+from parse_infer.files import replacing, write_json, write_text
+from parse_infer.generation import Accepted, Done, GenerationSettings, Resumed
+from parse_infer.models.names import ZOO
+from parse_infer.record_store import RecordStore
+
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+_EAGLE3 = {"method": "eagle3", "model": str(ZOO / "eagle3"), "num_speculative_tokens": 3}
+_PARALLEL = {**_EAGLE3, "model": str(ZOO / "parallel"), "parallel_drafting": True}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "target": ("vLLM, target alone", {}),
+    "target+ngram": ("vLLM with n-grams", {"speculative_config": _NGRAM}),
+    "target+eagle3": ("vLLM with EAGLE-3", {"speculative_config": _EAGLE3}),
+    "target+parallel": ("vLLM with P-EAGLE", {"speculative_config": _PARALLEL}),
+    "parse": ("PARSE", {}),
+    "parse:adaptive": ("PARSE, adaptive", {}),
+}
+"""For each a label, and the options that its target server needs."""
+_OWN_HEADS = ("target+eagle3", "target+parallel")
+_COLOURS = dict(zip(WAYS, ("#222222", "#999999", "#7b3294", "#c51b7d", "#1b7837", "#2166ac"), strict=True))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way with so many clients. Lists have an entry for each answer, in seconds."""
+
+    way: str
+    clients: int
+    wall_s: float
+    answers: int
+    correct: int
+    tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+    cpu_s: float
+    """Of the coordinator's process; the servers' not included."""
+    first_s: list[float] = field(default_factory=list)
+    """From the request to its first text."""
+    all_s: list[float] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.way, self.clients
+
+
+def check_ways(names: Sequence[str], target: str, starts: bool = True) -> None:
+    """ValueError for an unknown way, one that this target has no head for, or one that needs a server to be started
+    for it while none is (`starts`)."""
+    for name in names:
+        if name not in WAYS:
+            raise ValueError(f"unknown mode {name!r} for --backend vllm; choose from {', '.join(WAYS)}")
+        if WAYS[name][1] and not starts:
+            raise ValueError(f"{name} needs a server of its own: leave --target-url out")
+        if name in _OWN_HEADS and target != "zoo:target":
+            raise ValueError(f"{name} uses the embedded head of zoo:target, which is no head of {target!r}")
+
+
+def run_clients(
+    connect: Callable[[dict[str, Any]], Coordinator],
+    ways: Sequence[str],
+    clients: Sequence[int],
+    problems: Sequence[BenchProblem],
+    check: Callable[[Any, str], bool | None],
+    folder: str | Path,
+    settings: GenerationSettings,
+    about: Mapping[str, Any],
+    tell: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Measure what is not measured yet; write `clients.json`, `clients.md` and `clients.png` into the folder.
+
+    Args:
+        connect: a coordinator whose target server has these options; ways with the same options share one.
+        about: models, task and machine; part of what a continued run must share.
+
+    Returns:
+        The content of `clients.json`: `about`, and `cells` with the figures of the table.
+    """
+    store = RecordStore(folder, {**about, "settings": asdict(settings), "problems": len(problems)}, Cell)
+    for options in [WAYS[way][1] for way in dict.fromkeys(ways)]:
+        todo = [(way, n) for n in clients for way in ways if WAYS[way][1] == options and (way, n) not in store.records]
+        if not todo:
+            continue
+        with connect(options) as coordinator:
+            for way, n in todo:
+                tell(f"{WAYS[way][0]}, {n} clients")
+                coordinator.run(_measure(coordinator, way, n, problems[: 2 * n], check, settings))  # warm up
+                store.append(coordinator.run(_measure(coordinator, way, n, problems, check, settings)))
+    cells = [store.records[way, n] for n in clients for way in ways]
+    results = {"about": dict(about), "cells": [summary(cell, cells) for cell in cells]}
+    write_json(Path(folder) / "clients.json", results)
+    write_text(Path(folder) / "clients.md", markdown(results))
+    draw(results, Path(folder) / "clients.png")
+    return results
+
+
+def summary(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:
+    """Figures of one cell; `speedup` is over the target alone with as many clients, None without it."""
+    speed = cell.tokens / cell.wall_s
+    alone = next((c for c in cells if c.key == ("target", cell.clients)), None)
+    # By answers, since a way may write shorter ones.
+    speedup = None if alone is None else (cell.answers / cell.wall_s) / (alone.answers / alone.wall_s)
+    return {
+        "way": cell.way,
+        "clients": cell.clients,
+        "answers": cell.answers,
+        "accuracy": cell.correct / cell.answers,
+        "accuracy_ci": wilson_interval(cell.correct, cell.answers),
+        "tokens_per_s": speed,
+        "speedup": speedup,
+        "first_p50_s": _percentile(cell.first_s, 50),
+        "first_p99_s": _percentile(cell.first_s, 99),
+        "p50_s": _percentile(cell.all_s, 50),
+        "p99_s": _percentile(cell.all_s, 99),
+        "acceptance_rate": cell.accepted_tokens / cell.draft_tokens if cell.draft_tokens else None,
+        "coordinator_cpu_ms": 1000 * cell.cpu_s / cell.answers,
+    }
+
+
+def table(results: dict[str, Any]) -> Table:
+    shown = Table(title="Clients at a time", header_style="bold")
+    for name in _HEADER:
+        shown.add_column(name, justify="left" if name == "way" else "right")
+    for cell in results["cells"]:
+        shown.add_row(*_row(cell))
+    return shown
+
+
+def markdown(results: dict[str, Any]) -> str:
+    lines = [f"{key}: {value}" for key, value in results["about"].items()]
+    rows = ["| " + " | ".join(row) + " |" for row in (_HEADER, ["---"] * len(_HEADER), *map(_row, results["cells"]))]
+    return "\n".join([*(f"- {line}" for line in lines), "", *rows]) + "\n"
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Answers per second over the target alone, and the median time of an answer, at each number of clients."""
+    figure = Figure(figsize=(8.4, 4.0), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for way, (label, _) in WAYS.items():
+        own = [cell for cell in results["cells"] if cell["way"] == way]
+        if not own:
+            continue
+        at = [cell["clients"] for cell in own]
+        speed = [cell["speedup"] or cell["tokens_per_s"] for cell in own]
+        left.plot(at, speed, "o-", color=_COLOURS[way], linewidth=1.2, markersize=5, label=label)
+        right.plot(at, [cell["p50_s"] for cell in own], "o-", color=_COLOURS[way], linewidth=1.2, markersize=5)
+    compared = any(cell["speedup"] for cell in results["cells"])
+    left.set_ylabel("answers/s over the target alone" if compared else "tokens/s")
+    right.set_ylabel("median time of an answer, s")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({cell["clients"] for cell in results["cells"]}))
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        axes.set_xlabel("clients at a time")
+        plain(axes)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    with replacing(path) as beside:
+        figure.savefig(beside, format="png")
+
+
+async def _measure(
+    coordinator: Coordinator,
+    way: str,
+    clients: int,
+    problems: Sequence[BenchProblem],
+    check: Callable[[Any, str], bool | None],
+    settings: GenerationSettings,
+) -> Cell:
+    coordinator.fields(cache_salt=uuid.uuid4().hex)  # what another cell has read is not there for this one
+    settings = settings.override(adaptive=way == "parse:adaptive")
+    waiting = iter(problems)
+    first_s, all_s, found = [], [], []
+
+    async def client() -> None:
+        for problem in waiting:
+            begun, first = time.perf_counter(), None
+            events = coordinator.events(problem.prompt, settings, alone=way.startswith("target"))
+            async with aclosing(events):
+                async for event in events:
+                    if first is None and isinstance(event, (Accepted, Resumed)) and event.text:
+                        first = time.perf_counter()
+                    if isinstance(event, Done):
+                        found.append((problem, event.generation))
+            end = time.perf_counter()
+            first_s.append((first or end) - begun)
+            all_s.append(end - begun)
+
+    cpu, start = time.process_time(), time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+    return Cell(
+        way,
+        clients,
+        wall,
+        len(found),
+        sum(check(problem, generation.text) is True for problem, generation in found),
+        sum(len(generation.token_ids) for _, generation in found),
+        sum(generation.stats.draft_tokens for _, generation in found),
+        sum(generation.stats.accepted_tokens for _, generation in found),
+        cpu,
+        [round(s, 4) for s in first_s],
+        [round(s, 4) for s in all_s],
+    )
+
+
+_HEADER = ["way", "clients", "right", "answers/s over target", "tokens/s", "first text p50", "p99", "answer p50"]
+_HEADER += ["p99", "kept", "coordinator CPU"]
+
+
+def _row(cell: dict[str, Any]) -> list[str]:
+    low, high = cell["accuracy_ci"]
+    return [
+        WAYS[cell["way"]][0],
+        str(cell["clients"]),
+        f"{100 * cell['accuracy']:.1f} % ({100 * low:.0f}–{100 * high:.0f})",
+        "" if cell["speedup"] is None else f"{cell['speedup']:.2f}x",
+        f"{cell['tokens_per_s']:.0f}",
+        *(f"{cell[name]:.2f} s" for name in ("first_p50_s", "first_p99_s", "p50_s", "p99_s")),
+        "" if cell["acceptance_rate"] is None else f"{100 * cell['acceptance_rate']:.0f} %",
+        f"{cell['coordinator_cpu_ms']:.1f} ms",
+    ]
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]

@@ -1,0 +1,172 @@
+"""What is said to one OpenAI-compatible server, in token ids: completions, whole or as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from typing import Any
+
+import aiohttp
+
+_CONNECT_S = 10.0
+_SILENCE_S = 600.0  # a request may wait for its turn that long
+
+
+class Lost(Exception):
+    """The server has not answered, or not completely: another one, or the same a little later, may."""
+
+
+class Refused(ValueError):
+    """The server does not accept the request, and no other would."""
+
+
+class Client:
+    """HTTP for one event loop; made on first use there, for all servers together.
+
+    Args:
+        api_key: what the servers want to be sent, if anything.
+    """
+
+    def __init__(self, api_key: str | None = None) -> None:
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def post(self, url: str, body: dict[str, Any]) -> Any:
+        """The JSON in the answer to a `POST`. Raises Lost or Refused."""
+        async with self._answer("POST", url, body) as response:
+            return _parsed(await _read(response), url)
+
+    async def get(self, url: str) -> Any:
+        """The same for a `GET`; None where the answer is empty, as that of /health is."""
+        async with self._answer("GET", url) as response:
+            content = await _read(response)
+            return _parsed(content, url) if content else None
+
+    async def written(self, url: str, body: dict[str, Any]) -> AsyncGenerator[list[int], None]:
+        """Tokens of one prompt as they are written. Closing this ends the work, since vLLM notices.
+
+        Raises Lost (also if the stream ends before the text does) or Refused.
+        """
+        ended = False
+        body = body | {"stream": True, "return_token_ids": True}
+        async with self._answer("POST", url, body) as response, aclosing(_events(response)) as events:
+            async for event in events:
+                if event == b"[DONE]":
+                    break
+                choice = _choice(_parsed(event, url), url)
+                if choice is None:
+                    continue
+                if choice["token_ids"]:
+                    yield choice["token_ids"]
+                ended = ended or choice.get("finish_reason") is not None
+        if not ended:
+            raise Lost(f"{url} has broken off in the middle of an answer")
+
+    async def whole(self, url: str, body: dict[str, Any]) -> list[int]:
+        """The same tokens at once."""
+        answer = await self.post(url, body | {"return_token_ids": True})
+        choice = _choice(answer, url)
+        if choice is None or choice["token_ids"] is None:
+            raise Lost(f"{url} has answered without an answer: {str(answer)[:200]}")
+        ids: list[int] = choice["token_ids"]
+        return ids
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None and self._loop is asyncio.get_running_loop():
+            await session.close()
+        elif session is not None and session.connector is not None:  # its loop has ended
+            with suppress(RuntimeError):
+                await session.connector.close()
+            session.detach()
+
+    def _answer(self, method: str, url: str, body: dict[str, Any] | None = None) -> _Answer:
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._loop is not loop:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENCE_S)
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=timeout, headers=self._headers, auto_decompress=False
+            )
+            self._loop = loop
+        return _Answer(self._session, method, url, body)
+
+
+class _Answer:
+    """A response whose status is good, for an `async with`; errors of the connection become `Lost`."""
+
+    def __init__(self, session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None) -> None:
+        data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        self._request = session.request(method, url, data=data, headers=headers)
+        self._url = url
+        self._response: aiohttp.ClientResponse | None = None
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        try:
+            self._response = response = await self._request
+            if response.status == 200:
+                return response
+            said = (await response.read()).decode(errors="replace")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Lost(f"{self._url} does not answer: {error or type(error).__name__}") from error
+        if 400 <= response.status < 500 and response.status not in (408, 429):
+            raise Refused(f"{self._url} refuses a request ({response.status}): {_message(said)}")
+        raise Lost(f"{self._url} has failed ({response.status}): {_message(said)}")
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._response is None:
+            return
+        if kind is None and self._response.content.at_eof():
+            self._response.release()
+        else:
+            self._response.close()  # whoever leaves early wants no more of it
+        if isinstance(error, (aiohttp.ClientError, TimeoutError, OSError)):
+            raise Lost(f"{self._url} has broken off: {error or type(error).__name__}") from error
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    return await response.read()
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
+    """The data of server-sent events."""
+    rest = b""
+    async for piece in response.content.iter_any():
+        *complete, rest = (rest + piece).split(b"\n\n")
+        for event in complete:
+            if event.startswith(b"data: "):
+                yield event[6:].strip()
+
+
+def _parsed(content: bytes, url: str) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        start = content[:80].decode(errors="replace")
+        raise Lost(f"{url} has sent what is no complete JSON ({error}): {start!r}") from error
+
+
+def _choice(answer: Any, url: str) -> Any:
+    """The choice in an answer, or in a piece of one; None in a piece without any."""
+    if isinstance(answer, dict) and "error" in answer:
+        raise Lost(f"{url} has failed: {_message(json.dumps(answer))}")
+    try:
+        choice = next(iter(answer["choices"]), None)
+        if choice is not None and "token_ids" not in choice:
+            raise Refused(f"{url} tells no token ids (return_token_ids): use vLLM 0.10.2 or later")
+        return choice
+    except (KeyError, TypeError) as error:
+        raise Lost(f"{url} has sent what is no completion: {str(answer)[:200]}") from error
+
+
+def _message(said: str) -> str:
+    """The sentence in an error's body."""
+    try:
+        found = json.loads(said)
+        found = found.get("error", found)
+        return str(found["message"] if isinstance(found, dict) else found)[:300]
+    except (ValueError, KeyError, AttributeError):
+        return " ".join(said.split())[:300]

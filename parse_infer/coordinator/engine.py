@@ -1,0 +1,379 @@
+"""`Coordinator`: what `ParseEngine` is for two models in this process, for any number of requests to servers.
+
+with Coordinator.from_pretrained("zoo:target", "zoo:draft", "zoo:adapter", target_url=…, draft_url=…) as engine:
+    print(engine.generate("…").text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing, nullcontext, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from parse_infer.controller import Controller
+from parse_infer.coordinator.client import Client
+from parse_infer.coordinator.languages import ServedModel
+from parse_infer.coordinator.pair import Drafts, ServerPair, Target
+from parse_infer.coordinator.parts import Urls, find_parts
+from parse_infer.coordinator.processes import Processes
+from parse_infer.coordinator.servers import Server, Servers
+from parse_infer.drafters.draft_model import share_tokens
+from parse_infer.drafters.text import TextDrafter
+from parse_infer.drafters.translation import Translation
+from parse_infer.engine import DEFAULT_THRESHOLD
+from parse_infer.generation import Done, Event, Generation, GenerationSettings, Resumed
+from parse_infer.models.prompts import Prompt, as_batch
+from parse_infer.policy import check_threshold
+from parse_infer.request import Request
+from parse_infer.rounds import rounds
+from parse_infer.verify.segments import CutPolicy
+from parse_infer.vllm.questions import TrainedQuestions
+
+PARALLEL = 64  # answers under way at the same time
+Result = TypeVar("Result")
+
+
+class Coordinator:
+    """Generates with a target and a draft model that vLLM serves.
+
+    Keeps nothing of a request: any number of coordinators may share the servers. Answers are those of a `ParseEngine`
+    with `exact_tail=False`, as far as the servers compute what it computes; sampled ones have other random numbers.
+
+    Args:
+        target: the servers whose quality is kept.
+        draft: servers and language of the draft model; None if drafts come as text.
+        threshold: default threshold.
+        overlap: verify segments while the draft is written; changes no answer.
+        parallel: how many answers `generate` and `each` keep under way.
+        processes: servers that were started for this, and end with `close`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: tuple[Servers, ServedModel] | None,
+        client: Client,
+        *,
+        threshold: float = DEFAULT_THRESHOLD,
+        overlap: bool = True,
+        parallel: int = PARALLEL,
+        processes: Processes | None = None,
+    ) -> None:
+        self.target = target.language
+        self.draft = draft[1] if draft is not None else None
+        self.threshold = check_threshold(threshold)
+        self.parallel = parallel
+        self.controller = Controller()
+        self.running = 0
+        self._target, self._drafts, self._client = target, draft, client
+        self._shares_tokens = self.draft is not None and share_tokens(self.draft, self.target)
+        self._overlap = overlap
+        self.processes = processes
+        self._runner = asyncio.Runner()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path,
+        draft: str | Path | None = None,
+        adapter: str | Path | None = None,
+        *,
+        target_url: Urls = (),
+        draft_url: Urls = (),
+        zero_shot: bool = False,
+        threshold: float | None = None,
+        cut_policy: CutPolicy | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        api_key: str | None = None,
+        overlap: bool = True,
+        parallel: int = PARALLEL,
+        patience_s: float | None = None,
+        target_options: Mapping[str, Any] | None = None,
+        draft_options: Mapping[str, Any] | None = None,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> Coordinator:
+        """Names as in `ParseEngine.from_pretrained`; no weights are kept here.
+
+        Args:
+            target_url, draft_url: the servers of each, one or several; without any, one is started, and ends with
+                `close`. Those of the target run with the plugin and this adapter (`parse_infer.vllm.options`), or with
+                `zero_shot` are any that give log-probabilities.
+            target_options, draft_options: more options of vLLM for servers that are started, by their names in
+                `vllm.LLM`.
+            tell: called with a line about the servers that are started.
+            api_key: of the servers.
+            patience_s: how long a request waits while no server answers; None: 2 minutes, and for servers that are
+                started here as long as they may take to start again.
+
+        Raises:
+            OSError: something is missing, or a server does not answer.
+            ValueError: parts do not belong together, or a server is not what it should be.
+        """
+        if threshold is not None:
+            check_threshold(threshold)
+        parts = find_parts(
+            target,
+            draft,
+            adapter,
+            zero_shot,
+            cut_policy,
+            template_options,
+            target_url,
+            draft_url,
+            target_options,
+            draft_options,
+            api_key,
+            patience_s,
+            tell,
+        )
+        threshold = next(t for t in (threshold, parts.threshold, DEFAULT_THRESHOLD) if t is not None)
+        coordinator = cls(
+            parts.target,
+            parts.draft,
+            parts.client,
+            threshold=threshold,
+            overlap=overlap,
+            parallel=parallel,
+            processes=parts.processes,
+        )
+        try:
+            coordinator.run(coordinator.meet())
+        except BaseException:
+            coordinator.close()
+            raise
+        return coordinator
+
+    async def meet(self) -> None:
+        """Learn what the servers serve, and whether they can judge. Raises as `from_pretrained` does."""
+        known = [(self._target.servers, self._target.language), *([self._drafts] if self._drafts else [])]
+        for servers, language in known:
+            await servers.meet()
+            await servers.check_tokens(language.name, language.tokenizer)
+            language.window = min(language.window, servers.window or language.window)
+        for server in self._target.servers.members if isinstance(self._target.questions, TrainedQuestions) else ():
+            try:
+                await self._target.validities([1], [2, 3], [1, 2], server)
+            except ValueError as error:
+                raise ValueError(
+                    f"the target server {server.url} cannot judge drafts for {self.target.name!r}: {error}"
+                ) from error
+        await self._client.close()  # requests may come from another event loop
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        settings: GenerationSettings | None = None,
+        draft_text: str | Sequence[str] | None = None,
+        **overrides: Any,
+    ) -> Generation | list[Generation]:
+        """As `ParseEngine.generate`; several prompts are answered at the same time."""
+        batch, is_list = as_batch(prompts)
+        texts: Any = [None] * len(batch) if draft_text is None else draft_text if is_list else [draft_text]
+        if isinstance(texts, str) or len(texts) != len(batch):
+            raise ValueError(f"{len(batch)} prompts need as many draft texts, one each, or none.")
+        found = list(self.each(batch, self._settings(settings, overrides), texts))
+        return found if is_list else found[0]
+
+    def generate_target(
+        self, prompts: Prompt | Sequence[Prompt], settings: GenerationSettings | None = None, **overrides: Any
+    ) -> Generation | list[Generation]:
+        """The target alone."""
+        batch, is_list = as_batch(prompts)
+        found = list(self.each(batch, self._settings(settings, overrides), alone=True))
+        return found if is_list else found[0]
+
+    def each(
+        self,
+        prompts: Sequence[Prompt],
+        settings: GenerationSettings | None = None,
+        draft_texts: Sequence[str | None] | None = None,
+        alone: bool = False,
+    ) -> Iterator[Generation]:
+        """Answers in the order of the prompts, each as soon as it and those before it are there; `parallel` of them
+        are under way. Raises as `generate` does, for all prompts before the first is answered."""
+        texts = draft_texts or [None] * len(prompts)
+        prepared = [
+            self.events(prompt, settings, text, alone, watched=False)
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+
+        async def start() -> list[asyncio.Task[Generation]]:
+            room = asyncio.Semaphore(self.parallel)
+
+            async def answer(events: AsyncGenerator[Event, None]) -> Generation:
+                async with room, aclosing(events):
+                    *_, done = [event async for event in events]
+                assert isinstance(done, Done)
+                return done.generation
+
+            return [asyncio.create_task(answer(events)) for events in prepared]
+
+        tasks = self.run(start())
+        try:
+            for task in tasks:
+                yield self.run(_result(task))
+        finally:
+            self.run(_cancelled(tasks))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        settings: GenerationSettings | None = None,
+        draft_text: str | None = None,
+        **overrides: Any,
+    ) -> Iterator[Event]:
+        """As `ParseEngine.stream`."""
+        return self._stepped(self.events(prompt, self._settings(settings, overrides), draft_text))
+
+    def check(
+        self, prompt: Prompt, settings: GenerationSettings, draft_text: str | None = None, alone: bool = False
+    ) -> None:
+        """Raises ValueError for what `events` would refuse."""
+        self._prepare(prompt, settings, draft_text, alone)
+
+    def events(
+        self,
+        prompt: Prompt,
+        settings: GenerationSettings | None = None,
+        draft_text: str | None = None,
+        alone: bool = False,
+        watched: bool = True,
+    ) -> AsyncGenerator[Event, None]:
+        """What happens while a prompt is answered, `Done` last; for callers with an event loop of their own.
+
+        Args:
+            alone: by the target, without a draft.
+            watched: False: the target's tokens come all at once, which costs less.
+
+        Raises ValueError here for bad settings, an empty prompt or one beyond a context window; later OSError where
+        no server answers.
+        """
+        settings = settings or GenerationSettings()
+        request, drafts = self._prepare(prompt, settings, draft_text, alone)
+        return self._answered(request, drafts, settings.adaptive and draft_text is None and not alone, watched)
+
+    async def _answered(
+        self, request: Request, drafts: Drafts | None, adaptive: bool, watched: bool
+    ) -> AsyncGenerator[Event, None]:
+        self.running += 1
+        load = self.running
+        if adaptive and not self.controller.drafts(load):
+            drafts = None
+        request.start()
+        try:
+            with self._target.servers.place() as at:
+                async with aclosing(self._writing(request, drafts, at, watched)) as events:
+                    async for event in events:
+                        yield event
+        finally:
+            self.running -= 1
+        generation = request.result()
+        if adaptive:
+            timings = generation.timings
+            seconds = timings.draft_s + timings.verify_s + timings.resume_s
+            self.controller.note(drafts is not None, seconds, len(generation.token_ids), load)
+        yield Done(generation)
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run something that uses `events`, on the coordinator's own event loop."""
+        return self._runner.run(work)
+
+    def fields(self, **fields: Any) -> None:
+        """Fields of every request to the servers from now on, such as vLLM's `cache_salt` or `priority`."""
+        for servers in (self._target.servers, *([self._drafts[0]] if self._drafts else [])):
+            servers.fields = fields
+
+    async def aclose(self) -> None:
+        """`close` from within the event loop that has asked."""
+        self._target.servers.close()
+        if self._drafts is not None:
+            self._drafts[0].close()
+        await self._client.close()
+
+    def close(self) -> None:
+        """Nothing is asked any more; what was started for this is stopped."""
+        try:
+            with suppress(RuntimeError):  # closed already
+                self._runner.run(self.aclose())
+                self._runner.close()
+        finally:
+            if self.processes is not None:
+                self.processes.stop()
+
+    def __enter__(self) -> Coordinator:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    async def _writing(
+        self,
+        request: Request,
+        drafts: Drafts | None,
+        at: Server,
+        watched: bool,
+    ) -> AsyncGenerator[Event, None]:
+        """With drafts the rounds, else the target alone."""
+        if drafts is None:
+            async with aclosing(self._target.written(request, 1, at, watched)) as tokens:
+                async for token in tokens:
+                    request.stats.target_forwards += 1
+                    yield Resumed(1, request.answer.add([token], "target"), token)
+                    if not request.answer.open:
+                        return
+            return
+        threshold = self.threshold if request.settings.threshold is None else request.settings.threshold
+        with drafts[0].place() if isinstance(drafts, tuple) else nullcontext() as draft_at:
+            pair = ServerPair(self._target, drafts, request, threshold, at, draft_at, self._overlap, watched)
+            try:
+                async with aclosing(rounds(pair, request)) as events:
+                    async for event in events:
+                        yield event
+            finally:
+                await pair.close()
+
+    def _prepare(
+        self, prompt: Prompt, settings: GenerationSettings, draft_text: str | None, alone: bool
+    ) -> tuple[Request, Drafts | None]:
+        """Everything that can be wrong with a request is found here."""
+        if settings.mode == "exact":
+            raise ValueError("mode 'exact' needs the target's own choice for every token, which servers do not tell")
+        if settings.risk is not None:
+            raise ValueError("risk: promises are calibrated for the local engine; give a threshold")
+        request = Request(prompt, self.target, settings, settings.resume_sampling)
+        if alone:
+            return request, None
+        if draft_text is not None:
+            return request, TextDrafter(draft_text, self.target, prompt)
+        if self._drafts is None:
+            raise ValueError("there is no draft model: give one, or a draft_text")
+        servers, language = self._drafts
+        return request, (servers, Translation(language, self.target, self._shares_tokens, prompt, settings.stop))
+
+    def _settings(self, settings: GenerationSettings | None, overrides: Mapping[str, Any]) -> GenerationSettings:
+        return (settings or GenerationSettings()).override(**overrides)
+
+    def _stepped(self, events: AsyncGenerator[Event, None]) -> Iterator[Event]:
+        async def step() -> Event | None:
+            return await anext(events, None)
+
+        async def end() -> None:
+            await events.aclose()
+
+        try:
+            while (event := self.run(step())) is not None:
+                yield event
+        finally:
+            self.run(end())
+
+
+async def _result(task: asyncio.Task[Generation]) -> Generation:
+    return await task
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,69 @@
+"""Starts the vLLM servers of a target and a draft model on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parse_infer.coordinator.processes import Processes
+from parse_infer.models.loading import load_config, weights_folder
+from parse_infer.vllm.options import arguments
+
+PYTHON = "PARSE_VLLM_PYTHON"  # names the Python of another environment, where vLLM and the plugin are installed
+STREAM_INTERVAL = 16  # tokens that a draft server sends at a time: each piece costs both sides work
+
+
+def launch(
+    servers: Mapping[str, Mapping[str, Any]], tell: Callable[[str], None] = lambda line: None, logs: Path | None = None
+) -> Processes:
+    """Start a server for each role and wait until they are ready.
+
+    Args:
+        servers: the options of `vllm.LLM` for each role.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed here.
+        OSError: a server does not become ready; what its log says.
+    """
+    found = find_spec("vllm")
+    if PYTHON not in os.environ and (found is None or found.origin is None):  # a folder of that name is no package
+        raise ModuleNotFoundError("vLLM is not installed here", name="vllm")
+    processes = Processes([(role, command(role, each), environment()) for role, each in servers.items()], tell, logs)
+    processes.start()
+    return processes
+
+
+def command(role: str, options: Mapping[str, Any]) -> Sequence[str]:
+    """Starts a server that only this machine reaches; a port is still to follow."""
+    own = {"served_model_name": role, "host": "127.0.0.1", "disable_uvicorn_access_log": True}
+    python = os.environ.get(PYTHON, sys.executable)
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *arguments({**own, **options})]
+
+
+def plain_options(model: str | Path) -> dict[str, Any]:
+    """Options of a server without the plugin, in the number type that the model is kept in."""
+    config = load_config(model)
+    options = {
+        "model": str(weights_folder(model)),
+        "dtype": str(config.dtype or torch.float32).removeprefix("torch."),
+        "enable_prefix_caching": True,
+    }
+    return options if torch.cuda.is_available() else options | {"block_size": 32}
+
+
+def draft_server(model: str | Path) -> dict[str, Any]:
+    """Options of a server that drafts."""
+    return plain_options(model) | {"stream_interval": STREAM_INTERVAL}
+
+
+def environment() -> dict[str, str]:
+    """For servers that share the cores of a CPU; what is set already stays."""
+    wanted = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
+    wanted |= {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "1"}  # of n-gram speculation
+    return {name: value for name, value in wanted.items() if name not in os.environ}

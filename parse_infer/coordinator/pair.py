@@ -1,0 +1,215 @@
+"""One answer by two servers: the `Pair` that `parse_infer.rounds` asks.
+
+Nothing waits: the target reads a long prompt while the draft is written, segments are verified as they are complete
+(`Checks`), and a draft that breaks is stopped at once. What is kept is the same as if each step had waited for the one
+before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from parse_infer.coordinator.checks import Checks
+from parse_infer.coordinator.client import Refused
+from parse_infer.coordinator.servers import Server, Servers, Unavailable
+from parse_infer.drafters.text import TextDrafter
+from parse_infer.drafters.translation import Translation, Writing
+from parse_infer.models.language import Language
+from parse_infer.models.sampling import Sampling, seed_of
+from parse_infer.request import Request
+from parse_infer.verify.segments import CutPolicy, Segmenter
+from parse_infer.vllm.questions import Questions, completion_request, read_completion
+
+PREFILL = 256  # tokens of a prompt that is worth a request of its own while the draft is written
+
+Drafts = tuple[Servers, Translation] | TextDrafter
+"""Who drafts an answer: servers, and how their model sees the answer; or a text."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    cuts: list[int]
+    validity: list[float]
+
+
+class Target:
+    """The servers of a target, and how they are asked.
+
+    Attributes:
+        segmenter: of drafts. It leaves no cut out, however many there are: each is a request of its own.
+        probe_room: tokens that the window must have behind a draft: the probe, and the one that carries its answer.
+    """
+
+    def __init__(
+        self, language: Language, servers: Servers, questions: Questions | None, cut_policy: CutPolicy
+    ) -> None:
+        self.language = language
+        self.servers = servers
+        self.questions = questions
+        self.segmenter = Segmenter(language.tokenizer, replace(cut_policy, max_cuts=sys.maxsize))
+        self.probe_room = 0 if questions is None else len(questions.suffix(0, None)) + 1
+
+    async def validities(
+        self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], prefer: Server | None = None
+    ) -> list[float]:
+        """One request for all cuts. Raises ValueError where the server's answer is none."""
+        assert self.questions is not None
+        prompts = self.questions.prompts(context, draft, cuts)
+        answer = await self.servers.ask(completion_request(self.servers.model, prompts, self.questions.top), prefer)
+        words = getattr(self.questions, "words", None)
+        return [self.questions.validity(found) for found in read_completion(answer, len(cuts), words)]
+
+    async def written(
+        self, request: Request, round: int, prefer: Server | None, watched: bool
+    ) -> AsyncGenerator[int, None]:
+        """What the target writes behind the answer so far.
+
+        Args:
+            watched: somebody reads it as it comes; else it comes all at once, which costs less.
+        """
+        room, stop = request.answer.room, list(request.settings.stop)
+        asked = server_settings(request.sampling, self.language.eos_ids, "target", round)
+        if room <= 0:
+            return
+        if not watched:
+            if stop:
+                asked |= {"stop": stop, "include_stop_str_in_output": True}
+            with request.timed("resume_s"):
+                ids = await self.servers.whole(request.context, room, asked, prefer)
+            for token in ids:
+                yield token
+            return
+        async with aclosing(self.servers.written(request.context, room, asked, prefer)) as pieces:
+            while True:
+                with request.timed("resume_s"):
+                    piece = await anext(pieces, None)
+                if piece is None:
+                    return
+                for token in piece:
+                    yield token
+
+
+class ServerPair:
+    """
+    Args:
+        drafts: who drafts.
+        threshold: for this request.
+        at, draft_at: which of the servers are asked first.
+        overlap: verify while the draft is written.
+        watched: see `Target.written`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafts: Drafts,
+        request: Request,
+        threshold: float,
+        at: Server,
+        draft_at: Server | None = None,
+        overlap: bool = True,
+        watched: bool = True,
+    ) -> None:
+        self.segmenter = target.segmenter
+        self.threshold = threshold
+        self._target, self._drafts, self._request = target, drafts, request
+        self._overlap = overlap
+        self._watched = watched or request.settings.resume == "hand_back"  # which ends the target's writing early
+        self._at, self._draft_at = at, draft_at
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._checks = self._new_checks()
+
+    def room(self) -> int:
+        behind = self._target.language.window - self._target.probe_room - len(self._request.context)
+        return min(self._request.answer.room, behind)
+
+    async def propose(self, round: int) -> Sequence[int]:
+        request = self._request
+        self._checks = checks = self._new_checks()
+        if isinstance(self._drafts, TextDrafter):
+            return self._drafts.propose(request.answer.ids, self.room()).ids
+        writing = self._drafts[1].begin(request.answer.ids, self.room())
+        if writing is None:
+            return []
+        if self._overlap and round == 1 and len(request.context) >= PREFILL:
+            self._start(self._read_prompt(list(request.context)))
+        reading = self._start(self._read_draft(*self._drafts, writing, round))
+        checks.stop = reading.cancel
+        await asyncio.wait([reading])
+        request.stats.draft_forwards += writing.n
+        if checks.broken_at is not None:
+            return checks.draft[: checks.broken_at]
+        await reading
+        return writing.draft().ids
+
+    async def verify(self, draft: Sequence[int]) -> Judged:
+        cuts = self.segmenter.cuts(draft)
+        return Judged(cuts, await self._checks.of(draft, cuts) if cuts else [])
+
+    def own_choice(self, draft: Sequence[int], cut: int) -> int:
+        return 0  # over HTTP the target's choices cost one more answer for every token
+
+    def settle(self, draft: Sequence[int], kept: int) -> None:
+        pass  # the next prompt says it all, and the server finds the blocks that it has
+
+    async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
+        async with aclosing(self._target.written(self._request, round, self._at, self._watched)) as tokens:
+            async for token in tokens:
+                self._request.stats.target_forwards += 1
+                yield token
+
+    async def close(self) -> None:
+        """Nothing that is still under way is wanted any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _new_checks(self) -> Checks:
+        context = self._request.context
+        settings = self._request.settings
+
+        async def ask(draft: Sequence[int], cuts: Sequence[int]) -> list[float]:
+            self._request.stats.target_forwards += 1
+            return await self._target.validities(context, draft, cuts, self._at)
+
+        threshold = self.threshold if settings.acceptance == "first_failure" else None
+        return Checks(ask, self.segmenter, threshold, self._start)
+
+    async def _read_draft(self, servers: Servers, translation: Translation, writing: Writing, round: int) -> None:
+        asked = server_settings(self._request.settings.draft_sampling, translation.end_ids, "draft", round)
+        async with aclosing(servers.written(writing.context, writing.room, asked, self._draft_at)) as pieces:
+            async for piece in pieces:
+                writing.add(piece)
+                if not writing.open:
+                    return
+                if self._overlap:
+                    self._checks.look(writing.text, writing.n, lambda: writing.draft().ids)
+
+    async def _read_prompt(self, context: list[int]) -> None:
+        with suppress(Refused, Unavailable):  # whoever needs an answer will ask again
+            await self._target.servers.ask({"prompt": context, "max_tokens": 1, "temperature": 0}, self._at)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that ends with this answer at the latest."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        return task
+
+
+def server_settings(sampling: Sampling, end_ids: set[int], *purpose: object) -> dict[str, Any]:
+    """Fields of a completion request. A server's own defaults, which may come with the model, must not apply."""
+    settings: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": sorted(end_ids),
+    }
+    if sampling.seed is not None and not sampling.greedy:
+        settings["seed"] = seed_of(sampling.seed, *purpose)
+    return settings

@@ -1,0 +1,95 @@
+"""From names and addresses to what a `Coordinator` is made of; servers are started where there is no address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parse_infer.coordinator.client import Client
+from parse_infer.coordinator.languages import ServedModel, served_model
+from parse_infer.coordinator.launch import draft_server, launch, plain_options
+from parse_infer.coordinator.pair import Target
+from parse_infer.coordinator.processes import READY_S, Processes
+from parse_infer.coordinator.servers import PATIENCE_S, Servers
+from parse_infer.models.fingerprint import describe_config
+from parse_infer.models.loading import load_config
+from parse_infer.models.names import resolve
+from parse_infer.verify.adapter_folder import read_adapter
+from parse_infer.verify.segments import CutPolicy
+from parse_infer.verify.trained_judge import ValidityConfig, check_target
+from parse_infer.vllm.options import end_tokens_of, engine_options
+from parse_infer.vllm.questions import Questions, TrainedQuestions, ZeroShotQuestions
+
+Urls = str | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """
+    Attributes:
+        draft: servers and language of the draft model.
+        threshold: the judge's own; None: it has none.
+        processes: the servers that were started, if any were.
+    """
+
+    target: Target
+    draft: tuple[Servers, ServedModel] | None
+    client: Client
+    threshold: float | None
+    processes: Processes | None
+
+
+def find_parts(
+    target: str | Path,
+    draft: str | Path | None,
+    adapter: str | Path | None,
+    zero_shot: bool,
+    cut_policy: CutPolicy | None,
+    template_options: Mapping[str, Any] | None,
+    target_url: Urls,
+    draft_url: Urls,
+    target_options: Mapping[str, Any] | None,
+    draft_options: Mapping[str, Any] | None,
+    api_key: str | None,
+    patience_s: float | None,
+    tell: Callable[[str], None],
+) -> Parts:
+    """See `Coordinator.from_pretrained`. What can be wrong with the names is found before a server is started."""
+    language = served_model(target, template_options)
+    questions, own_cuts, threshold = _judge(target, adapter, zero_shot, language)
+    drafting = served_model(draft, template_options) if draft is not None else None
+    target_urls, draft_urls = ([urls] if isinstance(urls, str) else list(urls) for urls in (target_url, draft_url))
+    wanted = {}
+    if not target_urls:
+        options = plain_options(target) if adapter is None else engine_options(target, adapter)
+        wanted["target"] = options | dict(target_options or {})
+    if draft is not None and not draft_urls:
+        wanted["draft"] = draft_server(draft) | dict(draft_options or {})
+    processes = launch(wanted, tell) if wanted else None
+    client = Client(api_key)
+    if processes is not None:
+        target_urls, draft_urls = target_urls or processes.urls("target"), draft_urls or processes.urls("draft")
+    failure: Callable[[], str | None] = (lambda: None) if processes is None else processes.failure
+    if patience_s is None:
+        patience_s = PATIENCE_S if processes is None else READY_S
+    targets = Servers("target", target_urls, client, failure, patience_s)
+    drafts = None if drafting is None else (Servers("draft", draft_urls, client, failure, patience_s), drafting)
+    return Parts(Target(language, targets, questions, cut_policy or own_cuts), drafts, client, threshold, processes)
+
+
+def _judge(
+    target: str | Path, adapter: str | Path | None, zero_shot: bool, language: ServedModel
+) -> tuple[Questions, CutPolicy, float | None]:
+    """How the target is asked, where drafts are cut for that, and the threshold that goes with it."""
+    if adapter is None and not zero_shot:
+        raise ValueError("there is nothing to judge drafts with: give an adapter, or zero_shot=True")
+    if adapter is None:
+        return ZeroShotQuestions.of(language.tokenizer, sorted(language.eos_ids), top=20), CutPolicy(), None
+    if zero_shot:
+        raise ValueError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
+    config = ValidityConfig.from_dict(read_adapter(resolve(adapter)).validity_config)
+    check_target(str(adapter), config.target, describe_config(load_config(target), str(target)))
+    questions = TrainedQuestions.of(config, end_tokens_of(target))
+    return questions, CutPolicy.from_dict(config.cut_policy), config.threshold

@@ -1,0 +1,44 @@
+"""The coordinator behind the server: vLLM answers many jobs at the same time, on the event loop of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from parse_infer.coordinator.engine import Coordinator
+from parse_infer.promise import Calibration
+from parse_infer.serve.backend import Job, Moment, Refused
+from parse_infer.serve.reader import PromptReader
+
+
+class CoordinatedBackend(PromptReader):
+    """A `Backend` for one `Coordinator`, which nobody else may use from now on."""
+
+    calibration: Calibration | None = None
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__(coordinator.target)
+        self.parallel = coordinator.parallel
+        self.threshold = coordinator.threshold
+        self._coordinator = coordinator
+        self._room = asyncio.Semaphore(coordinator.parallel)
+
+    @property
+    def running(self) -> int:
+        return self._coordinator.running
+
+    async def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
+        try:
+            events = self._coordinator.events(job.prompt, job.settings, job.draft_text, job.alone)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        async with self._room, aclosing(events):
+            async for event in events:
+                yield Moment(event, time.perf_counter())
+
+    def close(self) -> None:
+        """No jobs follow; servers that were started for this end."""
+        super().close()
+        self._coordinator.close()

@@ -1,0 +1,70 @@
+"""Coordinators over small servers in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from parse_infer.coordinator.client import Client
+from parse_infer.coordinator.engine import Coordinator
+from parse_infer.coordinator.pair import Target
+from parse_infer.coordinator.servers import Servers
+from parse_infer.engine import ParseEngine
+from parse_infer.verify.segments import CutPolicy
+from parse_infer.verify.verifier import Verifier
+from parse_infer.verify.zero_shot_judge import ZeroShotJudge
+from parse_infer.vllm.questions import TrainedQuestions, ZeroShotQuestions
+from tests.parse_infer.coordinator.fake_server import FakeServer, serving
+
+CUTS = CutPolicy("tokens", every=6)
+Connect = Callable[..., tuple[Coordinator, list[FakeServer], FakeServer]]
+
+
+@pytest.fixture
+def engine(make_engine) -> ParseEngine:
+    return make_engine(cut_policy=CUTS)
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """`connect(engine)`: a coordinator over servers with the engine's weights; them too."""
+    with ExitStack() as stack:
+
+        def make(
+            engine: ParseEngine, n_targets: int = 1, plugin: bool = True, patience_s: float = 2.0, **options
+        ) -> tuple[Coordinator, list[FakeServer], FakeServer]:
+            judge = engine.judge
+            zero_shot = isinstance(judge, ZeroShotJudge)
+
+            def target() -> FakeServer:
+                with_judge = (
+                    Verifier(engine.target.decoder, judge, engine.segmenter) if plugin and not zero_shot else None
+                )
+                return stack.enter_context(serving(FakeServer(engine.target, with_judge)))
+
+            targets, draft = [target() for _ in range(n_targets)], FakeServer(engine.draft)
+            stack.enter_context(serving(draft))
+            ends, client = sorted(engine.target.eos_ids), Client()
+            questions = (
+                ZeroShotQuestions.of(engine.target.tokenizer, ends, top=259)
+                if zero_shot
+                else TrainedQuestions.of(judge.config, ends)
+            )
+            servers = Servers("target", [s.url for s in targets], client, patience_s=patience_s)
+            drafts = Servers("draft", [draft.url], client, patience_s=patience_s)
+            coordinator = Coordinator(
+                Target(engine.target, servers, questions, engine.segmenter.policy),
+                (drafts, engine.draft),
+                client,
+                threshold=engine.threshold,
+                **options,
+            )
+            stack.callback(coordinator.close)
+            coordinator.run(coordinator.meet())
+            for server in (*targets, draft):
+                server.bodies.clear()
+            return coordinator, targets, draft
+
+        yield make

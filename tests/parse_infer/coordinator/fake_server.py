@@ -1,0 +1,185 @@
+"""An OpenAI-compatible server in a thread of this process, whose model is a local decoder. It can be told to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from parse_infer.models.decoder import Decoder
+from parse_infer.models.loading import LanguageModel
+from parse_infer.models.sampling import Sampling
+from parse_infer.verify.verifier import Verifier
+from parse_infer.vllm.questions import TrainedQuestions
+
+PIECE = 3  # tokens at a time in a stream
+_ONE_AT_A_TIME = threading.Lock()  # servers share weights, to which a verification applies an adapter
+
+
+class FakeServer:
+    """
+    Args:
+        lm: what it serves; decoded with a decoder of its own.
+        verifier: the plugin; None: a plain server.
+
+    Attributes:
+        faults: what happens to the next requests: "500", "cut" (breaks off in the middle), "half" (of the JSON),
+            "nonsense", "gone" (the connection is closed), None (nothing).
+        bodies: of the requests so far.
+        written: tokens that were sent in streams.
+        pause: seconds before each piece of a stream.
+    """
+
+    def __init__(self, lm: LanguageModel, verifier: Verifier | None = None) -> None:
+        self.lm = lm
+        self.decoder = Decoder(lm.model, ())
+        self.verifier = verifier
+        self.questions = None
+        if verifier is not None:
+            verifier.decoder = self.decoder
+            self.questions = TrainedQuestions.of(verifier.judge.config, sorted(lm.eos_ids))
+        self.faults: deque[str | None] = deque()
+        self.bodies: list[dict[str, Any]] = []
+        self.written = 0
+        self.pause = 0.0
+        self.url = ""
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        fault = self.faults.popleft() if self.faults else None
+        prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
+        size = self.lm.n_embeddings
+        if self.questions is None and any(token >= size for prompt in prompts for token in prompt):
+            return _error(400, f"Token id {size} is out of vocabulary")
+        if fault == "500":
+            return _error(500, "the engine is dead")
+        if fault == "gone":
+            request.transport.close()
+            raise asyncio.CancelledError
+        if body.get("logprobs"):
+            return _answer([self._choice(i, p, body["logprobs"]) for i, p in enumerate(prompts)], fault)
+        if not body.get("stream"):
+            ids = list(self._write(prompts[0], body))
+            return _answer([{"index": 0, "token_ids": ids, "text": "", "finish_reason": "stop"}], fault)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        with suppress(ConnectionError):
+            piece: list[int] = []
+            for n, token in enumerate(self._write(prompts[0], body)):
+                piece.append(token)
+                if len(piece) == PIECE:
+                    await self._send(response, piece)
+                    piece = []
+                if fault == "cut" and n == 7:
+                    request.transport.close()
+                    return response
+            await self._send(response, piece, "stop")
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _write(self, prompt: list[int], body: dict[str, Any]) -> Iterator[int]:
+        sampling = Sampling(body.get("temperature", 1.0), seed=body.get("seed"))
+        generator = sampling.generator(self.decoder.device)
+        ids: list[int] = []
+        while len(ids) < body["max_tokens"]:
+            with _ONE_AT_A_TIME:
+                self.decoder.seek([*prompt, *ids])
+                ids += self.decoder.decode(1, sampling, generator)
+            self.written += bool(body.get("stream"))
+            yield ids[-1]
+            if ids[-1] in body.get("stop_token_ids", ()):
+                return
+            if any(self.lm.tokenizer.decode(ids).endswith(stop) for stop in body.get("stop", ())):
+                return
+
+    async def _send(self, response: web.StreamResponse, piece: list[int], reason: str | None = None) -> None:
+        await asyncio.sleep(self.pause)
+        choice = {"index": 0, "text": "", "token_ids": list(piece), "finish_reason": reason}
+        await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+
+    def _choice(self, index: int, prompt: list[int], top: int) -> dict[str, Any]:
+        questions = self.questions
+        if questions is not None and prompt[-1] >= self.lm.n_embeddings:
+            with _ONE_AT_A_TIME:
+                self.decoder.seek(prompt[: len(prompt) - len(questions.ids.probe)])
+                (validity,) = self.verifier.verify([], [0]).validity
+            validity = min(max(validity, 1e-9), 1 - 1e-9)
+            found = dict(zip(questions.answers, (math.log(validity), math.log1p(-validity)), strict=True))
+        else:
+            with _ONE_AT_A_TIME:
+                self.decoder.seek(prompt)
+                values, ids = torch.log_softmax(self.decoder.next_logits(), -1).topk(top)
+            found = dict(zip(ids.tolist(), values.tolist(), strict=True))
+        listed = {f"token_id:{token}": value for token, value in found.items()}
+        return {"index": index, "text": "", "logprobs": {"top_logprobs": [listed]}}
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)
+
+
+def _answer(choices: list[dict[str, Any]], fault: str | None) -> web.Response:
+    text = json.dumps({"choices": choices})
+    if fault == "half":
+        text = text[: len(text) // 2]
+    if fault == "nonsense":
+        text = "<html>not here</html>"
+    return web.Response(text=text, content_type="application/json")
+
+
+@contextmanager
+def serving(server: FakeServer) -> Iterator[FakeServer]:
+    loop, ready = asyncio.new_event_loop(), threading.Event()
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": server.lm.name, "max_model_len": server.lm.window}]})
+
+    async def health(request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def tokenize(request: web.Request) -> web.Response:
+        text = (await request.json())["prompt"]
+        return web.json_response({"tokens": server.lm.tokenizer.encode(text, add_special_tokens=False)})
+
+    async def begin() -> web.AppRunner:
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/v1/models", models),
+                web.get("/health", health),
+                web.post("/tokenize", tokenize),
+                web.post("/v1/completions", server.completions),
+            ]
+        )
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return runner
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        runner = loop.run_until_complete(begin())
+        ready.set()
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield server
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)

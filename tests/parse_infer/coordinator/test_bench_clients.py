@@ -1,0 +1,67 @@
+"""The benchmark with many clients: every cell measured once, a table and a figure of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+from PIL import Image
+
+from parse_infer.bench.clients import check_ways, run_clients
+from parse_infer.generation import GenerationSettings
+
+
+@dataclass(frozen=True)
+class Problem:
+    id: str
+    prompt: str
+    reference: str = ""
+
+
+def test_every_way_answers_at_every_load_and_a_second_run_measures_nothing_again(engine, connect, tmp_path):
+    coordinator, (target,), _ = connect(engine)
+    connected: list[dict[str, object]] = []
+
+    class Connection:
+        def __enter__(self):
+            return coordinator
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    def run(ways: list[str]) -> dict[str, object]:
+        return run_clients(
+            lambda options: connected.append(options) or Connection(),
+            ways,
+            [1, 3],
+            [Problem(f"p{n}", f"Tom has {n} apples.") for n in range(6)],
+            lambda problem, text: problem.id == "p0",
+            tmp_path,
+            GenerationSettings(12, 0.5),
+            {"target": "tiny"},
+        )
+
+    results = run(["target", "parse", "parse:adaptive"])
+    assert connected == [{}]
+    cells = {(cell["way"], cell["clients"]): cell for cell in results["cells"]}
+    assert len(cells) == 6 and all(cell["answers"] == 6 for cell in cells.values())
+    assert cells["target", 3]["speedup"] == 1 and cells["parse", 1]["speedup"] > 0
+    assert cells["parse", 1]["accuracy"] == pytest.approx(1 / 6) and 0 <= cells["parse", 1]["acceptance_rate"] <= 1
+    salts = {body["cache_salt"] for body in target.bodies}
+    assert len(salts) == 12, "warming up has a cache of its own too"
+    with Image.open(tmp_path / "clients.png") as image:
+        assert image.size[0] > 500
+    assert (tmp_path / "clients.md").read_text().count("| PARSE |") == 2
+    assert json.loads((tmp_path / "clients.json").read_text())["cells"] == json.loads(json.dumps(results["cells"]))
+    run(["target", "parse"])
+    assert connected == [{}]
+
+
+def test_ways_are_checked():
+    with pytest.raises(ValueError, match="unknown mode 'eagle'"):
+        check_ways(["eagle"], "zoo:target")
+    with pytest.raises(ValueError, match="no head of 'zoo:smollm2'"):
+        check_ways(["target+eagle3"], "zoo:smollm2")
+    with pytest.raises(ValueError, match="needs a server of its own"):
+        check_ways(["target+ngram"], "zoo:target", starts=False)

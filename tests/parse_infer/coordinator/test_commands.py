@@ -1,0 +1,103 @@
+"""`--backend vllm` on the command line and in the server."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from parse_infer.cli.app import main
+from parse_infer.cli.model_options import ModelOptions
+from parse_infer.serve.coordinated import CoordinatedBackend
+from tests.parse_infer.serve.conftest import running
+
+PROMPTS = [f"Tom has {n} apples. How many are left?" for n in range(6)]
+
+
+@pytest.fixture
+def coordinated(engine, connect, monkeypatch):
+    coordinator, targets, draft = connect(engine)
+    monkeypatch.setattr(coordinator, "close", lambda: None)  # for one command after the other
+    monkeypatch.setattr(ModelOptions, "coordinate", lambda self, needs_draft=True: coordinator)
+    return engine, targets[0]
+
+
+def local(engine, prompt: str) -> str:
+    return engine.generate(prompt, max_new_tokens=24, exact_tail=False).text
+
+
+def test_a_file_of_prompts_is_answered_in_order_and_goes_on_where_it_stopped(coordinated, tmp_path, capsys):
+    engine, target = coordinated
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "answers"
+    file.write_text("".join(json.dumps({"prompt": p, "id": f"q{i}"}) + "\n" for i, p in enumerate(PROMPTS)))
+    command = ["generate", "--file", str(file), "--backend", "vllm", "--max-new-tokens", "24"]
+    assert main([*command, "--out", str(out)]) == 0
+    records = out / "records.jsonl"
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    assert [(row["row"], row["id"]) for row in rows] == [(i, f"q{i}") for i in range(6)]
+    assert [row["answer"]["text"] for row in rows] == [local(engine, p) for p in PROMPTS]
+    whole = records.read_text()
+    records.write_text("".join(whole.splitlines(keepends=True)[:4])[:-20])  # killed in the middle of a line
+    target.bodies.clear()
+    assert main([*command, "--out", str(out)]) == 0
+    again = [json.loads(line) for line in records.read_text().splitlines()]
+    assert [row["answer"]["text"] for row in again] == [row["answer"]["text"] for row in rows]
+    asked = {
+        tuple(body["prompt"][0] if isinstance(body["prompt"][0], list) else body["prompt"]) for body in target.bodies
+    }
+    first = tuple(engine.target.render(PROMPTS[0]))
+    assert not any(prompt[: len(first)] == first for prompt in asked), "an answer that was there was asked for again"
+    capsys.readouterr()
+    assert main([*command, "--threshold", "2", "--out", str(out), "--stop", "x"]) == 2
+    assert "holds a run of answers with settings" in capsys.readouterr().err
+
+
+def test_answers_and_events_are_written_as_those_of_the_local_engine_are(coordinated, capsys):
+    engine, _ = coordinated
+    command = ["generate", PROMPTS[0], "--backend", "vllm", "--max-new-tokens", "24", "--json"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == local(engine, PROMPTS[0])
+    assert main([*command, "--stream"]) == 0
+    *events, done = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert done["event"] == "done" and done["text"] == local(engine, PROMPTS[0])
+    assert "".join(e["text"] for e in events if e["event"] in ("accepted", "resumed")) == done["text"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--backend", "sglang"], "--backend is 'sglang'; choose local or vllm"),
+        (["--target-url", "http://127.0.0.1:9"], "--target-url and --draft-url are for --backend vllm"),
+        (["--backend", "vllm", "--target-drafter", "lookup"], "--target-drafter is for the local engine"),
+        (["--backend", "vllm", "--dtype", "float32"], "--device and --dtype are for the local engine"),
+        (["--backend", "vllm", "--zero-shot", "--adapter", "zoo:adapter"], "choose one judge"),
+        (
+            ["--backend", "vllm", "--target-url", "http://127.0.0.1:9", "--draft-url", "http://127.0.0.1:9"],
+            "the target server http://127.0.0.1:9/v1/models does not answer",
+        ),
+        (
+            ["--backend", "vllm", "--target", "zoo:smollm2", "--adapter", "zoo:adapter", "--draft", "zoo:draft"],
+            "was trained for the target",
+        ),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, sentence, capsys):
+    assert main(["generate", "Hi", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and said.startswith("error: ") and said.count("\n") == 1
+
+
+def test_behind_the_server_many_clients_get_the_engines_text(engine, connect):
+    coordinator, _, _ = connect(engine, parallel=4)
+    own = {prompt: local(engine, prompt) for prompt in PROMPTS}
+    with running(CoordinatedBackend(coordinator), engine) as served, ThreadPoolExecutor(8) as pool:
+        bodies = [{"max_tokens": 24, "parse": {"adaptive": n % 3 == 0, "threshold": 0.5}} for n in range(12)]
+        answers = list(pool.map(lambda pair: served.chat(pair[0], **pair[1]), zip(PROMPTS * 2, bodies, strict=True)))
+        for n, (prompt, answer) in enumerate(zip(PROMPTS * 2, answers, strict=True)):
+            assert answer.status_code == 200, answer.text
+            if n % 3:
+                assert answer.json()["choices"][0]["message"]["content"] == own[prompt]
+        assert served.becomes_idle(5)
+        refused = served.chat("Hi", parse={"mode": "exact"})
+        assert refused.status_code == 400 and "mode 'exact' needs" in refused.text

@@ -1,0 +1,205 @@
+"""The coordinator's promises, over small servers in this process: the local engine's answers, whatever happens."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from parse_infer.coordinator.client import Refused
+from parse_infer.coordinator.servers import Unavailable
+from parse_infer.drafters.draft_model import ModelDrafter
+from parse_infer.engine import ParseEngine
+from parse_infer.generation import Accepted, Done, Drafted, Generation, Resumed, Verified
+from parse_infer.models.sampling import Sampling
+from parse_infer.policy import maximal_valid_prefix
+from parse_infer.verify.zero_shot_judge import ZeroShotJudge
+from tests.parse_infer.coordinator.conftest import CUTS
+from tests.parse_infer.language_models import language_model, printable, word_tokenizer
+
+PROMPT = "Tom has 5 apples."
+PROMPTS = [PROMPT, "How many?", "Ann sells 48 clips.", "2 + 2"]
+
+
+def partial_threshold(engine: ParseEngine, prompt: str = PROMPT) -> float:
+    """One at which some segments of the first draft are kept, but not all."""
+    _, verified, *_ = itertools.islice(engine.stream(prompt, max_new_tokens=40), 2)
+    validity = [segment.validity for segment in verified.segments]
+    return next(t for t in sorted(validity) if 0 < maximal_valid_prefix(validity, t) < len(validity))
+
+
+def same(ours: Generation, theirs: Generation) -> bool:
+    spans = [[(s.text, s.source, s.n_tokens) for s in each.spans] for each in (ours, theirs)]
+    return ours.token_ids == theirs.token_ids and ours.finish_reason == theirs.finish_reason and spans[0] == spans[1]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("options", [{}, {"resume": "hand_back"}, {"acceptance": "longest"}, {"stop": ("e",)}])
+def test_answers_are_those_of_the_local_engine(engine, connect, overlap, options):
+    coordinator, (target,), draft = connect(engine, overlap=overlap)
+    for threshold in (0.0, partial_threshold(engine), 1.01):
+        settings = {"max_new_tokens": 40, "threshold": threshold, **options}
+        found = coordinator.generate(PROMPTS, **settings)
+        wanted = [engine.generate(prompt, exact_tail=False, **settings) for prompt in PROMPTS]
+        assert all(map(same, found, wanted))
+    assert coordinator.running == 0
+
+
+def test_above_one_a_threshold_keeps_nothing_and_the_target_alone_is_the_same(engine, connect):
+    coordinator, _, draft = connect(engine)
+    alone = engine.generate_target(PROMPTS, max_new_tokens=40)
+    found = coordinator.generate(PROMPTS, max_new_tokens=40, threshold=1.01)
+    assert [g.token_ids for g in found] == [g.token_ids for g in alone]
+    draft.bodies.clear()
+    found = coordinator.generate_target(PROMPTS, max_new_tokens=40)
+    assert [g.token_ids for g in found] == [g.token_ids for g in alone] and not draft.bodies
+
+
+def test_events_tell_the_answer_as_it_comes(engine, connect):
+    coordinator, _, _ = connect(engine)
+    threshold = partial_threshold(engine)
+    *events, done = coordinator.stream(PROMPT, max_new_tokens=40, threshold=threshold)
+    assert isinstance(done, Done)
+    assert [type(e) for e in events[:3]] == [Drafted, Verified, Accepted]
+    assert "".join(e.text for e in events if isinstance(e, (Accepted, Resumed))) == done.generation.text
+    local = engine.generate(PROMPT, max_new_tokens=40, threshold=threshold, exact_tail=False)
+    validities = [s.validity for s in local.spans if s.source == "draft"]
+    assert [s.validity for s in done.generation.spans if s.source == "draft"] == pytest.approx(validities, abs=1e-4)
+    stream = coordinator.stream(PROMPT, max_new_tokens=40, threshold=threshold)
+    next(stream)
+    stream.close()
+    assert coordinator.running == 0
+
+
+def test_a_draft_that_breaks_is_stopped_at_once(engine, connect):
+    coordinator, _, draft = connect(engine)
+    draft.pause = 0.05
+    found = coordinator.generate(PROMPT, max_new_tokens=200, threshold=1.01)
+    local = engine.generate(PROMPT, max_new_tokens=200, threshold=1.01, exact_tail=False)
+    assert found.token_ids == local.token_ids
+    assert draft.written < local.stats.draft_tokens / 2 and found.stats.draft_tokens == CUTS.every
+
+
+def test_the_target_reads_a_long_prompt_while_the_draft_is_written(engine, connect):
+    coordinator, (target,), _ = connect(engine)
+    prompt, settings = "Tom has 5 apples. " * 20, {"max_new_tokens": 30, "threshold": 0.0}
+    assert same(coordinator.generate(prompt, **settings), engine.generate(prompt, exact_tail=False, **settings))
+    first = target.bodies[0]
+    assert first["prompt"] == engine.target.render(prompt) and first["max_tokens"] == 1 and "logprobs" not in first
+
+
+def test_all_probes_of_a_short_draft_are_one_request(engine, connect):
+    coordinator, (target,), _ = connect(engine, overlap=False)
+    coordinator.generate(PROMPT, max_new_tokens=40, threshold=0.0)
+    assert [len(body["prompt"]) for body in target.bodies] == [7]
+
+
+def test_a_draft_model_with_tokens_of_its_own(engine, connect, make_model, random_adapter):
+    words = word_tokenizer()
+    other = language_model(printable(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words), words, "o")
+    local = ParseEngine(engine.target, other, engine.judge, cut_policy=CUTS)
+    assert isinstance(local.drafter, ModelDrafter) and not local.drafter.shares_tokens
+    for overlap in (True, False):
+        coordinator, _, _ = connect(local, overlap=overlap)
+        for threshold in (0.0, 0.5, 1.01):
+            settings = {"max_new_tokens": 40, "threshold": threshold}
+            found = coordinator.generate(PROMPTS, **settings)
+            assert all(map(same, found, local.generate(PROMPTS, exact_tail=False, **settings)))
+
+
+def test_given_drafts_need_no_draft_server(engine, connect):
+    coordinator, _, draft = connect(engine)
+    text = "Tom has 5 apples.\nHe eats 2.\nSo 3 are left."
+    for threshold in (0.0, 0.5):
+        settings = {"max_new_tokens": 40, "threshold": threshold, "draft_text": text}
+        assert same(coordinator.generate(PROMPT, **settings), engine.generate(PROMPT, exact_tail=False, **settings))
+    assert not draft.bodies
+
+
+def test_a_plain_server_is_asked_in_words(engine, connect):
+    judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, CUTS)
+    local = ParseEngine(engine.target, engine.draft, judge)
+    coordinator, _, _ = connect(local)
+    _, verified, *_ = itertools.islice(local.stream(PROMPT, max_new_tokens=40), 2)
+    for threshold in sorted(segment.validity for segment in verified.segments)[::2]:
+        settings = {"max_new_tokens": 40, "threshold": threshold - 1e-6, "acceptance": "longest"}
+        assert same(coordinator.generate(PROMPT, **settings), local.generate(PROMPT, exact_tail=False, **settings))
+
+
+@pytest.mark.parametrize("fault", ["500", "cut", "gone", "half", "nonsense"])
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_server_that_fails_is_asked_again_and_no_token_comes_twice(engine, connect, fault, watched):
+    coordinator, targets, draft = connect(engine, n_targets=2)
+    settings = {"max_new_tokens": 60, "threshold": partial_threshold(engine), "resume": "hand_back"}
+    wanted = engine.generate(PROMPT, exact_tail=False, **settings)
+    for server in (*targets, draft):
+        server.faults.extend([None, fault, None, fault])
+    if watched:
+        *events, done = coordinator.stream(PROMPT, **settings)
+        assert same(done.generation, wanted)
+        assert "".join(e.text for e in events if isinstance(e, (Accepted, Resumed))) == wanted.text
+    else:
+        assert same(coordinator.generate(PROMPT, **settings), wanted)
+
+
+def test_requests_of_an_answer_stay_with_a_server_and_answers_are_spread(engine, connect):
+    coordinator, targets, _ = connect(engine, n_targets=2)
+    coordinator.generate(PROMPT, max_new_tokens=40, resume="hand_back", threshold=0.9)
+    assert not all(server.bodies for server in targets)
+    coordinator.generate(PROMPTS * 3, max_new_tokens=20)
+    assert all(server.bodies for server in targets)
+
+
+def test_servers_that_stay_away_end_in_one_sentence(engine, connect):
+    coordinator, (target,), _ = connect(engine, patience_s=0.3)
+    target.faults.extend(["nonsense"] * 100)
+    with pytest.raises(Unavailable, match="the target servers have failed 4 times: .* no complete JSON"):
+        coordinator.generate(PROMPT, max_new_tokens=20)
+    target.faults.clear()
+    assert coordinator.generate(PROMPT, max_new_tokens=20).text
+    coordinator._target.servers.members[0].url = "http://127.0.0.1:9"
+    with pytest.raises(Unavailable, match="no target server answers: .* does not answer"):
+        coordinator.generate(PROMPT, max_new_tokens=20)
+
+
+def test_bad_requests_and_servers_are_refused_in_one_sentence(engine, connect):
+    coordinator, _, _ = connect(engine)
+    for message, settings in (
+        ("mode 'exact' needs", {"mode": "exact"}),
+        ("promises are calibrated for the local engine", {"risk": 0.01}),
+        ("is not a generation setting", {"thresold": 0.5}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            coordinator.generate(PROMPT, **settings)
+    with pytest.raises(ValueError, match="empty"):
+        coordinator.generate(["fine", " "])
+    with pytest.raises((ValueError, Refused), match="cannot judge drafts for 'target': .* out of vocabulary"):
+        connect(engine, plugin=False)
+
+
+def test_a_server_with_other_tokens_is_refused(engine, connect, make_model):
+    coordinator, _, draft = connect(engine)
+    words = word_tokenizer()
+    draft.lm = language_model(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words, "o")
+    with pytest.raises(ValueError, match="the draft server .* has other tokens than 'draft'"):
+        coordinator.run(coordinator.meet())
+
+
+def test_sampled_answers_follow_their_seed(engine, connect):
+    coordinator, _, _ = connect(engine)
+    sampling = Sampling(temperature=1.0, seed=3)
+    settings = {"max_new_tokens": 30, "threshold": 0.5, "draft_sampling": sampling, "resume_sampling": sampling}
+    assert same(coordinator.generate(PROMPT, **settings), coordinator.generate(PROMPT, **settings))
+    other = Sampling(temperature=1.0, seed=4)
+    assert not same(
+        coordinator.generate(PROMPT, **settings),
+        coordinator.generate(PROMPT, **{**settings, "draft_sampling": other, "resume_sampling": other}),
+    )
+
+
+def test_a_useless_draft_is_given_up_and_looked_at_again_now_and_then(engine, connect):
+    coordinator, _, draft = connect(engine, parallel=1)
+    draft.pause = 0.02
+    found = coordinator.generate([PROMPT] * 30, max_new_tokens=20, threshold=1.01, adaptive=True)
+    assert {tuple(g.token_ids) for g in found} == {tuple(engine.generate_target(PROMPT, max_new_tokens=20).token_ids)}
+    assert [bool(g.stats.draft_tokens) for g in found[6:]] == [False] * 24

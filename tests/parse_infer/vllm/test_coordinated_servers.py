@@ -1,0 +1,89 @@
+"""The coordinator over real servers of vLLM, which it starts: the local engine's answers, also when a server dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from parse_infer.engine import ParseEngine
+from parse_infer.generation import Generation
+
+pytestmark = pytest.mark.vllm
+PROMPTS = [
+    f"A {who} has {3 + n} pencils. His brother has {n % 7 + 2} {more} pencils. How many do they have together?"
+    for n in range(12)
+    for who, more in (("boy", "more"), ("baker", "fewer"))
+]
+EAGER = {"enforce_eager": True, "max_num_seqs": 16}
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory) -> Iterator[object]:
+    from parse_infer.coordinator.engine import Coordinator
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # as everywhere but in the other tests of this folder
+        with Coordinator.from_pretrained(
+            "zoo:target", "zoo:draft", "zoo:adapter", target_options=EAGER, draft_options=EAGER
+        ) as made:
+            yield made
+        assert not any(process.alive for process in made.processes.members)
+
+
+@pytest.fixture(scope="module")
+def local() -> ParseEngine:
+    return ParseEngine.from_pretrained("zoo:target", "zoo:draft", "zoo:adapter", target_drafter=None)
+
+
+def told(generation: Generation) -> tuple[object, ...]:
+    spans = [(span.text, span.source, span.n_tokens) for span in generation.spans]
+    return generation.token_ids, generation.finish_reason, spans
+
+
+@pytest.mark.parametrize("settings", [{}, {"resume": "hand_back"}, {"threshold": 1.01}, {"stop": ("\n",)}])
+def test_answers_are_those_of_the_local_engine(coordinator, local, settings):
+    settings = {"max_new_tokens": 200, **settings}
+    found = coordinator.generate(PROMPTS, **settings)
+    wanted = local.generate(PROMPTS, exact_tail=False, **settings)
+    assert [told(g) for g in found] == [told(g) for g in wanted]
+    assert coordinator.generate_target(PROMPTS[0], max_new_tokens=200).token_ids == (
+        local.generate_target(PROMPTS[0], max_new_tokens=200).token_ids
+    )
+
+
+def test_a_stream_is_the_same_answer(coordinator, local):
+    *_, done = coordinator.stream(PROMPTS[1], max_new_tokens=200, resume="hand_back")
+    wanted = local.generate(PROMPTS[1], exact_tail=False, max_new_tokens=200, resume="hand_back")
+    assert told(done.generation) == told(wanted)
+
+
+def test_servers_that_are_killed_cost_no_answer(coordinator, local):
+    processes = coordinator.processes.members
+    wanted = [told(g) for g in local.generate(PROMPTS, exact_tail=False, max_new_tokens=200)]
+
+    def kill() -> None:
+        for process in processes:
+            time.sleep(1.0)
+            os.killpg(process.guard.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    found = [told(g) for g in coordinator.generate(PROMPTS * 2, max_new_tokens=200)]
+    killer.join()
+    found += [told(g) for g in coordinator.generate(PROMPTS, max_new_tokens=200)]
+    assert found == wanted * 3
+    assert all(process.alive for process in processes)
+
+
+def test_a_server_that_cannot_start_says_why():
+    from parse_infer.coordinator.engine import Coordinator
+
+    with pytest.raises(OSError, match="the target server has ended before it was ready: .*max_model_len"):
+        Coordinator.from_pretrained(
+            "zoo:target", "zoo:draft", "zoo:adapter", target_options={**EAGER, "max_model_len": 10**7}
+        )
