@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -36,25 +37,22 @@ from parse_infer.models.prompts import Prompt, render_prompt
 
 
 @dataclass
-class LanguageModel:
-    """One model with all that is needed to let it write: tokenizer, decoder (which owns the cache), limits."""
+class TextModel:
+    """A model as far as text and tokens go: what is known of it without its weights, which may be behind a server."""
 
     name: str
-    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    eos_ids: set[int]
+    """Tokens that end an answer."""
+    window: int
+    """Positions it was made for; `sys.maxsize` where nobody says."""
+    n_embeddings: int
+    """Number of tokens it embeds, which may be more than its tokenizer knows (padding)."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Switches of the chat template, for example `{"enable_thinking": False}`."""
 
     def __post_init__(self) -> None:
         check_vocabulary(self)
-        self.eos_ids: set[int] = end_tokens(self.model, self.tokenizer)
-        self.window: int = context_window(self.model)
-        self.decoder = Decoder(self.model, self.eos_ids)
-
-    @property
-    def n_embeddings(self) -> int:
-        """Number of tokens the model embeds, which may be more than its tokenizer knows (padding)."""
-        return cast("torch.Tensor", self.model.get_input_embeddings().weight).shape[0]
 
     @property
     def end_token(self) -> int | None:
@@ -78,6 +76,23 @@ class LanguageModel:
                 f"shorten it or use a model with a longer window."
             )
         return ids
+
+
+class LanguageModel(TextModel):
+    """One model with all that is needed to let it write: its weights, and the decoder (which owns the cache)."""
+
+    def __init__(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        n_embeddings = cast("torch.Tensor", model.get_input_embeddings().weight).shape[0]
+        eos_ids, window = end_tokens(model.generation_config, tokenizer), context_window(model.config)
+        super().__init__(name, tokenizer, eos_ids, window, n_embeddings, template_options or {})
+        self.model = model
+        self.decoder = Decoder(model, self.eos_ids)
 
 
 def load_language_model(
@@ -122,11 +137,27 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
     return _tokenizer(_open(name), trust_remote_code)
 
 
-def load_config(name: str | Path) -> PretrainedConfig:
+def load_text_model(
+    name: str | Path, *, trust_remote_code: bool = False, template_options: Mapping[str, Any] | None = None
+) -> TextModel:
+    """All but the weights. Raises as `load_language_model` does."""
+    source = _open(name)
+    _check_folder(source.base)
+    tokenizer, config = _tokenizer(source, trust_remote_code), load_config(name, trust_remote_code)
+    try:
+        generation = GenerationConfig.from_pretrained(source.base)
+    except OSError:  # the file is optional
+        generation = GenerationConfig.from_model_config(config)
+    n_embeddings = config.get_text_config(decoder=True).vocab_size
+    eos_ids = end_tokens(generation, tokenizer)
+    return TextModel(str(name), tokenizer, eos_ids, context_window(config), n_embeddings, template_options or {})
+
+
+def load_config(name: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """The configuration behind a name. Raises as `load_language_model` does."""
     source = _open(name)
     try:
-        return AutoConfig.from_pretrained(source.base)
+        return AutoConfig.from_pretrained(source.base, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise OSError(f"The configuration of {source.name!r} cannot be loaded: {first_sentence(error)}") from error
 
@@ -170,22 +201,22 @@ def find_model(name: str | Path) -> tuple[Path | str, list[Lora]]:
     return place, loras
 
 
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def end_tokens(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Every token that ends an answer: the tokenizer's and those of the generation config (chat models have two)."""
     ids: set[int] = set()
-    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    configured = generation.eos_token_id if generation is not None else None
     for value in (configured, tokenizer.eos_token_id):
         ids.update([] if value is None else [value] if isinstance(value, int) else value)
     return ids
 
 
-def context_window(model: PreTrainedModel) -> int:
-    """Positions the model was made for, `sys.maxsize` where its config names none."""
-    window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def context_window(config: PretrainedConfig) -> int:
+    """Positions a model was made for, `sys.maxsize` where its config names none."""
+    window = getattr(config.get_text_config(), "max_position_embeddings", None)
     return sys.maxsize if window is None else int(window)
 
 
-def check_vocabulary(lm: LanguageModel) -> None:
+def check_vocabulary(lm: TextModel) -> None:
     """ValueError if the tokenizer can produce a token that the model has no embedding for."""
     highest = max(lm.tokenizer.get_vocab().values(), default=0)
     if highest >= lm.n_embeddings:
