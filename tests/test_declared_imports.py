@@ -23,7 +23,17 @@ DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}  
 
 
 FAMILY = re.compile("(?<=^opentelemetry)-.*")  # distributions that share a module
-EXTRA_NAMES = ("bench", "data", "train", "gguf", "serve", "eval", "vllm", "otel")  # the smaller before the larger
+EXTRA_NAMES = (
+    "bench",
+    "data",
+    "openai",
+    "train",
+    "gguf",
+    "serve",
+    "eval",
+    "vllm",
+    "otel",
+)  # the smaller before the larger
 
 
 def declared(*extras: str) -> set[str]:
@@ -65,7 +75,7 @@ OUTER = [path for room in ("bench", "calibration", "cli") for path in files(f"pa
         (SERVE, ["serve", "otel"]),
         (EVAL, ["eval"]),
         (VLLM, ["vllm"]),
-        (files("data_tools"), ["data"]),
+        (files("data_tools"), ["data", "openai"]),
         (files("parse_train"), ["train"]),
     ],
     ids=["parse_infer", "bench, calibration and cli", "serve", "eval", "vllm", "data_tools", "parse_train"],
