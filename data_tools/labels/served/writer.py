@@ -138,12 +138,13 @@ class ServedDecoder:
     def _tokens(self, answer: Answer, most: int) -> list[int]:
         model = self.writer.model
         ids = encode_continuation(model.tokenizer, "\n", answer.text) if answer.ids is None else answer.ids
+        ids = ids[:most]  # text may have more tokens here than there
         end = next((i for i, token in enumerate(ids) if token in self.eos_ids), None)
         if end is not None:
             return ids[: end + 1]
         if answer.ended and model.end_token is not None and len(ids) < most:  # servers may keep the end to themselves
             return [*ids, model.end_token]
-        return ids[:most]
+        return ids
 
 
 def prefix_order(contexts: ServedContexts, rows: Sequence[Row]) -> list[int]:
