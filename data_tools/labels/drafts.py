@@ -9,7 +9,8 @@ from data_tools.labels.writers import Writer
 from data_tools.tasks.task import Problem
 from parse_infer.models.batch_decoder import Row
 from parse_infer.models.detokenizer import Detokenizer, complete_text, encode_continuation
-from parse_infer.models.loading import TextModel, same_tokenizer
+from parse_infer.models.language import Language
+from parse_infer.models.loading import same_tokenizer
 from parse_infer.models.sampling import Sampling, seed_of
 
 
@@ -36,7 +37,7 @@ class DraftSampler:
     def __init__(
         self,
         draft: Writer,
-        target: TextModel,
+        target: Language,
         settings: Sequence[Sampling],
         max_new_tokens: int,
         seed: int,
@@ -88,7 +89,7 @@ class DraftSampler:
         return body[: min(usable, room)], False
 
 
-def render(model: TextModel, problem: Problem) -> list[int]:
+def render(model: Language, problem: Problem) -> list[int]:
     """Token ids of the problem's prompt for `model`; a ValueError names the problem."""
     try:
         return model.render(problem.prompt)
@@ -96,7 +97,7 @@ def render(model: TextModel, problem: Problem) -> list[int]:
         raise ValueError(f"problem {problem.id}: {error}") from error
 
 
-def segment_texts(target: TextModel, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
+def segment_texts(target: Language, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
     """Text of each segment; they concatenate to the draft's text. A character cut in two goes to the later segment."""
     detokenizer = Detokenizer(target.tokenizer)
     texts = [detokenizer.add(ids[start:end]) for start, end in zip([0, *cuts], cuts, strict=False)]

@@ -10,7 +10,7 @@ from data_tools.labels.writers import RowDecoder
 from data_tools.tasks.task import Problem, Task
 from parse_infer.models.batch_decoder import Row
 from parse_infer.models.detokenizer import decode
-from parse_infer.models.loading import TextModel
+from parse_infer.models.language import Language
 from parse_infer.models.sampling import Sampling, seed_of
 
 
@@ -43,7 +43,7 @@ class PrefixValues:
 
     def __init__(
         self,
-        target: TextModel,
+        target: Language,
         decoder: RowDecoder,
         task: Task,
         problems: Sequence[Problem],
@@ -116,7 +116,7 @@ class PrefixValues:
         return is_right(self.target, self.task, self.problems[problem], answer)
 
 
-def is_right(target: TextModel, task: Task, problem: Problem, answer: Sequence[int]) -> bool:
+def is_right(target: Language, task: Task, problem: Problem, answer: Sequence[int]) -> bool:
     """Whether these target tokens are a complete answer (they end with an end token) and a right one."""
     if not answer or answer[-1] not in target.eos_ids:
         return False

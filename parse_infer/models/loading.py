@@ -9,7 +9,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -30,55 +30,13 @@ from parse_infer.files import first_sentence, replacing_folder
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.gguf_file import cache_folder, dequantised
+from parse_infer.models.language import Language
 from parse_infer.models.lora import Lora, is_lora, read_lora
 from parse_infer.models.names import is_gguf, resolve
 from parse_infer.models.packed_linear import pack_linears
-from parse_infer.models.prompts import Prompt, render_prompt
 
 
-@dataclass
-class TextModel:
-    """A model as far as text and tokens go: what is known of it without its weights, which may be behind a server."""
-
-    name: str
-    tokenizer: PreTrainedTokenizerBase
-    eos_ids: set[int]
-    """Tokens that end an answer."""
-    window: int
-    """Positions it was made for; `sys.maxsize` where nobody says."""
-    n_embeddings: int
-    """Number of tokens it embeds, which may be more than its tokenizer knows (padding)."""
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Switches of the chat template, for example `{"enable_thinking": False}`."""
-
-    def __post_init__(self) -> None:
-        check_vocabulary(self)
-
-    @property
-    def end_token(self) -> int | None:
-        """The token that stands for "the answer ends here" where this library writes one itself."""
-        preferred = self.tokenizer.eos_token_id
-        return preferred if preferred in self.eos_ids else min(self.eos_ids, default=None)
-
-    def render(self, prompt: Prompt) -> list[int]:
-        """Token ids of the prompt in this model's own chat template.
-
-        Raises ValueError if it is empty, leaves no room for an answer in the context window or has a token that the
-        model does not know.
-        """
-        ids = render_prompt(self.tokenizer, prompt, self.template_options)
-        strange = next((token for token in ids if not 0 <= token < self.n_embeddings), None)
-        if strange is not None:
-            raise ValueError(f"{strange} is no token of {self.name!r}, which has tokens 0 to {self.n_embeddings - 1}.")
-        if len(ids) >= self.window:
-            raise ValueError(
-                f"The prompt has {len(ids)} tokens for {self.name!r}, whose context window is {self.window}: "
-                f"shorten it or use a model with a longer window."
-            )
-        return ids
-
-
-class LanguageModel(TextModel):
+class LanguageModel(Language):
     """One model with all that is needed to let it write: its weights, and the decoder (which owns the cache)."""
 
     def __init__(
@@ -137,9 +95,9 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
     return _tokenizer(_open(name), trust_remote_code)
 
 
-def load_text_model(
+def load_language(
     name: str | Path, *, trust_remote_code: bool = False, template_options: Mapping[str, Any] | None = None
-) -> TextModel:
+) -> Language:
     """All but the weights. Raises as `load_language_model` does."""
     source = _open(name)
     _check_folder(source.base)
@@ -150,7 +108,7 @@ def load_text_model(
         generation = GenerationConfig.from_model_config(config)
     n_embeddings = config.get_text_config(decoder=True).vocab_size
     eos_ids = end_tokens(generation, tokenizer)
-    return TextModel(str(name), tokenizer, eos_ids, context_window(config), n_embeddings, template_options or {})
+    return Language(str(name), tokenizer, eos_ids, context_window(config), n_embeddings, template_options or {})
 
 
 def load_config(name: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -214,16 +172,6 @@ def context_window(config: PretrainedConfig) -> int:
     """Positions a model was made for, `sys.maxsize` where its config names none."""
     window = getattr(config.get_text_config(), "max_position_embeddings", None)
     return sys.maxsize if window is None else int(window)
-
-
-def check_vocabulary(lm: TextModel) -> None:
-    """ValueError if the tokenizer can produce a token that the model has no embedding for."""
-    highest = max(lm.tokenizer.get_vocab().values(), default=0)
-    if highest >= lm.n_embeddings:
-        raise ValueError(
-            f"The tokenizer of {lm.name!r} goes up to token {highest}, but the model embeds only "
-            f"{lm.n_embeddings} tokens: they do not belong together."
-        )
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:

@@ -12,7 +12,8 @@ from data_tools.labels.served.servers import CompletionServers
 from parse_infer.models.batch_decoder import Contexts, Row
 from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.fingerprint import describe_config, fingerprint_of
-from parse_infer.models.loading import TextModel, load_config, load_text_model
+from parse_infer.models.language import Language
+from parse_infer.models.loading import load_config, load_language
 
 if TYPE_CHECKING:
     from data_tools.labels.build_config import BuildConfig
@@ -27,7 +28,7 @@ class ServedWriter:
             way, and what it writes is split here.
     """
 
-    def __init__(self, model: TextModel, servers: CompletionServers, wire: str = "ids") -> None:
+    def __init__(self, model: Language, servers: CompletionServers, wire: str = "ids") -> None:
         self.model, self.servers, self.wire = model, servers, wire
 
     @classmethod
@@ -39,7 +40,7 @@ class ServedWriter:
         """
         name: str = getattr(config, role)
         url_key = "draft_base_url" if role == "draft" and config.draft_base_url else "base_url"
-        model = load_text_model(
+        model = load_language(
             name, trust_remote_code=config.trust_remote_code, template_options=config.template_options
         )
         servers = CompletionServers(

@@ -1,0 +1,63 @@
+"""How a model reads and writes, its weights aside: tokenizer, chat template, end tokens, window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from parse_infer.models.prompts import Prompt, render_prompt
+
+
+@dataclass
+class Language:
+    """How a model reads and writes: all that is known of it without its weights, which may be behind a server."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: set[int]
+    """Tokens that end an answer."""
+    window: int
+    """Positions it was made for; `sys.maxsize` where nobody says."""
+    n_embeddings: int
+    """Number of tokens it embeds, which may be more than its tokenizer knows (padding)."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Switches of the chat template, for example `{"enable_thinking": False}`."""
+
+    def __post_init__(self) -> None:
+        check_vocabulary(self)
+
+    @property
+    def end_token(self) -> int | None:
+        """The token that stands for "the answer ends here" where this library writes one itself."""
+        preferred = self.tokenizer.eos_token_id
+        return preferred if preferred in self.eos_ids else min(self.eos_ids, default=None)
+
+    def render(self, prompt: Prompt) -> list[int]:
+        """Token ids of the prompt in this model's own chat template.
+
+        Raises ValueError if it is empty, leaves no room for an answer in the context window or has a token that the
+        model does not know.
+        """
+        ids = render_prompt(self.tokenizer, prompt, self.template_options)
+        strange = next((token for token in ids if not 0 <= token < self.n_embeddings), None)
+        if strange is not None:
+            raise ValueError(f"{strange} is no token of {self.name!r}, which has tokens 0 to {self.n_embeddings - 1}.")
+        if len(ids) >= self.window:
+            raise ValueError(
+                f"The prompt has {len(ids)} tokens for {self.name!r}, whose context window is {self.window}: "
+                f"shorten it or use a model with a longer window."
+            )
+        return ids
+
+
+def check_vocabulary(language: Language) -> None:
+    """ValueError if the tokenizer can produce a token that the model has no embedding for."""
+    highest = max(language.tokenizer.get_vocab().values(), default=0)
+    if highest >= language.n_embeddings:
+        raise ValueError(
+            f"The tokenizer of {language.name!r} goes up to token {highest}, but the model embeds only "
+            f"{language.n_embeddings} tokens: they do not belong together."
+        )
