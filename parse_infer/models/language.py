@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -11,23 +11,25 @@ from transformers import PreTrainedTokenizerBase
 from parse_infer.models.prompts import Prompt, render_prompt
 
 
-@dataclass
-class Language:
-    """How a model reads and writes: all that is known of it without its weights, which may be behind a server."""
+class Language(ABC):
+    """
+    Attributes:
+        name: as it was given.
+        template_options: switches of the chat template, for example `{"enable_thinking": False}`.
+        eos_ids: every token that ends an answer.
+        window: tokens that prompt and answer may have together.
+    """
 
     name: str
     tokenizer: PreTrainedTokenizerBase
+    template_options: Mapping[str, Any]
     eos_ids: set[int]
-    """Tokens that end an answer."""
     window: int
-    """Positions it was made for; `sys.maxsize` where nobody says."""
-    n_embeddings: int
-    """Number of tokens it embeds, which may be more than its tokenizer knows (padding)."""
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Switches of the chat template, for example `{"enable_thinking": False}`."""
 
-    def __post_init__(self) -> None:
-        check_vocabulary(self)
+    @property
+    @abstractmethod
+    def n_embeddings(self) -> int:
+        """Number of tokens the model embeds, which may be more than its tokenizer knows (padding)."""
 
     @property
     def end_token(self) -> int | None:
@@ -42,9 +44,10 @@ class Language:
         model does not know.
         """
         ids = render_prompt(self.tokenizer, prompt, self.template_options)
-        strange = next((token for token in ids if not 0 <= token < self.n_embeddings), None)
+        size = self.n_embeddings
+        strange = next((token for token in ids if not 0 <= token < size), None)
         if strange is not None:
-            raise ValueError(f"{strange} is no token of {self.name!r}, which has tokens 0 to {self.n_embeddings - 1}.")
+            raise ValueError(f"{strange} is no token of {self.name!r}, which has tokens 0 to {size - 1}.")
         if len(ids) >= self.window:
             raise ValueError(
                 f"The prompt has {len(ids)} tokens for {self.name!r}, whose context window is {self.window}: "

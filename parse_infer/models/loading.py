@@ -9,7 +9,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -30,27 +30,54 @@ from parse_infer.files import first_sentence, replacing_folder
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.gguf_file import cache_folder, dequantised
-from parse_infer.models.language import Language
+from parse_infer.models.language import Language, check_vocabulary
 from parse_infer.models.lora import Lora, is_lora, read_lora
 from parse_infer.models.names import is_gguf, resolve
 from parse_infer.models.packed_linear import pack_linears
 
 
+@dataclass
 class LanguageModel(Language):
-    """One model with all that is needed to let it write: its weights, and the decoder (which owns the cache)."""
+    """One model with all that is needed to let it write: tokenizer, decoder (which owns the cache), limits."""
 
-    def __init__(
-        self,
-        name: str,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        n_embeddings = cast("torch.Tensor", model.get_input_embeddings().weight).shape[0]
-        eos_ids, window = end_tokens(model.generation_config, tokenizer), context_window(model.config)
-        super().__init__(name, tokenizer, eos_ids, window, n_embeddings, template_options or {})
-        self.model = model
-        self.decoder = Decoder(model, self.eos_ids)
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Switches of the chat template, for example `{"enable_thinking": False}`."""
+
+    def __post_init__(self) -> None:
+        check_vocabulary(self)
+        self.eos_ids: set[int] = end_tokens(self.model.generation_config, self.tokenizer)
+        self.window: int = context_window(self.model.config)
+        self.decoder = Decoder(self.model, self.eos_ids)
+
+    @property
+    def n_embeddings(self) -> int:
+        return cast("torch.Tensor", self.model.get_input_embeddings().weight).shape[0]
+
+
+@dataclass
+class ServedModel(Language):
+    """One model whose weights are elsewhere, behind a server.
+
+    Attributes:
+        size: tokens that it embeds.
+    """
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: set[int]
+    window: int
+    size: int
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_vocabulary(self)
+
+    @property
+    def n_embeddings(self) -> int:
+        return self.size
 
 
 def load_language_model(
@@ -95,9 +122,9 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
     return _tokenizer(_open(name), trust_remote_code)
 
 
-def load_language(
+def load_served_model(
     name: str | Path, *, trust_remote_code: bool = False, template_options: Mapping[str, Any] | None = None
-) -> Language:
+) -> ServedModel:
     """All but the weights. Raises as `load_language_model` does."""
     source = _open(name)
     _check_folder(source.base)
@@ -106,9 +133,9 @@ def load_language(
         generation = GenerationConfig.from_pretrained(source.base)
     except OSError:  # the file is optional
         generation = GenerationConfig.from_model_config(config)
-    n_embeddings = config.get_text_config(decoder=True).vocab_size
+    size = config.get_text_config(decoder=True).vocab_size
     eos_ids = end_tokens(generation, tokenizer)
-    return Language(str(name), tokenizer, eos_ids, context_window(config), n_embeddings, template_options or {})
+    return ServedModel(str(name), tokenizer, eos_ids, context_window(config), size, template_options or {})
 
 
 def load_config(name: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:

@@ -17,7 +17,7 @@ import torch
 
 from parse_infer.files import first_sentence
 from parse_infer.models.fingerprint import describe_config
-from parse_infer.models.loading import load_config, load_language, weights_folder
+from parse_infer.models.loading import load_config, load_served_model, weights_folder
 from parse_infer.models.names import resolve
 from parse_infer.verify.adapter_folder import read_adapter
 from parse_infer.verify.trained_judge import ValidityConfig, check_target, read_head
@@ -83,7 +83,7 @@ def engine_options(
 
 def end_tokens_of(target: str | Path) -> list[int]:
     """Every token that ends an answer of the target, rising: `LanguageModel.eos_ids` without the weights."""
-    return sorted(load_language(target).eos_ids)
+    return sorted(load_served_model(target).eos_ids)
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from parse_infer.models.batch_decoder import Contexts, Row
 from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.fingerprint import describe_config, fingerprint_of
 from parse_infer.models.language import Language
-from parse_infer.models.loading import load_config, load_language
+from parse_infer.models.loading import load_config, load_served_model
 
 if TYPE_CHECKING:
     from data_tools.labels.build_config import BuildConfig
@@ -40,7 +40,7 @@ class ServedWriter:
         """
         name: str = getattr(config, role)
         url_key = "draft_base_url" if role == "draft" and config.draft_base_url else "base_url"
-        model = load_language(
+        model = load_served_model(
             name, trust_remote_code=config.trust_remote_code, template_options=config.template_options
         )
         servers = CompletionServers(

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from parse_infer.engine import ParseEngine
 from parse_infer.models import loading, names
 from parse_infer.models.attention import SPLIT_ATTENTION
-from parse_infer.models.loading import end_tokens, load_language, load_language_model, same_tokenizer
+from parse_infer.models.loading import end_tokens, load_language_model, load_served_model, same_tokenizer
 from parse_infer.models.names import resolve
 from tests.parse_infer.language_models import language_model, resembling, word_tokenizer
 
@@ -235,12 +235,12 @@ def test_what_is_known_without_the_weights_is_what_the_loaded_model_knows(make_m
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     for name in (tmp_path, "zoo:draft"):
-        whole, text = load_language_model(name, role="draft"), load_language(name)
+        whole, text = load_language_model(name, role="draft"), load_served_model(name)
         for what in ("name", "eos_ids", "window", "n_embeddings", "end_token"):
             assert getattr(text, what) == getattr(whole, what), what
         assert text.render("What is 3 + 4?") == whole.render("What is 3 + 4?")
         assert not hasattr(text, "model")
     (tmp_path / "generation_config.json").unlink()
-    assert load_language(tmp_path).eos_ids == load_language_model(tmp_path, role="draft").eos_ids
+    assert load_served_model(tmp_path).eos_ids == load_language_model(tmp_path, role="draft").eos_ids
     with pytest.raises(FileNotFoundError, match=r"config.json is missing"):
-        load_language(tmp_path.parent)
+        load_served_model(tmp_path.parent)
