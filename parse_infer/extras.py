@@ -12,6 +12,7 @@ EXTRAS = {
     "datasets": "data",
     "trl": "data",
     "yaml": "data",
+    "openai": "openai",
     "accelerate": "train",
     "peft": "train",
     "sklearn": "train",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from data_tools.labels.drafts import DraftSampler, render
 from data_tools.labels.group_folder import GroupFolder, check_identity
+from data_tools.labels.writers import LocalWriter
 from data_tools.tasks.by_name import load_task
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel
@@ -78,9 +79,8 @@ def _answer(
     problems = list(task.problems(answers.split, seed=seed, limit=limit))  # type: ignore[arg-type]
     mine = _groups(len(problems))[processes.process_index :: processes.num_processes]
     missing = [group for group in mine if not answers.has(group)]
-    sampler = DraftSampler(
-        lm, lm, [Sampling(config.answer_temperature)], config.max_answer_tokens, seed, config.batch_size
-    )
+    writer = LocalWriter(lm, config.batch_size)
+    sampler = DraftSampler(writer, lm, [Sampling(config.answer_temperature)], config.max_answer_tokens, seed)
     what = f"{lm.name} answers {answers.split} problems"
     for group in track(missing, what, disable=not processes.is_main_process):
         rows = []

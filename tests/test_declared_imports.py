@@ -24,7 +24,7 @@ DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}  
 
 FAMILY = re.compile("(?<=^opentelemetry)-.*")  # distributions that share a module
 # The smaller before the larger.
-EXTRA_NAMES = ("bench", "data", "train", "gguf", "coordinator", "serve", "eval", "vllm", "otel")
+EXTRA_NAMES = ("bench", "data", "openai", "train", "gguf", "coordinator", "serve", "eval", "vllm", "otel")
 
 
 def declared(*extras: str) -> set[str]:
@@ -70,7 +70,7 @@ OUTER = [path for room in ("bench", "calibration", "cli") for path in files(f"pa
         (EVAL, ["eval"]),
         (VLLM, ["vllm"]),
         (COORDINATOR, ["coordinator"]),
-        (files("data_tools"), ["data"]),
+        (files("data_tools"), ["data", "openai"]),
         (files("parse_train"), ["train"]),
     ],
     ids=[

@@ -19,11 +19,9 @@ from data_tools.labels.progress import BuildProgress
 from data_tools.labels.rollouts import Place, PrefixValues, is_right
 from data_tools.labels.rows import read_rows
 from data_tools.labels.summary import Summary, summarise
+from data_tools.labels.writers import Writer, load_writer
 from data_tools.tasks.by_name import load_task
 from data_tools.tasks.task import Problem, Split, Task
-from parse_infer.models.batch_decoder import BatchDecoder
-from parse_infer.models.fingerprint import describe_target
-from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_infer.verify.segments import Segmenter
 
 __all__ = ["BuildConfig", "Labeller", "build"]
@@ -58,7 +56,7 @@ def build(config: BuildConfig) -> Summary:
                 if groups.has(group):
                     continue
                 if labeller is None:
-                    labeller = Labeller.load(config, task, progress.activity)
+                    labeller = Labeller.load(config, task, progress.activity, progress.note)
                     groups.note_models(labeller.describe_models())
                 rows = labeller.label(problems)
                 groups.write(group, rows)
@@ -86,7 +84,7 @@ class Labeller:
     Args:
         config: what to do.
         task: checks answers.
-        target, draft: the two models.
+        target, draft: the two models, wherever they run.
         activity: told what is being done.
 
     Attributes:
@@ -97,37 +95,29 @@ class Labeller:
         self,
         config: BuildConfig,
         task: Task,
-        target: LanguageModel,
-        draft: LanguageModel,
+        target: Writer,
+        draft: Writer,
         activity: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.config, self.task, self.target, self.draft = config, task, target, draft
-        self.activity = activity
+        self.config, self.task, self.activity = config, task, activity
+        self.writers, self.target = {"target": target, "draft": draft}, target.model
         self.rollouts = 0
-        self.segmenter = Segmenter(target.tokenizer, config.policy)
-        self.decoder = BatchDecoder(target.model, target.eos_ids, config.batch_size)
-        self.sampler = DraftSampler(
-            draft, target, config.draft_sampling, config.max_draft_tokens, config.seed, config.batch_size
-        )
+        self.segmenter = Segmenter(self.target.tokenizer, config.policy)
+        self.decoder = target.decoder(self.target.eos_ids)
+        self.sampler = DraftSampler(draft, self.target, config.draft_sampling, config.max_draft_tokens, config.seed)
 
     @classmethod
-    def load(cls, config: BuildConfig, task: Task, activity: Callable[[str], None]) -> Labeller:
-        """With the models that `config` names."""
-        loaded: dict[str, LanguageModel] = {}
-        for role in ("target", "draft"):
-            activity(f"loading the {role} model")
-            loaded[role] = load_language_model(
-                getattr(config, role),
-                role=role,
-                device=config.device,
-                dtype=config.dtype,
-                trust_remote_code=config.trust_remote_code,
-                template_options=config.template_options,
-            )
-        return cls(config, task, loaded["target"], loaded["draft"], activity)
+    def load(
+        cls, config: BuildConfig, task: Task, activity: Callable[[str], None], note: Callable[[str], None]
+    ) -> Labeller:
+        """With the models that `config` names; `note` is told what the user should know."""
+        activity("loading the target")
+        target = load_writer(config, "target", note)
+        activity("loading the draft model")
+        return cls(config, task, target, load_writer(config, "draft", note), activity)
 
     def describe_models(self) -> dict[str, dict[str, Any]]:
-        return {"target": describe_target(self.target.model), "draft": describe_target(self.draft.model)}
+        return {role: writer.describe() for role, writer in self.writers.items()}
 
     def label(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
         """The rows of the problems in their order, one per draft; none for a problem that is skipped."""

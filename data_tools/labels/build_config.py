@@ -5,13 +5,26 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from data_tools.tasks.task import SPLITS
 from parse_infer.models.sampling import Sampling
 from parse_infer.verify.segments import CutPolicy
 
 # Keys that may change between two runs into the same folder: they decide about no row that is already there.
-FREE_KEYS = ("output_dir", "limit", "device")
+FREE_KEYS = (
+    "output_dir",
+    "limit",
+    "device",
+    "base_url",
+    "draft_base_url",
+    "served_target",
+    "served_draft",
+    "concurrency",
+    "request_timeout",
+    "retries",
+    "max_outage",
+)
 _AT_LEAST_ONE = (
     "drafts_per_temperature",
     "max_draft_tokens",
@@ -19,6 +32,7 @@ _AT_LEAST_ONE = (
     "max_rollout_tokens",
     "problems_per_group",
     "batch_size",
+    "concurrency",
 )
 
 
@@ -46,6 +60,39 @@ class BuildConfig:
     trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with the weights."})
     template_options: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "Switches of the chat template, for example enable_thinking: false."}
+    )
+
+    backend: str = field(
+        default="local",
+        metadata={
+            "help": "Where models write: local, or behind OpenAI-compatible servers (openai).",
+            "choices": ["local", "openai"],
+        },
+    )
+    base_url: list[str] = field(
+        default_factory=list, metadata={"help": "Server of the target (openai), or several replicas of it."}
+    )
+    draft_base_url: list[str] = field(
+        default_factory=list, metadata={"help": "Server of the draft model, or several; by default base_url."}
+    )
+    served_target: str | None = field(
+        default=None, metadata={"help": "The target's name on its server; by default target."}
+    )
+    served_draft: str | None = field(
+        default=None, metadata={"help": "The draft model's name on its server; by default draft."}
+    )
+    wire: str = field(
+        default="ids",
+        metadata={
+            "help": "What servers take and give: token ids (vLLM, SGLang), or text, which is less exact.",
+            "choices": ["ids", "text"],
+        },
+    )
+    concurrency: int = field(default=64, metadata={"help": "Requests in flight."})
+    request_timeout: float = field(default=600.0, metadata={"help": "Seconds that a server may take for an answer."})
+    retries: int = field(default=5, metadata={"help": "How often a request that failed is sent again."})
+    max_outage: float = field(
+        default=900.0, metadata={"help": "Seconds to wait for a server that is away (restarting) or overloaded."}
     )
 
     task: str = field(default="", metadata={"help": "Source of problems: gsm_symbolic, gsm8k or jsonl (required)."})
@@ -98,6 +145,15 @@ class BuildConfig:
         self._check("limit", self.limit is None or self.limit >= 1, "at least 1")
         self._check("margin", math.isfinite(self.margin) and 0 <= self.margin < 1, "at least 0 and below 1")
         self._check("temperatures", len(self.temperatures) > 0, "a list of at least one")
+        for key in ("base_url", "draft_base_url"):
+            setattr(self, key, [_url(key, part) for text in getattr(self, key) for part in text.split(",") if part])
+        if self.backend == "openai" and not self.base_url:
+            raise ValueError("backend openai needs base_url, for example --base_url http://localhost:8000/v1")
+        if self.backend != "openai" and (self.base_url or self.draft_base_url):
+            raise ValueError(f"a base_url is for backend openai, and backend is {self.backend}: add --backend openai")
+        self._check("retries", self.retries >= 0, "at least 0")
+        self._check("request_timeout", 0 < self.request_timeout < math.inf, "a number of seconds above 0")
+        self._check("max_outage", 0 <= self.max_outage < math.inf, "a number of seconds of at least 0")
         if self.split not in SPLITS:
             raise ValueError(f"split is {self.split!r}; choose one of {', '.join(SPLITS)}")
         if self.rollouts > 1 and self.rollout_temperature == 0:
@@ -139,3 +195,11 @@ class BuildConfig:
         """What decides about the rows; a folder begun with another identity is not continued."""
         values = {key: value for key, value in asdict(self).items() if key not in FREE_KEYS}
         return values | {"cut_policy": self.policy.to_dict()}
+
+
+def _url(key: str, text: str) -> str:
+    """The address as the client wants it; a bare host stands for its /v1."""
+    parts = urlsplit(text.strip())
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"{key} is {text!r}; it must be an address such as http://localhost:8000/v1")
+    return parts._replace(path=parts.path.rstrip("/") or "/v1").geturl()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from data_tools.labels.writers import Writer
 from data_tools.tasks.task import Problem
-from parse_infer.models.batch_decoder import BatchDecoder, Row
+from parse_infer.models.batch_decoder import Row
 from parse_infer.models.detokenizer import Detokenizer, complete_text, encode_continuation
-from parse_infer.models.loading import LanguageModel, same_tokenizer
+from parse_infer.models.language import Language
+from parse_infer.models.loading import same_tokenizer
 from parse_infer.models.sampling import Sampling, seed_of
 
 
@@ -25,30 +27,29 @@ class DraftSampler:
     """Lets the draft model answer many problems at once.
 
     Args:
-        draft, target: the two models; with different tokenizers a draft reaches the target as text.
+        draft: writes the drafts.
+        target: reads them; with another tokenizer than the draft model's they reach it as text.
         settings: one draft per entry and problem; the entry's seed is replaced by one for problem and draft.
         max_new_tokens: longer drafts stay unfinished.
         seed: start of all seeds.
-        batch_size: rows decoded at a time.
     """
 
     def __init__(
         self,
-        draft: LanguageModel,
-        target: LanguageModel,
+        draft: Writer,
+        target: Language,
         settings: Sequence[Sampling],
         max_new_tokens: int,
         seed: int,
-        batch_size: int,
     ) -> None:
-        self.draft, self.target = draft, target
+        self.draft, self.target = draft.model, target
         self.settings, self.max_new_tokens, self.seed = list(settings), max_new_tokens, seed
-        self.shares_tokens = same_tokenizer(draft.tokenizer, target.tokenizer)
-        if self.shares_tokens and draft.tokenizer.chat_template is None:  # a base model next to a chat model
-            draft.tokenizer.chat_template = target.tokenizer.chat_template
+        self.shares_tokens = same_tokenizer(self.draft.tokenizer, target.tokenizer)
+        if self.shares_tokens and self.draft.tokenizer.chat_template is None:  # a base model next to a chat model
+            self.draft.tokenizer.chat_template = target.tokenizer.chat_template
         # A draft model that ends with another token of the same tokenizer ends the answer all the same.
-        end_ids = draft.eos_ids | target.eos_ids if self.shares_tokens else draft.eos_ids
-        self.decoder = BatchDecoder(draft.model, end_ids, batch_size)
+        end_ids = self.draft.eos_ids | target.eos_ids if self.shares_tokens else self.draft.eos_ids
+        self.decoder = draft.decoder(end_ids)
 
     def sample(self, problems: Sequence[Problem]) -> list[list[SampledDraft]]:
         """The distinct drafts of each problem, in order of `settings`; empty ones are left out.
@@ -88,7 +89,7 @@ class DraftSampler:
         return body[: min(usable, room)], False
 
 
-def render(model: LanguageModel, problem: Problem) -> list[int]:
+def render(model: Language, problem: Problem) -> list[int]:
     """Token ids of the problem's prompt for `model`; a ValueError names the problem."""
     try:
         return model.render(problem.prompt)
@@ -96,7 +97,7 @@ def render(model: LanguageModel, problem: Problem) -> list[int]:
         raise ValueError(f"problem {problem.id}: {error}") from error
 
 
-def segment_texts(target: LanguageModel, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
+def segment_texts(target: Language, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
     """Text of each segment; they concatenate to the draft's text. A character cut in two goes to the later segment."""
     detokenizer = Detokenizer(target.tokenizer)
     texts = [detokenizer.add(ids[start:end]) for start, end in zip([0, *cuts], cuts, strict=False)]

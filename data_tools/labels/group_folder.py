@@ -24,6 +24,7 @@ from parse_infer.models.fingerprint import same_weights
 
 FORMAT = 2
 _WAY_OUT = "choose another folder"
+_BEFORE = {"backend": "local", "wire": "ids"}  # how folders were begun when there was no choice
 
 
 class GroupFolder:
@@ -158,7 +159,5 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
     if not isinstance(before, dict):
         raise ValueError(f"{path} is damaged, it has no config: {_WAY_OUT}")
     for key, value in json.loads(json.dumps(dict(identity))).items():
-        if before.get(key) != value:
-            raise ValueError(
-                f"{folder} was begun with {key} {before.get(key)!r}, not {value!r}; set it back, or {_WAY_OUT}"
-            )
+        if (begun := before.get(key, _BEFORE.get(key))) != value:
+            raise ValueError(f"{folder} was begun with {key} {begun!r}, not {value!r}; set it back, or {_WAY_OUT}")

@@ -49,6 +49,10 @@ class BuildProgress:
     def activity(self, text: str) -> None:
         self._bar.update(self._task, activity=text)
 
+    def note(self, text: str) -> None:
+        """A line of its own, for what the user should know."""
+        self._print(text)
+
     def advance(self, done: int, rows: int, rollouts: int) -> None:
         """This many problems are finished now, with so many more rows; `rollouts` are all those of this run."""
         self.done, self.n_rollouts = done, rollouts

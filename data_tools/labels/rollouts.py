@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from data_tools.labels.drafts import render
+from data_tools.labels.writers import RowDecoder
 from data_tools.tasks.task import Problem, Task
-from parse_infer.models.batch_decoder import BatchDecoder, Row
+from parse_infer.models.batch_decoder import Row
 from parse_infer.models.detokenizer import decode
-from parse_infer.models.loading import LanguageModel
+from parse_infer.models.language import Language
 from parse_infer.models.sampling import Sampling, seed_of
 
 
@@ -29,7 +30,7 @@ class PrefixValues:
 
     Args:
         target: the model that rolls out.
-        decoder: a `BatchDecoder` over its model.
+        decoder: lets it write, wherever it runs.
         task, problems: the checker, and the group. A rollout that does not end within its budget does not count.
         sampling, n_rollouts: how rollouts are sampled, and how many there are per prefix.
         max_new_tokens: budget of a rollout.
@@ -42,8 +43,8 @@ class PrefixValues:
 
     def __init__(
         self,
-        target: LanguageModel,
-        decoder: BatchDecoder,
+        target: Language,
+        decoder: RowDecoder,
         task: Task,
         problems: Sequence[Problem],
         *,
@@ -115,7 +116,7 @@ class PrefixValues:
         return is_right(self.target, self.task, self.problems[problem], answer)
 
 
-def is_right(target: LanguageModel, task: Task, problem: Problem, answer: Sequence[int]) -> bool:
+def is_right(target: Language, task: Task, problem: Problem, answer: Sequence[int]) -> bool:
     """Whether these target tokens are a complete answer (they end with an end token) and a right one."""
     if not answer or answer[-1] not in target.eos_ids:
         return False

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from parse_infer.controller import Controller
 from parse_infer.coordinator.client import Client
-from parse_infer.coordinator.languages import ServedModel
 from parse_infer.coordinator.pair import Drafts, ServerPair, Target
 from parse_infer.coordinator.parts import Urls, find_parts
 from parse_infer.coordinator.processes import Processes
@@ -24,6 +23,7 @@ from parse_infer.drafters.text import TextDrafter
 from parse_infer.drafters.translation import Translation
 from parse_infer.engine import DEFAULT_THRESHOLD
 from parse_infer.generation import Done, Event, Generation, GenerationSettings, Resumed
+from parse_infer.models.loading import ServedModel
 from parse_infer.models.prompts import Prompt, as_batch
 from parse_infer.policy import check_threshold
 from parse_infer.request import Request

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from parse_infer.coordinator.client import Client
-from parse_infer.coordinator.languages import ServedModel, served_model
 from parse_infer.coordinator.launch import draft_server, launch, plain_options
 from parse_infer.coordinator.pair import Target
 from parse_infer.coordinator.processes import READY_S, Processes
 from parse_infer.coordinator.servers import PATIENCE_S, Servers
 from parse_infer.models.fingerprint import describe_config
-from parse_infer.models.loading import load_config
+from parse_infer.models.loading import ServedModel, load_config, load_served_model
 from parse_infer.models.names import resolve
 from parse_infer.verify.adapter_folder import read_adapter
 from parse_infer.verify.segments import CutPolicy
 from parse_infer.verify.trained_judge import ValidityConfig, check_target
-from parse_infer.vllm.options import end_tokens_of, engine_options
+from parse_infer.vllm.options import engine_options
 from parse_infer.vllm.questions import Questions, TrainedQuestions, ZeroShotQuestions
 
 Urls = str | Sequence[str]
@@ -57,9 +56,9 @@ def find_parts(
     tell: Callable[[str], None],
 ) -> Parts:
     """See `Coordinator.from_pretrained`. What can be wrong with the names is found before a server is started."""
-    language = served_model(target, template_options)
+    language = load_served_model(target, template_options=template_options)
     questions, own_cuts, threshold = _judge(target, adapter, zero_shot, language)
-    drafting = served_model(draft, template_options) if draft is not None else None
+    drafting = load_served_model(draft, template_options=template_options) if draft is not None else None
     target_urls, draft_urls = ([urls] if isinstance(urls, str) else list(urls) for urls in (target_url, draft_url))
     wanted = {}
     if not target_urls:
@@ -91,5 +90,5 @@ def _judge(
         raise ValueError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
     config = ValidityConfig.from_dict(read_adapter(resolve(adapter)).validity_config)
     check_target(str(adapter), config.target, describe_config(load_config(target), str(target)))
-    questions = TrainedQuestions.of(config, end_tokens_of(target))
+    questions = TrainedQuestions.of(config, sorted(language.eos_ids))
     return questions, CutPolicy.from_dict(config.cut_policy), config.threshold

@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -47,13 +48,36 @@ class LanguageModel(Language):
 
     def __post_init__(self) -> None:
         check_vocabulary(self)
-        self.eos_ids: set[int] = end_tokens(self.model, self.tokenizer)
-        self.window: int = context_window(self.model)
+        self.eos_ids: set[int] = end_tokens(self.model.generation_config, self.tokenizer)
+        self.window: int = context_window(self.model.config)
         self.decoder = Decoder(self.model, self.eos_ids)
 
     @property
     def n_embeddings(self) -> int:
         return cast("torch.Tensor", self.model.get_input_embeddings().weight).shape[0]
+
+
+@dataclass
+class ServedModel(Language):
+    """One model whose weights are elsewhere, behind a server.
+
+    Attributes:
+        size: tokens that it embeds.
+    """
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: set[int]
+    window: int
+    size: int
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_vocabulary(self)
+
+    @property
+    def n_embeddings(self) -> int:
+        return self.size
 
 
 def load_language_model(
@@ -98,11 +122,27 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
     return _tokenizer(_open(name), trust_remote_code)
 
 
-def load_config(name: str | Path) -> PretrainedConfig:
+def load_served_model(
+    name: str | Path, *, trust_remote_code: bool = False, template_options: Mapping[str, Any] | None = None
+) -> ServedModel:
+    """All but the weights. Raises as `load_language_model` does."""
+    source = _open(name)
+    _check_folder(source.base)
+    tokenizer, config = _tokenizer(source, trust_remote_code), load_config(name, trust_remote_code)
+    try:
+        generation = GenerationConfig.from_pretrained(source.base)
+    except OSError:  # the file is optional
+        generation = GenerationConfig.from_model_config(config)
+    size = config.get_text_config(decoder=True).vocab_size
+    eos_ids = end_tokens(generation, tokenizer)
+    return ServedModel(str(name), tokenizer, eos_ids, context_window(config), size, template_options or {})
+
+
+def load_config(name: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """The configuration behind a name. Raises as `load_language_model` does."""
     source = _open(name)
     try:
-        return AutoConfig.from_pretrained(source.base)
+        return AutoConfig.from_pretrained(source.base, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise OSError(f"The configuration of {source.name!r} cannot be loaded: {first_sentence(error)}") from error
 
@@ -146,18 +186,18 @@ def find_model(name: str | Path) -> tuple[Path | str, list[Lora]]:
     return place, loras
 
 
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def end_tokens(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Every token that ends an answer: the tokenizer's and those of the generation config (chat models have two)."""
     ids: set[int] = set()
-    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    configured = generation.eos_token_id if generation is not None else None
     for value in (configured, tokenizer.eos_token_id):
         ids.update([] if value is None else [value] if isinstance(value, int) else value)
     return ids
 
 
-def context_window(model: PreTrainedModel) -> int:
-    """Positions the model was made for, `sys.maxsize` where its config names none."""
-    window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def context_window(config: PretrainedConfig) -> int:
+    """Positions a model was made for, `sys.maxsize` where its config names none."""
+    window = getattr(config.get_text_config(), "max_position_embeddings", None)
     return sys.maxsize if window is None else int(window)
 
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig
 
 from parse_infer.files import first_sentence
 from parse_infer.models.fingerprint import describe_config
-from parse_infer.models.loading import load_config, load_tokenizer, weights_folder
+from parse_infer.models.loading import load_config, load_served_model, weights_folder
 from parse_infer.models.names import resolve
 from parse_infer.verify.adapter_folder import read_adapter
 from parse_infer.verify.trained_judge import ValidityConfig, check_target, read_head
@@ -60,7 +59,7 @@ def engine_options(
     judge = ValidityConfig.from_dict(files.validity_config)
     check_target(str(adapter), judge.target, describe_config(config, architecture))
     read_head(str(adapter), judge, files.head)
-    end_ids = end_tokens_of(target, config)
+    end_ids = end_tokens_of(target)
     n_ids = ProbeIds.of(judge, end_ids).size(min(max_draft, getattr(config, "max_position_embeddings", max_draft)))
     settings = {
         "adapter": str(files.folder),
@@ -82,17 +81,9 @@ def engine_options(
     return options if torch.cuda.is_available() else options | {"block_size": 32}
 
 
-def end_tokens_of(target: str | Path, config: PretrainedConfig | None = None) -> list[int]:
+def end_tokens_of(target: str | Path) -> list[int]:
     """Every token that ends an answer of the target, rising: `LanguageModel.eos_ids` without the weights."""
-    config = config or load_config(target)
-    try:
-        configured = GenerationConfig.from_pretrained(weights_folder(target)).eos_token_id
-    except OSError:
-        configured = config.eos_token_id
-    ids: set[int] = set()
-    for value in (configured, load_tokenizer(target).eos_token_id):
-        ids.update([] if value is None else [value] if isinstance(value, int) else value)
-    return sorted(ids)
+    return sorted(load_served_model(target).eos_ids)
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:

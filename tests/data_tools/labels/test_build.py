@@ -29,6 +29,7 @@ from data_tools.labels.group_folder import GroupFolder
 from data_tools.labels.progress import BuildProgress
 from data_tools.labels.rows import read_rows
 from data_tools.labels.summary import summarise
+from data_tools.labels.writers import LocalWriter
 from data_tools.recipe_parser import parse_recipe
 from data_tools.tasks.by_name import load_task
 from parse_infer.models.loading import LanguageModel, load_language_model
@@ -137,7 +138,7 @@ def test_messages_and_a_draft_with_another_tokenizer(
     path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     config = make_config(task_options={"path": str(path), "check_with": "regex"}, temperatures=[1.0])
     task = load_task(config.task, **config.task_options)
-    rows = Labeller(config, task, target, draft).label(list(task.problems("train")))
+    rows = Labeller(config, task, LocalWriter(target, 8), LocalWriter(draft, 8)).label(list(task.problems("train")))
     assert any(row["finished"] for row in rows)
     for row in rows:
         text = "".join(row["completions"])

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from parse_infer.engine import ParseEngine
 from parse_infer.models import loading, names
 from parse_infer.models.attention import SPLIT_ATTENTION
-from parse_infer.models.loading import end_tokens, load_language_model, same_tokenizer
+from parse_infer.models.loading import end_tokens, load_language_model, load_served_model, same_tokenizer
 from parse_infer.models.names import resolve
 from tests.parse_infer.language_models import language_model, resembling, word_tokenizer
 
@@ -179,12 +179,12 @@ def test_same_tokenizer(tokenizer):
 def test_every_end_token_ends_an_answer(make_model, tokenizer):
     model = make_model("llama")
     model.generation_config.eos_token_id = [3, 258]
-    assert end_tokens(model, tokenizer) == {3, 258}
+    assert end_tokens(model.generation_config, tokenizer) == {3, 258}
     assert language_model(model, tokenizer).end_token == 258
     model.generation_config.eos_token_id = 3
-    assert end_tokens(model, tokenizer) == {3, 258}
+    assert end_tokens(model.generation_config, tokenizer) == {3, 258}
     model.generation_config.eos_token_id = None
-    assert end_tokens(model, tokenizer) == {258}
+    assert end_tokens(model.generation_config, tokenizer) == {258}
 
 
 def test_prompts_are_rendered_by_the_chat_template_where_there_is_one(make_model, tokenizer):
@@ -227,3 +227,20 @@ def test_the_template_gets_its_switches_and_may_refuse(make_model, tokenizer):
     assert own.decode(language_model(model.model, own).render("Hi")) == "Hi[short]"
     with pytest.raises(ValueError, match="no system role"):
         model.render([{"role": "system", "content": "Be brief."}])
+
+
+def test_what_is_known_without_the_weights_is_what_the_loaded_model_knows(make_model, tokenizer, tmp_path):
+    model = make_model("qwen3", vocab_size=272)  # padding
+    model.generation_config.eos_token_id = [3, 258]
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for name in (tmp_path, "zoo:draft"):
+        whole, text = load_language_model(name, role="draft"), load_served_model(name)
+        for what in ("name", "eos_ids", "window", "n_embeddings", "end_token"):
+            assert getattr(text, what) == getattr(whole, what), what
+        assert text.render("What is 3 + 4?") == whole.render("What is 3 + 4?")
+        assert not hasattr(text, "model")
+    (tmp_path / "generation_config.json").unlink()
+    assert load_served_model(tmp_path).eos_ids == load_language_model(tmp_path, role="draft").eos_ids
+    with pytest.raises(FileNotFoundError, match=r"config.json is missing"):
+        load_served_model(tmp_path.parent)

@@ -295,7 +295,8 @@ def test_the_other_heads_guess_beside_the_plugin(run, tmp_path, zoo, options, he
 
 @contextmanager
 def serving(words: list[str], log: Path) -> Iterator[Any]:
-    """An OpenAI-compatible server of vLLM: a function that posts JSON, or gets text where there is none to post."""
+    """An OpenAI-compatible server of vLLM: a function that posts JSON, or gets text where there is none to post, and
+    has the server's `address`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = free.getsockname()[1]
@@ -312,6 +313,7 @@ def serving(words: list[str], log: Path) -> Iterator[Any]:
             content = answer.read().decode()
         return content if body is None else json.loads(content)
 
+    call.address = f"http://127.0.0.1:{address}"
     try:
         for _ in range(300):
             assert server.poll() is None, log.read_text()[-3000:]

@@ -1,0 +1,79 @@
+"""Before any work: whether the servers serve the model, and take and give what a build needs."""
+
+from __future__ import annotations
+
+from openai import APIConnectionError, APIError, APIStatusError
+
+from data_tools.labels.served.completions import BrokenAnswer, Request
+from data_tools.labels.served.patience import reason
+from data_tools.labels.served.servers import CompletionServers
+from parse_infer.suggest import suggestion
+
+_MANY = 12  # models
+
+
+def check_servers(servers: CompletionServers, prompt: list[int] | str, url_key: str, name_key: str) -> int | None:
+    """Ask every server for its models, and for one token after `prompt`.
+
+    Args:
+        prompt: token ids, or text, as later on.
+        url_key, name_key: the options that name the servers, and the model on them.
+
+    Returns:
+        The smallest context window that they tell; None if none does.
+
+    Raises:
+        ConnectionError: there is no server.
+        ValueError: one sentence about a server that will not do.
+    """
+    windows = []
+    for url in servers.urls:
+        windows.append(_check_models(servers, url, url_key, name_key))
+        _check_completion(servers, url, prompt)
+    return min((window for window in windows if window is not None), default=None)
+
+
+def _check_models(servers: CompletionServers, url: str, url_key: str, name_key: str) -> int | None:
+    try:
+        served = servers.models(url)
+    except APIConnectionError as error:
+        raise ConnectionError(
+            f"no server answers at {url} ({reason(error)}): start it, or correct {url_key}"
+        ) from None
+    except (APIStatusError, BrokenAnswer) as error:
+        _check_key(url, error)
+        raise ValueError(
+            f"{url} is no OpenAI-compatible server ({url}/models: {reason(error)}): correct {url_key}, which usually "
+            "ends with /v1"
+        ) from None
+    if served and servers.model not in served:  # `transformers serve` may list nothing
+        known = suggestion(servers.model, served) if len(served) > _MANY else f"it serves {', '.join(served)}"
+        raise ValueError(
+            f"the server at {url} does not serve {servers.model!r} ({known}): set {name_key} to the name there, or "
+            f"{'draft_base_url' if name_key == 'served_draft' else url_key} to another server"
+        )
+    return served.get(servers.model)
+
+
+def _check_completion(servers: CompletionServers, url: str, prompt: list[int] | str) -> None:
+    text = "" if isinstance(prompt, str) else "; if it speaks no token ids, set wire to text"
+    try:
+        servers.try_out(url, Request(0, prompt, max_tokens=1))
+    except APIStatusError as error:
+        _check_key(url, error)
+        if error.status_code in (404, 405):
+            raise ValueError(
+                f"the server at {url} has no /v1/completions ({reason(error)}), and chat completions cannot go on "
+                "from the middle of an answer: use vLLM, SGLang or transformers serve"
+            ) from None
+        raise ValueError(f"the server at {url} refuses to continue a prompt ({reason(error)}){text}") from None
+    except (APIError, BrokenAnswer) as error:
+        raise ValueError(f"the server at {url} does not continue a prompt: {reason(error)}{text}") from None
+
+
+def _check_key(url: str, error: Exception) -> None:
+    if isinstance(error, APIStatusError) and error.status_code in (401, 403):
+        raise ValueError(
+            f"the server at {url} wants an API key, or another one ({reason(error)}): set the environment variable "
+            "OPENAI_API_KEY"
+        ) from None

@@ -1,0 +1,158 @@
+"""A model behind servers that writes rows as the local decoder does: the same tokens in, the same tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from data_tools.labels.served.check import check_servers
+from data_tools.labels.served.completions import Answer, Request
+from data_tools.labels.served.servers import CompletionServers
+from parse_infer.models.batch_decoder import Contexts, Row
+from parse_infer.models.detokenizer import encode_continuation
+from parse_infer.models.fingerprint import describe_config, fingerprint_of
+from parse_infer.models.language import Language
+from parse_infer.models.loading import load_config, load_served_model
+
+if TYPE_CHECKING:
+    from data_tools.labels.build_config import BuildConfig
+    from data_tools.labels.writers import Role
+
+
+class ServedWriter:
+    """A model whose weights are behind `servers`; its tokenizer is here.
+
+    Args:
+        wire: "ids", or "text" for servers that know nothing else: the server then splits prompts into tokens its own
+            way, and what it writes is split here.
+    """
+
+    def __init__(self, model: Language, servers: CompletionServers, wire: str = "ids") -> None:
+        self.model, self.servers, self.wire = model, servers, wire
+
+    @classmethod
+    def connect(cls, config: BuildConfig, role: Role, note: Callable[[str], None]) -> ServedWriter:
+        """With the tokenizer and servers that `config` names for the role, once the servers have shown that they do.
+
+        Raises:
+            ValueError, OSError: one sentence about what is wrong.
+        """
+        name: str = getattr(config, role)
+        url_key = "draft_base_url" if role == "draft" and config.draft_base_url else "base_url"
+        model = load_served_model(
+            name, trust_remote_code=config.trust_remote_code, template_options=config.template_options
+        )
+        servers = CompletionServers(
+            getattr(config, url_key),
+            getattr(config, f"served_{role}") or name,
+            concurrency=config.concurrency,
+            timeout=config.request_timeout,
+            retries=config.retries,
+            max_outage=config.max_outage,
+            note=note,
+        )
+        writer = cls(model, servers, config.wire)
+        window = check_servers(servers, writer.prompt(model.render("What is 3 + 4?")), url_key, f"served_{role}")
+        if window is not None and window < model.window:
+            # A rollout that the window cuts short would count as wrong.
+            needed = config.max_draft_tokens + (config.max_rollout_tokens if role == "target" else 0)
+            if window <= needed:
+                raise ValueError(
+                    f"{', '.join(servers.urls)} has a window of {window} tokens, too few for a prompt and {needed} "
+                    f"more: start it with a longer one, or lower max_draft_tokens or max_rollout_tokens"
+                )
+            model.window = window
+        return writer
+
+    def decoder(self, end_ids: Collection[int]) -> ServedDecoder:
+        return ServedDecoder(self, end_ids)
+
+    def describe(self) -> dict[str, Any]:
+        config = load_config(self.model.name)
+        config._name_or_path = self.model.name
+        return describe_config(config, self.model.name) | {"fingerprint": fingerprint_of([None] * 3)}
+
+    def prompt(self, ids: list[int]) -> list[int] | str:
+        """What is sent for these tokens: text is begun without what the server's tokenizer puts in front itself."""
+        if self.wire == "ids":
+            return ids
+        tokenizer = self.model.tokenizer
+        begin = tokenizer.bos_token_id
+        if begin is not None and ids[0] == begin and tokenizer("a").input_ids[0] == begin:
+            ids = ids[1:]
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return cast("str", text)
+
+
+@dataclass(frozen=True)
+class ServedContexts(Contexts):
+    """Sequences that the servers may or may not remember."""
+
+    prompts: list[int] = field(default_factory=list)
+    """Which of the prefilled sequences each of them begins with."""
+
+
+class ServedDecoder:
+    """Rows as requests.
+
+    Rows that share a prefix go out next to each other and to the same server, the shorter prefix first, so that the
+    server finds what it has already read.
+
+    Attributes:
+        eos_ids: tokens that end a row (they are part of it).
+    """
+
+    def __init__(self, writer: ServedWriter, end_ids: Collection[int]) -> None:
+        self.writer = writer
+        self.eos_ids = frozenset(end_ids)
+
+    def prefill(self, sequences: Sequence[Sequence[int]]) -> ServedContexts:
+        """Nothing is sent yet."""
+        return ServedContexts([list(sequence) for sequence in sequences], None, list(range(len(sequences))))
+
+    def extend(self, contexts: Contexts, parents: Sequence[int], suffixes: Sequence[Sequence[int]]) -> ServedContexts:
+        """Nothing is sent yet."""
+        assert isinstance(contexts, ServedContexts)
+        ids = [[*contexts.ids[parent], *suffix] for parent, suffix in zip(parents, suffixes, strict=True)]
+        return ServedContexts(ids, None, [contexts.prompts[parent] for parent in parents])
+
+    def decode(self, contexts: Contexts, rows: Sequence[Row]) -> list[list[int]]:
+        """New tokens of every row, end token included; a row without one has used up its `max_new_tokens`.
+
+        Raises:
+            ValueError, OSError: the servers did not give all answers (`CompletionServers.complete`).
+        """
+        assert isinstance(contexts, ServedContexts)
+        order = [i for i in prefix_order(contexts, rows) if rows[i].max_new_tokens > 0]
+        answers = self.writer.servers.complete(self._requests(contexts, [rows[i] for i in order]))
+        written: list[list[int]] = [[] for _ in rows]
+        for i, answer in zip(order, answers, strict=True):
+            written[i] = self._tokens(answer, rows[i].max_new_tokens)
+        return written
+
+    def _requests(self, contexts: ServedContexts, rows: Sequence[Row]) -> Iterator[Request]:
+        for row in rows:
+            prompt = self.writer.prompt(contexts.ids[row.context][: row.length])
+            yield Request(contexts.prompts[row.context], prompt, row.max_new_tokens, row.sampling, self.eos_ids)
+
+    def _tokens(self, answer: Answer, most: int) -> list[int]:
+        model = self.writer.model
+        ids = encode_continuation(model.tokenizer, "\n", answer.text) if answer.ids is None else answer.ids
+        ids = ids[:most]  # text may have more tokens here than there
+        end = next((i for i, token in enumerate(ids) if token in self.eos_ids), None)
+        if end is not None:
+            return ids[: end + 1]
+        if answer.ended and model.end_token is not None and len(ids) < most:  # servers may keep the end to themselves
+            return [*ids, model.end_token]
+        return ids
+
+
+def prefix_order(contexts: ServedContexts, rows: Sequence[Row]) -> list[int]:
+    """Indices of the rows, those with a common prefix next to each other."""
+
+    def place(i: int) -> tuple[int, list[int], int]:
+        context = rows[i].context
+        return contexts.prompts[context], contexts.ids[context], rows[i].length
+
+    return sorted(range(len(rows)), key=place)

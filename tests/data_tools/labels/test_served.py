@@ -1,0 +1,307 @@
+"""A build behind servers is the local build, whatever happens to the servers or to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from data_tools.cli import main
+from data_tools.labels.build import build
+from data_tools.labels.build_config import BuildConfig
+from parse_infer.models.loading import LanguageModel, load_language_model
+from tests.data_tools.labels.completion_server import CompletionServer, Fault
+from tests.data_tools.labels.test_build import _RUN, content, files, rows_of
+
+Make = Callable[..., BuildConfig]
+Serve = Callable[..., CompletionServer]
+SAMPLED = {"rollouts": 3, "rollout_temperature": 1.0, "margin": 0.25, "limit": 7}
+
+
+@pytest.fixture(scope="module")
+def models(pair: Path) -> dict[str, LanguageModel]:
+    return {role: load_language_model(pair / role, role="draft") for role in ("target", "draft")}
+
+
+@pytest.fixture
+def serve(models: dict[str, LanguageModel]) -> Iterator[Serve]:
+    """`serve(**options)`: a running server of both models."""
+    started = []
+
+    def start(**options: Any) -> CompletionServer:
+        started.append(CompletionServer(models, **options).start())
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.kill()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_tools.labels.served.patience._FIRST_WAIT", 0.01)
+    monkeypatch.setattr("data_tools.labels.served.patience._LONGEST_WAIT", 0.1)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+@pytest.fixture
+def make(make_config: Make) -> Make:
+    """A configuration of a build behind servers."""
+
+    def served(output_dir: str, *servers: CompletionServer, **options: Any) -> BuildConfig:
+        behind = {
+            "backend": "openai",
+            "base_url": [server.url for server in servers],
+            "served_target": "target",
+            "served_draft": "draft",
+            "concurrency": 6,
+        }
+        return make_config(output_dir, **behind | options)
+
+    return served
+
+
+def labelled(folder: str | Path) -> list[dict[str, Any]]:
+    rows = rows_of(folder)
+    assert len({(row["problem_id"], row["temperature"], row["seed"]) for row in rows}) == len(rows)
+    return rows
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED, {"exhaustive": True, "limit": 4}], ids=["greedy", "sampled", "all"])
+def test_the_rows_are_those_of_the_local_build(make: Make, make_config: Make, serve: Serve, options: Any) -> None:
+    one, other = serve(), serve()
+    local = make_config("local", **options)
+    build(local)
+    build(ids := make("ids", one, draft_base_url=[other.url], **options))
+    assert files(ids.output_dir) == files(local.output_dir)
+    assert {body["model"] for body in one.asked} == {"target"}
+    assert {body["model"] for body in other.asked} == {"draft"}
+
+    before = len(one.asked)
+    build(ids)  # nothing is left to do
+    assert len(one.asked) == before
+
+
+def test_text_does_where_a_server_knows_nothing_else(make: Make, make_config: Make, serve: Serve) -> None:
+    options = {"temperatures": [0.0]}  # at higher ones these models write bytes that are no text
+    build(text := make("text", server := serve(ids=False), wire="text", **options))
+    build(local := make_config("local", **options))
+    assert files(text.output_dir) == files(local.output_dir)
+    assert {key for body in server.asked for key in body} == {"model", "prompt", "max_tokens", "temperature", "top_p"}
+
+
+def test_requests_with_a_common_prefix_go_to_one_server_next_to_each_other(make: Make, serve: Serve) -> None:
+    servers = [serve(), serve()]
+    build(make("data", *servers, concurrency=1, problems_per_group=12, exhaustive=True, limit=6, **_SHARES))
+    seen: list[set[str]] = []
+    for server in servers:
+        texts = ["".join(map(chr, body["prompt"])) for body in server.asked if body["model"] == "target"][1:]
+        problems = [text[: text.index(chr(257)) + 1] for text in texts]  # to the end of the question
+        seen.append(set(problems))
+        at_once = problems[problems.index(problems[0], 4) :]  # behind the questions alone
+        assert len(at_once) > 2 * len(set(at_once))
+        assert sum(a != b for a, b in zip(at_once, at_once[1:], strict=False)) == len(set(at_once)) - 1
+        for one, after in zip(texts[-len(at_once) :], texts[-len(at_once) + 1 :], strict=False):
+            assert not (one.startswith(after) and one != after)  # the shorter first
+    assert not seen[0] & seen[1] and all(seen)
+
+
+_SHARES = {"rollouts": 2, "rollout_temperature": 1.0, "temperatures": [1.0]}
+
+
+def test_no_more_requests_are_in_flight_than_allowed(make: Make, serve: Serve) -> None:
+    server = serve(pause=0.005)
+    build(make("data", server, concurrency=3))
+    assert server.most == 3
+
+
+FAULTS = ["status 500", "status 503", "status 429", "status 408", "drop", "cut", "garbage", "slow", "abort", "short"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_fails_is_asked_again(make: Make, make_config: Make, serve: Serve, fault: str) -> None:
+    options = {"limit": 3} if fault == "slow" else {"limit": 6}
+
+    def every_third(number: int) -> Fault:
+        return fault if number > 2 and number % (9 if fault == "slow" else 3) == 0 else None
+
+    server = serve(fault=every_third)
+    config = make("served", server, request_timeout=0.5 if fault == "slow" else 60.0, retries=12, **options)
+    build(config)
+    build(local := make_config("local", **options))
+    assert labelled(config.output_dir) == labelled(local.output_dir)
+    assert content(config.output_dir) == content(local.output_dir)
+
+
+def test_a_server_that_is_killed_and_comes_back_loses_nothing_and_doubles_nothing(
+    make: Make, make_config: Make, serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = serve(pause=0.002)
+
+    def strike() -> None:
+        for number in (15, 40):
+            while server.answered < number:
+                time.sleep(0.001)
+            server.kill()
+            time.sleep(0.3)
+            server.start()
+
+    striking = threading.Thread(target=strike, daemon=True)
+    striking.start()
+    config = make("served", server, **SAMPLED)
+    build(config)
+    striking.join(10)
+    assert server.answered > 40
+    build(local := make_config("local", **SAMPLED))
+    assert labelled(config.output_dir) == labelled(local.output_dir)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count(f"{server.url} is away") == said.count(f"{server.url} is back") == 2
+
+
+def test_another_replica_stands_in(make: Make, make_config: Make, serve: Serve) -> None:
+    one, other = serve(), serve()
+    one.fault = lambda number: one.kill() if number == 8 else None  # type: ignore[func-returns-value]
+    config = make("served", one, other, limit=8)
+    build(config)
+    build(local := make_config("local", limit=8))
+    assert content(config.output_dir) == content(local.output_dir)
+    assert 0 < one.answered <= 8 < other.answered
+
+
+def test_a_build_without_its_server_ends_in_one_sentence_and_is_continued(
+    make: Make, make_config: Make, serve: Serve
+) -> None:
+    server = serve()
+    config = make("served", server, limit=8, problems_per_group=2, max_outage=0.2)
+
+    def after_a_group(number: int) -> Fault:
+        if list(Path(config.output_dir, "data").glob("*.jsonl")):
+            server.kill()
+        return None
+
+    server.fault = after_a_group
+    with pytest.raises(ConnectionError, match=r"has been away for more than max_outage, 0.2 s .*: start it again"):
+        build(config)
+    assert list(files(config.output_dir)) == ["train-000000-000002.jsonl"]
+    checked = len(server.asked) + 2
+    server.start().fault = lambda number: "status 500" if number >= checked else None
+    config.retries = 0
+    with pytest.raises(ValueError, match=r"failed at the same request 1 times \(500 on purpose\): see to it"):
+        build(config)
+    server.fault = lambda number: "status 400"
+    with pytest.raises(ValueError, match=r"refuses to continue a prompt \(400 on purpose\)"):
+        build(config)
+    server.fault = lambda number: None
+    build(config)
+    build(local := make_config("local", limit=8, problems_per_group=2))
+    assert files(config.output_dir) == files(local.output_dir)
+
+
+def test_a_killed_build_behind_a_server_continues_as_if_nothing_had_happened(
+    make: Make, make_config: Make, serve: Serve
+) -> None:
+    server = serve()
+    config = make("killed", server, limit=10, problems_per_group=2)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    process = subprocess.Popen([sys.executable, "-c", _RUN, json.dumps(asdict(config))], env=environment)
+    data = Path(config.output_dir, "data")
+    try:
+        while process.poll() is None and len(list(data.glob("*.jsonl"))) < 2:
+            time.sleep(0.002)
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert 2 <= len(list(data.glob("*.jsonl"))) < 5
+    build(config)
+    build(local := make_config("local", limit=10, problems_per_group=2))
+    assert files(config.output_dir) == files(local.output_dir)
+
+
+def test_folders_know_how_they_were_begun(make: Make, make_config: Make, serve: Serve) -> None:
+    build(local := make_config("local", limit=3))
+    place = Path(local.output_dir, "build.json")
+    begun = json.loads(place.read_text())
+    for key in ("backend", "wire"):  # before there was a choice
+        del begun["config"][key]
+    place.write_text(json.dumps(begun))
+    local.limit = 5
+    build(local)
+    server = serve()
+    with pytest.raises(ValueError, match="begun with backend 'local', not 'openai'"):
+        build(make("local", server, limit=5))
+    build(make("served", server, limit=3))
+    models = json.loads(Path(make("served", server).output_dir, "build.json").read_text())["models"]
+    assert models["target"]["name"] == "target" and models["target"]["fingerprint"].endswith(":-:-:-")
+    assert server.url not in Path(make("served", server).output_dir, "README.md").read_text()
+    build(make("served", serve(), limit=5, concurrency=2, retries=1))  # elsewhere, in other words
+    with pytest.raises(ValueError, match="begun with wire 'ids', not 'text'"):
+        build(make("served", server, wire="text"))
+
+
+@pytest.mark.parametrize(
+    ("options", "overrides", "message"),
+    [
+        ({}, {"base_url": "http://127.0.0.1:9/v1"}, r"no server answers at http://127.0.0.1:9/v1 \(.*\): start it"),
+        ({}, {"draft_base_url": "http://127.0.0.1:9"}, r"at http://127.0.0.1:9/v1 .* or correct draft_base_url"),
+        ({}, {"base_url": "URL/v2"}, r"is no OpenAI-compatible server \(.*/v2/models: 404 Not Found\): correct base"),
+        ({}, {"served_target": "tagret"}, r"not serve 'tagret' \(it serves target, draft\): set served_target"),
+        ({}, {"served_draft": None}, r"does not serve '.*/draft' \(it .*\): set served_draft .* or draft_base_url to"),
+        ({"completions": False}, {}, r"has no /v1/completions \(404 Not Found\), and chat completions cannot go on"),
+        ({"ids": False}, {}, r"refuses to continue a prompt \(422 prompt must be a string\); .* set wire to text"),
+        ({"fault": lambda number: "garbage"}, {}, r"does not continue a prompt: the answer is not a whole"),
+        ({"key": "secret"}, {}, r"wants an API key, or another one \(401 Invalid API key\): set .* OPENAI_API_KEY"),
+        ({"max_model_len": 40}, {}, r"a window of 40 tokens, too few for a prompt and 48 more: start it with"),
+        ({}, {"base_url": None}, "backend openai needs base_url"),
+        ({}, {"backend": "local"}, "a base_url is for backend openai, and backend is local: add --backend openai"),
+        ({}, {"base_url": "localhost:8000"}, "base_url is 'localhost:8000'; it must be an address such as http://"),
+        ({}, {"backend": "opnai"}, "backend is 'opnai'; choose one of local, openai"),
+        ({}, {"request_timeout": 0}, "request_timeout is 0.0; it must be a number of seconds above 0"),
+        ({}, {"concurrency": 0}, "concurrency is 0; it must be at least 1"),
+    ],
+)
+def test_what_will_not_do_is_said_before_any_work(
+    make: Make,
+    serve: Serve,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: dict[str, Any],
+    overrides: dict[str, Any],
+    message: str,
+) -> None:
+    server = serve(**options)
+    values = asdict(make("data", server)) | {"base_url": server.url}
+    values |= {k: v.replace("URL", server.url[:-3]) if isinstance(v, str) else v for k, v in overrides.items()}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not None}))
+    assert main(["build", str(recipe)]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and re.search(message, lines[0]), lines
+    assert len(server.asked) <= 2
+    assert not list(tmp_path.glob("data/data/*"))
+
+
+def test_a_key_and_several_servers_from_the_command_line(
+    make: Make, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = [serve(key="secret", max_model_len=2048 - i) for i in range(2)]
+    config = make("data", servers[0], limit=2)
+    left_out = ("backend", "base_url", "draft_base_url")
+    values = {key: value for key, value in asdict(config).items() if value is not None and key not in left_out}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    urls = ",".join(server.url.removesuffix("/v1") for server in servers)
+    assert main(["build", str(tmp_path / "recipe.yaml"), "--backend", "openai", "--base-url", urls]) == 0
+    assert all(server.answered > 2 for server in servers)
+    assert len({row["problem_id"] for row in labelled(config.output_dir)}) == 2
