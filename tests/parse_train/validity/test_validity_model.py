@@ -53,7 +53,9 @@ def trained(
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
         model.head.bias.fill_(0.3)
-        model.head.tokens.out.weight.mul_(3)
+        out = model.head.tokens.out
+        out.weight.copy_(torch.randn(out.weight.shape, generator=generator) * 0.2)
+        out.bias.zero_()
     return model
 
 
