@@ -317,7 +317,7 @@ def test_progress_shows_rate_and_time_left_in_80_columns(terminal: bool, monkeyp
     [
         ("data.yaml", "zoo:target"),
         ("real/data.yaml", "Qwen/Qwen3-8B"),
-        ("smollm2/data.yaml", "runs/smollm2/target/final"),
+        ("smollm2/data.yaml", "zoo:smollm2"),
     ],
 )
 def test_the_recipes_of_the_project_are_read(name: str, target: str) -> None:

@@ -77,7 +77,7 @@ def test_answers_and_events_are_written_as_those_of_the_local_engine_are(coordin
             "the target server http://127.0.0.1:9/v1/models does not answer",
         ),
         (
-            ["--backend", "vllm", "--target", "zoo:smollm2", "--adapter", "zoo:adapter", "--draft", "zoo:draft"],
+            ["--backend", "vllm", "--target", "zoo:draft", "--adapter", "zoo:adapter", "--draft", "zoo:draft"],
             "was trained for the target",
         ),
     ],
