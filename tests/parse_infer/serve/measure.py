@@ -3,7 +3,7 @@
 Starts `parse-infer serve` on the embedded models for each row, and prints one line for each:
 
 identical   100 prompts, streamed and not, 1 and 16 clients, against `ParseEngine.generate`
-latency     what the server adds to `ParseEngine.generate` in this process, for 100 prompts of one client in turns
+latency     what the server adds to `ParseEngine.generate` in this process, for 100 prompts of one client
 bad         1,000 bad requests: statuses, and memory before and after
 leaving     200 clients that go away in the middle, and how long their work goes on
 signal      SIGTERM under load: how the accepted requests end, and how long the process takes
@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,26 +87,21 @@ def identical() -> str:
 
 
 def latency() -> str:
+    """The engine comes first: beside the server its idle threads would cost both of them time."""
     engine = ParseEngine.from_pretrained("zoo:target", "zoo:draft", "zoo:adapter")
-    added = []
+    asked = prompts(105)
+    own = [seconds(lambda prompt=prompt: engine.generate(prompt, max_new_tokens=TOKENS)) for prompt in asked]
     with server() as (url, _), httpx.Client(timeout=600) as client:
+        bodies = [{"messages": messages(prompt), "max_tokens": TOKENS} for prompt in asked]
+        served = [seconds(lambda body=body: client.post(url + CHAT, json=body).json()) for body in bodies]
+    added = sorted(1000 * (b - a) for a, b in zip(own[5:], served[5:], strict=True))
+    return f"added: median {added[50]:.2f} ms, quartiles {added[25]:.2f} to {added[75]:.2f} ms"
 
-        def through_the_server(prompt: Any) -> None:
-            client.post(url + CHAT, json={"messages": messages(prompt), "max_tokens": TOKENS}).json()
 
-        def by_the_engine(prompt: Any) -> None:
-            engine.generate(prompt, max_new_tokens=TOKENS)
-
-        for i, prompt in enumerate(prompts(105)):
-            seconds = {}
-            ways = [through_the_server, by_the_engine]
-            for way in ways if i % 2 else reversed(ways):
-                begin = time.perf_counter()
-                way(prompt)
-                seconds[way] = time.perf_counter() - begin
-            added.append(seconds[through_the_server] - seconds[by_the_engine])
-    added = sorted(added[5:])
-    return f"added: median {1000 * added[50]:.2f} ms, quartiles {1000 * added[25]:.2f} to {1000 * added[75]:.2f} ms"
+def seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
 
 
 def bad() -> str:
