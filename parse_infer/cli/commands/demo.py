@@ -22,7 +22,7 @@ def demo(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Which embedded models: tiny (default); smollm2 waits for its draft model and adapter.",
+            help="Which embedded models: tiny (default); smollm2 waits for its adapter.",
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 20,
