@@ -27,7 +27,7 @@ from parse_infer.guesses.walk import guided_decode
 from parse_infer.identity import describe_models
 from parse_infer.models.loading import LanguageModel, find_model, load_language_model
 from parse_infer.models.names import resolve
-from parse_infer.models.prompts import Prompt, as_batch
+from parse_infer.models.prompts import Prompt, as_batch, with_drafts
 from parse_infer.models.sampling import Sampling
 from parse_infer.models.token_map import token_map
 from parse_infer.policy import check_threshold
@@ -201,9 +201,7 @@ class ParseEngine:
         """
         settings = self._settings(settings, overrides)
         batch, is_list = as_batch(prompts)
-        drafts: Any = [None] * len(batch) if draft_text is None else draft_text if is_list else [draft_text]
-        if isinstance(drafts, str) or len(drafts) != len(batch):
-            raise ValueError(f"{len(batch)} prompts need as many draft texts, one each, or none.")
+        drafts = with_drafts(batch, is_list, draft_text)
         prepared = [self._prepare(p, settings, d) for p, d in zip(batch, drafts, strict=True)]
         results = [self._finish(*each) for each in prepared]
         return results if is_list else results[0]

@@ -24,7 +24,7 @@ from parse_infer.drafters.translation import Translation
 from parse_infer.engine import DEFAULT_THRESHOLD
 from parse_infer.generation import Done, Event, Generation, GenerationSettings, Resumed
 from parse_infer.models.loading import ServedModel
-from parse_infer.models.prompts import Prompt, as_batch
+from parse_infer.models.prompts import Prompt, as_batch, with_drafts
 from parse_infer.policy import check_threshold
 from parse_infer.request import Request
 from parse_infer.rounds import rounds
@@ -170,9 +170,7 @@ class Coordinator:
     ) -> Generation | list[Generation]:
         """As `ParseEngine.generate`; several prompts are answered at the same time."""
         batch, is_list = as_batch(prompts)
-        texts: Any = [None] * len(batch) if draft_text is None else draft_text if is_list else [draft_text]
-        if isinstance(texts, str) or len(texts) != len(batch):
-            raise ValueError(f"{len(batch)} prompts need as many draft texts, one each, or none.")
+        texts = with_drafts(batch, is_list, draft_text)
         found = list(self.each(batch, self._settings(settings, overrides), texts))
         return found if is_list else found[0]
 
@@ -338,10 +336,7 @@ class Coordinator:
         self, prompt: Prompt, settings: GenerationSettings, draft_text: str | None, alone: bool
     ) -> tuple[Request, Drafts | None]:
         """Everything that can be wrong with a request is found here."""
-        if settings.mode == "exact":
-            raise ValueError("mode 'exact' needs the target's own choice for every token, which servers do not tell")
-        if settings.risk is not None:
-            raise ValueError("risk: promises are calibrated for the local engine; give a threshold")
+        check_servable(settings)
         request = Request(prompt, self.target, settings, settings.resume_sampling)
         if alone:
             return request, None
@@ -367,6 +362,14 @@ class Coordinator:
                 yield event
         finally:
             self.run(end())
+
+
+def check_servable(settings: GenerationSettings) -> None:
+    """Raises ValueError for settings that need more than servers tell."""
+    if settings.mode == "exact":
+        raise ValueError("mode 'exact' needs the target's own choice for every token, which servers do not tell")
+    if settings.risk is not None:
+        raise ValueError("risk: promises are calibrated for the local engine; give a threshold")
 
 
 async def _result(task: asyncio.Task[Generation]) -> Generation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -29,11 +30,14 @@ def launch(
 
     Raises:
         ModuleNotFoundError: vLLM is not installed here.
+        FileNotFoundError: there is no Python where the environment variable says.
         OSError: a server does not become ready; what its log says.
     """
     found = find_spec("vllm")
     if PYTHON not in os.environ and (found is None or found.origin is None):  # a folder of that name is no package
         raise ModuleNotFoundError("vLLM is not installed here", name="vllm")
+    if shutil.which(os.environ.get(PYTHON, sys.executable)) is None:
+        raise FileNotFoundError(f"{PYTHON} is {os.environ[PYTHON]!r}, where no program is: correct or unset it")
     processes = Processes([(role, command(role, each), environment()) for role, each in servers.items()], tell, logs)
     processes.start()
     return processes

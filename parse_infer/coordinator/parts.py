@@ -56,10 +56,13 @@ def find_parts(
     tell: Callable[[str], None],
 ) -> Parts:
     """See `Coordinator.from_pretrained`. What can be wrong with the names is found before a server is started."""
+    target_urls, draft_urls = ([urls] if isinstance(urls, str) else list(urls) for urls in (target_url, draft_url))
+    for url in (*target_urls, *draft_urls):
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} is no address of a server: it begins with http:// or https://")
     language = load_served_model(target, template_options=template_options)
     questions, own_cuts, threshold = _judge(target, adapter, zero_shot, language)
     drafting = load_served_model(draft, template_options=template_options) if draft is not None else None
-    target_urls, draft_urls = ([urls] if isinstance(urls, str) else list(urls) for urls in (target_url, draft_url))
     wanted = {}
     if not target_urls:
         options = plain_options(target) if adapter is None else engine_options(target, adapter)

@@ -92,7 +92,7 @@ class Servers:
                 (listed, *_) = (await self._client.get(f"{server.url}/v1/models"))["data"]
                 found.append((str(listed["id"]), int(listed.get("max_model_len") or 0)))
             except Lost as error:
-                raise Unavailable(f"the {self.role} server {error}") from error
+                raise Unavailable(f"the {self.role} server {error}: start it, or correct {self.role}_url") from error
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"the {self.role} server {server.url} is no OpenAI-compatible server") from error
         names = sorted({name for name, _ in found})

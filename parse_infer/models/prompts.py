@@ -41,6 +41,14 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     return [cast("Prompt", prompts)], False
 
 
+def with_drafts(prompts: Sequence[Prompt], is_list: bool, draft_text: str | Sequence[str] | None) -> list[str | None]:
+    """One draft text for each prompt of `as_batch`, or None for each. Raises ValueError for another number of them."""
+    drafts: Any = [None] * len(prompts) if draft_text is None else draft_text if is_list else [draft_text]
+    if isinstance(drafts, str) or len(drafts) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts need as many draft texts, one each, or none.")
+    return list(drafts)
+
+
 def _are_messages(prompts: Sequence[Any]) -> bool:
     return len(prompts) > 0 and isinstance(prompts[0], Mapping)
 

@@ -57,6 +57,7 @@ class TokenDoubt(nn.Module):
     def __init__(self, hidden_size: int, rank: int, vocabulary: Tensor | None = None) -> None:
         super().__init__()
         self.register_buffer("vocabulary", vocabulary)
+        self.dropout = nn.Dropout(0.0)  # of the states before the tokens, in training
         self.expected = nn.Linear(hidden_size, rank, bias=False)
         self.written = nn.Linear(hidden_size, rank, bias=False)
         self.weigh = nn.Linear(3 * rank + self.SURPRISE, self.WIDTH)
@@ -77,7 +78,7 @@ class TokenDoubt(nn.Module):
         """Doubt [..., T] in float32, from the final-norm states before T tokens, the tokens' embeddings (both
         [..., T, H]) and their `Surprise.features`
         [..., T, 3]."""
-        a = self.expected(rms_norm(expected.float(), expected.shape[-1:]))
+        a = self.expected(rms_norm(self.dropout(expected.float()), expected.shape[-1:]))
         b = self.written(rms_norm(written.float(), written.shape[-1:]))
         return self.out(silu(self.weigh(torch.cat([a, b, a * b, surprise / 3], dim=-1))))[..., 0]
 

@@ -78,6 +78,17 @@ class ValidityTrainingConfig(TrainingConfig):
             "alone decides."
         },
     )
+    token_dropout: float = field(
+        default=0.0,
+        metadata={"help": "Dropout of the target's states that this network reads; with few drafts 0.5 pays."},
+    )
+    state_store_gib: float = field(
+        default=4.0,
+        metadata={
+            "help": "Without a probe the target says the same of a draft in every epoch: keep so much of it in memory "
+            "(per process), so that only the first epoch runs the target."
+        },
+    )
     surprise_vocab_size: int = field(
         default=0,
         metadata={
@@ -197,8 +208,11 @@ class ValidityTrainingConfig(TrainingConfig):
                 raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 0")
         if not (self.probe_text or self.token_rank):
             raise ValueError("probe_text is empty and token_rank is 0: a head needs one of the two to judge by")
-        if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"lora_dropout is {self.lora_dropout}; it must be at least 0 and below 1")
+        for key in ("lora_dropout", "token_dropout"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 0 and below 1")
+        if self.state_store_gib < 0:
+            raise ValueError(f"state_store_gib is {self.state_store_gib}; it must be at least 0 (store nothing)")
         CutPolicy.from_dict(self.cut_policy)  # names a wrong key or value
         if self.adapter_dir is None:
             self.adapter_dir = f"{self.output_dir}/adapter"

@@ -16,6 +16,7 @@ from parse_infer.models.architecture import layer_windows, output_layer
 from parse_infer.models.attention import enable_split_attention, layer_masks
 from parse_infer.verify.head import PartOfVocabulary, Probe, TokenDoubt, ValidityHead, surprise
 from parse_infer.verify.packing import probe_mask, probe_positions, readout_index
+from parse_train.validity.draft_states import DraftStates, StateStore
 from parse_train.validity.trailing_lora import TrailingLora, attach_trailing_lora
 
 _NO_DOUBT = -1e4  # finite: the gradient of logcumsumexp has no answer for a row of -inf
@@ -37,6 +38,7 @@ class ValidityModel(nn.Module):
         head: the read-out, as initialised.
         end_ids: tokens that end an answer; not shown to a probe that closes the turn itself.
         lora_rank, lora_alpha, lora_dropout, lora_target_modules: the activated LoRA (peft).
+        state_store_gib: without a probe the target says the same of a draft in every epoch; so much of it is kept.
     """
 
     accepts_loss_kwargs = True  # Trainer: the loss is normalised over all cuts of an optimiser step
@@ -53,6 +55,7 @@ class ValidityModel(nn.Module):
         lora_dropout: float = 0.0,
         lora_target_modules: Sequence[str] = ("all-linear",),
         backprop_context: bool = False,
+        state_store_gib: float = 0.0,
     ) -> None:
         super().__init__()
         enable_split_attention(target)
@@ -79,6 +82,7 @@ class ValidityModel(nn.Module):
         self.probe = probe
         self.end_ids = sorted(end_ids)
         self.backprop_context = backprop_context
+        self.store = StateStore(int(state_store_gib * 2**30))
         self.adapter_dtype = torch.float32
         self._register_state_dict_hook(_drop_frozen)
         self.register_load_state_dict_post_hook(_forgive_frozen)
@@ -118,30 +122,59 @@ class ValidityModel(nn.Module):
             {"logits": float32 [B, K]}; arbitrary where `visible` is 0.
         """
         hidden: Tensor | None
+        start, end = (visible - cuts)[:, :1], visible.amax(dim=1, keepdim=True)  # the first cut is never padding
+        place = torch.arange(1, input_ids.shape[1], device=input_ids.device)
+        drafted = (place >= start) & (place < end)  # [B, T - 1]
         if not self.probe.ids:
-            context, hidden = self.context_hidden(input_ids), None
-        elif self.backprop_context:
+            states = self._stored_states(input_ids, drafted, end)
+            return {"logits": self._read_out(None, states, input_ids, drafted, visible, cuts)}
+        if self.backprop_context:
             context, hidden = self._packed(input_ids, self._shown(self.probe, input_ids, visible, cuts))
         else:
             context, cache = self._prefill(input_ids)
             hidden = self._probe(cache, self._shown(self.probe, input_ids, visible, cuts), self.probe, adapter=True)
-        with torch.autocast(context.device.type, enabled=False):  # the read-out is float32 at inference too
-            tokens = self.head.tokens
-            doubt = None if tokens is None else self._doubt(tokens, context, input_ids, visible, cuts)
-            return {"logits": self.head(hidden, doubt)}
+        states = self._states(context, input_ids, drafted) if self.head.tokens is not None else None
+        return {"logits": self._read_out(hidden, states, input_ids, drafted, visible, cuts)}
 
-    def _doubt(self, tokens: TokenDoubt, context: Tensor, input_ids: Tensor, visible: Tensor, cuts: Tensor) -> Tensor:
-        """Doubt [B, K] about each prefix, from the hidden states [B, T, H] of prompt and draft."""
-        start, end = (visible - cuts)[:, :1], visible.amax(dim=1, keepdim=True)  # the first cut is never padding
-        place = torch.arange(1, input_ids.shape[1], device=input_ids.device)
-        drafted = (place >= start) & (place < end)  # [B, T - 1]
+    def _states(self, context: Tensor, input_ids: Tensor, drafted: Tensor) -> DraftStates:
+        """Of the `drafted` tokens (bool [B, T - 1], for tokens 1 to T - 1), from hidden states [B, T, H]."""
         before, ids = context[:, :-1][drafted], input_ids[:, 1:][drafted]
-        with torch.no_grad():
-            written = embedding(ids, cast(nn.Embedding, self.base.get_input_embeddings()).weight)
-            surprised = surprise(before, ids, self._output_layer, self._part).features
-        each = tokens(before, written, surprised)
-        doubt = each.new_full(drafted.shape, _NO_DOUBT).masked_scatter(drafted, each)  # of tokens 1 to T - 1
-        return TokenDoubt.of_prefixes(doubt, visible - 1) * (cuts > 0)
+        with torch.autocast(context.device.type, enabled=False):
+            return DraftStates(before, surprise(before, ids, self._output_layer, self._part).features)
+
+    def _stored_states(self, input_ids: Tensor, drafted: Tensor, ends: Tensor) -> DraftStates:
+        """The same, each draft's computed when it is first seen."""
+
+        def compute(missing: list[int]) -> list[DraftStates]:
+            width = int(ends[missing].max())
+            ids, where = input_ids[missing, :width], drafted[missing, : width - 1]
+            states = self._states(self.context_hidden(ids), ids, where)
+            sizes = where.sum(1).tolist()
+            return [DraftStates(*parts) for parts in zip(*(part.split(sizes) for part in states), strict=True)]
+
+        rows = [row[:end] for row, end in zip(input_ids, ends[:, 0].tolist(), strict=True)]
+        found = self.store(rows, compute)
+        return DraftStates(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    def _read_out(
+        self,
+        hidden: Tensor | None,
+        states: DraftStates | None,
+        input_ids: Tensor,
+        drafted: Tensor,
+        visible: Tensor,
+        cuts: Tensor,
+    ) -> Tensor:
+        """Logits [B, K], in float32 as at inference."""
+        with torch.autocast(input_ids.device.type, enabled=False):
+            if states is None or self.head.tokens is None:
+                return self.head(hidden)
+            with torch.no_grad():
+                embeddings = cast(nn.Embedding, self.base.get_input_embeddings()).weight
+                written = embedding(input_ids[:, 1:][drafted], embeddings)
+            each = self.head.tokens(states.before, written, states.surprise)
+            doubt = each.new_full(drafted.shape, _NO_DOUBT).masked_scatter(drafted, each)
+            return self.head(hidden, TokenDoubt.of_prefixes(doubt, visible - 1) * (cuts > 0))
 
     @torch.no_grad()
     def judge(self, input_ids: Tensor, visible: Tensor, cuts: Tensor, probe: Probe, head: nn.Module) -> Tensor:

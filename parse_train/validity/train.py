@@ -132,6 +132,8 @@ def build_model(config: ValidityTrainingConfig, lm: LanguageModel, vocabulary: T
     else:
         size = lm.model.config.get_text_config(decoder=True).hidden_size
         head = ValidityHead(size, config.token_rank, vocabulary, probe=False)
+    if head.tokens is not None:
+        head.tokens.dropout.p = config.token_dropout
     return ValidityModel(
         lm.model,
         probe,
@@ -142,6 +144,7 @@ def build_model(config: ValidityTrainingConfig, lm: LanguageModel, vocabulary: T
         lora_dropout=config.lora_dropout,
         lora_target_modules=config.lora_target_modules,
         backprop_context=config.backprop_context,
+        state_store_gib=config.state_store_gib,
     )
 
 

@@ -42,8 +42,9 @@ def bench(
     sweep_limit: Annotated[int, typer.Option(min=0, help="Run the figure's thresholds on this many problems.")] = 100,
     repeats: Annotated[int, typer.Option(min=1, help="Runs per problem and mode; the median time counts.")] = 1,
     clients: Annotated[
-        str, typer.Option(metavar="A,B,…", help="With --backend vllm: so many at a time.")
-    ] = "1,4,16,32",
+        str | None,
+        typer.Option(metavar="A,B,…", help="With --backend vllm: so many at a time; default: 1,4,16,32."),
+    ] = None,
 ) -> None:
     """Compare PARSE with the target alone, the draft model alone, sequential and token-level speculation.
 
@@ -87,8 +88,12 @@ def bench(
         name = f"{' '.join([task, *(task_option or ())])}, {split} split, seed {seed}"
         ways = tuple(modes.split(",")) if modes is not None else ("target", "parse", "parse:adaptive")
         resumed = given(resume=resume)
-        _bench_clients(models, ways, clients, problems, loaded_task.check, out, max_new_tokens, resumed, name)
+        _bench_clients(
+            models, ways, clients or "1,4,16,32", problems, loaded_task.check, out, max_new_tokens, resumed, name
+        )
         return
+    if clients is not None:
+        raise ValueError("--clients is for --backend vllm, the local engine answers one at a time: give that too")
     from parse_infer.bench.mode_names import DEFAULT_MODES, check_guides, needs
     from parse_infer.bench.run import THRESHOLDS, BenchSettings, run_bench
     from parse_infer.bench.tables import acceptance_note, terminal_tables

@@ -53,6 +53,8 @@ def serve(
     """
     if api_key is not None and (not api_key.isascii() or not api_key.strip()):
         raise ValueError("--api-key must be a text of ASCII characters, or be left out")
+    if models.served and (risk is not None or audit):
+        raise ValueError("--risk and --audit: promises are calibrated for the local engine; give --threshold")
     from data_tools.tasks.checkers import same_answer
     from parse_infer.serve.app import create_app
     from parse_infer.serve.audit import Promises

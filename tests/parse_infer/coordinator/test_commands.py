@@ -76,6 +76,9 @@ def test_answers_and_events_are_written_as_those_of_the_local_engine_are(coordin
             ["--backend", "vllm", "--target-url", "http://127.0.0.1:9", "--draft-url", "http://127.0.0.1:9"],
             "the target server http://127.0.0.1:9/v1/models does not answer",
         ),
+        (["--backend", "vllm", "--target-url", "gpu-1:8000"], "'gpu-1:8000' is no address of a server"),
+        (["--backend", "vllm", "--mode", "exact"], "mode 'exact' needs the target's own choice"),
+        (["--backend", "vllm", "--risk", "0.01"], "risk: promises are calibrated for the local engine"),
         (
             ["--backend", "vllm", "--target", "zoo:draft", "--adapter", "zoo:adapter", "--draft", "zoo:draft"],
             "was trained for the target",
@@ -84,6 +87,23 @@ def test_answers_and_events_are_written_as_those_of_the_local_engine_are(coordin
 )
 def test_mistakes_are_one_sentence(arguments, sentence, capsys):
     assert main(["generate", "Hi", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and said.startswith("error: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["bench", "--clients", "1,4"], "--clients is for --backend vllm"),
+        (["serve", "--backend", "vllm", "--risk", "0.01"], "--risk and --audit: promises are calibrated"),
+        (["serve", "--backend", "vllm", "--audit", "0.1"], "--risk and --audit: promises are calibrated"),
+        (["generate", "Hi", "--backend", "vllm"], "PARSE_VLLM_PYTHON is '/nowhere/python', where no program is"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_loaded_or_started(arguments, sentence, capsys, monkeypatch):
+    monkeypatch.setenv("PARSE_VLLM_PYTHON", "/nowhere/python")
+    monkeypatch.setattr(ModelOptions, "load", lambda self, **_: pytest.fail("models were loaded"))
+    assert main(arguments) == 2
     said = capsys.readouterr().err
     assert sentence in said and said.startswith("error: ") and said.count("\n") == 1
 

@@ -108,6 +108,36 @@ def test_back_propagating_through_the_context_changes_no_gradient(
         torch.testing.assert_close(cached, packed, rtol=1e-3, atol=1e-5)
 
 
+def test_without_a_probe_the_target_runs_once_for_each_draft(
+    model: PreTrainedModel, batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stored gives the logits that computing it anew gives, whatever batch a draft comes in."""
+    inputs = {name: batch[name] for name in ("input_ids", "visible", "cuts")}
+    anew = trained(model, NONE).eval()
+    stored = trained(model, NONE, state_store_gib=1.0).eval()
+    little = trained(model, NONE, state_store_gib=1e-5).eval()  # fits a draft or two
+    runs: list[int] = []
+    for each in (anew, stored, little):
+        each.head.load_state_dict(anew.head.state_dict())
+        compute = each.context_hidden
+        monkeypatch.setattr(each, "context_hidden", lambda ids, of=compute: (runs.append(len(ids)), of(ids))[1])
+    expected = anew(**inputs)["logits"]
+    last = {name: tensor[-2:] for name, tensor in inputs.items()}
+    for each, most in ((stored, 0), (little, len(expected) - 1)):
+        first = each(**last)["logits"]  # in another batch before
+        runs.clear()
+        again = each(**inputs)["logits"]
+        torch.testing.assert_close(again, expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(first, expected[-2:], rtol=0, atol=1e-4)
+        assert sum(runs) >= len(expected) - 2
+        runs.clear()
+        torch.testing.assert_close(each(**inputs)["logits"], again, rtol=0, atol=1e-4)
+        assert sum(runs) <= most, "a stored draft was read again"
+    stored.train()
+    stored(**inputs)["logits"][inputs["visible"] > 0].sum().backward()
+    assert stored.head.tokens is not None and stored.head.tokens.expected.weight.grad is not None
+
+
 @pytest.mark.parametrize(
     ("probe", "vocabulary"),
     [(PROBE, None), (CLOSING, None), (NONE, None), (PROBE, torch.arange(2, 259, 3))],
