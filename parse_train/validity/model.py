@@ -126,8 +126,8 @@ class ValidityModel(nn.Module):
         place = torch.arange(1, input_ids.shape[1], device=input_ids.device)
         drafted = (place >= start) & (place < end)  # [B, T - 1]
         if not self.probe.ids:
-            states = self._stored_states(input_ids, drafted, end)
-            return {"logits": self._read_out(None, states, input_ids, drafted, visible, cuts)}
+            stored = self._stored_states(input_ids, drafted, end)
+            return {"logits": self._read_out(None, stored, input_ids, drafted, visible, cuts)}
         if self.backprop_context:
             context, hidden = self._packed(input_ids, self._shown(self.probe, input_ids, visible, cuts))
         else:
