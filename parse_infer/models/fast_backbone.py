@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 
 from parse_infer.models.architecture import layer_windows, text_config
 from parse_infer.models.attention import split_attention_forward
+from parse_infer.models.fused_step import FusedStep
 
 _MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 # Kinds of rotary position embedding whose angles depend on nothing but the position.
@@ -51,7 +52,7 @@ class FastBackbone:
         self._kv_heads: int = config.num_key_value_heads
         self._groups: int = config.num_attention_heads // config.num_key_value_heads
         self._cos, self._sin = torch.empty(0), torch.empty(0)
-        self._backbone = backbone
+        self._backbone, self._config = backbone, config
         self._read_layers()
 
     @classmethod
@@ -86,8 +87,12 @@ class FastBackbone:
         if not all(children[name] is module for children, name, module in self._places):
             self._read_layers()  # somebody has wrapped linears, as peft does
         n, past = tokens.shape[1], cache.get_seq_length()
+        if past == 0:
+            self._check_fused()
         x = self._embed(tokens)
         self._prepare_angles(past + n, x)
+        if self._fused is not None and n == 1 and mask is None:
+            return self._fused(x, self._cos[past], self._sin[past], cache, heard)
         at = past if n == 1 and mask is None else positions[0]
         cos, sin = self._cos[at], self._sin[at]
         if mask is None and n > 1 and past:
@@ -122,6 +127,20 @@ class FastBackbone:
         self._layers = [_layer(layer) for layer in self._backbone.layers]
         parts = (part for layer in self._backbone.layers for part in (layer.self_attn, layer.mlp))
         self._places = [(part._modules, name, child) for part in parts for name, child in part._modules.items()]
+        self._fuse()
+
+    def _fuse(self) -> None:
+        self._fused = FusedStep.of(self._layers, self._norm, self._config, self._head_size)
+        self._stamp = self._weights_stamp() if self._fused is not None else None
+
+    def _check_fused(self) -> None:
+        """Fuse again if weights have changed in place; between two tokens of a context nothing may change."""
+        if self._stamp is not None and self._stamp != self._weights_stamp():
+            self._fuse()
+
+    def _weights_stamp(self) -> list[tuple[int, int]]:
+        weights = self._backbone.parameters()
+        return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
 
     def _prepare_angles(self, end: int, x: Tensor) -> None:
         """Tables for positions below `end`: cosines, and sines with the sign that `_rotate` wants; [T, head size]."""

@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
 from parse_infer.guesses.tree import branches
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
+from parse_infer.models.kv_buffer import KVBuffer
 from parse_infer.models.sampling import Sampling, choose
 from parse_infer.verify.packing import probes
 
@@ -175,21 +176,25 @@ def test_the_context_must_not_change_under_a_running_decode(decoder, random_ids)
         next(iterator)
 
 
-def test_an_interrupted_forward_does_not_spoil_the_cache(make_model, random_ids):
+def test_an_interrupted_forward_does_not_spoil_the_cache(make_model, random_ids, monkeypatch):
     """Ctrl-C between two layers leaves the first one longer than the second."""
     model = make_model("llama_gqa")
     decoder = Decoder(model, ())
 
-    def interrupt(module, args):
-        raise KeyboardInterrupt
+    update = KVBuffer.update
+
+    def interrupted(layer, *states):
+        if layer is decoder._cache.layers[1]:
+            raise KeyboardInterrupt
+        return update(layer, *states)
 
     decoder.seek(random_ids(9))
     iterator = decoder.decode(6)
     next(iterator)
-    handle = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    handle.remove()
+    with monkeypatch.context() as patch:
+        patch.setattr(KVBuffer, "update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
     decoder.seek(random_ids(9))
     found = decoder.forward(random_ids(4, seed=1)).hidden
     expected = plain_hidden(model, random_ids(9) + random_ids(4, seed=1))[8:]

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Confi
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from parse_infer.guesses.tree import branches
+from parse_infer.models import fused_step, packed_linear
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.fast_backbone import FastBackbone
@@ -75,6 +76,42 @@ def test_equals_the_forward_of_transformers(model, random_ids, monkeypatch, dtyp
         assert ours.shape == theirs.shape
         difference = float((ours - theirs).abs().max())
         assert difference < tolerance * max(1.0, float(theirs.abs().max())), f"step {i}: {difference}"
+
+
+def test_small_models_on_a_cpu_have_a_fused_step(model, monkeypatch):
+    fast = FastBackbone.for_model(model)
+    assert fast is not None
+    plain = type(model.config).__name__ != "Qwen3Config" and not getattr(model.config, "mlp_bias", False)
+    assert (fast._fused is not None) == plain
+    monkeypatch.setattr(fused_step, "LARGEST", 1000)
+    large = FastBackbone.for_model(model)
+    assert large is not None and large._fused is None
+    half = FastBackbone.for_model(model.to(torch.bfloat16))
+    assert half is not None and half._fused is None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_fused_step_follows_weights_that_change(random_ids, monkeypatch, packed, bias):
+    """Also of packed layers: tokens and logits are those of transformers, before and after a change in place."""
+    config = LlamaConfig(**SHAPE, num_key_value_heads=2, attention_bias=bias)
+    model = randomise(MODEL_FOR_CAUSAL_LM_MAPPING[LlamaConfig](config), seed=1)
+    if packed:
+        monkeypatch.setattr(packed_linear, "SMALL", 0)
+        assert packed_linear.pack_linears(model)
+    fast, slow = Decoder(model, ()), without_it(model, monkeypatch)
+    assert fast._fast is not None and fast._fast._fused is not None
+    for change in (None, lambda norm: norm.weight.mul_(0.5)):
+        if change is not None:
+            with torch.no_grad():
+                change(model.model.layers[1].input_layernorm)
+        written = []
+        for decoder in (fast, slow):
+            decoder.seek([])
+            decoder.seek(random_ids(20))
+            written.append((list(decoder.decode(40)), decoder.next_logits()))
+        assert written[0][0] == written[1][0]
+        torch.testing.assert_close(written[0][1], written[1][1], atol=1e-4, rtol=1e-4)
 
 
 def test_the_table_of_angles_grows(random_ids, monkeypatch):
