@@ -13,12 +13,18 @@ from parse_infer.promise import Calibration
 
 @dataclass(frozen=True)
 class Job:
-    """One answer that somebody wants. `alone`: by the target, without a draft."""
+    """One answer that somebody wants.
+
+    Attributes:
+        alone: by the target, without a draft.
+        watched: somebody reads it as it is written; otherwise its events may come all at once at the end.
+    """
 
     prompt: Prompt
     settings: GenerationSettings
     draft_text: str | None = None
     alone: bool = False
+    watched: bool = True
 
 
 @dataclass(frozen=True)

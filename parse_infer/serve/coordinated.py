@@ -31,7 +31,7 @@ class CoordinatedBackend(PromptReader):
 
     async def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
         try:
-            events = self._coordinator.events(job.prompt, job.settings, job.draft_text, job.alone)
+            events = self._coordinator.events(job.prompt, job.settings, job.draft_text, job.alone, job.watched)
         except ValueError as error:
             raise Refused(str(error)) from error
         async with self._room, aclosing(events):

@@ -98,7 +98,9 @@ class Desk:
             except Refused as error:
                 code = "context_length_exceeded" if "window" in str(error) else "invalid_value"
                 raise ApiError(400, str(error), code) from error
-            found += [(Job(prompt, each, draft_text, body.alone), tokens) for each in settings]
+            found += [
+                (Job(prompt, each, draft_text, body.alone, watched=bool(body.stream)), tokens) for each in settings
+            ]
         return found
 
     def answer(self, shape: Shape, body: AnswerBody, jobs: Sequence[tuple[Job, int]]) -> Exchange:

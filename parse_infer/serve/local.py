@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
 from threading import Thread
@@ -64,7 +65,8 @@ class LocalBackend(PromptReader):
             try:
                 with self._engine.interruptible(lambda run=run: run.unwanted):  # type: ignore[misc]
                     for event in self._events(run.job):
-                        run.post(Moment(event, time.perf_counter()))
+                        run.post(Moment(event, time.perf_counter()), now=run.job.watched)
+                run.post()
             except Interrupted:
                 pass
             except BaseException as error:  # whatever it was, the next job is another one
@@ -82,14 +84,28 @@ class LocalBackend(PromptReader):
 
 
 class _Run:
-    """A job on its way through the worker thread; `inbox` belongs to the event loop."""
+    """A job on its way through the worker thread; `inbox` belongs to the event loop.
+
+    The loop is woken as seldom as can be: where cores are few, each time costs the model's threads milliseconds.
+    """
 
     def __init__(self, job: Job, loop: asyncio.AbstractEventLoop) -> None:
         self.job = job
         self.unwanted = False
         self.inbox: asyncio.Queue[Moment | BaseException] = asyncio.Queue()
         self._loop = loop
+        self._posted: deque[Moment | BaseException] = deque()
+        self._woken = False
 
-    def post(self, what: Moment | BaseException) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and nobody listens any more
-            self._loop.call_soon_threadsafe(self.inbox.put_nowait, what)
+    def post(self, *what: Moment | BaseException, now: bool = True) -> None:
+        """Called by the worker. With `now` all that was posted so far is on its way."""
+        self._posted.extend(what)
+        if now and not self._woken:
+            self._woken = True
+            with suppress(RuntimeError):  # the loop has ended, and nobody listens any more
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # before the last look: what comes later wakes the loop again
+        while self._posted:
+            self.inbox.put_nowait(self._posted.popleft())

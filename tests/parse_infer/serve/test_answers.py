@@ -15,18 +15,37 @@ import openai
 import pytest
 
 from parse_infer.engine import ParseEngine
-from parse_infer.generation import Generation
+from parse_infer.generation import Done, Generation, GenerationSettings
 from parse_infer.identity import describe_models
 from parse_infer.models.prompts import Verbatim
 from parse_infer.models.sampling import Sampling, seed_of
 from parse_infer.promise import Calibration, Setting, Tried
 from parse_infer.serve.audit import Promises
+from parse_infer.serve.backend import Job
 from parse_infer.serve.chat import ChatCompletion
 from parse_infer.serve.completion import Completion
 from parse_infer.serve.local import LocalBackend
 from tests.parse_infer.serve.conftest import running
 
 PROMPTS = [f"Tom has {n} apples. How many are left?" for n in range(8)]
+
+
+def test_an_answer_that_nobody_reads_as_it_is_written_wakes_the_loop_once(make_engine, monkeypatch):
+    """And loses no event for that."""
+    backend = LocalBackend(make_engine())
+
+    async def events(watched: bool) -> tuple[list[str], int]:
+        loop, woken = asyncio.get_running_loop(), []
+        wake = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *what: (woken.append(what), wake(*what))[1])
+        job = Job(PROMPTS[0], GenerationSettings(24), watched=watched)
+        found = [moment.event async for moment in backend.stream(job)]
+        assert isinstance(found[-1], Done)
+        return [str(event) for event in found[:-1]], len(woken)
+
+    (watched, several), (unwatched, once) = asyncio.run(events(True)), asyncio.run(events(False))
+    assert watched == unwatched and len(watched) > 2
+    assert 1 < several <= len(watched) + 2 and once == 1
 
 
 def streamed(client: openai.OpenAI, content: str, **options: Any) -> tuple[str, list[Any]]:
