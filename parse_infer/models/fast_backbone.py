@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from parse_infer.models.architecture import layer_windows, text_config
 from parse_infer.models.attention import split_attention_forward
-from parse_infer.models.fused_step import FusedStep
+from parse_infer.models.fused_step import FusedStep, is_hooked
 
 _MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 # Kinds of rotary position embedding whose angles depend on nothing but the position.
@@ -39,6 +39,10 @@ class _Layer:
     up: nn.Module
     down: nn.Module
     activation: nn.Module
+
+    @property
+    def linears(self) -> tuple[nn.Module, ...]:
+        return self.query, self.key, self.value, self.output, self.gate, self.up, self.down
 
 
 class FastBackbone:
@@ -131,16 +135,17 @@ class FastBackbone:
 
     def _fuse(self) -> None:
         self._fused = FusedStep.of(self._layers, self._norm, self._config, self._head_size)
-        self._stamp = self._weights_stamp() if self._fused is not None else None
+        self._stamp = self._weights_stamp()
 
     def _check_fused(self) -> None:
-        """Fuse again if weights have changed in place; between two tokens of a context nothing may change."""
-        if self._stamp is not None and self._stamp != self._weights_stamp():
+        """Fuse again if weights have changed in place or layers got hooks, which may happen between two contexts."""
+        if self._stamp != self._weights_stamp():
             self._fuse()
 
-    def _weights_stamp(self) -> list[tuple[int, int]]:
+    def _weights_stamp(self) -> list[Any]:
         weights = self._backbone.parameters()
-        return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
+        versions = [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
+        return [*versions, *(is_hooked(linear) for layer in self._layers for linear in layer.linears)]
 
     def _prepare_angles(self, end: int, x: Tensor) -> None:
         """Tables for positions below `end`: cosines, and sines with the sign that `_rotate` wants; [T, head size]."""

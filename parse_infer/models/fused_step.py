@@ -56,8 +56,10 @@ class FusedStep:
     @torch.inference_mode()
     def of(cls, layers: Sequence[Any], norm: Any, config: Any, head_size: int) -> FusedStep | None:
         """From the parts of the layers (`fast_backbone`) and the last norm; None where this is not for the model."""
-        linears = [m for x in layers for m in (x.query, x.key, x.value, x.output, x.gate, x.up, x.down)]
-        if not all(type(m) in (nn.Linear, PackedLinear) for m in linears) or any(x.query_norm for x in layers):
+        linears = [linear for layer in layers for linear in layer.linears]
+        if not all(type(m) in (nn.Linear, PackedLinear) and not is_hooked(m) for m in linears):
+            return None
+        if any(x.query_norm is not None for x in layers):
             return None
         if any(x.gate.bias is not None or x.up.bias is not None for x in layers):
             return None
@@ -98,6 +100,11 @@ class FusedStep:
         """x [1, H] over its root mean square; one dot product and one product, where `rms_norm` takes ten steps."""
         row = x[0]
         return x * (torch.dot(row, row).item() / len(row) + self._epsilon) ** -0.5
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody listens to it."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _fused(layer: Any, heads: tuple[int, int], size: int) -> _Layer:

@@ -101,10 +101,15 @@ def test_the_fused_step_follows_weights_that_change(random_ids, monkeypatch, pac
         assert packed_linear.pack_linears(model)
     fast, slow = Decoder(model, ()), without_it(model, monkeypatch)
     assert fast._fast is not None and fast._fast._fused is not None
-    for change in (None, lambda norm: norm.weight.mul_(0.5)):
-        if change is not None:
-            with torch.no_grad():
-                change(model.model.layers[1].input_layernorm)
+    layer = model.model.layers[1]
+    changes = (
+        lambda: None,
+        lambda: layer.input_layernorm.weight.mul_(0.5),
+        lambda: layer.mlp.down_proj.register_forward_hook(lambda module, args, output: output * 0.5),
+    )
+    for change in changes:
+        with torch.no_grad():
+            change()
         written = []
         for decoder in (fast, slow):
             decoder.seek([])
