@@ -160,7 +160,7 @@ def describe(
     target = describe_target(lm.model)
     if config.target.startswith("zoo:"):
         target["name"] = config.target
-    settings = ("lora_rank", "lora_alpha", "token_rank", "learning_rate", "num_train_epochs", "seed")
+    settings = ("lora_rank", "lora_alpha", "token_rank", "token_dropout", "learning_rate", "num_train_epochs", "seed")
     provenance: dict[str, Any] = {"data": config.data, **counts, "template_options": config.template_options}
     provenance |= {name: getattr(config, name) for name in settings}
     if not config.probe_text:
