@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from parse_infer.models.architecture import layer_windows, text_config
 from parse_infer.models.attention import split_attention_forward
-from parse_infer.models.fused_step import FusedStep, is_hooked
+from parse_infer.models.fused_step import FusedStep, is_hooked, rotate
 
 _MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 # Kinds of rotary position embedding whose angles depend on nothing but the position.
@@ -116,7 +116,7 @@ class FastBackbone:
         query, key = layer.query(x).view(1, n, -1, size), layer.key(x).view(1, n, -1, size)
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = _rms(layer.query_norm, query), _rms(layer.key_norm, key)
-        query, key = _rotate(query.transpose(1, 2), cos, sin), _rotate(key.transpose(1, 2), cos, sin)
+        query, key = rotate(query.transpose(1, 2), cos, sin), rotate(key.transpose(1, 2), cos, sin)
         value = layer.value(x).view(1, n, -1, size).transpose(1, 2)
         keys, values = cache.update(key, value, i)
         scaling = layer.attention.scaling
@@ -148,7 +148,7 @@ class FastBackbone:
         return [*versions, *(is_hooked(linear) for layer in self._layers for linear in layer.linears)]
 
     def _prepare_angles(self, end: int, x: Tensor) -> None:
-        """Tables for positions below `end`: cosines, and sines with the sign that `_rotate` wants; [T, head size]."""
+        """Tables for positions below `end`: cosines, and sines with the sign that `rotate` wants; [T, head size]."""
         if end > len(self._cos) or self._cos.dtype != x.dtype or self._cos.device != x.device:
             cos, sin = self._rotary(x, torch.arange(max(1024, 2 * end), device=x.device)[None])
             half = self._head_size // 2
@@ -168,8 +168,3 @@ def _layer(layer: Any) -> _Layer:
 
 def _rms(norm: Any, x: Tensor) -> Tensor:
     return nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
-
-
-def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """`x * cos + rotate_half(x) * sin` of transformers, for [1, heads, T, head size]."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)

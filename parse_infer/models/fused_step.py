@@ -1,5 +1,5 @@
 """A step of one token for a small model on a CPU: a third of the time of a small model's step goes to calls, not to
-matrices, so products of the same input become one, and norms and rotations move into the weights.
+matrices, so products of the same input become one, and the weights of norms move into them.
 
 The weights exist twice then, which is why this is for small models only.
 """
@@ -27,7 +27,7 @@ class _Layer:
     """Products of one layer.
 
     Attributes:
-        attention: of the input: query, key, both with their halves exchanged for the rotation, value.
+        attention: of the input: query, key, value.
         output, down: into the residual stream.
         gate_up: of the state between attention and MLP.
     """
@@ -49,8 +49,7 @@ class FusedStep:
         self._groups: int = config.num_attention_heads // config.num_key_value_heads
         self._head_size = head_size
         self._epsilon: float = layers[0].before.variance_epsilon
-        heads = (config.num_attention_heads, config.num_key_value_heads)
-        self._layers = [_fused(layer, heads, head_size) for layer in layers]
+        self._layers = [_fused(layer) for layer in layers]
 
     @classmethod
     @torch.inference_mode()
@@ -59,17 +58,13 @@ class FusedStep:
         linears = [linear for layer in layers for linear in layer.linears]
         if not all(type(m) in (nn.Linear, PackedLinear) and not is_hooked(m) for m in linears):
             return None
-        if any(x.query_norm is not None for x in layers):
+        norms = [norm, *(each for layer in layers for each in (layer.before, layer.between))]
+        if any(each.weight.dtype != torch.float32 or each.weight.device.type != "cpu" for each in norms):
             return None
-        if any(x.gate.bias is not None or x.up.bias is not None for x in layers):
+        if any(x.query_norm is not None or x.gate.bias is not None or x.up.bias is not None for x in layers):
             return None
-        if sum(m.in_features * m.out_features for m in linears) * 4 > LARGEST:
-            return None
-        norms = [norm, *(each for x in layers for each in (x.before, x.between))]
-        one = {each.weight.dtype for each in norms} == {torch.float32} and {
-            each.weight.device.type for each in norms
-        } == {"cpu"}
-        if not one or len({each.variance_epsilon for each in norms}) > 1 or linears[0].weight.dtype != torch.float32:
+        large = sum(m.in_features * m.out_features for m in linears) * 4 > LARGEST
+        if large or len({each.variance_epsilon for each in norms}) > 1:
             return None
         return cls(layers, norm, config, head_size)
 
@@ -77,18 +72,18 @@ class FusedStep:
         """From a token's embedding to its final-norm state, both [1, 1, H]; the cache grows by it.
 
         Args:
-            cos, sin: [head size], of its position; the sine with the sign that the exchanged halves want.
+            cos, sin: [head size], of its position; for `rotate`.
             heard: gets what enters the layers that are its keys.
         """
         x, size = x[0], self._head_size
         queries = self._kv_heads * self._groups
-        rotated = queries + self._kv_heads
+        rotated = queries + self._kv_heads  # heads
         for i, layer in enumerate(self._layers):
             if i in heard:
                 heard[i] = x[None]
             parts = layer.attention(self._normed(x)).view(1, -1, 1, size)
-            turned = torch.addcmul(parts[:, :rotated] * cos, parts[:, rotated : 2 * rotated], sin)
-            keys, values = cache.update(turned[:, queries:], parts[:, 2 * rotated :], i)
+            turned = rotate(parts[:, :rotated], cos, sin)
+            keys, values = cache.update(turned[:, queries:], parts[:, rotated:], i)
             query = turned[:, :queries].view(1, self._kv_heads, self._groups, size)
             out = scaled_dot_product_attention(query, keys, values, scale=layer.scaling)
             x = x + layer.output(out.reshape(1, -1))
@@ -107,13 +102,17 @@ def is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def _fused(layer: Any, heads: tuple[int, int], size: int) -> _Layer:
-    q, k = ((m.weight, m.bias) for m in (layer.query, layer.key))
-    parts = [q, k, _halves_exchanged(*q, heads[0], size), _halves_exchanged(*k, heads[1], size)]
-    parts.append((layer.value.weight, layer.value.bias))
+def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """`x * cos + rotate_half(x) * sin` of transformers, for [1, heads, T, head size]; the sine of the first half is
+    negative."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
+
+
+def _fused(layer: Any) -> _Layer:
+    readers = (layer.query, layer.key, layer.value)
     packed = isinstance(layer.query, PackedLinear)
-    attention = torch.cat([weight for weight, _ in parts]) * layer.before.weight
-    bias = torch.cat([bias for _, bias in parts]) if q[1] is not None else None
+    attention = torch.cat([reader.weight for reader in readers]) * layer.before.weight
+    bias = torch.cat([reader.bias for reader in readers]) if layer.query.bias is not None else None
     gate_up = torch.cat([layer.gate.weight, layer.up.weight]) * layer.between.weight
     return _Layer(
         _product(attention, bias, packed),
@@ -123,16 +122,6 @@ def _fused(layer: Any, heads: tuple[int, int], size: int) -> _Layer:
         layer.activation,
         layer.attention.scaling,
     )
-
-
-def _halves_exchanged(weight: Tensor, bias: Tensor | None, heads: int, size: int) -> tuple[Tensor, Tensor | None]:
-    """Of a product, with the two halves of each head exchanged."""
-
-    def exchanged(rows: Tensor) -> Tensor:
-        first, second = rows.view(heads, size, -1).split(size // 2, dim=1)
-        return torch.cat([second, first], dim=1).reshape(rows.shape)
-
-    return exchanged(weight), None if bias is None else exchanged(bias)
 
 
 def _product(weight: Tensor, bias: Tensor | None, packed: bool) -> Product:
