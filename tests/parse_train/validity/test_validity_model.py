@@ -123,7 +123,7 @@ def test_without_a_probe_the_target_runs_once_for_each_draft(
         monkeypatch.setattr(each, "context_hidden", lambda ids, of=compute: (runs.append(len(ids)), of(ids))[1])
     expected = anew(**inputs)["logits"]
     last = {name: tensor[-2:] for name, tensor in inputs.items()}
-    for each, most in ((stored, 0), (little, len(expected) - 1)):
+    for each, again_read in ((stored, range(1)), (little, range(1, len(expected)))):
         first = each(**last)["logits"]  # in another batch before
         runs.clear()
         again = each(**inputs)["logits"]
@@ -132,7 +132,7 @@ def test_without_a_probe_the_target_runs_once_for_each_draft(
         assert sum(runs) >= len(expected) - 2
         runs.clear()
         torch.testing.assert_close(each(**inputs)["logits"], again, rtol=0, atol=1e-4)
-        assert sum(runs) <= most, "a stored draft was read again"
+        assert sum(runs) in again_read
     stored.train()
     stored(**inputs)["logits"][inputs["visible"] > 0].sum().backward()
     assert stored.head.tokens is not None and stored.head.tokens.expected.weight.grad is not None

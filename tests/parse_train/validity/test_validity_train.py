@@ -1,0 +1,51 @@
+"""The recipe `validity` from beginning to end, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from parse_train.__main__ import main
+from parse_train.validity.model import ValidityModel
+from parse_train.validity.trainer import ValidityTrainer
+
+
+def test_what_is_evaluated_is_what_is_exported(training_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An adapter that is stored with less precision is scored with less precision."""
+    score, scored = ValidityTrainer.score, []
+
+    def noted(trainer, drafts):
+        scored.append([p.clone() for p in trainer.model.target.parameters() if p.requires_grad])
+        return score(trainer, drafts)
+
+    monkeypatch.setattr(ValidityTrainer, "score", noted)
+    recipe = str(training_folder / "recipe.yaml")
+    options = ["--output_dir", str(tmp_path), "--max_steps", "2", "--baselines", "false"]
+    assert main([recipe, *options, "--adapter_dtype", "bfloat16"]) == 0
+    exported = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+    assert len(scored[0]) == len(exported) and any(weights.any() for weights in scored[0])
+    for weights in scored[0]:
+        assert torch.equal(weights, weights.bfloat16().float()), "other weights were scored than were exported"
+
+
+def test_without_a_probe_the_target_runs_in_the_first_epoch_only(
+    training_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    read, compute = [], ValidityModel.context_hidden
+    monkeypatch.setattr(
+        ValidityModel, "context_hidden", lambda model, ids: (read.append(len(ids)), compute(model, ids))[1]
+    )
+    recipe = str(training_folder / "recipe.yaml")
+    options = ["--max_steps", "-1", "--num_train_epochs", "3", "--probe_text", "", "--token_dropout", "0.5"]
+    options += ["--eval_strategy", "epoch", "--baselines", "false", "--output_dir", str(tmp_path)]
+    assert main([recipe, *options]) == 0
+    config = json.loads((tmp_path / "adapter" / "validity_config.json").read_text())
+    provenance = config["provenance"]
+    assert sum(read) == provenance["train_drafts"] + provenance["eval_drafts"]
+    assert provenance["token_dropout"] == 0.5
+    assert not (tmp_path / "adapter" / "adapter_model.safetensors").exists()
