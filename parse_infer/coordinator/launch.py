@@ -67,7 +67,8 @@ def draft_server(model: str | Path) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """For servers that share the cores of a CPU; what is set already stays."""
+    """For servers with the plugin, and such as share the cores of a CPU; what is set already stays."""
     wanted = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
+    wanted["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # vLLM's default on GPUs, which the plugin refuses
     wanted |= {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "1"}  # of n-gram speculation
     return {name: value for name, value in wanted.items() if name not in os.environ}
