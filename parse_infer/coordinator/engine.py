@@ -108,7 +108,7 @@ class Coordinator:
                 started here as long as they may take to start again.
 
         Raises:
-            OSError: something is missing, or a server does not answer.
+            OSError: something is missing, or no server of a model answers.
             ValueError: parts do not belong together, or a server is not what it should be.
         """
         if threshold is not None:
@@ -148,11 +148,12 @@ class Coordinator:
     async def meet(self) -> None:
         """Learn what the servers serve, and whether they can judge. Raises as `from_pretrained` does."""
         known = [(self._target.servers, self._target.language), *([self._drafts] if self._drafts else [])]
+        there = {}
         for servers, language in known:
-            await servers.meet()
+            there[servers.role] = await servers.meet()
             await servers.check_tokens(language.name, language.tokenizer)
             language.window = min(language.window, servers.window or language.window)
-        for server in self._target.servers.members if isinstance(self._target.questions, TrainedQuestions) else ():
+        for server in there["target"] if isinstance(self._target.questions, TrainedQuestions) else ():
             try:
                 await self._target.validities([1], [2, 3], [1, 2], server)
             except ValueError as error:

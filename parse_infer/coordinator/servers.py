@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
@@ -16,6 +17,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from parse_infer.coordinator.client import Client, Lost, Refused
+
+log = logging.getLogger("parse_infer.coordinator")
 
 ATTEMPTS = 4  # of one request, each with a server that seemed well
 PATIENCE_S = 120.0  # while no server is well
@@ -79,26 +82,35 @@ class Servers:
         self._watching: set[asyncio.Task[None]] = set()
         self._recovered: asyncio.Event | None = None
 
-    async def meet(self) -> None:
+    async def meet(self) -> list[Server]:
         """Ask each server what it serves.
 
+        Returns:
+            Those that answer. The others are asked again with the first request that would go to them.
+
         Raises:
-            Unavailable: one does not answer.
+            Unavailable: none answers.
             ValueError: they serve different models.
         """
-        found = []
+        found, there, away = [], [], []
         for server in self.members:
             try:
                 (listed, *_) = (await self._client.get(f"{server.url}/v1/models"))["data"]
                 found.append((str(listed["id"]), int(listed.get("max_model_len") or 0)))
+                there.append(server)
             except Lost as error:
-                raise Unavailable(f"the {self.role} server {error}: start it, or correct {self.role}_url") from error
+                away.append(f"the {self.role} server {error}: start it, or correct {self.role}_url")
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"the {self.role} server {server.url} is no OpenAI-compatible server") from error
+        if not found:
+            raise Unavailable(away[0])
+        for sentence in away:
+            log.warning(sentence)
         names = sorted({name for name, _ in found})
         if len(names) > 1:
             raise ValueError(f"the {self.role} servers serve different models: {' and '.join(names)}")
         self.model, self.window = names[0], min(window for _, window in found)
+        return there
 
     async def check_tokens(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         """ValueError where a server tells that it cuts text into other tokens than the model `name`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 
 import pytest
@@ -148,6 +149,21 @@ def test_requests_of_an_answer_stay_with_a_server_and_answers_are_spread(engine,
     assert not all(server.bodies for server in targets)
     coordinator.generate(PROMPTS * 3, max_new_tokens=20)
     assert all(server.bodies for server in targets)
+
+
+def test_one_server_of_several_may_be_away_at_the_start(engine, connect, caplog):
+    coordinator, targets, _ = connect(engine, n_targets=2)
+    servers, text = coordinator._target.servers, coordinator.generate(PROMPT, max_new_tokens=20).text
+    address, servers.members[0].url = servers.members[0].url, "http://127.0.0.1:9"
+    coordinator.run(coordinator.meet())
+    (said,) = (record.getMessage() for record in caplog.records if record.name == "parse_infer.coordinator")
+    assert said.startswith("the target server http://127.0.0.1:9/v1/models does not answer")
+    assert [g.text for g in coordinator.generate([PROMPT] * 3, max_new_tokens=20)] == [text] * 3
+    servers.members[0].url = address  # it is back
+    targets[0].bodies.clear()
+    coordinator.run(asyncio.sleep(1.2))
+    coordinator.generate([PROMPT] * 4, max_new_tokens=20)
+    assert targets[0].bodies
 
 
 def test_servers_that_stay_away_end_in_one_sentence(engine, connect):
