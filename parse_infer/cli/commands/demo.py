@@ -27,7 +27,7 @@ def demo(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Which held-out problems.")] = 0,
-    max_new_tokens: options.MaxNewTokens = 256,
+    max_new_tokens: options.MaxNewTokens = 384,
 ) -> None:
     """Watch PARSE answer held-out word problems, next to the target and the draft model alone.
 
