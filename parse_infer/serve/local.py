@@ -6,7 +6,8 @@ import asyncio
 import queue
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from threading import Thread
 
@@ -19,20 +20,25 @@ from parse_infer.serve.reader import PromptReader
 class LocalBackend(PromptReader):
     """A `Backend` for one `ParseEngine`, which nobody else may use from now on.
 
+    Args:
+        engine: the engine, or what loads it. Then that happens in the thread that uses it: OpenMP keeps threads for
+            each thread that has computed something, and more of them than there are cores slow all of them down.
+
     Attributes:
         parallel: 1, as the engine answers one request at a time.
     """
 
     parallel = 1
 
-    def __init__(self, engine: ParseEngine) -> None:
-        super().__init__(engine.target)
-        self.threshold = engine.threshold
-        self.calibration = engine.calibration
-        self._engine = engine
+    def __init__(self, engine: ParseEngine | Callable[[], ParseEngine]) -> None:
         self._runs: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
         self._running = 0
-        Thread(target=self._work, name="parse-engine", daemon=True).start()
+        loaded: Future[ParseEngine] = Future()
+        Thread(target=self._work, args=(engine, loaded), name="parse-engine", daemon=True).start()
+        self._engine = loaded.result()
+        super().__init__(self._engine.target)
+        self.threshold = self._engine.threshold
+        self.calibration = self._engine.calibration
 
     @property
     def running(self) -> int:
@@ -57,7 +63,12 @@ class LocalBackend(PromptReader):
         self._runs.put(None)
         super().close()
 
-    def _work(self) -> None:
+    def _work(self, engine: ParseEngine | Callable[[], ParseEngine], loaded: Future[ParseEngine]) -> None:
+        try:
+            loaded.set_result(engine if isinstance(engine, ParseEngine) else engine())
+        except BaseException as error:
+            loaded.set_exception(error)
+            return
         for run in iter(self._runs.get, None):
             if run.unwanted:
                 continue

@@ -76,7 +76,7 @@ def serve(
 
         backend = CoordinatedBackend(models.coordinate())
     else:
-        backend = LocalBackend(models.load())
+        backend = LocalBackend(models.load)
     app = create_app(backend, limits, api_key, served_model_name, Promises(risk, audit, same_answer), traces, adaptive)
     shown, port = listening.getsockname()[:2]
     shown = f"[{shown}]" if ":" in shown else shown
