@@ -30,7 +30,7 @@ MODELS = {
     "llama, biases": LlamaConfig(**SHAPE, num_key_value_heads=2, attention_bias=True, mlp_bias=True),
     "llama 3.1": LlamaConfig(**SHAPE, rope_parameters={**LLAMA3, "original_max_position_embeddings": 64}),
     "llama, yarn": LlamaConfig(**SHAPE, num_key_value_heads=1, rope_parameters=YARN),
-    "qwen2": Qwen2Config(**SHAPE, num_key_value_heads=2),
+    "qwen2": Qwen2Config(**SHAPE, num_key_value_heads=2, rms_norm_eps=0.1),
     "qwen3": Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=24),
     "mistral": MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=None),
 }
