@@ -19,7 +19,15 @@ class Lost(Exception):
 
 
 class Refused(ValueError):
-    """The server does not accept the request, and no other would."""
+    """The server does not accept the request, and no other would.
+
+    Attributes:
+        sentence: the server's own, without its address.
+    """
+
+    def __init__(self, message: str, sentence: str = "") -> None:
+        super().__init__(message)
+        self.sentence = sentence or message
 
 
 class Client:
@@ -74,6 +82,18 @@ class Client:
         ids: list[int] = choice["token_ids"]
         return ids
 
+    async def chunks(self, url: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """The objects of a stream, whatever they hold. Raises as `written` does."""
+        async with self._answer("POST", url, body) as response, aclosing(_events(response)) as events:
+            async for event in events:
+                if event == b"[DONE]":
+                    return
+                chunk = _parsed(event, url)
+                if "error" in chunk:
+                    raise Lost(f"{url} has failed: {_message(json.dumps(chunk))}")
+                yield chunk
+        raise Lost(f"{url} has broken off in the middle of an answer")
+
     async def close(self) -> None:
         session, self._session = self._session, None
         if session is not None and self._loop is asyncio.get_running_loop():
@@ -113,7 +133,8 @@ class _Answer:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Lost(f"{self._url} does not answer: {error or type(error).__name__}") from error
         if 400 <= response.status < 500 and response.status not in (408, 429):
-            raise Refused(f"{self._url} refuses a request ({response.status}): {_message(said)}")
+            sentence = _message(said)
+            raise Refused(f"{self._url} refuses a request ({response.status}): {sentence}", sentence)
         raise Lost(f"{self._url} has failed ({response.status}): {_message(said)}")
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -275,6 +275,21 @@ class Coordinator:
             self.controller.note(drafts is not None, seconds, len(generation.token_ids), load)
         yield Done(generation)
 
+    async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """A chat request that the target's server answers by itself: its completion, or with `stream` its chunks.
+
+        Raises OSError where no server answers, and ValueError for what it refuses.
+        """
+        if self.target.template_options:
+            fields = {"chat_template_kwargs": dict(self.target.template_options)} | fields
+        self.running += 1
+        try:
+            async with aclosing(self._target.servers.relayed("/v1/chat/completions", fields)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            self.running -= 1
+
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run something that uses `events`, on the coordinator's own event loop."""
         return self._runner.run(work)

@@ -182,6 +182,31 @@ class Servers:
         found: list[int] = await self._tried(lambda url: self._client.whole(url, body), prefer)
         return found
 
+    async def relayed(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """What a server answers to a request of somebody else's, an object or those of a stream. Raises as `ask` does;
+        a stream that has begun is not asked for again."""
+        body = {"model": self.model} | body | self.fields
+        if not body.get("stream"):
+            yield await self._tried(lambda url: self._client.post(url, body), None, path)
+            return
+        begun = False
+        for _ in range(ATTEMPTS):
+            server = await self._well(None)
+            server.busy += 1
+            try:
+                async with aclosing(self._client.chunks(f"{server.url}{path}", body)) as chunks:
+                    async for chunk in chunks:
+                        begun = True
+                        yield chunk
+                return
+            except Lost as error:
+                self._lose(server, str(error))
+                if begun:
+                    break
+            finally:
+                server.busy -= 1
+        raise self._given_up(server)
+
     def close(self) -> None:
         for task in self._watching:
             task.cancel()
@@ -189,12 +214,12 @@ class Servers:
     def _body(self, ids: Sequence[int], most: int, settings: dict[str, Any]) -> dict[str, Any]:
         return {"model": self.model, "prompt": list(ids), "max_tokens": most, **settings, **self.fields}
 
-    async def _tried(self, request: Callable[[str], Any], prefer: Server | None) -> Any:
+    async def _tried(self, request: Callable[[str], Any], prefer: Server | None, path: str = "/v1/completions") -> Any:
         for _ in range(ATTEMPTS):
             server = await self._well(prefer)
             server.busy += 1
             try:
-                return await request(f"{server.url}/v1/completions")
+                return await request(f"{server.url}{path}")
             except Lost as error:
                 self._lose(server, str(error))
             finally:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 
 from parse_infer.generation import Done, Event
 from parse_infer.serve.audit import Audit
@@ -32,21 +32,29 @@ async def answers(
             choice = Choice(index, job, prompt_tokens)
             meter = metrics.meter(choice)
             try:
-                async with aclosing(backend.stream(job)) as moments:
-                    async for moment in moments:
-                        text = choice.take(moment)
-                        meter.see(moment, text)
-                        if isinstance(moment.event, Done):
-                            line.note(moment.event.generation.timings.total_s)
-                            if audit is not None:
-                                audit.consider(choice)
-                        yield choice, moment.event, text
-            except Refused as error:
-                raise ApiError(400, str(error), "invalid_value") from error
-            except (ApiError, TimeoutError):
-                raise
-            except Exception as error:
-                log.exception("failure", extra={"fields": {"index": index}})
-                raise failure() from error
+                with api_errors(index):
+                    async with aclosing(backend.stream(job)) as moments:
+                        async for moment in moments:
+                            text = choice.take(moment)
+                            meter.see(moment, text)
+                            if isinstance(moment.event, Done):
+                                line.note(moment.event.generation.timings.total_s)
+                                if audit is not None:
+                                    audit.consider(choice)
+                            yield choice, moment.event, text
             finally:
                 meter.end()
+
+
+@contextmanager
+def api_errors(index: int = 0) -> Iterator[None]:
+    """What the backend refuses or fails on while it writes a request's answer of this index becomes an ApiError."""
+    try:
+        yield
+    except Refused as error:
+        raise ApiError(400, str(error), "invalid_value") from error
+    except (ApiError, TimeoutError):
+        raise
+    except Exception as error:
+        log.exception("failure", extra={"fields": {"index": index}})
+        raise failure() from error

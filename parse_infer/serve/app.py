@@ -97,6 +97,8 @@ def create_app(
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_streams(ChatCompletion))
     async def chat(body: ChatBody) -> Response:
         desk.check_model(body.model)
+        if body.form is not None:
+            return desk.relay(body)
         jobs = await desk.jobs(body, [body.prompt], body.max_new_tokens, body.draft_text)
         return desk.answer(ChatShape(), body, jobs)
 

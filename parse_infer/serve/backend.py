@@ -84,6 +84,13 @@ class Backend(Protocol):
         """
         ...
 
+    def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """What the target's own server answers to a chat request with these fields: a completion, or its chunks.
+
+        Raises Refused before anything is answered.
+        """
+        ...
+
     def close(self) -> None:
         """No jobs follow."""
         ...

@@ -13,7 +13,16 @@ from parse_infer.serve.body import AnswerBody, Body, Text, ignored, neutral
 from parse_infer.serve.choice import Choice, ParseStatistics
 from parse_infer.serve.usage import Usage
 
-_TOOLS = "tools are not offered here: the local engine cannot hold an answer to a form"
+_OLD_TOOLS = "OpenAI's older form of tools, which is not offered: use tools"
+_FORM = "The target answers alone, where its server holds answers to a form (vLLM)."
+
+
+# What the target's own server is told of a request that asks for a form.
+_RELAYED = {
+    *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
+    *("n", "stop", "seed", "top_p", "top_k", "stream", "stream_options"),
+}
+_NOT_RELAYED = {"name", "refusal", "annotations", "audio", "function_call"}
 
 
 class TextPart(Body):
@@ -24,18 +33,30 @@ class TextPart(Body):
 class ChatMessage(Body):
     """A message of the conversation; only text."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart] | None = None
+    tool_calls: list[dict[str, Any]] | None = Field(None, description=_FORM)
+    tool_call_id: Text | None = None
     name: Any = ignored()
     refusal: Any = ignored()
     annotations: Any = ignored()
     audio: Any = neutral("only text")
-    function_call: Any = neutral(_TOOLS)
-    tool_calls: Any = neutral(_TOOLS, [])
+    function_call: Any = neutral(_OLD_TOOLS)
+
+    @model_validator(mode="after")
+    def _check_message(self) -> ChatMessage:
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("sentence", "content is missing")
+        return self
+
+    @property
+    def of_tools(self) -> str | None:
+        """The field that only a conversation with tools has."""
+        return "role" if self.role == "tool" else "tool_calls" if self.tool_calls else None
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
     def plain(self) -> dict[str, str]:
         """As chat templates know it; OpenAI's newer name for the system is the older one here."""
@@ -61,14 +82,12 @@ class ChatBody(AnswerBody):
     )
     prediction: Prediction | None = Field(None, description="A draft, checked instead of the draft model's.")
 
-    tools: Any = neutral(_TOOLS, [])
-    tool_choice: Any = neutral(_TOOLS, "none", "auto")
-    functions: Any = neutral(_TOOLS, [])
-    function_call: Any = neutral(_TOOLS, "none", "auto")
-    parallel_tool_calls: Any = ignored()
-    response_format: Any = neutral(
-        "structured output is not offered here: the local engine cannot hold an answer to a form", {"type": "text"}
-    )
+    tools: list[dict[str, Any]] | None = Field(None, description=_FORM)
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = Field(None, description=_FORM)
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = Field(None, description=_FORM)
+    functions: Any = neutral(_OLD_TOOLS, [])
+    function_call: Any = neutral(_OLD_TOOLS, "none", "auto")
     logprobs: Any = neutral(
         "not offered here: the tokens of an answer come from two models, and what was kept has no logprob of its own",
         False,
@@ -99,6 +118,27 @@ class ChatBody(AnswerBody):
         return self
 
     @property
+    def form(self) -> str | None:
+        """The field that asks for tools or structured output, if one does."""
+        if self.tools:
+            return "tools"
+        if self.tool_choice not in (None, "none", "auto"):
+            return "tool_choice"
+        if self.response_format not in (None, {"type": "text"}):
+            return "response_format"
+        return next((f"messages.{i}.{m.of_tools}" for i, m in enumerate(self.messages) if m.of_tools), None)
+
+    @property
+    def relayed(self) -> dict[str, Any]:
+        """The request as the target's own server is asked for it: without what is PARSE's, and with our defaults."""
+        fields = self.model_dump(include=_RELAYED, exclude_none=True)
+        fields["messages"] = [m.model_dump(exclude=_NOT_RELAYED, exclude_none=True) for m in self.messages]
+        fields |= {"temperature": self.temperature or 0.0, "max_tokens": self.max_new_tokens}
+        if self.messages[-1].role == "assistant":
+            fields |= {"continue_final_message": True, "add_generation_prompt": False}
+        return fields
+
+    @property
     def prompt(self) -> list[dict[str, str]]:
         return [message.plain() for message in self.messages]
 
@@ -116,8 +156,17 @@ class ChatBody(AnswerBody):
 class Reply(BaseModel):
     model_config = ConfigDict(extra="forbid")
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class TargetAlone(BaseModel):
+    """Where tools or structured output were asked for: no draft was used."""
+
+    model_config = ConfigDict(extra="forbid")
+    mode: Literal["target"] = "target"
+    because: str = Field(description="The field that asked for it.")
 
 
 class ChatChoice(BaseModel):
@@ -125,8 +174,8 @@ class ChatChoice(BaseModel):
     index: int
     message: Reply
     logprobs: None = None
-    finish_reason: Literal["stop", "length"]
-    parse: ParseStatistics
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    parse: ParseStatistics | TargetAlone
 
 
 class ChatCompletion(BaseModel):

@@ -6,7 +6,9 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
+from parse_infer.coordinator import client
 from parse_infer.coordinator.engine import Coordinator
 from parse_infer.promise import Calibration
 from parse_infer.serve.backend import Job, Moment, Refused
@@ -37,6 +39,14 @@ class CoordinatedBackend(PromptReader):
         async with self._room, aclosing(events):
             async for event in events:
                 yield Moment(event, time.perf_counter())
+
+    async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        try:
+            async with self._room, aclosing(self._coordinator.relay(fields)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        except client.Refused as error:
+            raise Refused(error.sentence) from error
 
     def close(self) -> None:
         """No jobs follow; servers that were started for this end."""

@@ -20,11 +20,13 @@ from parse_infer.serve.answers import answers
 from parse_infer.serve.audit import Audit
 from parse_infer.serve.backend import Backend, Job, Refused
 from parse_infer.serve.body import AnswerBody
+from parse_infer.serve.chat import ChatBody
 from parse_infer.serve.choice import Choice, event_body
 from parse_infer.serve.errors import ApiError, failure
 from parse_infer.serve.exchange import Exchange
 from parse_infer.serve.line import Line
 from parse_infer.serve.metrics import Metrics
+from parse_infer.serve.relay import relayed
 from parse_infer.serve.usage import Usage, usage_of
 
 log = logging.getLogger("parse_infer.serve")
@@ -108,6 +110,22 @@ class Desk:
         events = answers(self.backend, self.line, self.metrics, jobs, self._audit)
         return Exchange(lambda send: paper.stream(events, send) if body.stream else paper.whole(events, send))
 
+    def relay(self, body: ChatBody) -> Exchange:
+        """The target's own server answers, without a draft."""
+        pieces = relayed(self.backend, self.line, self.metrics, body, self.model)
+
+        async def whole(send: Send) -> None:
+            async with aclosing(pieces):
+                (answer,) = [piece async for piece in pieces]
+            await _write_whole(send, json.dumps(answer, ensure_ascii=False).encode())
+
+        async def chunks() -> AsyncGenerator[bytes, None]:
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    yield _sent(piece)
+
+        return Exchange(lambda send: _write_events(send, chunks()) if body.stream else whole(send))
+
 
 Answers = AsyncGenerator[tuple[Choice, Event, str], None]
 
@@ -131,30 +149,18 @@ class _Paper:
                 self._note(choice)
         answer = self._shape.whole(self._name, self._created, self._desk.model, self._choices, self._usage())
         self._log()
-        await _begin(send, b"application/json")
-        await _write(send, answer.model_dump_json().encode(), more=False)
+        await _write_whole(send, answer.model_dump_json().encode())
 
     async def stream(self, events: Answers, send: Send) -> None:
-        begun = False
-        try:
-            async with aclosing(events):
-                async for choice, event, text in events:
-                    if not begun:  # errors before this have a status of their own
-                        await _begin(send, b"text/event-stream; charset=utf-8")
-                        begun = True
-                    chunks = b"".join(map(_sent, self._chunks(choice, event, text)))
-                    if chunks:
-                        await _write(send, chunks)
-            ending = _sent({**self._chunk([]), "usage": self._usage().model_dump()}) if self._tells_usage else b""
-            self._log()
-            await _write(send, ending + b"data: [DONE]\n\n", more=False)
-        except Exception as error:
-            if not begun:
-                raise
-            if not isinstance(error, ApiError):
-                log.exception("failure")
-            told = error if isinstance(error, ApiError) else failure()
-            await _write(send, _sent(told.body), more=False)
+        await _write_events(send, self._events(events))
+
+    async def _events(self, events: Answers) -> AsyncGenerator[bytes, None]:
+        async with aclosing(events):
+            async for choice, event, text in events:
+                yield b"".join(map(_sent, self._chunks(choice, event, text)))
+        if self._tells_usage:
+            yield _sent({**self._chunk([]), "usage": self._usage().model_dump()})
+        self._log()
 
     def _chunks(self, choice: Choice, event: Event, text: str) -> Iterator[dict[str, Any]]:
         if self._note(choice):
@@ -208,6 +214,32 @@ class _Paper:
 def _sent(value: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _write_whole(send: Send, body: bytes) -> None:
+    await _begin(send, b"application/json")
+    await _write(send, body, more=False)
+
+
+async def _write_events(send: Send, events: AsyncGenerator[bytes, None]) -> None:
+    """A stream of server-sent events. Errors before the first have a status of their own, later ones are an event."""
+    begun = False
+    try:
+        async with aclosing(events):
+            async for sent in events:
+                if not begun:
+                    await _begin(send, b"text/event-stream; charset=utf-8")
+                    begun = True
+                if sent:
+                    await _write(send, sent)
+        await _write(send, b"data: [DONE]\n\n", more=False)
+    except Exception as error:
+        if not begun:
+            raise
+        if not isinstance(error, ApiError):
+            log.exception("failure")
+        told = error if isinstance(error, ApiError) else failure()
+        await _write(send, _sent(told.body), more=False)
 
 
 async def _begin(send: Send, media_type: bytes) -> None:

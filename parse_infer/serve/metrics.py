@@ -26,6 +26,9 @@ class Metrics:
         )
         self.answers = Counter("parse_answers", "Complete answers.", ["finish_reason"], registry=registry)
         self.broken = Counter("parse_answers_broken", "Answers that did not end.", registry=registry)
+        self.relayed = Counter(
+            "parse_answers_relayed", "Answers of the target's own server: tools, structured output.", registry=registry
+        )
         self.prompt_tokens = Counter("parse_prompt_tokens", "Tokens of prompts.", registry=registry)
         self.tokens = Counter("parse_tokens", "Tokens of answers, by author.", ["author"], registry=registry)
         self.draft_tokens = Counter("parse_draft_tokens", "Tokens that were drafted.", ["fate"], registry=registry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -13,6 +13,10 @@ from parse_infer.models.prompts import Prompt, Verbatim
 from parse_infer.serve.backend import Refused
 
 Result = TypeVar("Result")
+_NO_FORMS = (
+    "tools and structured output are not offered here: the local engine cannot hold an answer to a form, but "
+    "`parse-infer serve --backend vllm` has it done by vLLM"
+)
 
 
 class PromptReader:
@@ -59,6 +63,10 @@ class PromptReader:
             "chat_template": tokenizer.chat_template,
             **{name: None if token is None else str(token) for name, token in special.items()},
         }
+
+    async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        raise Refused(_NO_FORMS)
+        yield  # an asynchronous generator, as those of other backends
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)

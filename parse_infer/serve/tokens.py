@@ -22,6 +22,8 @@ class TokenizeBody(Body):
     def _check_one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("sentence", "prompt: give either prompt or messages")
+        if any(message.of_tools for message in self.messages or ()):
+            raise PydanticCustomError("sentence", "messages: those of tools have no tokens here")
         return self
 
 

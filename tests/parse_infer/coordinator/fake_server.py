@@ -86,6 +86,34 @@ class FakeServer:
             await response.write(b"data: [DONE]\n\n")
         return response
 
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Calls a tool, whatever is said; a choice of "auto" is refused, as vLLM does without a parser."""
+        body = await request.json()
+        self.bodies.append(body)
+        fault = self.faults.popleft() if self.faults else None
+        if fault == "500":
+            return _error(500, "the engine is dead")
+        if body.get("tool_choice") == "auto":
+            return _error(400, '"auto" tool choice requires --enable-auto-tool-choice')
+        call = {"id": "call-1", "type": "function", "function": {"name": "weigh", "arguments": '{"n": 5}'}}
+        own = {"id": "chatcmpl-1", "created": 1, "model": self.lm.name, "prompt_logprobs": None}
+        if not body.get("stream"):
+            message = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": None}
+            choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "token_ids": None}
+            usage = {"prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15, "prompt_tokens_details": None}
+            return web.json_response(own | {"object": "chat.completion", "choices": [choice], "usage": usage})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for delta, reason in (({"tool_calls": [{"index": 0, **call}]}, None), ({}, "tool_calls")):
+            choice = {"index": 0, "delta": delta, "finish_reason": reason}
+            chunk = own | {"object": "chat.completion.chunk", "choices": [choice]}
+            await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            if fault == "cut":
+                request.transport.close()
+                return response
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
     def _write(self, prompt: list[int], body: dict[str, Any]) -> Iterator[int]:
         sampling = Sampling(body.get("temperature", 1.0), seed=body.get("seed"))
         generator = sampling.generator(self.decoder.device)
@@ -158,6 +186,7 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
                 web.get("/health", health),
                 web.post("/tokenize", tokenize),
                 web.post("/v1/completions", server.completions),
+                web.post("/v1/chat/completions", server.chat),
             ]
         )
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)

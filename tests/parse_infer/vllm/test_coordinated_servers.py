@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -60,6 +61,24 @@ def test_a_stream_is_the_same_answer(coordinator, local):
     *_, done = coordinator.stream(PROMPTS[1], max_new_tokens=200, resume="hand_back")
     wanted = local.generate(PROMPTS[1], exact_tail=False, max_new_tokens=200, resume="hand_back")
     assert told(done.generation) == told(wanted)
+
+
+def test_the_targets_server_holds_answers_to_a_form(coordinator):
+    async def answered(**fields) -> dict:
+        asked = {"messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 64, "temperature": 0} | fields
+        (answer,) = [piece async for piece in coordinator.relay(asked)]
+        return answer["choices"][0]["message"]
+
+    unit = {"type": "object", "properties": {"unit": {"enum": ["kg", "lb"]}}, "required": ["unit"]}
+    form = {"type": "json_schema", "json_schema": {"name": "unit", "schema": unit | {"additionalProperties": False}}}
+    tool = {"type": "function", "function": {"name": "weigh", "parameters": unit | {"additionalProperties": False}}}
+    message = coordinator.run(answered(response_format=form))
+    assert json.loads(message["content"])["unit"] in ("kg", "lb")
+    choice = {"type": "function", "function": {"name": "weigh"}}
+    (call,) = coordinator.run(answered(tools=[tool], tool_choice=choice))["tool_calls"]
+    assert call["function"]["name"] == "weigh" and json.loads(call["function"]["arguments"])["unit"] in ("kg", "lb")
+    with pytest.raises(ValueError, match="auto"):
+        coordinator.run(answered(tools=[tool]))
 
 
 def test_servers_that_are_killed_cost_no_answer(coordinator, local):

@@ -1,0 +1,58 @@
+"""Tools and structured output: the target's own server answers alone, and the answer says so."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from parse_infer.serve.answers import api_errors
+from parse_infer.serve.backend import Backend
+from parse_infer.serve.chat import ChatBody, ChatChoice, ChatCompletion, Reply, TargetAlone
+from parse_infer.serve.line import Line
+from parse_infer.serve.metrics import Metrics
+from parse_infer.serve.usage import CompletionDetails, Usage
+
+
+async def relayed(
+    backend: Backend, line: Line, metrics: Metrics, body: ChatBody, model: str
+) -> AsyncGenerator[dict[str, Any], None]:
+    """One completion, or with `stream` its chunks. `model`: the name under which the target is served here.
+
+    Raises ApiError: what the backend or its server refuses, or fails on.
+    """
+    assert body.form is not None
+    alone = TargetAlone(because=body.form)
+    async with line.place(body.choices):
+        with api_errors():
+            async with aclosing(backend.relay(body.relayed)) as pieces:
+                async for piece in pieces:
+                    yield _chunk(piece, alone, model) if body.stream else _whole(piece, alone, model)
+        metrics.relayed.inc(body.choices)
+
+
+def _whole(answer: dict[str, Any], alone: TargetAlone, model: str) -> dict[str, Any]:
+    """Servers add fields of their own; here are those that our schema knows."""
+    choices = [
+        ChatChoice(
+            index=choice["index"],
+            message=Reply(content=choice["message"].get("content"), tool_calls=choice["message"].get("tool_calls")),
+            finish_reason=choice["finish_reason"],
+            parse=alone,
+        )
+        for choice in answer["choices"]
+    ]
+    count = {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    none = CompletionDetails(accepted_prediction_tokens=0, rejected_prediction_tokens=0)
+    usage = Usage(**count, completion_tokens_details=none)
+    completion = ChatCompletion(id=answer["id"], created=answer["created"], model=model, choices=choices, usage=usage)
+    return completion.model_dump()
+
+
+def _chunk(chunk: dict[str, Any], alone: TargetAlone, model: str) -> dict[str, Any]:
+    ended = [choice.get("finish_reason") is not None for choice in chunk["choices"]]
+    said = [
+        choice | {"parse": alone.model_dump()} if end else choice
+        for choice, end in zip(chunk["choices"], ended, strict=True)
+    ]
+    return chunk | {"model": model, "choices": said}

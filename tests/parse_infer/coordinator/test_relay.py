@@ -1,0 +1,97 @@
+"""Tools and structured output, which the target's own server answers."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from parse_infer.serve.coordinated import CoordinatedBackend
+from tests.parse_infer.serve.conftest import running
+
+USER = [{"role": "user", "content": "How heavy are 5 apples?"}]
+TOOLS = [{"type": "function", "function": {"name": "weigh", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture
+def relaying(engine, connect):
+    coordinator, targets, _ = connect(engine, n_targets=2)
+    with running(CoordinatedBackend(coordinator), engine) as served:
+        yield served, targets
+
+
+def asked(targets) -> list[dict]:
+    return [body for target in targets for body in target.bodies]
+
+
+def test_a_call_of_a_tool_is_the_targets_own_and_says_so(relaying):
+    served, targets = relaying
+    with served.client as client:
+        answer = client.chat.completions.create(
+            model=served.backend.name,
+            messages=USER,
+            tools=TOOLS,
+            tool_choice="required",
+            user="me",
+            extra_body={"parse": {"threshold": 0.5}},
+        )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls[0].function.arguments == '{"n": 5}'
+    assert choice.parse == {"mode": "target", "because": "tools"}
+    assert answer.usage.completion_tokens == 6 and answer.model == served.backend.name
+    (body,) = asked(targets)
+    assert body["messages"] == USER and body["tools"] == TOOLS and body["temperature"] == 0 and body["max_tokens"]
+    assert not {"parse", "user"} & body.keys(), "only what the server needs is passed on"
+    assert "parse_answers_relayed_total 1.0" in served.metrics
+
+
+def test_a_conversation_with_tools_is_streamed(relaying):
+    served, targets = relaying
+    call = {"id": "call-1", "type": "function", "function": {"name": "weigh", "arguments": "{}"}}
+    messages = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call-1", "content": "800 g"},
+    ]
+    with served.client as client:
+        stream = client.chat.completions.create(model=served.backend.name, messages=messages, stream=True)
+        chunks = [chunk.choices[0] for chunk in stream]
+    assert chunks[0].delta.tool_calls[0].function.name == "weigh"
+    assert chunks[-1].finish_reason == "tool_calls" and chunks[-1].parse["because"] == "messages.1.tool_calls"
+    (body,) = asked(targets)
+    assert body["messages"][1]["tool_calls"] == [call] and body["messages"][2] == messages[2]
+
+
+def test_structured_output_continues_a_message_that_has_begun(relaying):
+    served, targets = relaying
+    form = {"type": "json_schema", "json_schema": {"name": "weight", "schema": {"type": "object"}}}
+    begun = [*USER, {"role": "assistant", "content": '{"kg"'}]
+    answer = served.post("/v1/chat/completions", {"messages": begun, "response_format": form, "max_tokens": 7})
+    assert answer.json()["choices"][0]["parse"]["because"] == "response_format"
+    (body,) = asked(targets)
+    assert body["response_format"] == form and body["max_tokens"] == 7
+    assert body["continue_final_message"] is True and body["add_generation_prompt"] is False
+
+
+def test_what_the_targets_server_refuses_is_told_in_its_words(relaying):
+    served, targets = relaying
+    with served.client as client, pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=served.backend.name, messages=USER, tools=TOOLS, tool_choice="auto")
+    assert refused.value.body["message"] == '"auto" tool choice requires --enable-auto-tool-choice'
+
+
+def test_another_server_is_asked_where_one_fails(relaying):
+    served, targets = relaying
+    for target in targets:
+        target.faults.append("500")
+    assert served.chat(tools=TOOLS).status_code == 200
+    assert len(asked(targets)) == 3
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error(relaying):
+    served, targets = relaying
+    for target in targets:
+        target.faults.append("cut")
+    text = served.chat(tools=TOOLS, stream=True).text
+    assert '"tool_calls":[{' in text and '"error"' in text and "[DONE]" not in text
+    assert len(asked(targets)) == 1, "what has begun is not begun again"
+    assert served.becomes_idle(5)
