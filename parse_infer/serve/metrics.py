@@ -32,6 +32,12 @@ class Metrics:
         self.prompt_tokens = Counter("parse_prompt_tokens", "Tokens of prompts.", registry=registry)
         self.tokens = Counter("parse_tokens", "Tokens of answers, by author.", ["author"], registry=registry)
         self.draft_tokens = Counter("parse_draft_tokens", "Tokens that were drafted.", ["fate"], registry=registry)
+        self.decisions = Counter(
+            "parse_decisions",
+            "Adaptive answers that got a draft, and that the target wrote alone.",
+            ["decision"],
+            registry=registry,
+        )
         self.kept = Histogram("parse_acceptance", "Kept share of drafts.", buckets=_SHARES, registry=registry)
         self.validity = Histogram("parse_validity", "Validity at the cuts.", buckets=_SHARES, registry=registry)
         self.forwards = Counter("parse_forwards", "Forwards of the models.", ["model"], registry=registry)
@@ -73,6 +79,7 @@ class Meter:
     def __init__(self, metrics: Metrics, choice: Choice) -> None:
         self._metrics = metrics
         self._choice = choice
+        self._drafts = 0
         self._drafted_at: float | None = None
         self._text_at: float | None = None
         self._complete = False
@@ -81,6 +88,7 @@ class Meter:
     def see(self, moment: Moment, text: str) -> None:
         event, metrics = moment.event, self._metrics
         if isinstance(event, Drafted):
+            self._drafts += 1
             self._drafted_at = moment.at if event.n_tokens else None
         elif isinstance(event, Verified):
             if self._drafted_at is not None:
@@ -106,6 +114,8 @@ class Meter:
         metrics.answers.labels(self._choice.finish_reason).inc()
         metrics.answer_s.observe(answer.timings.total_s)
         metrics.waiting_s.observe(max(0.0, self._choice.started_at - self._choice.asked_at))
+        if self._choice.job.settings.adaptive:
+            metrics.decisions.labels("draft" if self._drafts else "alone").inc()
         for span in answer.spans:
             metrics.tokens.labels(span.source).inc(span.n_tokens)
         metrics.draft_tokens.labels("accepted").inc(stats.accepted_tokens)

@@ -249,6 +249,15 @@ def test_parse_options_are_the_engines(served):
     }
 
 
+def test_metrics_tell_what_adaptive_requests_got(make_engine):
+    with running(LocalBackend(make_engine()), make_engine()) as server:
+        for n in range(6):  # as long as nothing is known, both are tried
+            assert server.chat(PROMPTS[n % 4], max_tokens=8, parse={"adaptive": True}).status_code == 200
+        server.chat(PROMPTS[0], max_tokens=8)
+        told = re.findall(r'^parse_decisions_total\{decision="(\w+)"\} (\S+)$', server.metrics, re.MULTILINE)
+    assert dict(told) == {"draft": "3.0", "alone": "3.0"}
+
+
 def test_events_tell_what_is_drafted_and_dropped_as_it_happens(served):
     parse = {"events": True, "resume": "hand_back", "threshold": 1.01}
     body = {"messages": [{"role": "user", "content": PROMPTS[0]}], "stream": True, "max_tokens": 32, "parse": parse}
