@@ -38,7 +38,8 @@ def launch(
         raise ModuleNotFoundError("vLLM is not installed here", name="vllm")
     if shutil.which(os.environ.get(PYTHON, sys.executable)) is None:
         raise FileNotFoundError(f"{PYTHON} is {os.environ[PYTHON]!r}, where no program is: correct or unset it")
-    processes = Processes([(role, command(role, each), environment()) for role, each in servers.items()], tell, logs)
+    started = [(role, command(role, each), environment(role)) for role, each in servers.items()]
+    processes = Processes(started, tell, logs)
     processes.start()
     return processes
 
@@ -66,9 +67,12 @@ def draft_server(model: str | Path) -> dict[str, Any]:
     return plain_options(model) | {"stream_interval": STREAM_INTERVAL}
 
 
-def environment() -> dict[str, str]:
+def environment(role: str) -> dict[str, str]:
     """For servers with the plugin, and such as share the cores of a CPU; what is set already stays."""
-    wanted = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
+    wanted = {}
+    if role == "draft" and not torch.cuda.is_available():
+        wanted["OMP_NUM_THREADS"] = "1"  # a second team of threads on the target's cores makes both of them wait
+    wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
     wanted["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # vLLM's default on GPUs, which the plugin refuses
     wanted |= {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "1"}  # of n-gram speculation
     return {name: value for name, value in wanted.items() if name not in os.environ}
