@@ -19,7 +19,7 @@ from parse_train.validity.promise import promise
 
 @pytest.fixture
 def config(tmp_path: Path) -> ValidityTrainingConfig:
-    shutil.copytree(ZOO / "adapter", tmp_path / "out" / "adapter")
+    shutil.copytree(ZOO / "adapter", tmp_path / "out" / "adapter", ignore=shutil.ignore_patterns(FILE))
     return ValidityTrainingConfig(
         target="zoo:target",
         data="d",
