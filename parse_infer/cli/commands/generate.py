@@ -84,6 +84,8 @@ def generate(
     )
     if out is not None and (file is None or stream):
         raise ValueError("--out is for the answers to a --file, without --stream")
+    if risk is not None and models.threshold is not None:
+        raise ValueError("--risk and --threshold were both given: a promise chooses its own threshold")
     needs_draft = any(row.draft is None for row in rows)
     engine: ParseEngine | Coordinator
     if models.served:

@@ -237,6 +237,7 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
         (["generate", " "], "the prompt is empty"),
         (["generate", "Hi", "--threshold", "-0.5"], "the threshold must be a finite number of at least 0"),
         (["generate", "Hi", "--threshold", "nan"], "the threshold must be a finite number of at least 0"),
+        (["generate", "Hi", "--risk", "0.05", "--threshold", "0.5"], "--risk and --threshold were both given"),
         (["generate", "Hi", "--risk", "2"], "risk is 2.0; it must be a number between 0 and 1"),
         (["generate", "Hi", "--calibration", "/no/such.json"], "there is no calibration /no/such.json"),
         (["calibrate", "--limit", "20"], "risk 0.01 at confidence 0.9 takes at least 299 problems (the ways to"),
