@@ -12,8 +12,6 @@ from contextlib import aclosing, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from parse_infer.controller import Controller
 from parse_infer.coordinator.client import Client
 from parse_infer.coordinator.pair import Drafts, ServerPair, Target
@@ -89,7 +87,7 @@ class Coordinator:
         cut_policy: CutPolicy | None = None,
         template_options: Mapping[str, Any] | None = None,
         api_key: str | None = None,
-        overlap: bool | None = None,
+        overlap: bool = True,
         parallel: int = PARALLEL,
         patience_s: float | None = None,
         target_options: Mapping[str, Any] | None = None,
@@ -104,8 +102,6 @@ class Coordinator:
                 `zero_shot` are any that give log-probabilities.
             target_options, draft_options: more options of vLLM for servers that are started, by their names in
                 `vllm.LLM`.
-            overlap: verify while the draft is written; None: unless both servers are started here without a GPU, where
-                they would take the cores from each other.
             tell: called with a line about the servers that are started.
             api_key: of the servers.
             patience_s: how long a request waits while no server answers; None: 2 minutes, and for servers that are
@@ -132,8 +128,6 @@ class Coordinator:
             patience_s,
             tell,
         )
-        if overlap is None:
-            overlap = parts.processes is None or len(parts.processes.members) < 2 or torch.cuda.is_available()
         threshold = next(t for t in (threshold, parts.threshold, DEFAULT_THRESHOLD) if t is not None)
         coordinator = cls(
             parts.target,

@@ -61,10 +61,6 @@ def test_answers_are_those_of_the_local_engine(coordinator, local, settings):
     )
 
 
-def test_servers_that_share_cores_take_turns(coordinator):
-    assert not coordinator._overlap
-
-
 def test_a_stream_is_the_same_answer(coordinator, local):
     *_, done = coordinator.stream(PROMPTS[1], max_new_tokens=200, resume="hand_back")
     wanted = local.generate(PROMPTS[1], exact_tail=False, max_new_tokens=200, resume="hand_back")
