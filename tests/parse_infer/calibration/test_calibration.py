@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from parse_infer.engine import ParseEngine
 from parse_infer.generation import GenerationSettings
 from parse_infer.models.sampling import Sampling
 from parse_infer.promise import Calibration, Setting, Tried
+from parse_infer.verify.verifier import Verifier
 from tests.parse_infer.language_models import TokenCount
 
 PROMPTS = ["Tom has 5 apples.", "Ann has 12 pens and a cat.", "How many?"]
@@ -75,6 +78,20 @@ def test_the_time_of_a_replay_is_that_of_its_parts(engine: ParseEngine):
     second = replay.answer(PROMPTS[0], settings)[1]
     assert replay.memory.spared_s == pytest.approx(first, rel=0.5)
     assert second >= replay.memory.spared_s
+
+
+@pytest.mark.parametrize("part", ["verify", "greedy_match"])
+def test_a_part_that_is_remembered_counts_as_long_as_it_took(engine: ParseEngine, part: str, monkeypatch):
+    plain = getattr(Verifier, part)
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.5)
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(Verifier, part, slow)
+    replay = ReplayEngine(engine)
+    for _ in range(2):
+        assert replay.answer(PROMPTS[0], GenerationSettings(40, 1.1))[1] > 0.5
 
 
 def test_only_greedy_answers_are_replayed(engine: ParseEngine):

@@ -32,7 +32,7 @@ class FakeServer:
 
     Attributes:
         faults: what happens to the next requests: "500", "cut" (breaks off in the middle), "half" (of the JSON),
-            "nonsense", "gone" (the connection is closed), None (nothing).
+            "unended" (a stream without its mark at the end), "nonsense", "gone" (the connection is closed), None (nothing).
         bodies: of the requests so far.
         written: tokens that were sent in streams.
         pause: seconds before each piece of a stream.
@@ -96,7 +96,7 @@ class FakeServer:
         if body.get("tool_choice") == "auto":
             return _error(400, '"auto" tool choice requires --enable-auto-tool-choice')
         call = {"id": "call-1", "type": "function", "function": {"name": "weigh", "arguments": '{"n": 5}'}}
-        own = {"id": "chatcmpl-1", "created": 1, "model": self.lm.name, "prompt_logprobs": None}
+        own = {"id": "chatcmpl-1", "created": 1, "model": "target-17", "prompt_logprobs": None}
         if not body.get("stream"):
             message = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": None}
             choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "token_ids": None}
@@ -111,7 +111,8 @@ class FakeServer:
             if fault == "cut":
                 request.transport.close()
                 return response
-        await response.write(b"data: [DONE]\n\n")
+        if fault != "unended":
+            await response.write(b"data: [DONE]\n\n")
         return response
 
     def _write(self, prompt: list[int], body: dict[str, Any]) -> Iterator[int]:

@@ -54,7 +54,9 @@ def test_a_conversation_with_tools_is_streamed(relaying):
     ]
     with served.client as client:
         stream = client.chat.completions.create(model=served.backend.name, messages=messages, stream=True)
-        chunks = [chunk.choices[0] for chunk in stream]
+        told = list(stream)
+    assert {chunk.model for chunk in told} == {served.backend.name}
+    chunks = [chunk.choices[0] for chunk in told]
     assert chunks[0].delta.tool_calls[0].function.name == "weigh"
     assert chunks[-1].finish_reason == "tool_calls" and chunks[-1].parse["because"] == "messages.1.tool_calls"
     (body,) = asked(targets)
@@ -72,6 +74,14 @@ def test_structured_output_continues_a_message_that_has_begun(relaying):
     assert body["continue_final_message"] is True and body["add_generation_prompt"] is False
 
 
+def test_switches_of_the_chat_template_are_passed_on(engine, connect, monkeypatch):
+    coordinator, (target,), _ = connect(engine)
+    monkeypatch.setattr(coordinator.target, "template_options", {"enable_thinking": False})
+    with running(CoordinatedBackend(coordinator), engine) as served:
+        assert served.chat(tools=TOOLS).status_code == 200
+    assert target.bodies[-1]["chat_template_kwargs"] == {"enable_thinking": False}
+
+
 def test_what_the_targets_server_refuses_is_told_in_its_words(relaying):
     served, targets = relaying
     with served.client as client, pytest.raises(openai.BadRequestError) as refused:
@@ -87,10 +97,11 @@ def test_another_server_is_asked_where_one_fails(relaying):
     assert len(asked(targets)) == 3
 
 
-def test_a_stream_that_breaks_off_ends_with_an_error(relaying):
+@pytest.mark.parametrize("fault", ["cut", "unended"])
+def test_a_stream_that_breaks_off_ends_with_an_error(relaying, fault):
     served, targets = relaying
     for target in targets:
-        target.faults.append("cut")
+        target.faults.append(fault)
     text = served.chat(tools=TOOLS, stream=True).text
     assert '"tool_calls":[{' in text and '"error"' in text and "[DONE]" not in text
     assert len(asked(targets)) == 1, "what has begun is not begun again"

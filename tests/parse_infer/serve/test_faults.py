@@ -109,6 +109,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (PLAIN, {"prompt": "a", "echo": True}, "echo"),
     ("/tokenize", {}, "either prompt or messages"),
     ("/tokenize", {"prompt": "a", "messages": USER}, "either prompt or messages"),
+    ("/tokenize", {"messages": [{"role": "tool", "content": "x"}]}, "those of tools"),
     ("/detokenize", {"tokens": [999]}, "999 is no token"),
     ("/detokenize", {"tokens": ["a"]}, "tokens.0"),
 ]  # fmt: skip
