@@ -32,7 +32,7 @@ class FakeServer:
 
     Attributes:
         faults: what happens to the next requests: "500", "cut" (breaks off in the middle), "half" (of the JSON),
-            "unended" (a stream without its mark at the end), "nonsense", "gone" (the connection is closed), None (nothing).
+            "unended" (a stream without its mark at the end), "nonsense", "gone" (the connection is closed), None.
         bodies: of the requests so far.
         written: tokens that were sent in streams.
         pause: seconds before each piece of a stream.

@@ -192,7 +192,7 @@ def test_work_ends_within_a_draft_too(served):
 
 def test_a_full_queue_says_when_to_come_back(served):
     with running(served.backend, served.engine, Limits(waiting=1)) as small, ThreadPoolExecutor(2) as pool:
-        taken = [pool.submit(small.chat, max_tokens=300, parse={"mode": "target"}) for _ in range(2)]
+        taken = [pool.submit(small.chat, max_tokens=LONG, parse={"mode": "target"}) for _ in range(2)]
         while small.line.answers < 2 and not any(answer.done() for answer in taken):
             time.sleep(0.005)
         refused = small.chat()
