@@ -45,7 +45,7 @@ class Tried:
     bound: float
     """Upper confidence bound of its risk, taken by itself (a promise also counts the settings tested before it)."""
     speedup: float
-    """Against the target alone: ratio of the mean times of an answer."""
+    """Against the target alone: ratio of the mean times of an answer, on the problems that were timed."""
     disagreement: float
     """Upper confidence bound of how often the final answer is not that of the target's greedy one, right or wrong."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -24,7 +25,7 @@ from parse_infer.identity import describe_models
 from parse_infer.models.machine import describe_machine, describe_run
 from parse_infer.models.prompts import Prompt
 from parse_infer.models.sampling import Sampling
-from parse_infer.policy import Acceptance, check_share
+from parse_infer.policy import ACCEPT_NOTHING, Acceptance, check_share
 from parse_infer.promise import LOSSES, Calibration, Loss, Setting, Tried, risks
 from parse_infer.record_store import RecordStore
 
@@ -54,6 +55,10 @@ class CalibrationSettings:
     max_new_tokens: int = 256
     samples: int = 0
     """With loss "disagreement": the target's own answer is what most of so many samples say; 0: its greedy answer."""
+    timed: int = 100
+    """Problems, the first ones, on which the target also answers by itself, to be timed. On the others its text comes
+    from the setting that accepts nothing, which is several times faster and the same in float32; in other number types
+    the target answers all of them by itself."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "risks", risks(self.risks))
@@ -65,6 +70,8 @@ class CalibrationSettings:
             raise ValueError(
                 f"samples is {self.samples}: a majority takes at least 3, and only loss disagreement asks for one"
             )
+        if self.timed < 1:
+            raise ValueError(f"timed is {self.timed}: without a timed problem no setting is known to be fast")
         strict_to_lax(self.resumes, self.acceptance)  # names a wrong value
         self.generation()
 
@@ -88,7 +95,8 @@ class Outcome:
     problem_id: str
     target_right: bool | None
     """None: nothing tells."""
-    target_seconds: float
+    target_seconds: float | None
+    """None: the target did not answer by itself, and `seconds` say nothing."""
     losses: list[list[float]]
     disagreed: list[list[bool]]
     """Whether the final answer is not that of the target's greedy one."""
@@ -138,6 +146,7 @@ def calibrate(
     store = RecordStore(folder, config, Outcome, "calibration")
     outcomes = _measure(engine, problems, check, same, settings, store, console)
     made = {**describe_machine(engine.target.model.device), **describe_run()}
+    made["timed_problems"] = sum(outcome.target_seconds is not None for outcome in outcomes)
     calibration = Calibration(
         task, len(problems), digest, settings.loss, settings.confidence, settings.max_new_tokens, models, [], {}, made
     )
@@ -147,22 +156,17 @@ def calibrate(
 def certify(calibration: Calibration, outcomes: Sequence[Outcome], settings: CalibrationSettings) -> Calibration:
     """`calibration` with what these outcomes show: every setting that was tried, and the promises."""
     orders = settings.orders
-    if sum(outcome.target_seconds for outcome in outcomes) <= 0:
-        raise ValueError("the outcomes have no times")
-    alone = sum(outcome.target_seconds for outcome in outcomes)
     tried: list[Tried] = []
     places: list[list[int]] = []
     for i, order in enumerate(orders):
         places.append([])
         for j, setting in enumerate(order):
             losses = [outcome.losses[i][j] for outcome in outcomes]
-            seconds = sum(outcome.seconds[i][j] for outcome in outcomes)
             bound = upper_bound(losses, 1 - settings.confidence)
             differing = upper_bound([float(outcome.disagreed[i][j]) for outcome in outcomes], 1 - settings.confidence)
             places[i].append(len(tried))
-            tried.append(
-                Tried(setting, float(sum(losses)), round(bound, 6), round(alone / seconds, 4), round(differing, 6))
-            )
+            faster = round(speedup(outcomes, i, j), 4)
+            tried.append(Tried(setting, float(sum(losses)), round(bound, 6), faster, round(differing, 6)))
     promises: dict[float, int | None] = {}
     for risk in settings.risks:
         shown: list[int] = []
@@ -171,6 +175,14 @@ def certify(calibration: Calibration, outcomes: Sequence[Outcome], settings: Cal
             shown += places[i][: n_passing(losses_of_each, risk, settings.level)]
         promises[risk] = max(shown, key=lambda place: tried[place].speedup, default=None)
     return replace(calibration, tried=tried, promises=promises)
+
+
+def speedup(outcomes: Sequence[Outcome], i: int, j: int) -> float:
+    """Of setting j in order i against the target alone, on the outcomes that were timed. ValueError without any."""
+    timed = [(o.target_seconds, o.seconds[i][j]) for o in outcomes if o.target_seconds is not None]
+    if not timed:
+        raise ValueError("none of these problems was timed: calibrate with a larger `timed`")
+    return sum(alone for alone, _ in timed) / sum(seconds for _, seconds in timed)
 
 
 def check_problems(
@@ -211,14 +223,16 @@ def _measure(
     console: Console | None,
 ) -> list[Outcome]:
     replay = ReplayEngine(engine)
+    exact = engine.target.model.dtype == torch.float32
+    timed = {problem.id for problem in (problems[: settings.timed] if exact else problems)}
     pending = [problem for problem in problems if problem.id not in store.records]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console or Console(stderr=True)) as progress:
         bar = progress.add_task("calibrate", total=len(problems), completed=len(problems) - len(pending))
         if pending:
-            _outcome(replay, pending[0], check, same, settings)  # not counted: first calls are slower
+            _outcome(replay, pending[0], check, same, settings, timed=True)  # not counted: first calls are slower
         for problem in pending:
-            store.append(_outcome(replay, problem, check, same, settings))
+            store.append(_outcome(replay, problem, check, same, settings, timed=problem.id in timed))
             progress.advance(bar)
             _check_hope([store.records[p.id] for p in problems if p.id in store.records], len(problems), settings)
     return [store.records[problem.id] for problem in problems]
@@ -230,18 +244,23 @@ def _outcome(
     check: Callable[[Any, str], bool | None],
     same: Callable[[str, str], bool],
     settings: CalibrationSettings,
+    timed: bool,
 ) -> Outcome:
     plain = settings.generation()
     replay.forget()
-    alone = replay.generate_target(problem.prompt, plain)
-    assert isinstance(alone, Generation)
+    if timed:
+        alone = replay.generate_target(problem.prompt, plain)
+        assert isinstance(alone, Generation)
+    else:
+        alone, _ = replay.answer(problem.prompt, plain.override(threshold=ACCEPT_NOTHING, resume="finish"))
     right = check(problem, alone.text)
     if right is None and settings.loss == "accuracy":
         raise ValueError(
             f"nothing tells whether an answer to problem {problem.id} is right: calibrate with --loss disagreement"
         )
     own = _majority(replay, problem, same, settings) if settings.samples else alone.text
-    replay.forget()
+    if timed or settings.samples:
+        replay.forget()
     losses: list[list[float]] = []
     disagreed: list[list[bool]] = []
     seconds: list[list[float]] = []
@@ -261,7 +280,7 @@ def _outcome(
             losses[-1].append(found[answer.text][0])
             disagreed[-1].append(found[answer.text][1])
             seconds[-1].append(round(took, 4))
-    return Outcome(problem.id, right, round(alone.timings.total_s, 4), losses, disagreed, seconds)
+    return Outcome(problem.id, right, round(alone.timings.total_s, 4) if timed else None, losses, disagreed, seconds)
 
 
 def _majority(

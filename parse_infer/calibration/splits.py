@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from parse_infer.calibration.measure import CalibrationSettings, Outcome, certify
+from parse_infer.calibration.measure import CalibrationSettings, Outcome, certify, speedup
 from parse_infer.files import read_json, read_jsonl, write_json
 from parse_infer.models.machine import describe_run
 from parse_infer.promise import Calibration
@@ -68,8 +68,7 @@ def split(
             for place, (_, second) in zip(places, halves, strict=True):
                 test = [own[k] for k in second]
                 lost.append(0.0 if place is None else float(np.mean([o.losses[0][place] for o in test])))
-                alone = sum(o.target_seconds for o in test)
-                speed.append(1.0 if place is None else alone / sum(o.seconds[0][place] for o in test))
+                speed.append(1.0 if place is None else speedup(test, 0, place))
             rows.append(
                 {
                     "resume": resume,

@@ -50,6 +50,14 @@ def calibrate(
     resume: Annotated[
         str, typer.Option(metavar="finish,hand_back", help="What may follow a rejected draft; one is shown sooner.")
     ] = "finish,hand_back",
+    timed: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Problems that the target also answers by itself, to be timed. In float32 its answers to the others "
+            "are written faster, and are the same; in other number types it answers all of them by itself.",
+        ),
+    ] = 100,
     max_new_tokens: options.MaxNewTokens = 256,
     out: Annotated[str, typer.Option(metavar="DIR", help="Records; a run continues there.")] = "runs/calibration",
 ) -> None:
@@ -78,6 +86,7 @@ def calibrate(
         resumes=tuple(resume.split(",")),  # type: ignore[arg-type]
         max_new_tokens=max_new_tokens,
         samples=samples,
+        timed=timed,
     )
     problems = take_problems(loaded_task, split, seed, limit)
     check_problems(problems, settings)

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from data_tools.tasks.checkers import same_answer
 from parse_infer.calibration import splits
@@ -141,6 +142,32 @@ def test_a_calibration_counts_problems_and_goes_on_after_an_interruption(engine:
     assert (torn / "records.jsonl").read_text().splitlines(keepends=True)[:5] == lines[:5]
     with pytest.raises(ValueError, match=r"n_problems 12 and this one has 20"):
         run(engine, torn, n=20)
+
+
+def test_problems_that_are_not_timed_lose_the_same(engine: ParseEngine, tmp_path: Path, monkeypatch):
+    """In float32 the target's own text comes from the setting that accepts nothing; only speeds need it alone."""
+    whole = run(engine, tmp_path / "whole")
+    asked: list[str] = []
+    plain = ReplayEngine.generate_target
+    monkeypatch.setattr(ReplayEngine, "generate_target", lambda *a, **o: asked.append(a[1]) or plain(*a, **o))
+    some = run(engine, tmp_path / "some", replace(SETTINGS, timed=3))
+    assert len(asked) == 1 + 3, "the first one twice, to warm up"
+    assert [(t.losses, t.bound, t.disagreement) for t in some.tried] == [
+        (t.losses, t.bound, t.disagreement) for t in whole.tried
+    ]
+    records = [json.loads(line) for line in (tmp_path / "some" / "records.jsonl").read_text().splitlines()]
+    assert [row["target_seconds"] is not None for row in records] == [True] * 3 + [False] * 9
+    assert (whole.made["timed_problems"], some.made["timed_problems"]) == (12, 3)
+    alone = sum(row["target_seconds"] for row in records[:3])
+    assert some.tried[5].speedup == pytest.approx(alone / sum(row["seconds"][0][5] for row in records[:3]), abs=1e-3)
+    with pytest.raises(ValueError, match="none of these problems was timed"):
+        certify(some, [replace(o, target_seconds=None) for o in outcomes(2, lambda i, j: 0, lambda j: 1)], SETTINGS)
+    with pytest.raises(ValueError, match="timed is 0: without a timed problem"):
+        replace(SETTINGS, timed=0)
+    asked.clear()
+    engine.target.model.to(torch.bfloat16)
+    run(engine, tmp_path / "rounded", replace(SETTINGS, timed=3, risks=(0.9,)))
+    assert len(asked) == 1 + 12, "rounded numbers may differ from run to run"
 
 
 def test_the_majority_of_samples_may_be_the_targets_own_answer(engine: ParseEngine, tmp_path: Path):
