@@ -26,6 +26,7 @@ from parse_infer.guesses.token_drafter import TokenDrafter
 from parse_infer.guesses.walk import guided_decode
 from parse_infer.identity import describe_models
 from parse_infer.models.loading import LanguageModel, find_model, load_language_model
+from parse_infer.models.machine import describe_machine
 from parse_infer.models.names import resolve
 from parse_infer.models.prompts import Prompt, as_batch, with_drafts
 from parse_infer.models.sampling import Sampling
@@ -33,7 +34,7 @@ from parse_infer.models.token_map import token_map
 from parse_infer.policy import check_threshold
 from parse_infer.promise import Calibration, apply_promise, shipped_calibration
 from parse_infer.request import Request
-from parse_infer.rounds import rounds, segments_of, without_waiting
+from parse_infer.rounds import Around, rounds, segments_of, unchanged, without_waiting
 from parse_infer.verify.segments import CutPolicy, Segmenter
 from parse_infer.verify.trained_judge import ValidityAdapter
 from parse_infer.verify.verifier import Judge, Verification, Verifier
@@ -57,6 +58,9 @@ class ParseEngine:
         threshold: default threshold; None takes the judge's calibrated one, or 0.5 where it has none.
         cut_policy: where drafts are cut; None takes what the judge was trained with.
         calibration: what `risk` in a request's settings goes by.
+
+    Attributes:
+        around: what stands between the rounds and the pair, for every request; nothing by default.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class ParseEngine:
         self.verifier = Verifier(target.decoder, judge, self.segmenter)
         self.calibration = calibration
         self.controller = Controller()
+        self.around: Around = unchanged
         self._checked: Calibration | None = None
         self._current: Request | None = None
 
@@ -176,10 +181,33 @@ class ParseEngine:
     def close(self) -> None:
         """Nothing to be done here; other backends have servers to stop."""
 
+    def describe(self) -> dict[str, Any]:
+        """Which models answer; see `describe_models`."""
+        return describe_models(self.target, self.draft, self.judge)
+
+    def describe_machine(self) -> dict[str, Any]:
+        return describe_machine(self.target.model.device)
+
+    @property
+    def train_problems(self) -> frozenset[str]:
+        """Ids of the problems that the judge was trained on, where that is known."""
+        return self.judge.train_problems if isinstance(self.judge, ValidityAdapter) else frozenset()
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a greedy text is the same however it comes about; rounded numbers differ from pass to pass."""
+        return self.target.model.dtype == torch.float32
+
+    def forget(self) -> None:
+        """Nothing that was read so far makes the next answer faster."""
+        for lm in (self.target, self.draft):
+            if lm is not None:
+                lm.decoder.seek([])
+
     def check_calibration(self) -> None:
         """ValueError unless the calibration was made with these models."""
         if self.calibration is not None and self.calibration is not self._checked:
-            self.calibration.check(describe_models(self.target, self.draft, self.judge))
+            self.calibration.check(self.describe())
             self._checked = self.calibration
 
     def generate(
@@ -331,7 +359,7 @@ class ParseEngine:
         self._current = request
         request.start()
         drafter.reset(request.prompt, settings.draft_sampling, settings.stop)
-        for event in without_waiting(rounds(_LocalPair(self, request, drafter), request)):
+        for event in without_waiting(rounds(self.around(_LocalPair(self, request, drafter), request), request)):
             yield event
             if self._current is not request:
                 raise RuntimeError("This stream has ended, because the engine has been given another request since.")
@@ -449,7 +477,6 @@ class _LocalPair:
         self.segmenter = engine.segmenter
         self.threshold = engine.threshold if settings.threshold is None else settings.threshold
         self._engine, self._request, self._drafter = engine, request, drafter
-        self._verification = Verification([], [], torch.empty(0))
         # Whether draft tokens that equal the target's greedy choice are used behind the accepted cut.
         self._exact = settings.mode == "exact"
         self._wants_tail = self._exact or (settings.exact_tail and settings.resume_sampling.greedy)
@@ -465,18 +492,17 @@ class _LocalPair:
     async def verify(self, draft: Sequence[int]) -> Verification:
         """One target forward over [uncached context, draft, probes]; context and draft stay in the cache."""
         self._engine.target.decoder.seek(self._request.context)
-        self._verification = self._engine.verifier.verify(draft, cuts=[] if self._exact else None)
-        return self._verification
+        return self._engine.verifier.verify(draft, cuts=[] if self._exact else None)
 
-    def own_choice(self, draft: Sequence[int], cut: int) -> int:
-        return self._engine.verifier.greedy_match(draft, self._verification, cut) if self._wants_tail else 0
+    def own_choice(self, draft: Sequence[int], verdict: Verification, cut: int) -> int:
+        return self._engine.verifier.greedy_match(draft, verdict, cut) if self._wants_tail else 0
 
-    def settle(self, draft: Sequence[int], kept: int) -> None:
+    def settle(self, draft: Sequence[int], verdict: Verification, kept: int) -> None:
         """The cache is cut back; the first token of a resume comes out of the verification pass."""
         decoder = self._engine.target.decoder
         decoder.seek(self._request.context)
         if draft:
-            decoder.set_next_logits(decoder.logits(self._verification.hidden[kept]))
+            decoder.set_next_logits(decoder.logits(verdict.hidden[kept]))
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         guesses = self._engine.target_drafter

@@ -61,7 +61,7 @@ class Calibration:
         loss: what counts as a loss, see `LOSSES`.
         confidence: of each promise.
         max_new_tokens: budget of the answers.
-        models: `describe_models` of the pair and its judge.
+        models: the pair and its judge, as the engine describes them.
         tried: all settings, in the order of the tests.
         promises: for each risk the place in `tried` of the fastest setting that was shown to keep it; None: none was.
         made: when, where and how.
@@ -103,9 +103,9 @@ class Calibration:
         return max(risk, seen) if self.loss == "disagreement" else seen
 
     def check(self, models: Mapping[str, Any]) -> None:
-        """ValueError unless this was measured with these models (`parse_infer.identity.describe_models`)."""
-        for part in ("target", "draft", "adapter", "dtype"):
-            mine, theirs = self.models.get(part), models.get(part)
+        """ValueError unless this was measured with these models (`describe` of an engine)."""
+        for part in ("backend", "target", "draft", "adapter", "dtype"):
+            mine, theirs = (of.get(part, "local" if part == "backend" else None) for of in (self.models, models))
             if _weights(mine) != _weights(theirs):
                 raise ValueError(
                     f"the calibration was made with another {part} ({_name(mine)}) than is loaded ({_name(theirs)}), "

@@ -7,9 +7,9 @@ methods never wait, so that `without_waiting` needs no event loop; or servers (`
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
-from typing import Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from parse_infer.answer import Answer
 from parse_infer.generation import Drafted, Event, Resumed, Segment, Verified
@@ -30,7 +30,10 @@ class Verdict(Protocol):
     def validity(self) -> list[float]: ...
 
 
-class Pair(Protocol):
+V = TypeVar("V", bound=Verdict)
+
+
+class Pair(Protocol, Generic[V]):
     """A target, and whoever drafts for it, at work on one answer (`request.answer`, which `rounds` alone extends)."""
 
     segmenter: Segmenter
@@ -45,14 +48,14 @@ class Pair(Protocol):
         """Tokens that a draft may have now."""
         ...
 
-    async def verify(self, draft: Sequence[int]) -> Verdict: ...
+    async def verify(self, draft: Sequence[int]) -> V: ...
 
-    def own_choice(self, draft: Sequence[int], cut: int) -> int:
+    def own_choice(self, draft: Sequence[int], verdict: V, cut: int) -> int:
         """How many tokens behind the cut equal the target's own (greedy) choice and are to be kept for that; 0 where
         nobody knows."""
         ...
 
-    def settle(self, draft: Sequence[int], kept: int) -> None:
+    def settle(self, draft: Sequence[int], verdict: V, kept: int) -> None:
         """The answer has `kept` tokens of the draft now, the others are dropped."""
         ...
 
@@ -61,7 +64,15 @@ class Pair(Protocol):
         ...
 
 
-async def rounds(pair: Pair, request: Request) -> AsyncGenerator[Event, None]:
+Around = Callable[[Pair[Any], Request], Pair[Any]]
+"""Puts something between the rounds and the pair of a request."""
+
+
+def unchanged(pair: Pair[Any], request: Request) -> Pair[Any]:
+    return pair
+
+
+async def rounds(pair: Pair[V], request: Request) -> AsyncGenerator[Event, None]:
     """All events of an answer but the last (`Done`)."""
     settings, answer = request.settings, request.answer
     for round in itertools.count(1):
@@ -80,13 +91,13 @@ async def rounds(pair: Pair, request: Request) -> AsyncGenerator[Event, None]:
         with request.timed("verify_s"):
             kept = maximal_valid_prefix(verdict.validity, pair.threshold, settings.acceptance)
             cut = verdict.cuts[kept - 1] if kept else 0
-            tail = pair.own_choice(draft, cut)
+            tail = pair.own_choice(draft, verdict, cut)
         yield request.accept(round, draft, segments[:kept], tail)
         if not answer.open:
             return
 
         # resume: the target goes on from there
-        pair.settle(draft, cut + tail)
+        pair.settle(draft, verdict, cut + tail)
         hands_back = settings.resume == "hand_back" and draft and round < settings.max_rounds
         if hands_back and cut + tail == len(draft):
             continue  # all of it holds, and the draft model may have more to say

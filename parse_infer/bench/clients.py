@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
@@ -189,7 +188,7 @@ async def _measure(
     check: Callable[[Any, str], bool | None],
     settings: GenerationSettings,
 ) -> Cell:
-    coordinator.fields(cache_salt=uuid.uuid4().hex)  # what another cell has read is not there for this one
+    coordinator.forget()  # what another cell has read is not there for this one
     settings = settings.override(adaptive=way == "parse:adaptive")
     waiting = iter(problems)
     first_s, all_s, found = [], [], []

@@ -142,9 +142,8 @@ def timed(engine: ParseEngine, mode: Mode, prompt: Prompt) -> tuple[Generation, 
 def forget(*engines: ParseEngine | None) -> None:
     """Empty the caches of the engines' models."""
     for engine in engines:
-        for lm in (engine.target, engine.draft) if engine is not None else ():
-            if lm is not None:
-                lm.decoder.seek([])
+        if engine is not None:
+            engine.forget()
 
 
 @torch.inference_mode()

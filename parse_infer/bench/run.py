@@ -27,8 +27,7 @@ from parse_infer.bench.tables import markdown
 from parse_infer.engine import ParseEngine
 from parse_infer.files import write_text
 from parse_infer.generation import GenerationSettings, Resume
-from parse_infer.identity import describe_models
-from parse_infer.models.machine import describe_machine, describe_run
+from parse_infer.models.machine import describe_run
 from parse_infer.policy import check_threshold
 from parse_infer.record_store import RecordStore
 
@@ -113,8 +112,8 @@ def run_bench(
         thresholds=settings.thresholds if settings.sweep_limit else (),
     )
     environment = {
-        **describe_machine(engine.target.model.device),
-        **describe_models(engine.target, engine.draft, engine.judge),
+        **engine.describe_machine(),
+        **engine.describe(),
         "task": task,
         "problems": len(problems),
         "digest": _digest(problems),

@@ -8,21 +8,18 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from parse_infer.calibration.order import RESUMES, strict_to_lax
-from parse_infer.calibration.replay import ReplayEngine
+from parse_infer.calibration.replay import Replay, ReplayedEngine
 from parse_infer.calibration.risk import least_problems, n_passing, p_value, upper_bound
-from parse_infer.engine import ParseEngine
-from parse_infer.generation import Generation, GenerationSettings, Resume
-from parse_infer.identity import describe_models
-from parse_infer.models.machine import describe_machine, describe_run
+from parse_infer.generation import GenerationSettings, Resume
+from parse_infer.models.machine import describe_run
 from parse_infer.models.prompts import Prompt
 from parse_infer.models.sampling import Sampling
 from parse_infer.policy import ACCEPT_NOTHING, Acceptance, check_share
@@ -31,6 +28,28 @@ from parse_infer.record_store import RecordStore
 
 SAMPLE_TEMPERATURE = 0.7  # of the answers that vote
 _SOME = 50  # problems of which a usable target answers at least one
+
+
+class CalibratedEngine(ReplayedEngine, Protocol):
+    """What a calibration needs: a `ParseEngine` or a `Coordinator`, with a draft model and a judge."""
+
+    @property
+    def train_problems(self) -> frozenset[str]:
+        """Ids of the problems that the judge was trained on."""
+        ...
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a greedy text is the same however it comes about: by guesses, packed or alone."""
+        ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+    def describe_machine(self) -> dict[str, Any]: ...
+
+    def generate_target(
+        self, prompts: Prompt, settings: GenerationSettings | None = None, **overrides: Any
+    ) -> Any: ...
 
 
 class CalibrationProblem(Protocol):
@@ -101,7 +120,7 @@ class Outcome:
     disagreed: list[list[bool]]
     """Whether the final answer is not that of the target's greedy one."""
     seconds: list[list[float]]
-    """What an answer takes under each setting: its parts, measured once (`ReplayEngine`)."""
+    """What an answer takes under each setting: its parts, measured once (`Replay`)."""
 
     @property
     def key(self) -> str:
@@ -109,7 +128,7 @@ class Outcome:
 
 
 def calibrate(
-    engine: ParseEngine,
+    engine: CalibratedEngine,
     problems: Sequence[CalibrationProblem],
     check: Callable[[Any, str], bool | None],
     same: Callable[[str, str], bool],
@@ -133,10 +152,10 @@ def calibrate(
             even where it accepts nothing, or a folder with another calibration.
     """
     settings = settings or CalibrationSettings()
-    if engine.judge is None:
-        raise ValueError("a calibration needs a judge: give an adapter, or zero_shot=True")
-    check_problems(problems, settings, getattr(engine.judge, "train_problems", frozenset()))
-    models = describe_models(engine.target, engine.draft, engine.judge)
+    check_problems(problems, settings, engine.train_problems)
+    models = engine.describe()
+    if not (models["draft"] and models["adapter"]):
+        raise ValueError("a calibration needs a draft model, and a judge: an adapter, or zero_shot=True")
     digest = hashlib.sha256("\n".join(p.id for p in problems).encode()).hexdigest()[:16]
     config = {
         **{name: getattr(settings, name) for name in ("loss", "resumes", "acceptance", "max_new_tokens", "samples")},
@@ -145,7 +164,7 @@ def calibrate(
     }
     store = RecordStore(folder, config, Outcome, "calibration")
     outcomes = _measure(engine, problems, check, same, settings, store, console)
-    made = {**describe_machine(engine.target.model.device), **describe_run()}
+    made = {**engine.describe_machine(), **describe_run()}
     made["timed_problems"] = sum(outcome.target_seconds is not None for outcome in outcomes)
     calibration = Calibration(
         task, len(problems), digest, settings.loss, settings.confidence, settings.max_new_tokens, models, [], {}, made
@@ -214,7 +233,7 @@ def check_problems(
 
 
 def _measure(
-    engine: ParseEngine,
+    engine: CalibratedEngine,
     problems: Sequence[CalibrationProblem],
     check: Callable[[Any, str], bool | None],
     same: Callable[[str, str], bool],
@@ -222,24 +241,22 @@ def _measure(
     store: RecordStore[Outcome],
     console: Console | None,
 ) -> list[Outcome]:
-    replay = ReplayEngine(engine)
-    exact = engine.target.model.dtype == torch.float32
-    timed = {problem.id for problem in (problems[: settings.timed] if exact else problems)}
+    timed = {problem.id for problem in (problems[: settings.timed] if engine.repeatable else problems)}
     pending = [problem for problem in problems if problem.id not in store.records]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console or Console(stderr=True)) as progress:
         bar = progress.add_task("calibrate", total=len(problems), completed=len(problems) - len(pending))
         if pending:
-            _outcome(replay, pending[0], check, same, settings, timed=True)  # not counted: first calls are slower
+            _outcome(engine, pending[0], check, same, settings, timed=True)  # not counted: first calls are slower
         for problem in pending:
-            store.append(_outcome(replay, problem, check, same, settings, timed=problem.id in timed))
+            store.append(_outcome(engine, problem, check, same, settings, timed=problem.id in timed))
             progress.advance(bar)
             _check_hope([store.records[p.id] for p in problems if p.id in store.records], len(problems), settings)
     return [store.records[problem.id] for problem in problems]
 
 
 def _outcome(
-    replay: ReplayEngine,
+    engine: CalibratedEngine,
     problem: CalibrationProblem,
     check: Callable[[Any, str], bool | None],
     same: Callable[[str, str], bool],
@@ -247,54 +264,53 @@ def _outcome(
     timed: bool,
 ) -> Outcome:
     plain = settings.generation()
-    replay.forget()
+    target_seconds = None
     if timed:
-        alone = replay.generate_target(problem.prompt, plain)
-        assert isinstance(alone, Generation)
-    else:
-        alone, _ = replay.answer(problem.prompt, plain.override(threshold=ACCEPT_NOTHING, resume="finish"))
-    right = check(problem, alone.text)
-    if right is None and settings.loss == "accuracy":
-        raise ValueError(
-            f"nothing tells whether an answer to problem {problem.id} is right: calibrate with --loss disagreement"
-        )
-    own = _majority(replay, problem, same, settings) if settings.samples else alone.text
-    if timed or settings.samples:
-        replay.forget()
+        engine.forget()
+        alone = engine.generate_target(problem.prompt, plain)
+        target_seconds = round(alone.timings.total_s, 4)
+    majority = _majority(engine, problem, same, settings) if settings.samples else None
     losses: list[list[float]] = []
     disagreed: list[list[bool]] = []
     seconds: list[list[float]] = []
     found: dict[str, tuple[float, bool]] = {}
-    for order in settings.orders:
-        losses.append([])
-        disagreed.append([])
-        seconds.append([])
-        for setting in order:
-            changes = {"threshold": setting.threshold, "resume": setting.resume, "max_rounds": setting.max_rounds}
-            answer, took = replay.answer(problem.prompt, plain.override(**changes))
-            if answer.text not in found:
-                lost = not same(own, answer.text)
-                if settings.loss == "accuracy":
-                    lost = bool(right) and not check(problem, answer.text)
-                found[answer.text] = float(lost), not same(alone.text, answer.text)
-            losses[-1].append(found[answer.text][0])
-            disagreed[-1].append(found[answer.text][1])
-            seconds[-1].append(round(took, 4))
-    return Outcome(problem.id, right, round(alone.timings.total_s, 4) if timed else None, losses, disagreed, seconds)
+    with Replay(engine) as replay:
+        replay.forget()
+        if not timed:
+            alone, _ = replay.answer(problem.prompt, plain.override(threshold=ACCEPT_NOTHING, resume="finish"))
+        right = check(problem, alone.text)
+        if right is None and settings.loss == "accuracy":
+            raise ValueError(
+                f"nothing tells whether an answer to problem {problem.id} is right: calibrate with --loss disagreement"
+            )
+        for order in settings.orders:
+            losses.append([])
+            disagreed.append([])
+            seconds.append([])
+            for setting in order:
+                answer, took = replay.answer(problem.prompt, plain.override(**asdict(setting)))
+                if answer.text not in found:
+                    lost = not same(alone.text if majority is None else majority, answer.text)
+                    if settings.loss == "accuracy":
+                        lost = bool(right) and not check(problem, answer.text)
+                    found[answer.text] = float(lost), not same(alone.text, answer.text)
+                losses[-1].append(found[answer.text][0])
+                disagreed[-1].append(found[answer.text][1])
+                seconds[-1].append(round(took, 4))
+    return Outcome(problem.id, right, target_seconds, losses, disagreed, seconds)
 
 
 def _majority(
-    replay: ReplayEngine, problem: CalibrationProblem, same: Callable[[str, str], bool], settings: CalibrationSettings
+    engine: CalibratedEngine,
+    problem: CalibrationProblem,
+    same: Callable[[str, str], bool],
+    settings: CalibrationSettings,
 ) -> str:
     """The final answer that most samples of the target have, in the first of these samples."""
     texts = []
     for seed in range(settings.samples):
-        replay.forget()
-        answer = replay.generate_target(
-            problem.prompt, settings.generation(), resume_sampling=Sampling(SAMPLE_TEMPERATURE, seed=seed)
-        )
-        assert isinstance(answer, Generation)
-        texts.append(answer.text)
+        sampling = Sampling(SAMPLE_TEMPERATURE, seed=seed)
+        texts.append(engine.generate_target(problem.prompt, settings.generation(), resume_sampling=sampling).text)
     votes = [sum(same(one, other) for other in texts) for one in texts]
     return texts[votes.index(max(votes))]
 

@@ -1,31 +1,37 @@
 """The same prompt answered under many settings, for little more than the price of one.
 
 Greedy answers under different thresholds share most of their parts: the draft and its validities come from the same
-context, and what the target writes depends only on the tokens before it. `ReplayEngine` runs the engine's own loop and
-computes each part once; from then on it is remembered, with the time that it took.
+context, and what the target writes depends only on the tokens before it. A `Replay` stands between the rounds and the
+pair, whatever runs its models, and has each part computed once; from then on it is remembered, with the time it took.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol
 
-from parse_infer.drafters.drafter import Draft, Drafter
-from parse_infer.engine import ParseEngine
-from parse_infer.generation import Generation, GenerationSettings, Source
-from parse_infer.guesses.token_drafter import TokenDrafter
-from parse_infer.models.loading import LanguageModel
+from parse_infer.generation import Generation, GenerationSettings
 from parse_infer.models.prompts import Prompt
-from parse_infer.models.sampling import Sampling
 from parse_infer.request import Request
-from parse_infer.verify.verifier import Verification, Verifier
+from parse_infer.rounds import Around, Pair, V
+
+
+class ReplayedEngine(Protocol):
+    """What a replay needs: a `ParseEngine`, or a `Coordinator`."""
+
+    around: Around
+
+    def generate(self, prompts: Prompt, settings: GenerationSettings | None = None) -> Any: ...
+
+    def forget(self) -> None: ...
 
 
 @dataclass
 class _Written:
-    """What a model writes after some context, as far as anybody has asked, and the seconds up to each token."""
+    """What the target writes after some context, as far as anybody has asked, and the seconds up to each token."""
 
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -33,44 +39,42 @@ class _Written:
 
 
 class Memory:
-    """What is known about one prompt, and how long the parts took that were not computed again."""
+    """What is known about one prompt, and how long the parts took that were not computed again (`spared_s`)."""
 
     def __init__(self) -> None:
         self.spared_s = 0.0
-        self.drafts: dict[tuple[Any, ...], tuple[Draft, float]] = {}
-        self.verifications: dict[tuple[Any, ...], tuple[Verification, float]] = {}
-        self.matches: dict[tuple[int, int], tuple[int, float]] = {}
+        self.parts: dict[tuple[Any, ...], tuple[Any, float]] = {}
         self.written: dict[tuple[int, ...], _Written] = {}
 
+    def knows(self, key: tuple[Any, ...]) -> bool:
+        """Whether this part is known; its time counts as spared then."""
+        if key in self.parts:
+            self.spared_s += self.parts[key][1]
+        return key in self.parts
 
-class ReplayEngine(ParseEngine):
+
+class Replay:
     """`engine` with a memory: `answer` gives what `engine.generate` gives, for greedy settings.
 
-    Shares the models of `engine`; use one of the two at a time.
+    with Replay(engine) as replay:      # nobody else uses the engine meanwhile
+        generation, seconds = replay.answer(prompt, settings)
     """
 
-    def __init__(self, engine: ParseEngine) -> None:
-        if engine.drafter is None:
-            raise ValueError("a calibration needs a draft model: give one with draft=…")
+    def __init__(self, engine: ReplayedEngine) -> None:
+        self.engine = engine
         self.memory = Memory()
-        super().__init__(
-            engine.target,
-            engine.draft,
-            engine.judge,
-            drafter=_RememberingDrafter(engine.drafter, self),
-            target_drafter=engine.target_drafter,
-            draft_drafter=engine.draft_drafter,
-            threshold=engine.threshold,
-            cut_policy=engine.segmenter.policy,
-        )
-        self.verifier = _RememberingVerifier(engine.verifier, self)
+
+    def __enter__(self) -> Replay:
+        self._before, self.engine.around = self.engine.around, self._remembering
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.engine.around = self._before
 
     def forget(self) -> None:
         """Another prompt follows; caches are emptied too, so that no part profits from another prompt's."""
         self.memory = Memory()
-        for lm in (self.target, self.draft):
-            if lm is not None:
-                lm.decoder.seek([])
+        self.engine.forget()
 
     def answer(self, prompt: Prompt, settings: GenerationSettings) -> tuple[Generation, float]:
         """An answer, and the seconds that it would have taken without memory: those of all its parts.
@@ -81,88 +85,69 @@ class ReplayEngine(ParseEngine):
             raise ValueError("a calibration replays greedy answers only: set both temperatures to 0")
         self.memory.spared_s = 0.0
         started = time.perf_counter()
-        generation = self.generate(prompt, settings)
+        generation = self.engine.generate(prompt, settings)
         assert isinstance(generation, Generation)
         return generation, time.perf_counter() - started + self.memory.spared_s
 
-    def _decode(
-        self, model: LanguageModel, request: Request, drafter: TokenDrafter | None, role: Source, round: int = 1
-    ) -> Iterator[int]:
-        if model is not self.target:
-            yield from super()._decode(model, request, drafter, role, round)
-            return
-        written = self.memory.written.setdefault(tuple(request.context), _Written())
-        known, begun = 0, len(written.tokens)
-        while known < begun:
-            self.memory.spared_s += written.seconds[known] - (written.seconds[known - 1] if known else 0.0)
-            known += 1
-            yield written.tokens[known - 1]
+    def _remembering(self, pair: Pair[V], request: Request) -> Pair[V]:
+        return _RememberingPair(pair, request, self.memory)
+
+
+class _RememberingPair(Generic[V]):
+    """A `Pair` that asks another one for what is not known yet."""
+
+    def __init__(self, pair: Pair[V], request: Request, memory: Memory) -> None:
+        self.segmenter, self.threshold, self.room = pair.segmenter, pair.threshold, pair.room
+        self._pair, self._request, self._memory = pair, request, memory
+        self._settled: tuple[Sequence[int], V, int] | None = None
+
+    async def propose(self, round: int) -> Sequence[int]:
+        key = ("draft", tuple(self._request.context), self.room())
+        if not self._memory.knows(key):
+            started = time.perf_counter()
+            self._memory.parts[key] = await self._pair.propose(round), time.perf_counter() - started
+        return self._memory.parts[key][0]
+
+    async def verify(self, draft: Sequence[int]) -> V:
+        key = ("verdict", tuple(self._request.context), tuple(draft))
+        if not self._memory.knows(key):
+            started = time.perf_counter()
+            self._memory.parts[key] = await self._pair.verify(draft), time.perf_counter() - started
+        return self._memory.parts[key][0]
+
+    def own_choice(self, draft: Sequence[int], verdict: V, cut: int) -> int:
+        key = ("own choice", id(verdict), cut)  # the memory keeps every verdict alive
+        if not self._memory.knows(key):
+            started = time.perf_counter()
+            self._memory.parts[key] = self._pair.own_choice(draft, verdict, cut), time.perf_counter() - started
+        return self._memory.parts[key][0]
+
+    def settle(self, draft: Sequence[int], verdict: V, kept: int) -> None:
+        self._settled = draft, verdict, kept  # in earnest only where the target has to write
+
+    async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
+        assert self._settled is not None
+        written = self._memory.written.setdefault(tuple(self._request.context), _Written())
+        known, before = len(written.tokens), 0.0
+        for token, seconds in zip(written.tokens[:known], written.seconds[:known], strict=True):
+            self._memory.spared_s += seconds - before
+            before = seconds
+            yield token
         if written.ended:
             return
-        if begun:  # somebody stopped here before: the decoder goes on behind what is in the answer by now
-            model.decoder.seek(request.context)
-        before = written.seconds[-1] if written.seconds else 0.0
-        spent = 0.0
-        tokens = super()._decode(model, request, drafter, role, round)
-        while True:
-            started = time.perf_counter()
-            token = next(tokens, None)
-            spent += time.perf_counter() - started
-            if token is None:
-                written.ended = True
-                return
-            written.tokens.append(token)
-            written.seconds.append(before + spent)
-            yield token
-
-
-class _RememberingDrafter:
-    def __init__(self, drafter: Drafter, engine: ReplayEngine) -> None:
-        self._drafter, self._engine = drafter, engine
-
-    @property
-    def forwards(self) -> int:
-        return self._drafter.forwards
-
-    def reset(self, prompt: Prompt, sampling: Sampling, stop: Sequence[str] = ()) -> None:
-        self._drafter.reset(prompt, sampling, stop)
-
-    def propose(self, answer_ids: Sequence[int], max_new_tokens: int) -> Draft:
-        memory, key = self._engine.memory, (tuple(answer_ids), max_new_tokens)
-        if key in memory.drafts:
-            draft, seconds = memory.drafts[key]
-            memory.spared_s += seconds
-            return draft
+        draft, verdict, kept = self._settled
         started = time.perf_counter()
-        draft = self._drafter.propose(answer_ids, max_new_tokens)
-        memory.drafts[key] = draft, time.perf_counter() - started
-        return draft
-
-
-class _RememberingVerifier(Verifier):
-    def __init__(self, verifier: Verifier, engine: ReplayEngine) -> None:
-        super().__init__(verifier.decoder, verifier.judge, verifier.segmenter)
-        self._engine = engine
-
-    def verify(self, draft_ids: Sequence[int], cuts: Sequence[int] | None = None) -> Verification:
-        memory = self._engine.memory
-        key = (tuple(self.decoder.ids), tuple(draft_ids), None if cuts is None else tuple(cuts))
-        if key in memory.verifications:
-            verification, seconds = memory.verifications[key]
-            memory.spared_s += seconds
-            return verification
-        started = time.perf_counter()
-        verification = super().verify(draft_ids, cuts)
-        memory.verifications[key] = verification, time.perf_counter() - started
-        return verification
-
-    def greedy_match(self, draft_ids: Sequence[int], verification: Verification, start: int = 0) -> int:
-        memory, key = self._engine.memory, (id(verification), start)  # the memory keeps every verification alive
-        if key in memory.matches:
-            match, seconds = memory.matches[key]
-            memory.spared_s += seconds
-            return match
-        started = time.perf_counter()
-        match = super().greedy_match(draft_ids, verification, start)
-        memory.matches[key] = match, time.perf_counter() - started
-        return match
+        # Where somebody stopped reading before, the target goes on behind what is in the answer by now.
+        self._pair.settle(() if known else draft, verdict, 0 if known else kept)
+        spent = time.perf_counter() - started
+        async with aclosing(self._pair.resume(round, rejected)) as tokens:
+            while True:
+                started = time.perf_counter()
+                next_token = await anext(tokens, None)
+                spent += time.perf_counter() - started
+                if next_token is None:
+                    written.ended = True
+                    return
+                written.tokens.append(next_token)
+                written.seconds.append(before + spent)
+                yield next_token

@@ -17,6 +17,7 @@ from parse_infer.suggest import suggestion
 if TYPE_CHECKING:
     from parse_infer.coordinator.engine import Coordinator
     from parse_infer.engine import ParseEngine
+    from parse_infer.generation import GenerationSettings
 
 NOBODY = "none"
 # The embedded targets, each with the draft model and the adapter made for it.
@@ -143,19 +144,24 @@ class ModelOptions:
             trust_remote_code=self.trust_remote_code,
         )
 
-    def coordinate(self, *, needs_draft: bool = True, target_options: dict[str, Any] | None = None) -> Coordinator:
+    def coordinate(
+        self,
+        *,
+        needs_draft: bool = True,
+        target_options: dict[str, Any] | None = None,
+        expected: GenerationSettings | None = None,
+    ) -> Coordinator:
         """The same over servers, which are started where no address is given.
 
         Args:
             target_options: more options of vLLM for a target server that is started.
+            expected: settings of the requests to come.
 
         Raises ValueError or OSError as `load` does, and for what a coordinator cannot do.
         """
         for drafter, option in ((self.target_drafter, "--target-drafter"), (self.draft_drafter, "--draft-drafter")):
             if drafter not in (None, "auto", NOBODY):
                 raise ValueError(f"{option} is for the local engine: give vLLM's server a speculative configuration")
-        if self.calibration is not None:
-            raise ValueError("--calibration: promises are made for the local engine; give --threshold")
         if self.device is not None or self.dtype != "auto":
             raise ValueError("--device and --dtype are for the local engine: servers have their own")
         from parse_infer.coordinator.engine import Coordinator
@@ -169,8 +175,10 @@ class ModelOptions:
             target_url=self.target_url or (),
             draft_url=self.draft_url or (),
             threshold=self.threshold,
+            calibration=self.calibration,
             template_options=read_pairs(self.template_option, "--template-option"),
             target_options=target_options,
+            expected=expected,
             tell=progress,
         )
 

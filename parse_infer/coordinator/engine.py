@@ -7,15 +7,18 @@ with Coordinator.from_pretrained("zoo:target", "zoo:draft", "zoo:adapter", targe
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from parse_infer.controller import Controller
 from parse_infer.coordinator.client import Client
 from parse_infer.coordinator.pair import Drafts, ServerPair, Target
-from parse_infer.coordinator.parts import Urls, find_parts
+from parse_infer.coordinator.parts import Urls, find_parts, servable
 from parse_infer.coordinator.processes import Processes
 from parse_infer.coordinator.servers import Server, Servers
 from parse_infer.drafters.draft_model import share_tokens
@@ -24,10 +27,12 @@ from parse_infer.drafters.translation import Translation
 from parse_infer.engine import DEFAULT_THRESHOLD
 from parse_infer.generation import Done, Event, Generation, GenerationSettings, Resumed
 from parse_infer.models.loading import ServedModel
+from parse_infer.models.machine import describe_machine
 from parse_infer.models.prompts import Prompt, as_batch, with_drafts
 from parse_infer.policy import check_threshold
+from parse_infer.promise import Calibration
 from parse_infer.request import Request
-from parse_infer.rounds import rounds
+from parse_infer.rounds import Around, rounds, unchanged
 from parse_infer.verify.segments import CutPolicy
 from parse_infer.vllm.questions import TrainedQuestions
 
@@ -47,8 +52,17 @@ class Coordinator:
         threshold: default threshold.
         overlap: verify segments while the draft is written; changes no answer.
         parallel: how many answers `generate` and `each` keep under way.
+        models: which they are; see `describe`.
+        train_problems: ids of the problems that the judge was trained on.
+        calibration: what `risk` in a request's settings goes by; made over servers too.
         processes: servers that were started for this, and end with `close`.
+
+    Attributes:
+        around: as in `ParseEngine`.
     """
+
+    repeatable = False
+    """What a server computes with others at the same time may be rounded another way."""
 
     def __init__(
         self,
@@ -59,6 +73,9 @@ class Coordinator:
         threshold: float = DEFAULT_THRESHOLD,
         overlap: bool = True,
         parallel: int = PARALLEL,
+        models: Mapping[str, Any] | None = None,
+        train_problems: frozenset[str] = frozenset(),
+        calibration: Calibration | None = None,
         processes: Processes | None = None,
     ) -> None:
         self.target = target.language
@@ -66,6 +83,9 @@ class Coordinator:
         self.threshold = check_threshold(threshold)
         self.parallel = parallel
         self.controller = Controller()
+        self.around: Around = unchanged
+        self.train_problems, self.calibration = train_problems, calibration
+        self._models = dict(models or {})
         self.running = 0
         self._target, self._drafts, self._client = target, draft, client
         self._shares_tokens = self.draft is not None and share_tokens(self.draft, self.target)
@@ -85,6 +105,7 @@ class Coordinator:
         zero_shot: bool = False,
         threshold: float | None = None,
         cut_policy: CutPolicy | None = None,
+        calibration: str | Path | None = None,
         template_options: Mapping[str, Any] | None = None,
         api_key: str | None = None,
         overlap: bool = True,
@@ -92,6 +113,7 @@ class Coordinator:
         patience_s: float | None = None,
         target_options: Mapping[str, Any] | None = None,
         draft_options: Mapping[str, Any] | None = None,
+        expected: GenerationSettings | None = None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> Coordinator:
         """Names as in `ParseEngine.from_pretrained`; no weights are kept here.
@@ -102,6 +124,7 @@ class Coordinator:
                 `zero_shot` are any that give log-probabilities.
             target_options, draft_options: more options of vLLM for servers that are started, by their names in
                 `vllm.LLM`.
+            expected: settings of the requests to come: what is wrong with them is said before a server is started.
             tell: called with a line about the servers that are started.
             api_key: of the servers.
             patience_s: how long a request waits while no server answers; None: 2 minutes, and for servers that are
@@ -119,6 +142,7 @@ class Coordinator:
             adapter,
             zero_shot,
             cut_policy,
+            calibration,
             template_options,
             target_url,
             draft_url,
@@ -126,6 +150,7 @@ class Coordinator:
             draft_options,
             api_key,
             patience_s,
+            expected,
             tell,
         )
         threshold = next(t for t in (threshold, parts.threshold, DEFAULT_THRESHOLD) if t is not None)
@@ -136,6 +161,9 @@ class Coordinator:
             threshold=threshold,
             overlap=overlap,
             parallel=parallel,
+            models=parts.models,
+            train_problems=parts.train_problems,
+            calibration=parts.calibration,
             processes=parts.processes,
         )
         try:
@@ -161,6 +189,18 @@ class Coordinator:
                     f"the target server {server.url} cannot judge drafts for {self.target.name!r}: {error}"
                 ) from error
         await self._client.close()  # requests may come from another event loop
+
+    def describe(self) -> dict[str, Any]:
+        """Which models answer, as far as names tell: what a server serves under one is its operator's word."""
+        return dict(self._models)
+
+    def describe_machine(self) -> dict[str, Any]:
+        """Of the coordinator."""
+        return describe_machine(torch.device("cpu"))
+
+    def forget(self) -> None:
+        """Nothing that was read so far makes the next answer faster."""
+        self.fields(cache_salt=uuid.uuid4().hex)
 
     def generate(
         self,
@@ -340,9 +380,11 @@ class Coordinator:
             return
         threshold = self.threshold if request.settings.threshold is None else request.settings.threshold
         with drafts[0].place() if isinstance(drafts, tuple) else nullcontext() as draft_at:
-            pair = ServerPair(self._target, drafts, request, threshold, at, draft_at, self._overlap, watched)
+            # What stands in between may give this draft to a request with another threshold: it is to be whole.
+            overlap = self._overlap and self.around is unchanged
+            pair = ServerPair(self._target, drafts, request, threshold, at, draft_at, overlap, watched)
             try:
-                async with aclosing(rounds(pair, request)) as events:
+                async with aclosing(rounds(self.around(pair, request), request)) as events:
                     async for event in events:
                         yield event
             finally:
@@ -352,7 +394,9 @@ class Coordinator:
         self, prompt: Prompt, settings: GenerationSettings, draft_text: str | None, alone: bool
     ) -> tuple[Request, Drafts | None]:
         """Everything that can be wrong with a request is found here."""
-        check_servable(settings)
+        if settings.risk is not None and draft_text is not None:
+            raise ValueError("risk and draft_text were both given: a promise covers only what the draft model writes")
+        settings = servable(settings, self.calibration, self._models)
         request = Request(prompt, self.target, settings, settings.resume_sampling)
         if alone:
             return request, None
@@ -378,14 +422,6 @@ class Coordinator:
                 yield event
         finally:
             self.run(end())
-
-
-def check_servable(settings: GenerationSettings) -> None:
-    """Raises ValueError for settings that need more than servers tell."""
-    if settings.mode == "exact":
-        raise ValueError("mode 'exact' needs the target's own choice for every token, which servers do not tell")
-    if settings.risk is not None:
-        raise ValueError("risk: promises are calibrated for the local engine; give a threshold")
 
 
 async def _result(task: asyncio.Task[Generation]) -> Generation:

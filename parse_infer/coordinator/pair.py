@@ -151,10 +151,10 @@ class ServerPair:
         cuts = self.segmenter.cuts(draft)
         return Judged(cuts, await self._checks.of(draft, cuts) if cuts else [])
 
-    def own_choice(self, draft: Sequence[int], cut: int) -> int:
+    def own_choice(self, draft: Sequence[int], verdict: Judged, cut: int) -> int:
         return 0  # over HTTP the target's choices cost one more answer for every token
 
-    def settle(self, draft: Sequence[int], kept: int) -> None:
+    def settle(self, draft: Sequence[int], verdict: Judged, kept: int) -> None:
         pass  # the next prompt says it all, and the server finds the blocks that it has
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:

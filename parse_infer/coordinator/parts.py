@@ -12,10 +12,12 @@ from parse_infer.coordinator.launch import draft_server, launch, plain_options
 from parse_infer.coordinator.pair import Target
 from parse_infer.coordinator.processes import READY_S, Processes
 from parse_infer.coordinator.servers import PATIENCE_S, Servers
+from parse_infer.generation import GenerationSettings
 from parse_infer.models.fingerprint import describe_config
 from parse_infer.models.loading import ServedModel, load_config, load_served_model
 from parse_infer.models.names import resolve
-from parse_infer.verify.adapter_folder import read_adapter
+from parse_infer.promise import Calibration, apply_promise, shipped_calibration
+from parse_infer.verify.adapter_folder import AdapterFiles, read_adapter
 from parse_infer.verify.segments import CutPolicy
 from parse_infer.verify.trained_judge import ValidityConfig, check_target
 from parse_infer.vllm.options import engine_options
@@ -29,6 +31,9 @@ class Parts:
     """
     Attributes:
         draft: servers and language of the draft model.
+        models: which they are, as far as names tell.
+        train_problems: ids of the problems that the judge was trained on.
+        calibration: what promises go by.
         threshold: the judge's own; None: it has none.
         processes: the servers that were started, if any were.
     """
@@ -36,6 +41,9 @@ class Parts:
     target: Target
     draft: tuple[Servers, ServedModel] | None
     client: Client
+    models: dict[str, Any]
+    train_problems: frozenset[str]
+    calibration: Calibration | None
     threshold: float | None
     processes: Processes | None
 
@@ -46,6 +54,7 @@ def find_parts(
     adapter: str | Path | None,
     zero_shot: bool,
     cut_policy: CutPolicy | None,
+    calibration: str | Path | None,
     template_options: Mapping[str, Any] | None,
     target_url: Urls,
     draft_url: Urls,
@@ -53,6 +62,7 @@ def find_parts(
     draft_options: Mapping[str, Any] | None,
     api_key: str | None,
     patience_s: float | None,
+    expected: GenerationSettings | None,
     tell: Callable[[str], None],
 ) -> Parts:
     """See `Coordinator.from_pretrained`. What can be wrong with the names is found before a server is started."""
@@ -61,8 +71,27 @@ def find_parts(
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r} is no address of a server: it begins with http:// or https://")
     language = load_served_model(target, template_options=template_options)
-    questions, own_cuts, threshold = _judge(target, adapter, zero_shot, language)
+    if adapter is None and not zero_shot:
+        raise ValueError("there is nothing to judge drafts with: give an adapter, or zero_shot=True")
+    if adapter is not None and zero_shot:
+        raise ValueError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
+    files = None if adapter is None else read_adapter(resolve(adapter))
+    questions, own_cuts, threshold = _judge(target, files, language)
     drafting = load_served_model(draft, template_options=template_options) if draft is not None else None
+    models = {
+        "backend": "vllm",
+        "target": str(target),
+        "draft": None if draft is None else str(draft),
+        "adapter": "zero-shot" if files is None else files.fingerprint,
+    }
+    promises = None
+    if calibration is not None:
+        promises = Calibration.load(calibration)
+        promises.check(models)
+    elif files is not None:
+        promises = shipped_calibration(files.folder)
+    if expected is not None:
+        servable(expected, promises, models)
     wanted = {}
     if not target_urls:
         options = plain_options(target) if adapter is None else engine_options(target, adapter)
@@ -78,20 +107,37 @@ def find_parts(
         patience_s = PATIENCE_S if processes is None else READY_S
     targets = Servers("target", target_urls, client, failure, patience_s)
     drafts = None if drafting is None else (Servers("draft", draft_urls, client, failure, patience_s), drafting)
-    return Parts(Target(language, targets, questions, cut_policy or own_cuts), drafts, client, threshold, processes)
+    return Parts(
+        Target(language, targets, questions, cut_policy or own_cuts),
+        drafts,
+        client,
+        models,
+        frozenset() if files is None else files.train_problems,
+        promises,
+        threshold,
+        processes,
+    )
+
+
+def servable(
+    settings: GenerationSettings, calibration: Calibration | None, models: Mapping[str, Any]
+) -> GenerationSettings:
+    """`settings`, with what keeps their `risk`. Raises ValueError for those that servers cannot do, and for promises
+    that were not made for these models over servers."""
+    if settings.mode == "exact":
+        raise ValueError("mode 'exact' needs the target's own choice for every token, which servers do not tell")
+    if settings.risk is not None and calibration is not None:
+        calibration.check(models)
+    return apply_promise(settings, calibration)
 
 
 def _judge(
-    target: str | Path, adapter: str | Path | None, zero_shot: bool, language: ServedModel
+    target: str | Path, adapter: AdapterFiles | None, language: ServedModel
 ) -> tuple[Questions, CutPolicy, float | None]:
     """How the target is asked, where drafts are cut for that, and the threshold that goes with it."""
-    if adapter is None and not zero_shot:
-        raise ValueError("there is nothing to judge drafts with: give an adapter, or zero_shot=True")
     if adapter is None:
         return ZeroShotQuestions.of(language.tokenizer, sorted(language.eos_ids), top=20), CutPolicy(), None
-    if zero_shot:
-        raise ValueError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
-    config = ValidityConfig.from_dict(read_adapter(resolve(adapter)).validity_config)
-    check_target(str(adapter), config.target, describe_config(load_config(target), str(target)))
+    config = ValidityConfig.from_dict(adapter.validity_config)
+    check_target(str(adapter.folder), config.target, describe_config(load_config(target), str(target)))
     questions = TrainedQuestions.of(config, sorted(language.eos_ids))
     return questions, CutPolicy.from_dict(config.cut_policy), config.threshold

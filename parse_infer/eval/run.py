@@ -19,8 +19,7 @@ from parse_infer.eval.tables import markdown
 from parse_infer.eval.tasks import Row, Tasks
 from parse_infer.files import write_text
 from parse_infer.generation import GenerationSettings, Resume
-from parse_infer.identity import describe_models
-from parse_infer.models.machine import describe_machine, describe_run
+from parse_infer.models.machine import describe_run
 from parse_infer.record_store import RecordStore
 
 _TOLD = ("results", "groups", "versions", "n-shot", "n-samples")  # of what lm-eval reports, what goes into the results
@@ -84,8 +83,8 @@ def run_eval(
             f"the tokenizer of {engine.target.name!r} has no chat template: give --no-apply-chat-template"
         )
     environment = {
-        **describe_machine(engine.target.model.device),
-        **describe_models(engine.target, engine.draft, engine.judge),
+        **engine.describe_machine(),
+        **engine.describe(),
         "threshold": engine.threshold,
         "resume": settings.resume,
     }

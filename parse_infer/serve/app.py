@@ -9,7 +9,6 @@ from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from parse_infer.generation import GenerationSettings
 from parse_infer.models.prompts import Prompt, Verbatim
 from parse_infer.promise import apply_promise
 from parse_infer.serve import errors
@@ -71,7 +70,7 @@ def create_app(
     line = Line(limits, backend.parallel)
     promises = promises or Promises()
     if promises.risk is not None:
-        apply_promise(GenerationSettings(1 << 31, risk=promises.risk), backend.calibration)
+        apply_promise(promises.expected, backend.calibration)
     audit = Audit(backend, metrics, promises) if promises.audit else None
     note = None if traces is None else traces.note
     desk = Desk(backend, line, metrics, model or backend.name, promises.risk, adaptive, audit, note)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from parse_infer.generation import Done
+from parse_infer.generation import Done, GenerationSettings
 from parse_infer.serve.backend import Backend
 from parse_infer.serve.choice import Choice
 from parse_infer.serve.drift import DriftTest
@@ -29,6 +29,11 @@ class Promises:
     """Share of the answers under a promise that are compared with the target's own."""
     same: Callable[[str, str], bool] = operator.eq
     """Whether two texts give the same final answer."""
+
+    @property
+    def expected(self) -> GenerationSettings:
+        """Of a request that names nothing, with room for an answer of any length."""
+        return GenerationSettings(1 << 31, risk=self.risk)
 
 
 class Audit:

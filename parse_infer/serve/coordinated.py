@@ -10,7 +10,6 @@ from typing import Any
 
 from parse_infer.coordinator import client
 from parse_infer.coordinator.engine import Coordinator
-from parse_infer.promise import Calibration
 from parse_infer.serve.backend import Job, Moment, Refused
 from parse_infer.serve.reader import PromptReader
 
@@ -18,12 +17,11 @@ from parse_infer.serve.reader import PromptReader
 class CoordinatedBackend(PromptReader):
     """A `Backend` for one `Coordinator`, which nobody else may use from now on."""
 
-    calibration: Calibration | None = None
-
     def __init__(self, coordinator: Coordinator) -> None:
         super().__init__(coordinator.target)
         self.parallel = coordinator.parallel
         self.threshold = coordinator.threshold
+        self.calibration = coordinator.calibration
         self._coordinator = coordinator
         self._room = asyncio.Semaphore(coordinator.parallel)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,15 @@ class AdapterFiles:
     head: dict[str, Tensor]
     validity_config: dict[str, Any]
     train_problems: frozenset[str]
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells a retrained adapter apart."""
+        digest = hashlib.sha256(json.dumps([self.peft_config, self.validity_config], sort_keys=True).encode())
+        for tensors in (self.tensors, self.head):
+            for name in sorted(tensors):
+                digest.update(name.encode() + tensors[name].float().numpy().tobytes())
+        return digest.hexdigest()[:12]
 
 
 def read_adapter(name_or_path: str | Path) -> AdapterFiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,15 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from parse_infer.cli import options
-from parse_infer.cli.model_options import LOCAL_ONLY, ModelOptions, with_models
+from parse_infer.cli.model_options import ModelOptions, with_models
 from parse_infer.cli.options import read_numbers
 from parse_infer.cli.problems import open_task, take_problems
 
 if TYPE_CHECKING:
+    from parse_infer.coordinator.engine import Coordinator
+    from parse_infer.engine import ParseEngine
     from parse_infer.promise import Calibration
 
 
-@with_models(threshold=None, calibration=None, **LOCAL_ONLY)
+@with_models(threshold=None, calibration=None)
 def calibrate(
     models: ModelOptions,
     task: options.TaskName = "gsm_symbolic",
@@ -90,13 +93,14 @@ def calibrate(
     )
     problems = take_problems(loaded_task, split, seed, limit)
     check_problems(problems, settings)
-    engine = models.load()
+    engine: ParseEngine | Coordinator = models.coordinate() if models.served else models.load()
     where = f"{' '.join([task, *(task_option or ())])}, {split} split, seed {seed}"
-    try:
-        calibration = measure(engine, problems, loaded_task.check, same_answer, out, settings, task=where)
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues where it stopped", file=sys.stderr)
-        raise typer.Exit(130) from None
+    with closing(engine):
+        try:
+            calibration = measure(engine, problems, loaded_task.check, same_answer, out, settings, task=where)
+        except KeyboardInterrupt:
+            print("interrupted; the same command continues where it stopped", file=sys.stderr)
+            raise typer.Exit(130) from None
     console = Console(highlight=False)
     console.print(promises_table(calibration))
     written = [Path(out) / FILE]

@@ -89,10 +89,7 @@ def generate(
     needs_draft = any(row.draft is None for row in rows)
     engine: ParseEngine | Coordinator
     if models.served:
-        from parse_infer.coordinator.engine import check_servable
-
-        check_servable(settings)
-        engine = models.coordinate(needs_draft=needs_draft)
+        engine = models.coordinate(needs_draft=needs_draft, expected=settings)
     else:
         engine = models.load(needs_draft=needs_draft, needs_judge=mode == "validity")
     with closing(engine):

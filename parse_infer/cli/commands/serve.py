@@ -53,8 +53,6 @@ def serve(
     """
     if api_key is not None and (not api_key.isascii() or not api_key.strip()):
         raise ValueError("--api-key must be a text of ASCII characters, or be left out")
-    if models.served and (risk is not None or audit):
-        raise ValueError("--risk and --audit: promises are calibrated for the local engine; give --threshold")
     from data_tools.tasks.checkers import same_answer
     from parse_infer.serve.app import create_app
     from parse_infer.serve.audit import Promises
@@ -63,6 +61,7 @@ def serve(
     from parse_infer.serve.local import LocalBackend
     from parse_infer.serve.server import Server, listen
 
+    promises = Promises(risk, audit, same_answer)
     traces = None
     if trace:
         from parse_infer.serve.traces import Traces
@@ -74,10 +73,10 @@ def serve(
     if models.served:
         from parse_infer.serve.coordinated import CoordinatedBackend
 
-        backend = CoordinatedBackend(models.coordinate())
+        backend = CoordinatedBackend(models.coordinate(expected=promises.expected))
     else:
         backend = LocalBackend(models.load)
-    app = create_app(backend, limits, api_key, served_model_name, Promises(risk, audit, same_answer), traces, adaptive)
+    app = create_app(backend, limits, api_key, served_model_name, promises, traces, adaptive)
     shown, port = listening.getsockname()[:2]
     shown = f"[{shown}]" if ":" in shown else shown
     print(f"{served_model_name or backend.name} answers at http://{shown}:{port}/v1 (a page: /)", flush=True)

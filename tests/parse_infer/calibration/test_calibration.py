@@ -18,7 +18,7 @@ from data_tools.tasks.checkers import same_answer
 from parse_infer.calibration import splits
 from parse_infer.calibration.measure import CalibrationSettings, Outcome, calibrate, certify
 from parse_infer.calibration.order import THRESHOLDS, strict_to_lax
-from parse_infer.calibration.replay import ReplayEngine
+from parse_infer.calibration.replay import Replay
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import GenerationSettings
 from parse_infer.models.sampling import Sampling
@@ -48,9 +48,7 @@ def middle_thresholds(engine: ParseEngine, prompt: str) -> list[float]:
 
 def test_replayed_answers_are_the_engines(engine: ParseEngine):
     """Whatever the order of the settings, and whoever asked before; and most of it is not computed again."""
-    replay = ReplayEngine(engine)
     for prompt in PROMPTS:
-        replay.forget()
         thresholds = [1.1, *middle_thresholds(engine, prompt), 0.0]
         wanted = {}
         for resume in ("finish", "hand_back"):
@@ -58,25 +56,31 @@ def test_replayed_answers_are_the_engines(engine: ParseEngine):
                 settings = GenerationSettings(40, threshold, resume=resume)
                 wanted[settings] = engine.generate(prompt, settings)
         assert len({g.text for g in wanted.values()}) > 2, "the settings must differ for the test to say something"
-        for _ in range(2):
-            for settings, generation in wanted.items():
-                answer, seconds = replay.answer(prompt, settings)
-                assert (answer.text, answer.token_ids) == (generation.text, generation.token_ids), settings
-                authors = [[(span.source, span.text) for span in g.spans] for g in (answer, generation)]
-                assert authors[0] == authors[1] and answer.finish_reason == generation.finish_reason
-                assert seconds > 0
-        with TokenCount(engine.target.model) as count:  # all of it is known by now
-            for settings in reversed(wanted):
-                replay.answer(prompt, settings)
-        assert count.widths == []
+        with Replay(engine) as replay:
+            replay.forget()
+            for _ in range(2):
+                for settings, generation in wanted.items():
+                    answer, seconds = replay.answer(prompt, settings)
+                    assert (answer.text, answer.token_ids) == (generation.text, generation.token_ids), settings
+                    authors = [[(span.source, span.text) for span in g.spans] for g in (answer, generation)]
+                    assert authors[0] == authors[1] and answer.finish_reason == generation.finish_reason
+                    assert seconds > 0
+            with TokenCount(engine.target.model) as count:  # all of it is known by now
+                for settings in reversed(wanted):
+                    replay.answer(prompt, settings)
+            assert count.widths == []
+        with TokenCount(engine.target.model) as count:
+            engine.generate(prompt, next(iter(wanted)))
+        assert count.widths, "nobody remembers anything any more"
 
 
 def test_the_time_of_a_replay_is_that_of_its_parts(engine: ParseEngine):
     """The second time nothing runs, and the parts are counted all the same."""
-    replay, settings = ReplayEngine(engine), GenerationSettings(40, 1.1)
-    first = replay.answer(PROMPTS[0], settings)[1]
-    assert replay.memory.spared_s == 0
-    second = replay.answer(PROMPTS[0], settings)[1]
+    settings = GenerationSettings(40, 1.1)
+    with Replay(engine) as replay:
+        first = replay.answer(PROMPTS[0], settings)[1]
+        assert replay.memory.spared_s == 0
+        second = replay.answer(PROMPTS[0], settings)[1]
     assert replay.memory.spared_s == pytest.approx(first, rel=0.5)
     assert second >= replay.memory.spared_s
 
@@ -90,14 +94,14 @@ def test_a_part_that_is_remembered_counts_as_long_as_it_took(engine: ParseEngine
         return plain(*arguments, **options)
 
     monkeypatch.setattr(Verifier, part, slow)
-    replay = ReplayEngine(engine)
-    for _ in range(2):
-        assert replay.answer(PROMPTS[0], GenerationSettings(40, 1.1))[1] > 0.5
+    with Replay(engine) as replay:
+        for _ in range(2):
+            assert replay.answer(PROMPTS[0], GenerationSettings(40, 1.1))[1] > 0.5
 
 
 def test_only_greedy_answers_are_replayed(engine: ParseEngine):
     with pytest.raises(ValueError, match="greedy answers only"):
-        ReplayEngine(engine).answer("Hi", GenerationSettings(resume_sampling=Sampling(0.7)))
+        Replay(engine).answer("Hi", GenerationSettings(resume_sampling=Sampling(0.7)))
 
 
 def test_the_order_goes_from_nothing_to_everything():
@@ -148,8 +152,8 @@ def test_problems_that_are_not_timed_lose_the_same(engine: ParseEngine, tmp_path
     """In float32 the target's own text comes from the setting that accepts nothing; only speeds need it alone."""
     whole = run(engine, tmp_path / "whole")
     asked: list[str] = []
-    plain = ReplayEngine.generate_target
-    monkeypatch.setattr(ReplayEngine, "generate_target", lambda *a, **o: asked.append(a[1]) or plain(*a, **o))
+    plain = ParseEngine.generate_target
+    monkeypatch.setattr(ParseEngine, "generate_target", lambda *a, **o: asked.append(a[1]) or plain(*a, **o))
     some = run(engine, tmp_path / "some", replace(SETTINGS, timed=3))
     assert len(asked) == 1 + 3, "the first one twice, to warm up"
     assert [(t.losses, t.bound, t.disagreement) for t in some.tried] == [

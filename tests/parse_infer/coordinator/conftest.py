@@ -59,6 +59,7 @@ def connect() -> Iterator[Connect]:
                 (drafts, engine.draft),
                 client,
                 threshold=engine.threshold,
+                models={"backend": "vllm", "target": "target", "draft": "draft", "adapter": "judge"},
                 **options,
             )
             stack.callback(coordinator.close)

@@ -19,7 +19,7 @@ PROMPTS = [f"Tom has {n} apples. How many are left?" for n in range(6)]
 def coordinated(engine, connect, monkeypatch):
     coordinator, targets, draft = connect(engine)
     monkeypatch.setattr(coordinator, "close", lambda: None)  # for one command after the other
-    monkeypatch.setattr(ModelOptions, "coordinate", lambda self, needs_draft=True: coordinator)
+    monkeypatch.setattr(ModelOptions, "coordinate", lambda self, **_: coordinator)
     return engine, targets[0]
 
 
@@ -78,7 +78,7 @@ def test_answers_and_events_are_written_as_those_of_the_local_engine_are(coordin
         ),
         (["--backend", "vllm", "--target-url", "gpu-1:8000"], "'gpu-1:8000' is no address of a server"),
         (["--backend", "vllm", "--mode", "exact"], "mode 'exact' needs the target's own choice"),
-        (["--backend", "vllm", "--risk", "0.01"], "risk: promises are calibrated for the local engine"),
+        (["--backend", "vllm", "--risk", "0.01"], "was made with another backend (local) than is loaded (vllm)"),
         (
             ["--backend", "vllm", "--target", "zoo:draft", "--adapter", "zoo:adapter", "--draft", "zoo:draft"],
             "was trained for the target",
@@ -95,8 +95,9 @@ def test_mistakes_are_one_sentence(arguments, sentence, capsys):
     ("arguments", "sentence"),
     [
         (["bench", "--clients", "1,4"], "--clients is for --backend vllm"),
-        (["serve", "--backend", "vllm", "--risk", "0.01"], "--risk and --audit: promises are calibrated"),
-        (["serve", "--backend", "vllm", "--audit", "0.1"], "--risk and --audit: promises are calibrated"),
+        (["serve", "--backend", "vllm", "--risk", "0.01"], "was made with another backend (local) than is loaded"),
+        (["serve", "--backend", "vllm", "--zero-shot", "--risk", "0.01"], "this engine has no calibration"),
+        (["calibrate", "--backend", "vllm", "--limit", "20"], "takes at least 299 problems"),
         (["generate", "Hi", "--backend", "vllm"], "PARSE_VLLM_PYTHON is '/nowhere/python', where no program is"),
     ],
 )

@@ -182,7 +182,7 @@ def test_bad_requests_and_servers_are_refused_in_one_sentence(engine, connect):
     coordinator, _, _ = connect(engine)
     for message, settings in (
         ("mode 'exact' needs", {"mode": "exact"}),
-        ("promises are calibrated for the local engine", {"risk": 0.01}),
+        ("this engine has no calibration", {"risk": 0.01}),
         ("is not a generation setting", {"thresold": 0.5}),
     ):
         with pytest.raises(ValueError, match=message):
