@@ -30,7 +30,7 @@ _NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4
 _EAGLE3 = {"method": "eagle3", "model": str(ZOO / "eagle3"), "num_speculative_tokens": 3}
 _PARALLEL = {**_EAGLE3, "model": str(ZOO / "parallel"), "parallel_drafting": True}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "target": ("vLLM, target alone", {}),
+    "target": ("vLLM, target alone", {"speculative_config": None}),
     "target+ngram": ("vLLM with n-grams", {"speculative_config": _NGRAM}),
     "target+eagle3": ("vLLM with EAGLE-3", {"speculative_config": _EAGLE3}),
     "target+parallel": ("vLLM with P-EAGLE", {"speculative_config": _PARALLEL}),
@@ -71,7 +71,7 @@ def check_ways(names: Sequence[str], target: str, starts: bool = True) -> None:
     for name in names:
         if name not in WAYS:
             raise ValueError(f"unknown mode {name!r} for --backend vllm; choose from {', '.join(WAYS)}")
-        if WAYS[name][1] and not starts:
+        if WAYS[name][1].get("speculative_config") and not starts:
             raise ValueError(f"{name} needs a server of its own: leave --target-url out")
         if name in _OWN_HEADS and target != "zoo:target":
             raise ValueError(f"{name} uses the embedded head of zoo:target, which is no head of {target!r}")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from parse_infer.files import first_sentence
+from parse_infer.guesses.rejected_draft import TOKENS
 from parse_infer.models.fingerprint import describe_config
 from parse_infer.models.loading import load_config, load_served_model, weights_folder
 from parse_infer.models.names import resolve
@@ -27,6 +28,12 @@ from parse_infer.vllm.versions import ARCHITECTURES
 
 MAX_DRAFT = 4096  # tokens; with token doubt each takes an id beyond the vocabulary
 SETTINGS = "parse"  # the key of ours in the model's configuration
+REJECTED_DRAFTS = {
+    "method": "custom_class",
+    "model": "parse_infer.vllm.rejected_drafts.RejectedDrafts",
+    "num_speculative_tokens": TOKENS,
+}
+"""For vLLM's `speculative_config`: what was rejected of a draft guesses what the target writes instead."""
 
 
 def engine_options(
@@ -35,6 +42,8 @@ def engine_options(
     """Options of a vLLM engine that runs `target` with the plugin; any others may be added.
 
     The number type is the one that the target is kept in, as in the local engine: vLLM by itself would round float32.
+    What is rejected of a draft guesses what the target writes instead (`speculative_config`); leave that out, or give
+    another, as you like.
 
     Args:
         target: a folder, Hugging Face id or embedded model ("zoo:target"), or a GGUF file.
@@ -71,6 +80,7 @@ def engine_options(
         "model": str(folder),
         "dtype": str(config.dtype or torch.float32).removeprefix("torch."),
         "enable_prefix_caching": True,
+        "speculative_config": dict(REJECTED_DRAFTS),
         "hf_overrides": {
             "architectures": [ARCHITECTURES[architecture]],
             "vocab_size": config.vocab_size + n_ids,
@@ -87,9 +97,11 @@ def end_tokens_of(target: str | Path) -> list[int]:
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:
-    """The options as arguments of `vllm serve`, or of `python -m vllm.entrypoints.openai.api_server`."""
+    """The options as arguments of `vllm serve`, or of `python -m vllm.entrypoints.openai.api_server`; None: none."""
     words = []
     for name, value in options.items():
+        if value is None:
+            continue
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))

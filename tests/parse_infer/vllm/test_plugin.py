@@ -177,6 +177,26 @@ def test_a_resume_computes_only_what_is_behind_the_last_full_block(run, zoo, opt
         assert answer.num_cached_tokens == (len(prompt) - 1) // 32 * 32 > 0
 
 
+def test_what_was_rejected_guesses_what_is_written_instead(run, zoo, options):
+    """In drafts of which one token is wrong, most of what follows a cut is what the target writes."""
+    lm, adapter, drafts = zoo
+    questions = TrainedQuestions.of(adapter.config, sorted(lm.eos_ids))
+
+    def guesses(speculate: Any) -> tuple[int, int]:
+        with run(**options | {"speculative_config": speculate}, disable_log_stats=False) as llm:
+            for draft in drafts[:10]:
+                ask(llm, questions, [draft])
+                _, (written,) = ask(llm, questions, [], [draft.context + draft.ids[: draft.half]])
+                assert written == draft.resume
+            found = {one.name: one for one in llm.get_metrics()}
+        accepted = found.get("vllm:spec_decode_num_accepted_tokens")
+        return (0, 0) if accepted is None else (accepted.value, found["vllm:spec_decode_num_draft_tokens"].value)
+
+    accepted, guessed = guesses(options["speculative_config"])
+    assert guesses(None) == (0, 0)
+    assert accepted > 40 and accepted > guessed / 2, (accepted, guessed)
+
+
 def test_compiled_in_bfloat16_the_logit_is_within_a_tenth(run, zoo, options):
     lm, adapter, drafts = zoo
     with run(**options | {"dtype": "bfloat16", "enforce_eager": False}) as llm:
@@ -284,7 +304,7 @@ def test_the_other_heads_guess_beside_the_plugin(run, tmp_path, zoo, options, he
     if head == "medusa":
         folder = convert(ZOO / head, tmp_path / head, options["hf_overrides"]["vocab_size"])
         guesses = {"method": "medusa", "model": str(folder), "num_speculative_tokens": 3}
-    with run(**options, speculative_config=guesses, disable_log_stats=False) as llm:
+    with run(**options | {"speculative_config": guesses}, disable_log_stats=False) as llm:
         resumes = [draft.context + draft.ids[: draft.half] for draft in drafts[:6]]
         found, resumed = ask(llm, questions, drafts[:6], resumes)
         assert farthest(found, drafts[:6]) < 1e-4
