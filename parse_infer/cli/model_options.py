@@ -80,6 +80,9 @@ class ModelOptions:
     draft_url: Annotated[
         list[str] | None, typer.Option(help="Server of the draft model; repeatable. Default: one is started.")
     ] = None
+    server_key: Annotated[
+        str | None, typer.Option(envvar="VLLM_API_KEY", help="API key of these servers; default: none.")
+    ] = None
     device: Device = None
     dtype: Dtype = "auto"
     template_option: Annotated[
@@ -179,6 +182,7 @@ class ModelOptions:
             template_options=read_pairs(self.template_option, "--template-option"),
             target_options=target_options,
             expected=expected,
+            api_key=self.server_key,
             tell=progress,
         )
 
@@ -201,7 +205,7 @@ class ModelOptions:
         return self.backend == "vllm"
 
 
-LOCAL_ONLY: dict[str, Any] = {"backend": "local", "target_url": None, "draft_url": None}
+LOCAL_ONLY: dict[str, Any] = {"backend": "local", "target_url": None, "draft_url": None, "server_key": None}
 """For `with_models`, of commands that look into the models."""
 
 

@@ -134,6 +134,8 @@ class _Answer:
             raise Lost(f"{self._url} does not answer: {error or type(error).__name__}") from error
         if 400 <= response.status < 500 and response.status not in (408, 429):
             sentence = _message(said)
+            if response.status == 401:
+                sentence += ": give its API key with --server-key (or api_key)"
             raise Refused(f"{self._url} refuses a request ({response.status}): {sentence}", sentence)
         raise Lost(f"{self._url} has failed ({response.status}): {_message(said)}")
 

@@ -100,6 +100,8 @@ class Servers:
                 there.append(server)
             except Lost as error:
                 away.append(f"the {self.role} server {error}: start it, or correct {self.role}_url")
+            except Refused:
+                raise
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"the {self.role} server {server.url} is no OpenAI-compatible server") from error
         if not found:

@@ -29,11 +29,16 @@ def engine(make_engine) -> ParseEngine:
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """`connect(engine)`: a coordinator over servers with the engine's weights; them too."""
+    """`connect(engine)`: a coordinator over servers with the engine's weights; them too. `keys`: theirs, and its."""
     with ExitStack() as stack:
 
         def make(
-            engine: ParseEngine, n_targets: int = 1, plugin: bool = True, patience_s: float = 2.0, **options
+            engine: ParseEngine,
+            n_targets: int = 1,
+            plugin: bool = True,
+            patience_s: float = 2.0,
+            keys: tuple[str | None, str | None] = (None, None),
+            **options,
         ) -> tuple[Coordinator, list[FakeServer], FakeServer]:
             judge = engine.judge
             zero_shot = isinstance(judge, ZeroShotJudge)
@@ -46,7 +51,9 @@ def connect() -> Iterator[Connect]:
 
             targets, draft = [target() for _ in range(n_targets)], FakeServer(engine.draft)
             stack.enter_context(serving(draft))
-            ends, client = sorted(engine.target.eos_ids), Client()
+            for server in (*targets, draft):
+                server.key = keys[0]
+            ends, client = sorted(engine.target.eos_ids), Client(keys[1])
             questions = (
                 ZeroShotQuestions.of(engine.target.tokenizer, ends, top=259)
                 if zero_shot

@@ -36,6 +36,7 @@ class FakeServer:
         bodies: of the requests so far.
         written: tokens that were sent in streams.
         pause: seconds before each piece of a stream.
+        key: what clients must send.
     """
 
     def __init__(self, lm: LanguageModel, verifier: Verifier | None = None) -> None:
@@ -51,6 +52,7 @@ class FakeServer:
         self.written = 0
         self.pause = 0.0
         self.url = ""
+        self.key: str | None = None
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -179,8 +181,15 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
         text = (await request.json())["prompt"]
         return web.json_response({"tokens": server.lm.tokenizer.encode(text, add_special_tokens=False)})
 
+    @web.middleware
+    async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
+        given = request.headers.get("Authorization")
+        if request.path.startswith("/v1/") and server.key and given != f"Bearer {server.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)  # as vLLM says it
+        return await handler(request)
+
     async def begin() -> web.AppRunner:
-        app = web.Application()
+        app = web.Application(middlewares=[guarded])
         app.add_routes(
             [
                 web.get("/v1/models", models),

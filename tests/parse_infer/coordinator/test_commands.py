@@ -109,6 +109,20 @@ def test_what_cannot_work_is_said_before_anything_is_loaded_or_started(arguments
     assert sentence in said and said.startswith("error: ") and said.count("\n") == 1
 
 
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_the_key_of_the_servers_reaches_them(by, engine, connect, monkeypatch, capsys):
+    coordinator, (target,), draft = connect(engine, keys=("secret", "secret"))
+    addresses = ["--target-url", target.url, "--draft-url", draft.url, "--backend", "vllm"]
+    if by == "variable":
+        monkeypatch.setenv("VLLM_API_KEY", "secret")
+    command = ["generate", "Hi", "--adapter", "zoo:adapter", *addresses, "--max-new-tokens", "8"]
+    assert main([*command, *(["--server-key", "secret"] if by == "option" else [])]) == 2
+    # The server lets it in, and turns out to be another one.
+    assert "401" not in (said := capsys.readouterr().err) and "has other tokens than" in said
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert main(command) == 2 and "(401): Unauthorized: give its API key" in capsys.readouterr().err
+
+
 def test_behind_the_server_many_clients_get_the_engines_text(engine, connect):
     coordinator, _, _ = connect(engine, parallel=4)
     own = {prompt: local(engine, prompt) for prompt in PROMPTS}

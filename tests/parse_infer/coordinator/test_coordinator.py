@@ -193,6 +193,14 @@ def test_bad_requests_and_servers_are_refused_in_one_sentence(engine, connect):
         connect(engine, plugin=False)
 
 
+def test_servers_may_want_a_key(engine, connect):
+    coordinator, _, _ = connect(engine, keys=("secret", "secret"))
+    assert coordinator.generate(PROMPT, max_new_tokens=8).text
+    for wrong in (None, "guess"):
+        with pytest.raises(Refused, match=r"refuses a request \(401\): Unauthorized: give its API key with"):
+            connect(engine, keys=("secret", wrong))
+
+
 def test_a_server_with_other_tokens_is_refused(engine, connect, make_model):
     coordinator, _, draft = connect(engine)
     words = word_tokenizer()
