@@ -191,7 +191,8 @@ class ParseEngine:
     @property
     def train_problems(self) -> frozenset[str]:
         """Ids of the problems that the judge was trained on, where that is known."""
-        return self.judge.train_problems if isinstance(self.judge, ValidityAdapter) else frozenset()
+        known: frozenset[str] = getattr(self.judge, "train_problems", frozenset())
+        return known
 
     @property
     def repeatable(self) -> bool:
@@ -199,7 +200,7 @@ class ParseEngine:
         return self.target.model.dtype == torch.float32
 
     def forget(self) -> None:
-        """Nothing that was read so far makes the next answer faster."""
+        """Nothing in the caches makes the next answer faster."""
         for lm in (self.target, self.draft):
             if lm is not None:
                 lm.decoder.seek([])

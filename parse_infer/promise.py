@@ -22,6 +22,7 @@ LOSSES: dict[Loss, str] = {
     "accuracy": "the target alone is right and PARSE is wrong",
     "disagreement": "PARSE's final answer is not the target's own",
 }
+LOCAL = "local"
 _WAY_OUT = "run `parse-infer calibrate` again"
 
 
@@ -78,6 +79,11 @@ class Calibration:
     promises: dict[float, int | None]
     made: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def backend(self) -> str:
+        """Whose answers it speaks of: the local engine's, or servers'."""
+        return str(self.models.get("backend", LOCAL))
+
     def setting(self, risk: float) -> Tried:
         """What keeps `risk`.
 
@@ -104,8 +110,9 @@ class Calibration:
 
     def check(self, models: Mapping[str, Any]) -> None:
         """ValueError unless this was measured with these models (`describe` of an engine)."""
+        known = {**models, "backend": models.get("backend", LOCAL)}
         for part in ("backend", "target", "draft", "adapter", "dtype"):
-            mine, theirs = (of.get(part, "local" if part == "backend" else None) for of in (self.models, models))
+            mine, theirs = self.backend if part == "backend" else self.models.get(part), known.get(part)
             if _weights(mine) != _weights(theirs):
                 raise ValueError(
                     f"the calibration was made with another {part} ({_name(mine)}) than is loaded ({_name(theirs)}), "

@@ -154,7 +154,7 @@ def calibrate(
     settings = settings or CalibrationSettings()
     check_problems(problems, settings, engine.train_problems)
     models = engine.describe()
-    if not (models["draft"] and models["adapter"]):
+    if not (models.get("draft") and models.get("adapter")):
         raise ValueError("a calibration needs a draft model, and a judge: an adapter, or zero_shot=True")
     digest = hashlib.sha256("\n".join(p.id for p in problems).encode()).hexdigest()[:16]
     config = {
@@ -200,7 +200,7 @@ def speedup(outcomes: Sequence[Outcome], i: int, j: int) -> float:
     """Of setting j in order i against the target alone, on the outcomes that were timed. ValueError without any."""
     timed = [(o.target_seconds, o.seconds[i][j]) for o in outcomes if o.target_seconds is not None]
     if not timed:
-        raise ValueError("none of these problems was timed: calibrate with a larger `timed`")
+        raise ValueError("none of these problems was timed: calibrate in a new folder with a larger --timed")
     return sum(alone for alone, _ in timed) / sum(seconds for _, seconds in timed)
 
 

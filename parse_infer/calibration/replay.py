@@ -54,7 +54,8 @@ class Memory:
 
 
 class Replay:
-    """`engine` with a memory: `answer` gives what `engine.generate` gives, for greedy settings.
+    """`engine` with a memory: `answer` gives what `engine.generate` gives, for greedy settings that differ in nothing
+    but what a promise chooses (`parse_infer.promise.Setting`).
 
     with Replay(engine) as replay:      # nobody else uses the engine meanwhile
         generation, seconds = replay.answer(prompt, settings)
@@ -140,7 +141,7 @@ class _RememberingPair(Generic[V]):
         # Where somebody stopped reading before, the target goes on behind what is in the answer by now.
         self._pair.settle(() if known else draft, verdict, 0 if known else kept)
         spent = time.perf_counter() - started
-        async with aclosing(self._pair.resume(round, rejected)) as tokens:
+        async with aclosing(self._pair.resume(round, rejected[known:])) as tokens:
             while True:
                 started = time.perf_counter()
                 next_token = await anext(tokens, None)

@@ -49,7 +49,12 @@ def split(
     """
     order = {resume: i for i, resume in enumerate(config["resumes"])}
     rng = np.random.default_rng(0)
-    halves = [np.array_split(rng.permutation(len(outcomes)), 2) for _ in range(n)]
+    timed = [k for k, outcome in enumerate(outcomes) if outcome.target_seconds is not None]
+    others = [k for k, outcome in enumerate(outcomes) if outcome.target_seconds is None]
+    halves = []
+    for _ in range(n):  # half of those that were timed, too
+        parts = [np.array_split(rng.permutation(np.array(some, dtype=int)), 2) for some in (timed, others)]
+        halves.append([np.concatenate(half) for half in zip(*parts, strict=True)])
     rows = []
     for resume, i in order.items():
         own = [replace(o, losses=[o.losses[i]], disagreed=[o.disagreed[i]], seconds=[o.seconds[i]]) for o in outcomes]
@@ -103,10 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError:
             raise ValueError(f"--risk is {arguments.risk!r}; give numbers such as 0.01,0.05") from None
         settings = CalibrationSettings(risks, arguments.confidence, config["loss"], tuple(config["resumes"]))
+        result = split(config, outcomes, settings, arguments.splits)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    result = split(config, outcomes, settings, arguments.splits)
     given = sys.argv[1:] if argv is None else list(argv)
     result["environment"] |= describe_run(["python", "-m", "parse_infer.calibration.splits", *given])
     out = Path(arguments.out or arguments.folder / "splits.json")

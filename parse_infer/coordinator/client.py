@@ -134,9 +134,8 @@ class _Answer:
             raise Lost(f"{self._url} does not answer: {error or type(error).__name__}") from error
         if 400 <= response.status < 500 and response.status not in (408, 429):
             sentence = _message(said)
-            if response.status == 401:
-                sentence += ": give its API key with --server-key (or api_key)"
-            raise Refused(f"{self._url} refuses a request ({response.status}): {sentence}", sentence)
+            hint = ": give its API key with --server-key (or api_key)" if response.status == 401 else ""
+            raise Refused(f"{self._url} refuses a request ({response.status}): {sentence}{hint}", sentence)
         raise Lost(f"{self._url} has failed ({response.status}): {_message(said)}")
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

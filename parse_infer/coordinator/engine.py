@@ -7,6 +7,7 @@ with Coordinator.from_pretrained("zoo:target", "zoo:draft", "zoo:adapter", targe
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, nullcontext, suppress
@@ -126,7 +127,7 @@ class Coordinator:
                 `vllm.LLM`.
             expected: settings of the requests to come: what is wrong with them is said before a server is started.
             tell: called with a line about the servers that are started.
-            api_key: of the servers.
+            api_key: of the servers, also of those that are started; None: the variable VLLM_API_KEY, as vLLM has it.
             patience_s: how long a request waits while no server answers; None: 2 minutes, and for servers that are
                 started here as long as they may take to start again.
 
@@ -140,18 +141,18 @@ class Coordinator:
             target,
             draft,
             adapter,
-            zero_shot,
-            cut_policy,
-            calibration,
-            template_options,
-            target_url,
-            draft_url,
-            target_options,
-            draft_options,
-            api_key,
-            patience_s,
-            expected,
-            tell,
+            zero_shot=zero_shot,
+            cut_policy=cut_policy,
+            calibration=calibration,
+            template_options=template_options,
+            target_url=target_url,
+            draft_url=draft_url,
+            target_options=target_options,
+            draft_options=draft_options,
+            api_key=api_key or os.environ.get("VLLM_API_KEY"),
+            patience_s=patience_s,
+            expected=expected,
+            tell=tell,
         )
         threshold = next(t for t in (threshold, parts.threshold, DEFAULT_THRESHOLD) if t is not None)
         coordinator = cls(
@@ -199,8 +200,8 @@ class Coordinator:
         return describe_machine(torch.device("cpu"))
 
     def forget(self) -> None:
-        """Nothing that was read so far makes the next answer faster."""
-        self.fields(cache_salt=uuid.uuid4().hex)
+        """Nothing in the servers' caches makes the next answer faster."""
+        self.fields(**{**self._target.servers.fields, "cache_salt": uuid.uuid4().hex})
 
     def generate(
         self,
@@ -380,8 +381,10 @@ class Coordinator:
             return
         threshold = self.threshold if request.settings.threshold is None else request.settings.threshold
         with drafts[0].place() if isinstance(drafts, tuple) else nullcontext() as draft_at:
-            # What stands in between may give this draft to a request with another threshold: it is to be whole.
-            overlap = self._overlap and self.around is unchanged
+            # What stands in between may give parts of this answer to a request with other settings, so the draft is
+            # to be whole, and each of the target's tokens has a time.
+            alone = self.around is unchanged
+            overlap, watched = self._overlap and alone, watched or not alone
             pair = ServerPair(self._target, drafts, request, threshold, at, draft_at, overlap, watched)
             try:
                 async with aclosing(rounds(self.around(pair, request), request)) as events:

@@ -21,12 +21,16 @@ STREAM_INTERVAL = 16  # tokens that a draft server sends at a time: each piece c
 
 
 def launch(
-    servers: Mapping[str, Mapping[str, Any]], tell: Callable[[str], None] = lambda line: None, logs: Path | None = None
+    servers: Mapping[str, Mapping[str, Any]],
+    tell: Callable[[str], None] = lambda line: None,
+    logs: Path | None = None,
+    api_key: str | None = None,
 ) -> Processes:
     """Start a server for each role and wait until they are ready.
 
     Args:
         servers: the options of `vllm.LLM` for each role.
+        api_key: what they want to be sent.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed here.
@@ -38,7 +42,8 @@ def launch(
         raise ModuleNotFoundError("vLLM is not installed here", name="vllm")
     if shutil.which(os.environ.get(PYTHON, sys.executable)) is None:
         raise FileNotFoundError(f"{PYTHON} is {os.environ[PYTHON]!r}, where no program is: correct or unset it")
-    started = [(role, command(role, each), environment(role)) for role, each in servers.items()]
+    key = {} if api_key is None else {"VLLM_API_KEY": api_key}  # an argument would be seen by everybody here
+    started = [(role, command(role, each), environment(role) | key) for role, each in servers.items()]
     processes = Processes(started, tell, logs)
     processes.start()
     return processes

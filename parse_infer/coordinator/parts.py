@@ -52,6 +52,7 @@ def find_parts(
     target: str | Path,
     draft: str | Path | None,
     adapter: str | Path | None,
+    *,
     zero_shot: bool,
     cut_policy: CutPolicy | None,
     calibration: str | Path | None,
@@ -90,6 +91,8 @@ def find_parts(
         promises.check(models)
     elif files is not None:
         promises = shipped_calibration(files.folder)
+        if promises is not None and promises.backend != models["backend"]:
+            promises = None  # the local engine's
     if expected is not None:
         servable(expected, promises, models)
     wanted = {}
@@ -98,7 +101,7 @@ def find_parts(
         wanted["target"] = options | dict(target_options or {})
     if draft is not None and not draft_urls:
         wanted["draft"] = draft_server(draft) | dict(draft_options or {})
-    processes = launch(wanted, tell) if wanted else None
+    processes = launch(wanted, tell, api_key=api_key) if wanted else None
     client = Client(api_key)
     if processes is not None:
         target_urls, draft_urls = target_urls or processes.urls("target"), draft_urls or processes.urls("draft")
@@ -126,6 +129,11 @@ def servable(
     that were not made for these models over servers."""
     if settings.mode == "exact":
         raise ValueError("mode 'exact' needs the target's own choice for every token, which servers do not tell")
+    if settings.risk is not None and calibration is None:
+        raise ValueError(
+            f"risk is {settings.risk}, but there is no calibration made over vLLM: run `parse-infer calibrate "
+            "--backend vllm`, and name its calibration.json"
+        )
     if settings.risk is not None and calibration is not None:
         calibration.check(models)
     return apply_promise(settings, calibration)

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from parse_infer.guesses.token_drafter import Guess, TokenDrafter
 from parse_infer.models.sampling import Sampling
 
 TOKENS = 8  # of a guess
+Ids = NDArray[np.int32]
 
 
-def continuation(rest: Sequence[int], last: list[int], place: int, n: int) -> list[int]:
+def continuation(rest: Ids, last: Sequence[int], place: int, n: int) -> list[int]:
     """Up to n tokens of `rest` behind the two tokens `last`, where these stand nearest to index `place`."""
-    pairs = [i for i in range(1, len(rest)) if [rest[i - 1], rest[i]] == last]
-    at = min(pairs, key=lambda i: abs(i - place), default=len(rest)) + 1
-    return list(rest[at : at + n])
+    if len(last) < 2:
+        return []
+    ends = np.flatnonzero((rest[:-1] == last[0]) & (rest[1:] == last[1])) + 1
+    if not len(ends):
+        return []
+    at = ends[np.abs(ends - place).argmin()] + 1
+    found: list[int] = rest[at : at + n].tolist()
+    return found
 
 
 class RejectedDraft:
@@ -38,11 +46,11 @@ class RejectedDraft:
         self, context: Sequence[int], rest: Sequence[int], otherwise: TokenDrafter | None = None, tokens: int = TOKENS
     ) -> None:
         self._start, self._otherwise, self._tokens = len(context), otherwise, tokens
-        self._rest = [*context[-1:], *rest]  # the first pair may begin before the cut
+        self._rest = np.array([*context[-1:], *rest], dtype=np.int32)  # the first pair may begin before the cut
 
     def guess(self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
-        rest, place = self._rest, len(ids) - self._start  # index of the last written token
-        guess = continuation(rest, list(ids[-2:]), place, min(self._tokens, limit))
+        place = len(ids) - self._start  # of the last written token in the rest
+        guess = continuation(self._rest, ids[-2:], place, min(self._tokens, limit))
         if guess or self._otherwise is None:
             return Guess.chain(guess)
         return self._otherwise.guess(ids, limit, sampling, generator)

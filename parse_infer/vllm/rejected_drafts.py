@@ -1,10 +1,10 @@
 """Guesses for what the target writes behind an accepted cut: the rest of the draft that it has just read.
 
 vLLM's speculative decoding takes a class of one's own (`{"method": "custom_class", "model": …}`), and shows it the
-tokens of every request in the batch. Among them are those that ask for validities: their prompts hold a draft. When
-a request follows whose whole prompt stands at the beginning of such a prompt, it goes on from a cut, and what was
-rejected there says how the answer may be worded (`parse_infer.guesses.rejected_draft`). Nothing more has to be sent,
-no model runs, and vLLM keeps a guess only where the target agrees.
+tokens of every request in the batch, without a name. Among them are those that ask for validities: their prompts hold
+a draft. When a request begins whose whole prompt stands at the beginning of such a prompt, it goes on from a cut, and
+what was rejected there says how the answer may be worded (`parse_infer.guesses.rejected_draft`). Nothing more has to
+be sent, no model runs, and vLLM keeps a guess only where the target agrees.
 """
 
 from __future__ import annotations
@@ -15,25 +15,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from parse_infer.guesses.rejected_draft import continuation
+from parse_infer.guesses.rejected_draft import Ids, continuation
 from parse_infer.vllm.options import SETTINGS
 
 _SECONDS = 10.0  # after that nobody goes on from a draft any more
-Ids = NDArray[np.int32]
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class _Resumed:
-    """A request that goes on from a cut of a draft; `size` tokens by now."""
+    """A request that goes on from a cut of a draft; of its `size` tokens so far `last` is the last."""
 
     read: Ids
     cut: int
     size: int
-
-    def is_in(self, row: Ids) -> bool:
-        return len(row) >= self.size and np.array_equal(row[: self.cut], self.read[: self.cut])
+    last: int
 
 
 class RejectedDrafts:
@@ -42,9 +38,10 @@ class RejectedDrafts:
     def __init__(self, vllm_config: Any) -> None:
         self._n = vllm_config.speculative_config.num_speculative_tokens
         self._vocab_size = getattr(vllm_config.model_config.hf_config, SETTINGS)["vocab_size"]
-        # Contexts with the longest known part of a draft behind them, and when that was read.
+        # Contexts with the longest known part of a draft behind them, and when that was read; the oldest first.
         self._read: deque[tuple[Ids, float]] = deque(maxlen=vllm_config.scheduler_config.max_num_seqs)
         self._resumed: list[_Resumed] = []
+        self._plain: set[tuple[int, int]] = set()  # size and last token of each other request
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """There is none."""
@@ -58,50 +55,56 @@ class RejectedDrafts:
             sampled_token_ids: what this step has added to each; nothing to a prompt that is not read to its end.
             num_tokens_no_spec, token_ids_cpu: each request's tokens, [n, longest], and how many they are.
         """
-        rows = [token_ids_cpu[i, : num_tokens_no_spec[i]] for i in range(len(sampled_token_ids))]
-        known, self._resumed = self._resumed, []
-        guesses = []
-        for row, new in zip(rows, sampled_token_ids, strict=True):
-            guesses.append(self._guess(row, len(row) - len(new), known) if new else [])
+        resumed, plain = self._resumed, self._plain
+        self._resumed, self._plain = [], set()
+        guesses: list[list[int]] = []
+        for i, new in enumerate(sampled_token_ids):
+            row = token_ids_cpu[i, : num_tokens_no_spec[i]]
+            guesses.append(self._guess(row, len(row) - len(new), resumed, plain) if new else [])
         return guesses
 
-    def _guess(self, row: Ids, before: int, known: list[_Resumed]) -> list[int]:
+    def _guess(self, row: Ids, before: int, resumed: list[_Resumed], plain: set[tuple[int, int]]) -> list[int]:
         """Behind `row`, of which this step has found what stands from `before` on."""
-        probe = np.flatnonzero(row[:before] >= self._vocab_size)
-        if len(probe):
-            self._note(row[: probe[0]].copy())
+        one = next((one for one in resumed if _goes_on(one, row)), None)
+        if one is not None:
+            resumed.remove(one)
+            read, cut = one.read, one.cut
+        elif (before, int(row[before - 1])) in plain or (found := self._first_guess(row[:before])) is None:
+            self._plain.add((len(row), int(row[-1])))
             return []
-        resumed = next((one for one in known if one.size == before and one.is_in(row)), None)
-        if resumed is None:
-            read = self._take(row[:before])
-            if read is None:
-                return []
-            resumed = _Resumed(read, before, before)
-        resumed.size = len(row)
-        self._resumed.append(resumed)
-        rest = resumed.read[resumed.cut - 1 :].tolist()  # the first pair may begin before the cut
-        return continuation(rest, row[-2:].tolist(), len(row) - resumed.cut, self._n)
+        else:
+            read, cut = found, before
+        self._resumed.append(_Resumed(read, cut, len(row), int(row[-1])))
+        # The first pair may begin before the cut.
+        return continuation(read[cut - 1 :], row[-2:].tolist(), len(row) - cut, self._n)
+
+    def _first_guess(self, prompt: Ids) -> Ids | None:
+        """The draft from which a new request goes on. A prompt that asks for a validity is noted instead."""
+        probe = np.flatnonzero(prompt >= self._vocab_size)
+        if len(probe):
+            self._note(prompt[: probe[0]].copy())
+            return None
+        while self._read and self._read[0][1] < time.monotonic() - _SECONDS:
+            self._read.popleft()
+        return next((text for text, _ in self._read if _begins(prompt, text)), None)
 
     def _note(self, text: Ids) -> None:
         """A draft was read up to a cut. Of several cuts the last one says most."""
         for i, (other, _) in enumerate(self._read):
             if _begins(text, other):
-                return
+                text = other
             if _begins(other, text):
                 del self._read[i]
                 break
         self._read.append((text, time.monotonic()))
 
-    def _take(self, prompt: Ids) -> Ids | None:
-        """The draft in whose prompt all of this stands at the beginning. Only one request goes on from it."""
-        while self._read and self._read[0][1] < time.monotonic() - _SECONDS:
-            self._read.popleft()
-        for i, (text, _) in enumerate(self._read):
-            if _begins(prompt, text):
-                del self._read[i]
-                return text
-        return None
+
+def _goes_on(one: _Resumed, row: Ids) -> bool:
+    if len(row) <= one.size or row[one.size - 1] != one.last:
+        return False
+    return np.array_equal(row[: one.cut], one.read[: one.cut])
 
 
 def _begins(part: Ids, text: Ids) -> bool:
-    return len(part) <= len(text) and np.array_equal(part, text[: len(part)])
+    n = len(part)
+    return 0 < n <= len(text) and part[-1] == text[n - 1] and np.array_equal(part, text[:n])

@@ -9,7 +9,6 @@ from data_tools.tasks.by_name import load_task
 from data_tools.tasks.checkers import same_answer
 from parse_infer.calibration.measure import CalibrationSettings, calibrate
 from parse_infer.engine import ParseEngine
-from parse_infer.identity import describe_models
 from parse_infer.promise import FILE
 from parse_train.validity.build_info import BuildInfo
 from parse_train.validity.config import ValidityTrainingConfig
@@ -37,7 +36,7 @@ def promise(config: ValidityTrainingConfig, build: BuildInfo) -> None:
             template_options=config.template_options,
         )
         # A folder for each adapter: an interrupted calibration goes on, one of an earlier adapter is left alone.
-        made = describe_models(engine.target, engine.draft, engine.judge)["adapter"]
+        made = engine.describe()["adapter"]
         folder, where = f"{config.output_dir}/calibration-{made}", f"{build.task}, validation split, seed 0"
         found = calibrate(engine, problems, task.check, same_answer, folder, settings, task=where)
     except (ValueError, OSError) as error:

@@ -67,8 +67,9 @@ def calibrate(
     """Find the fastest settings that keep a promise: "at most 1 in 100 requests is lost, with 90 % confidence".
 
     Answers every problem with the target alone and with PARSE under every threshold, which costs little more than a
-    few answers: drafts, validities and continuations are computed once. Writes calibration.json into the adapter's
-    folder where that is a local one, and into --out; `parse-infer generate --risk 0.01` goes by it.
+    few answers: drafts, validities and continuations are computed once. Writes calibration.json into --out and,
+    for the local engine, into the adapter's folder where that is on this machine; `parse-infer generate --risk 0.01`
+    goes by it.
 
     \b
     Examples:
@@ -104,7 +105,7 @@ def calibrate(
     console = Console(highlight=False)
     console.print(promises_table(calibration))
     written = [Path(out) / FILE]
-    if not models.zero_shot and Path(models.adapter_name).is_dir():
+    if not (models.zero_shot or models.served) and Path(models.adapter_name).is_dir():
         written.insert(0, Path(models.adapter_name) / FILE)
     for path in written:
         calibration.save(path)

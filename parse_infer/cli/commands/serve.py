@@ -76,11 +76,11 @@ def serve(
         backend = CoordinatedBackend(models.coordinate(expected=promises.expected))
     else:
         backend = LocalBackend(models.load)
-    app = create_app(backend, limits, api_key, served_model_name, promises, traces, adaptive)
-    shown, port = listening.getsockname()[:2]
-    shown = f"[{shown}]" if ":" in shown else shown
-    print(f"{served_model_name or backend.name} answers at http://{shown}:{port}/v1 (a page: /)", flush=True)
     try:
+        app = create_app(backend, limits, api_key, served_model_name, promises, traces, adaptive)
+        shown, port = listening.getsockname()[:2]
+        shown = f"[{shown}]" if ":" in shown else shown
+        print(f"{served_model_name or backend.name} answers at http://{shown}:{port}/v1 (a page: /)", flush=True)
         Server(app, limits).run(sockets=[listening])
     finally:
         backend.close()

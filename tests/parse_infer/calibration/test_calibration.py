@@ -361,6 +361,15 @@ def test_random_halves_of_a_calibration(tmp_path: Path, capsys):
     assert shown["shown"] == 1 and 0.02 < shown["lost"] < 0.05 and shown["above"] <= 0.3
     assert shown["lost_range"][0] < shown["lost"] < shown["lost_range"][1]
     assert 1.05 < shown["speedup"] < 2
+    some = [replace(row, target_seconds=2.0 if i < 7 else None) for i, row in enumerate(rows)]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in some))
+    assert splits.main([str(tmp_path), "--risk", "0.05"]) == 0, "each half has some that were timed"
+    found = json.loads((tmp_path / "splits.json").read_text())["rows"][0]
+    assert found["lost"] == pytest.approx(shown["lost"], abs=0.01) and 1.05 < found["speedup"] < 2
+    none = [replace(row, target_seconds=None) for row in rows]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in none))
     capsys.readouterr()
+    assert splits.main([str(tmp_path)]) == 2
+    assert "none of these problems was timed" in capsys.readouterr().err
     assert splits.main([str(tmp_path / "gone")]) == 2
     assert "holds no calibration: run `parse-infer calibrate" in capsys.readouterr().err

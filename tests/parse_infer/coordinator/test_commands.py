@@ -9,6 +9,7 @@ import pytest
 
 from parse_infer.cli.app import main
 from parse_infer.cli.model_options import ModelOptions
+from parse_infer.promise import Calibration
 from parse_infer.serve.coordinated import CoordinatedBackend
 from tests.parse_infer.serve.conftest import running
 
@@ -78,7 +79,7 @@ def test_answers_and_events_are_written_as_those_of_the_local_engine_are(coordin
         ),
         (["--backend", "vllm", "--target-url", "gpu-1:8000"], "'gpu-1:8000' is no address of a server"),
         (["--backend", "vllm", "--mode", "exact"], "mode 'exact' needs the target's own choice"),
-        (["--backend", "vllm", "--risk", "0.01"], "was made with another backend (local) than is loaded (vllm)"),
+        (["--backend", "vllm", "--risk", "0.01"], "risk is 0.01, but there is no calibration made over vLLM"),
         (
             ["--backend", "vllm", "--target", "zoo:draft", "--adapter", "zoo:adapter", "--draft", "zoo:draft"],
             "was trained for the target",
@@ -95,8 +96,8 @@ def test_mistakes_are_one_sentence(arguments, sentence, capsys):
     ("arguments", "sentence"),
     [
         (["bench", "--clients", "1,4"], "--clients is for --backend vllm"),
-        (["serve", "--backend", "vllm", "--risk", "0.01"], "was made with another backend (local) than is loaded"),
-        (["serve", "--backend", "vllm", "--zero-shot", "--risk", "0.01"], "this engine has no calibration"),
+        (["serve", "--backend", "vllm", "--risk", "0.01"], "there is no calibration made over vLLM"),
+        (["serve", "--backend", "vllm", "--zero-shot", "--risk", "0.01"], "there is no calibration made over vLLM"),
         (["calibrate", "--backend", "vllm", "--limit", "20"], "takes at least 299 problems"),
         (["generate", "Hi", "--backend", "vllm"], "PARSE_VLLM_PYTHON is '/nowhere/python', where no program is"),
     ],
@@ -121,6 +122,17 @@ def test_the_key_of_the_servers_reaches_them(by, engine, connect, monkeypatch, c
     assert "401" not in (said := capsys.readouterr().err) and "has other tokens than" in said
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     assert main(command) == 2 and "(401): Unauthorized: give its API key" in capsys.readouterr().err
+
+
+def test_a_calibration_over_servers_leaves_the_local_one_alone(coordinated, monkeypatch, tmp_path, capsys):
+    found = Calibration("t", 300, "x", "accuracy", 0.9, 24, {}, [], {0.1: None})
+    monkeypatch.setattr("parse_infer.calibration.measure.calibrate", lambda *_, **__: found)
+    adapter, out = tmp_path / "adapter", tmp_path / "out"
+    adapter.mkdir()
+    out.mkdir()
+    assert main(["calibrate", "--backend", "vllm", "--adapter", str(adapter), "--out", str(out)]) == 0
+    assert [path.name for path in out.iterdir()] == ["calibration.json"] and not list(adapter.iterdir())
+    assert "not shown" in capsys.readouterr().out
 
 
 def test_behind_the_server_many_clients_get_the_engines_text(engine, connect):

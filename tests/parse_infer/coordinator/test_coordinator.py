@@ -182,7 +182,7 @@ def test_bad_requests_and_servers_are_refused_in_one_sentence(engine, connect):
     coordinator, _, _ = connect(engine)
     for message, settings in (
         ("mode 'exact' needs", {"mode": "exact"}),
-        ("this engine has no calibration", {"risk": 0.01}),
+        ("there is no calibration made over vLLM", {"risk": 0.01}),
         ("is not a generation setting", {"thresold": 0.5}),
     ):
         with pytest.raises(ValueError, match=message):

@@ -44,6 +44,16 @@ def test_replayed_answers_are_the_coordinators(make_engine, connect, overlap: bo
             assert not target.bodies and not draft.bodies
 
 
+def test_what_the_target_writes_has_a_time_for_each_token(engine, connect):
+    """One way to resume takes all of it, another stops after a step and must not be charged for the rest."""
+    coordinator, (target,), _ = connect(engine)
+    target.pause = 0.1  # before each piece of three tokens
+    with Replay(coordinator) as replay:
+        replay.answer(PROMPTS[0], GenerationSettings(18, 1.1))
+        (written,) = replay.memory.written.values()
+    assert len(written.tokens) == 18 and written.seconds[0] < 0.25 and written.seconds[-1] > 0.5
+
+
 def test_what_one_problem_has_read_is_not_there_for_the_next(engine, connect):
     coordinator, (target,), _ = connect(engine)
     for n in (1, 2):
