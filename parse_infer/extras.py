@@ -5,7 +5,6 @@ from __future__ import annotations
 # The smallest extra that brings each module which the base installation does not have.
 EXTRAS = {
     "matplotlib": "bench",
-    "numpy": "bench",
     "PIL": "bench",
     "reasoning_gym": "bench",
     "scipy": "bench",

@@ -108,8 +108,8 @@ def test_sentences_about_missing_packages_name_the_extra_that_has_them():
     assert missing_package(ModuleNotFoundError(name="tiktoken")).endswith(": pip install tiktoken")
 
 
-# yaml and pydantic come with the base installation's own dependencies, tokenizers and numpy too.
-COME_ALONG = {"numpy", "pydantic", "pydantic_core", "tokenizers", "yaml"}
+# yaml and pydantic come with the base installation's own dependencies, tokenizers too.
+COME_ALONG = {"pydantic", "pydantic_core", "tokenizers", "yaml"}
 BASE_ONLY = f"""
 import json, sys
 sys.modules.update(dict.fromkeys({sorted(set(EXTRAS) - COME_ALONG)}))
