@@ -23,7 +23,7 @@ from parse_infer.models.language import Language
 from parse_infer.models.sampling import Sampling, seed_of
 from parse_infer.request import Request
 from parse_infer.verify.segments import CutPolicy, Segmenter
-from parse_infer.vllm.questions import Questions, completion_request, read_completion
+from parse_infer.vllm.questions import Questions
 
 PREFILL = 256  # tokens of a prompt that is worth a request of its own while the draft is written
 
@@ -57,12 +57,10 @@ class Target:
     async def validities(
         self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], prefer: Server | None = None
     ) -> list[float]:
-        """One request for all cuts. Raises ValueError where the server's answer is none."""
+        """One call about all cuts. Raises ValueError where the server's answer is none."""
         assert self.questions is not None
-        prompts = self.questions.prompts(context, draft, cuts)
-        answer = await self.servers.ask(completion_request(self.servers.model, prompts, self.questions.top), prefer)
-        words = getattr(self.questions, "words", None)
-        return [self.questions.validity(found) for found in read_completion(answer, len(cuts), words)]
+        asked = self.questions.about(context, draft, cuts, self.language.window)
+        return asked.validities(await self.servers.ask(asked.request(self.servers.model), prefer))
 
     async def written(
         self, request: Request, round: int, prefer: Server | None, watched: bool

@@ -1,8 +1,8 @@
 """vLLM's models with a judge in them: one class for each architecture, all by one mixin.
 
-A request whose prompt ends with the ids of `ProbeIds` gets a validity instead of a next token. In a step that holds
-such ids, the rows of their tokens get the adapter's update, and the state of a probe's last token is replaced by
-the validity's logit. All other rows, and all other steps, are the base class's.
+A request whose prompt ends with the ids of `ProbeIds` gets validities instead of a next token. In a step that holds
+such ids, the rows of their tokens get the adapter's update, and the state of such a prompt's last token is replaced by
+a reference to what the judge says. All other rows, and all other steps, are the base class's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import vllm
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear, logsigmoid, pad
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -34,7 +34,8 @@ from parse_infer.vllm.versions import check_version
 
 check_version(vllm.__version__)
 
-_MARK = 4096.0  # first entry of a row that holds a logit; exact in every number type
+_MARK = 4096.0  # first entry of a row that refers to an answer; exact in every number type
+_BASE = 256  # of the number of that answer, in the entries behind it: so are whole numbers up to here
 
 
 class _Judge:
@@ -53,7 +54,7 @@ class _Judge:
         check_target(self.name, self.config.target, self.target)
         self.head: ValidityHead = read_head(self.name, self.config, self.files.head)
         self.ids = ProbeIds.of(self.config, settings["end_ids"])
-        self.answers = answer_ids(settings["end_ids"])
+        self.answers = answer_ids(settings["end_ids"], self.ids.together)
         self.update = RowUpdate()
         self.states: SlotStates | None = None
         self.part: PartOfVocabulary | None = None
@@ -79,7 +80,7 @@ class JudgesDrafts:
             self._judge = _Judge(settings, config)
         self._extra_ids = extra
         self._cache_config = vllm_config.cache_config
-        self._answered = False
+        self._told: Tensor | None = None  # for each prompt that this step answers, what `_answer` says
         self._embed = _with_probe_ids(self.model.embed_tokens, self._judge.ids)
         self._attention: str = self.model.layers[0].self_attn.attn.layer_name
 
@@ -136,20 +137,21 @@ class JudgesDrafts:
         if step and input_ids is not None:
             hidden = output[0] if isinstance(output, tuple) else output  # with what an EAGLE-3 head reads
             self._note(step, input_ids, hidden)
-            self._answered = probed is not None
-            if probed is not None:
-                self._answer(step, input_ids, positions, hidden, probed)
+            self._told = None if probed is None else self._answer(step, input_ids, positions, hidden)
         return output
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[n, H] -> [n, V and the probe's ids]: nobody ever writes one of those."""
         logits = pad(self._base_logits(hidden_states), (0, self._extra_ids), value=-torch.inf)
-        if self._answered:
-            answer = (hidden_states[:, 0] == _MARK) & (hidden_states[:, 4:] == 0).all(-1)
-            yes, no = self._judge.answers
-            told = torch.full_like(logits, -torch.inf, dtype=torch.float32)
-            told[:, yes], told[:, no] = hidden_states[:, 1:4].float().sum(-1), 0.0
-            logits = torch.where(answer[:, None], told, logits.float())
+        if self._told is not None:
+            refers = (hidden_states[:, 0] == _MARK) & (hidden_states[:, 3:] == 0).all(-1)
+            rows = refers.nonzero()[:, 0]
+            number = (hidden_states[rows, 1].float() * _BASE + hidden_states[rows, 2].float()).long()
+            told = self._told[number]  # [n, most, 2]
+            logits = logits.float()
+            logits[rows] = -torch.inf
+            answers = torch.tensor(self._judge.answers, device=logits.device)[: told.shape[1]].flatten()
+            logits[rows[:, None], answers] = told.flatten(1)
         return logits
 
     def _base_logits(self, hidden: Tensor) -> Tensor:
@@ -162,48 +164,76 @@ class JudgesDrafts:
             return
         if judge.states is None:  # now the cache has its size
             slots = self._cache_config.num_gpu_blocks * self._cache_config.block_size
-            judge.states = SlotStates(judge.head.tokens, slots, hidden, self._base_logits, self._embed, judge.part)
-        # Only a made-up request counts tokens of a probe as the draft's: any token of the target's will do for them.
-        known = ids[:n].long().clamp_max(judge.ids.vocab_size - 1)
-        judge.states.write(step.slot_mapping[:n].long(), known, hidden[:n])
+            judge.states = SlotStates(
+                judge.head.tokens, slots, hidden, self._base_logits, self._embed, judge.part, judge.ids.vocab_size
+            )
+        judge.states.write(step.slot_mapping[:n].long(), ids[:n].long(), hidden[:n])
 
-    def _answer(self, step: Any, ids: Tensor, positions: Tensor, hidden: Tensor, probed: Tensor) -> None:
-        """Put the logit of each probe that ends in this step in the place of its last token's state."""
-        judge = self._judge
-        rows = probed[ids[probed] >= judge.ids.closing]
+    def _answer(self, step: Any, ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor | None:
+        """What the judge says to the prompts that end in this step, if any: for each of the K prefixes of each of n
+        prompts the log-probabilities of both answers, less log K; float32 [n, most, 2], -inf for those that others
+        have more. The states of their last tokens come to refer to it."""
+        judge, last = self._judge, step.query_start_loc[1:].long() - 1
+        asks = (ids[last] >= judge.ids.closing).nonzero()[:, 0]
+        rows = last[asks]
         if not len(rows):
-            return
-        doubt = self._doubt(step, ids[rows].long(), positions[rows], rows) if judge.states is not None else None
+            return None
+        sizes, doubt = torch.ones_like(rows), None
+        if judge.states is not None:
+            sizes, doubt = self._doubt(judge.states, step, asks, ids[rows].long(), positions[rows].long())
         logit = judge.head(hidden[rows] if judge.config.probe_ids else None, doubt)
-        answer = hidden.new_zeros(len(rows), hidden.shape[-1])
-        answer[:, 0] = _MARK
-        for place in (1, 2, 3):  # three numbers of 8 bits make one of 24
-            answer[:, place] = logit.to(hidden.dtype)
-            logit = logit - answer[:, place].float()
-        hidden[rows] = answer
+        told = hidden.new_full((len(rows), int(sizes.max()), 2), -torch.inf, dtype=torch.float32)
+        told[_places(sizes)] = logsigmoid(torch.stack([logit, -logit], dim=-1))
+        number = torch.arange(len(rows), device=rows.device)
+        refers = hidden.new_zeros(len(rows), hidden.shape[-1])
+        refers[:, 0], refers[:, 1], refers[:, 2] = _MARK, number // _BASE, number % _BASE
+        hidden[rows] = refers
+        return told - sizes.log()[:, None, None]
 
-    def _doubt(self, step: Any, closing: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """Token doubt [K] about the prefixes before K probes, of whose last tokens id, position and row are given."""
+    def _doubt(
+        self, states: SlotStates, step: Any, asks: Tensor, closing: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """How many prefixes each of n prompts asks about, and token doubt about all of these.
+
+        Args:
+            asks: int64 [n], their requests in this step.
+            closing, positions: int64 [n], id and position of the last token of each.
+        """
         ids, size = self._judge.ids, self._cache_config.block_size
-        said, kinds = closing - ids.closing, 1 + len(ids.end_ids)
-        drafted, end = said // kinds, said % kinds
-        behind = positions.long() - max(len(ids.probe) - 1, 0)  # the position behind the prefix
-        counts = drafted + (end > 0)
-        which = torch.repeat_interleave(counts)
-        offset = torch.arange(len(which), device=rows.device) - (counts.cumsum(0) - counts)[which]
-        # A made-up id may count more tokens than there are.
-        position = (behind[which] - drafted[which] + offset).clamp_min(0)
-        request = torch.searchsorted(step.query_start_loc.long(), rows, right=True)[which] - 1
 
-        def slots(position: Tensor) -> Tensor:
+        def slots(request: Tensor, position: Tensor) -> Tensor:
             return step.block_table[request, position // size].long() * size + position % size
 
-        tokens = slots(position)
+        # The ids before the last one may have been read in an earlier step.
+        back = torch.arange(ids.together, device=asks.device)
+        before = (positions[:, None] - back).clamp_min(0)
+        said = states.ids(slots(asks[:, None], before))
+        said[:, 0] = closing
+        sizes = ((said >= ids.closing) & (back <= positions[:, None])).cumprod(-1).sum(-1)
+        prompt, place = _places(sizes)
+        said = said[prompt, (sizes - 1)[prompt] - place] - ids.closing  # the shortest prefix first
+
+        kinds = 1 + len(ids.end_ids)
+        drafted, end = said // kinds, said % kinds
+        counts = drafted + (end > 0)
+        shown = (closing - ids.closing) // kinds
+        start = positions - (sizes - 1) - max(len(ids.probe) - 1, 0) - shown  # of the draft
+        which = torch.repeat_interleave(counts)
+        offset = torch.arange(len(which), device=asks.device) - (counts.cumsum(0) - counts)[which]
+        # A made-up id may count more tokens than there are.
+        request = asks[prompt][which]
+        position = (start[prompt][which] + offset).clamp_min(0).minimum(positions[prompt][which])
+        tokens = slots(request, position)
         if ids.end_ids:
-            ends = torch.tensor([0, *ids.end_ids], device=rows.device)[end][which]
+            ends = torch.tensor([0, *ids.end_ids], device=asks.device)[end][which]
             tokens = torch.where(offset == drafted[which], -1 - ends, tokens)
-        assert self._judge.states is not None
-        return self._judge.states.of_prefixes(slots((position - 1).clamp_min(0)), tokens, counts)
+        return sizes, states.of_prefixes(slots(request, (position - 1).clamp_min(0)), tokens, counts)
+
+
+def _places(sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and column of each entry of rows of these sizes."""
+    row = torch.repeat_interleave(sizes)
+    return row, torch.arange(len(row), device=sizes.device) - (sizes.cumsum(0) - sizes)[row]
 
 
 @contextmanager

@@ -69,7 +69,8 @@ def engine_options(
     check_target(str(adapter), judge.target, describe_config(config, architecture))
     read_head(str(adapter), judge, files.head)
     end_ids = end_tokens_of(target)
-    n_ids = ProbeIds.of(judge, end_ids).size(min(max_draft, getattr(config, "max_position_embeddings", max_draft)))
+    ids = ProbeIds.of(judge, end_ids)
+    n_ids = ids.size(min(max_draft, getattr(config, "max_position_embeddings", max_draft)))
     settings = {
         "adapter": str(files.folder),
         "vocab_size": config.vocab_size,
@@ -80,6 +81,7 @@ def engine_options(
         "model": str(folder),
         "dtype": str(config.dtype or torch.float32).removeprefix("torch."),
         "enable_prefix_caching": True,
+        "max_logprobs": 2 * ids.together,
         "speculative_config": dict(REJECTED_DRAFTS),
         "hf_overrides": {
             "architectures": [ARCHITECTURES[architecture]],

@@ -9,6 +9,9 @@ they have ids of their own. With a vocabulary of V tokens, a probe of P and E en
 The last id carries what the server cannot see in a prompt and token doubt needs: that the n tokens before the probe
 are the draft's, and (e > 0) that end token e-1 follows them, which is not in the prompt because the probe closes the
 turn itself.
+
+Without a probe nothing but that id is read, so a prompt may ask about several prefixes of a draft: it holds the
+longest, and ends with an id for each, the shortest first.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parse_infer.verify.trained_judge import ValidityConfig
+
+TOGETHER = 128  # prefixes in one prompt, at most
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,11 @@ class ProbeIds:
         return cls(config.target["vocab_size"], config.probe_ids, hidden_ends, counts)
 
     @property
+    def together(self) -> int:
+        """How many prefixes one prompt may ask about."""
+        return 1 if self.probe else min(TOGETHER, (self.vocab_size - len(self.end_ids)) // 2)
+
+    @property
     def closing(self) -> int:
         """The first of the ids that close a probe."""
         return self.vocab_size + max(len(self.probe) - 1, 0)
@@ -66,7 +76,8 @@ class ProbeIds:
         return [*range(self.vocab_size, self.closing), self.closing + n * (1 + len(self.end_ids)) + e]
 
 
-def answer_ids(end_ids: Sequence[int]) -> tuple[int, int]:
-    """The two ids whose log-probabilities carry the logit: the lowest ones that do not end an answer."""
-    first, second = [i for i in range(len(end_ids) + 2) if i not in end_ids][:2]
-    return first, second
+def answer_ids(end_ids: Sequence[int], prefixes: int = 1) -> list[tuple[int, int]]:
+    """For each prefix in a prompt the two ids whose log-probabilities carry its logit: the lowest ones that do not end
+    an answer."""
+    ids = [i for i in range(2 * prefixes + len(end_ids)) if i not in end_ids]
+    return list(zip(ids[: 2 * prefixes : 2], ids[1 : 2 * prefixes : 2], strict=True))

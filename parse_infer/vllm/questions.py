@@ -1,10 +1,12 @@
-"""What to ask a server about a draft, and how to read its answer: K requests of one token each for K cuts.
+"""What to ask a server about a draft, and how to read its answer.
 
-They share the prefix's blocks in the server's cache with one another and with the request that goes on from a cut.
+Without a probe one prompt asks about all cuts. With one, or with a question in words, there are K prompts for K cuts,
+which share the prefix's blocks in the server's cache with one another and with the request that goes on from a cut.
 
     questions = TrainedQuestions.of(config, end_ids)            # for a server with the plugin
-    body = completion_request(name, questions.prompts(context_ids, draft_ids, cuts), questions.top)
-    validities = [questions.validity(one) for one in read_completion(answer, len(cuts))]
+    asked = questions.about(context_ids, draft_ids, cuts)
+    body = asked.request(model_name)                            # POST /v1/completions
+    validities = asked.validities(answer)
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from parse_infer.verify.head import verbalizer_ids
@@ -24,27 +27,74 @@ LogProbabilities = Mapping[int, float]
 
 
 @dataclass(frozen=True)
+class Asked:
+    """Prompts that ask about a draft.
+
+    Attributes:
+        prompts: token ids.
+        sizes: how many of the cuts each is about.
+    """
+
+    questions: Questions
+    prompts: list[list[int]]
+    sizes: list[int]
+
+    @property
+    def top(self) -> int:
+        """How many log-probabilities to ask for."""
+        return self.questions.top * max(self.sizes, default=1)
+
+    def request(self, model: str) -> dict[str, Any]:
+        """Body of a `POST /v1/completions`."""
+        return {
+            "model": model,
+            "prompt": self.prompts,
+            "max_tokens": 1,
+            "temperature": 0,
+            "logprobs": self.top,
+            "return_tokens_as_token_ids": True,
+        }
+
+    def validities(self, answer: Any) -> list[float]:
+        """What the JSON object that a server sends back says about each cut.
+
+        Raises:
+            ValueError: it is not complete, or no answer to the question.
+        """
+        words = getattr(self.questions, "words", {})
+        return [validity_of(logit) for logit in self.logits(read_completion(answer, len(self.prompts), words))]
+
+    def logits(self, found: Sequence[LogProbabilities]) -> list[float]:
+        """Of each cut, from the log-probabilities in the answer to each prompt. Raises as `validities` does."""
+        pairs = zip(found, self.sizes, strict=True)
+        return [logit for one, size in pairs for logit in self.questions.logits(one, size)]
+
+
+@dataclass(frozen=True)
 class Questions:
     """What both kinds of judge have in common.
 
     Attributes:
         end_ids: the target's end tokens.
         closes_turn: the suffix itself ends the turn, so a draft's own end token is not shown before it.
-        answers: the token that says valid, and the one that says not valid.
-        top: how many log-probabilities to ask for.
+        answers: for each cut that a prompt may be about, the token that says valid and the one that says not valid.
+        top: how many log-probabilities to ask for, for each cut in a prompt.
     """
 
     end_ids: tuple[int, ...]
     closes_turn: bool
-    answers: tuple[int, int]
+    answers: Sequence[tuple[int, int]]
     top: int
 
-    def prompts(self, context_ids: Sequence[int], draft_ids: Sequence[int], cuts: Sequence[int]) -> list[list[int]]:
-        """One prompt for each cut.
-
+    def about(
+        self, context_ids: Sequence[int], draft_ids: Sequence[int], cuts: Sequence[int], window: int | None = None
+    ) -> Asked:
+        """
         Args:
             context_ids: at least one token.
             cuts: strictly increasing offsets in 0..len(draft_ids).
+            window: tokens that the server takes, one for its answer included. A draft that fills it is asked about in
+                more prompts.
 
         Raises:
             ValueError: cuts out of order or range, or an empty context.
@@ -55,31 +105,36 @@ class Questions:
             b <= a for a, b in zip(cuts, cuts[1:], strict=False)
         ):
             raise ValueError(f"cuts must increase strictly within 0..{len(draft_ids)}, not {list(cuts)}")
-        prompts = []
-        for cut in cuts:
-            end = draft_ids[cut - 1] if cut and self.closes_turn and draft_ids[cut - 1] in self.end_ids else None
-            shown = cut if end is None else cut - 1
-            prompts.append([*context_ids, *draft_ids[:shown], *self.suffix(shown, end)])
-        return prompts
+        together = len(self.answers)
+        if window is not None:
+            together = max(1, min(together, window - 1 - len(context_ids) - len(draft_ids)))
+        prompts, sizes, rest = [], [], iter(cuts)
+        while some := list(islice(rest, together)):
+            shown = 0
+            suffix: list[int] = []
+            for cut in some:
+                end = draft_ids[cut - 1] if cut and self.closes_turn and draft_ids[cut - 1] in self.end_ids else None
+                shown = cut if end is None else cut - 1
+                suffix += self.suffix(shown, end)
+            prompts.append([*context_ids, *draft_ids[:shown], *suffix])
+            sizes.append(len(some))
+        return Asked(self, prompts, sizes)
 
     def suffix(self, draft_tokens: int, end: int | None) -> Sequence[int]:
         """What follows a prefix whose last `draft_tokens` tokens are the draft's, and a hidden `end` token."""
         raise NotImplementedError
 
-    def validity(self, found: LogProbabilities) -> float:
-        """Validity of one prefix.
+    def logits(self, found: LogProbabilities, n: int) -> list[float]:
+        """Of the `n` cuts that a prompt was about, from the log-probabilities in its answer.
 
         Raises:
             ValueError: the server gave no answer to the question.
         """
-        return 1 / (1 + math.exp(-min(max(self.logit(found), -500.0), 500.0)))
-
-    def logit(self, found: LogProbabilities) -> float:
-        yes, no = self.answers
-        if yes not in found and no not in found:
-            raise ValueError(f"the server's log-probabilities hold neither answer ({yes} or {no}): ask for more")
         lowest = min(found.values())  # one that is not listed is no likelier
-        return found.get(yes, lowest) - found.get(no, lowest)
+        for yes, no in self.answers[:n]:
+            if yes not in found and no not in found:
+                raise ValueError(f"the server's log-probabilities hold neither answer ({yes} or {no}): ask for more")
+        return [found.get(yes, lowest) - found.get(no, lowest) for yes, no in self.answers[:n]]
 
 
 @dataclass(frozen=True)
@@ -103,22 +158,18 @@ class TrainedQuestions(Questions):
             end_ids: the target's end tokens, as in the server's options (`end_tokens_of`).
         """
         ends = tuple(end_ids)
-        return cls(
-            ends,
-            config.closes_turn,
-            answer_ids(ends),
-            top=2,
-            ids=ProbeIds.of(config, ends),
-            **(config.probability or {}),
-        )
+        ids = ProbeIds.of(config, ends)
+        answers = answer_ids(ends, ids.together)
+        return cls(ends, config.closes_turn, answers, top=2, ids=ids, **(config.probability or {}))
 
     def suffix(self, draft_tokens: int, end: int | None) -> Sequence[int]:
         return self.ids.suffix(draft_tokens, end)
 
-    def logit(self, found: LogProbabilities) -> float:
-        if not set(self.answers) <= found.keys() or abs(sum(math.exp(found[i]) for i in self.answers) - 1) > 1e-3:
+    def logits(self, found: LogProbabilities, n: int) -> list[float]:
+        wanted = [token for pair in self.answers[:n] for token in pair]
+        if not set(wanted) <= found.keys() or abs(sum(math.exp(found[token]) for token in wanted) - 1) > 1e-3:
             raise ValueError("the server's answer is no validity: it runs without the PARSE plugin or another target")
-        return super().logit(found) * self.scale + self.shift
+        return [logit * self.scale + self.shift for logit in super().logits(found, n)]
 
 
 @dataclass(frozen=True)
@@ -154,26 +205,18 @@ class ZeroShotQuestions(Questions):
         yes, no = verbalizer_ids(tokenizer, text, words)
         asked = tuple(tokenizer.encode(text, add_special_tokens=False))
         texts = {tokenizer.decode([i]): i for i in (yes, no)}
-        return cls(tuple(end_ids), chat, (yes, no), top, asked=asked, words=texts)
+        return cls(tuple(end_ids), chat, [(yes, no)], top, asked=asked, words=texts)
 
     def suffix(self, draft_tokens: int, end: int | None) -> Sequence[int]:
         return self.asked
 
 
-def completion_request(model: str, prompts: Sequence[Sequence[int]], top: int) -> dict[str, Any]:
-    """Body of a `POST /v1/completions` that asks for the next token of each prompt and `top` log-probabilities."""
-    return {
-        "model": model,
-        "prompt": [list(prompt) for prompt in prompts],
-        "max_tokens": 1,
-        "temperature": 0,
-        "logprobs": top,
-        "return_tokens_as_token_ids": True,
-    }
+def validity_of(logit: float) -> float:
+    return 1 / (1 + math.exp(-min(max(logit, -500.0), 500.0)))
 
 
 def read_completion(answer: Any, n: int, words: Mapping[str, int] | None = None) -> list[LogProbabilities]:
-    """Log-probabilities in the answer to a `completion_request` with `n` prompts, in their order.
+    """Log-probabilities in the answer to `n` prompts, in their order.
 
     Args:
         answer: the JSON object.

@@ -15,7 +15,7 @@ from vllm.v1.engine import EngineCoreRequest, core
 from parse_infer.verify.adapter_folder import read_adapter
 from parse_infer.verify.trained_judge import ValidityConfig
 from parse_infer.vllm.options import SETTINGS
-from parse_infer.vllm.questions import LogProbabilities, TrainedQuestions
+from parse_infer.vllm.questions import Asked, LogProbabilities, TrainedQuestions, validity_of
 from parse_infer.vllm.reference import Reference
 from parse_infer.vllm.versions import ARCHITECTURES
 
@@ -52,12 +52,12 @@ def check(engine: Any) -> None:
     reference = Reference(**settings["reference"])
     config = ValidityConfig.from_dict(read_adapter(settings["adapter"]).validity_config)
     questions = TrainedQuestions.of(config, settings["end_ids"])
-    prompts = questions.prompts(reference.context_ids, reference.draft_ids, reference.cuts)
-    if max(map(len, prompts)) >= model.max_model_len:
+    asked = questions.about(reference.context_ids, reference.draft_ids, reference.cuts)
+    if max(map(len, asked.prompts)) >= model.max_model_len:
         raise ValueError(f"max_model_len is {model.max_model_len}: too short for the draft of the plugin's self-check")
     limit = LIMITS.get(str(model.dtype).removeprefix("torch."), LIMIT)
     for cache in ("an empty cache", "a cache that has the draft"):
-        found = [questions.validity(one) for one in _ask(engine, prompts, questions.top)]
+        found = [validity_of(logit) for logit in asked.logits(_ask(engine, asked))]
         difference = reference.difference(found)
         if not difference <= limit:
             raise ValueError(
@@ -66,15 +66,15 @@ def check(engine: Any) -> None:
             )
 
 
-def _ask(engine: Any, prompts: list[list[int]], top: int) -> list[LogProbabilities]:
+def _ask(engine: Any, asked: Asked) -> list[LogProbabilities]:
     found: dict[str, LogProbabilities] = {}
-    names = [f"parse-self-check-{i}" for i in range(len(prompts))]
-    for name, prompt in zip(names, prompts, strict=True):
+    names = [f"parse-self-check-{i}" for i in range(len(asked.prompts))]
+    for name, prompt in zip(names, asked.prompts, strict=True):
         request = EngineCoreRequest(
             request_id=name,
             prompt_token_ids=prompt,
             mm_features=None,
-            sampling_params=SamplingParams(max_tokens=1, temperature=0, logprobs=top, detokenize=False),
+            sampling_params=SamplingParams(max_tokens=1, temperature=0, logprobs=asked.top, detokenize=False),
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=None,

@@ -25,6 +25,7 @@ class SlotStates:
         logits: the output layer, [T, H] -> [T, V].
         embed: the embedding, [T] -> [T, H].
         part: see `surprise`.
+        vocab_size: of the target.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class SlotStates:
         logits: Callable[[Tensor], Tensor],
         embed: Callable[[Tensor], Tensor],
         part: PartOfVocabulary | None,
+        vocab_size: int,
     ) -> None:
         self._tokens, self._logits, self._embed, self._part = tokens, logits, embed, part
+        self._vocab_size = vocab_size
         # The last row takes what has no slot: padding.
         self._states = hidden.new_zeros(slots + 1, hidden.shape[-1])
         self._ids = torch.zeros(slots + 1, dtype=torch.int64, device=hidden.device)
@@ -55,6 +58,10 @@ class SlotStates:
         self._ids[slots] = ids
         self._doubt[slots] = torch.nan  # not known
 
+    def ids(self, slots: Tensor) -> Tensor:
+        """int64, as `slots`: the tokens there."""
+        return self._ids[slots]
+
     def of_prefixes(self, before: Tensor, drafted: Tensor, counts: Tensor) -> Tensor:
         """Doubt [K] about K prefixes that hold N draft tokens in all; 0 for one without any.
 
@@ -68,7 +75,8 @@ class SlotStates:
         wanted = known.isnan()
         pairs, back = torch.stack([before[wanted], drafted[wanted]]).unique(dim=1, return_inverse=True)
         states, slots = self._states[pairs[0]], pairs[1]
-        ids = torch.where(slots < 0, -1 - slots, self._ids[slots.clamp_min(0)])
+        # Only a made-up request counts tokens of a probe as the draft's: any token of the target's will do for them.
+        ids = torch.where(slots < 0, -1 - slots, self._ids[slots.clamp_min(0)]).clamp_max(self._vocab_size - 1)
         surprised = surprise(states, ids, self._logits, self._part)
         doubt = self._tokens(states, self._embed(ids), surprised.features)
         self._doubt[slots[slots >= 0]] = doubt[slots >= 0]

@@ -140,11 +140,13 @@ class FakeServer:
     def _choice(self, index: int, prompt: list[int], top: int) -> dict[str, Any]:
         questions = self.questions
         if questions is not None and prompt[-1] >= self.lm.n_embeddings:
-            with _ONE_AT_A_TIME:
-                self.decoder.seek(prompt[: len(prompt) - len(questions.ids.probe)])
-                (validity,) = self.verifier.verify([], [0]).validity
-            validity = min(max(validity, 1e-9), 1 - 1e-9)
-            found = dict(zip(questions.answers, (math.log(validity), math.log1p(-validity)), strict=True))
+            validities = self._judged(prompt)
+            found = {}
+            for pair, validity in zip(questions.answers, validities, strict=False):
+                p = min(max(validity, 1e-9), 1 - 1e-9)
+                found |= dict(
+                    zip(pair, (math.log(p / len(validities)), math.log((1 - p) / len(validities))), strict=True)
+                )
         else:
             with _ONE_AT_A_TIME:
                 self.decoder.seek(prompt)
@@ -152,6 +154,20 @@ class FakeServer:
             found = dict(zip(ids.tolist(), values.tolist(), strict=True))
         listed = {f"token_id:{token}": value for token, value in found.items()}
         return {"index": index, "text": "", "logprobs": {"top_logprobs": [listed]}}
+
+    def _judged(self, prompt: list[int]) -> list[float]:
+        """Of the prefixes that the ids at the end of a prompt ask about."""
+        ids = self.questions.ids
+        text = prompt[: next(i for i, token in enumerate(prompt) if token >= ids.vocab_size)]
+        said = [divmod(token - ids.closing, 1 + len(ids.end_ids)) for token in prompt if token >= ids.closing]
+        start = len(text) - said[-1][0]  # of the draft
+        validities = []
+        for drafted, end in said:
+            draft = text[start : start + drafted] + ([ids.end_ids[end - 1]] if end else [])
+            with _ONE_AT_A_TIME:
+                self.decoder.seek(text[:start])
+                validities += self.verifier.verify(draft, [len(draft)]).validity
+        return validities
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -26,7 +26,8 @@ def partial_threshold(engine: ParseEngine, prompt: str = PROMPT) -> float:
     """One at which some segments of the first draft are kept, but not all."""
     _, verified, *_ = itertools.islice(engine.stream(prompt, max_new_tokens=40), 2)
     validity = [segment.validity for segment in verified.segments]
-    return next(t for t in sorted(validity) if 0 < maximal_valid_prefix(validity, t) < len(validity))
+    between = [(a + b) / 2 for a, b in itertools.pairwise(sorted(validity))]  # a server tells it to a few digits less
+    return next(t for t in between if 0 < maximal_valid_prefix(validity, t) < len(validity))
 
 
 def same(ours: Generation, theirs: Generation) -> bool:
@@ -87,6 +88,20 @@ def test_the_target_reads_a_long_prompt_while_the_draft_is_written(engine, conne
     assert same(coordinator.generate(prompt, **settings), engine.generate(prompt, exact_tail=False, **settings))
     first = target.bodies[0]
     assert first["prompt"] == engine.target.render(prompt) and first["max_tokens"] == 1 and "logprobs" not in first
+
+
+def test_a_head_without_a_probe_is_asked_about_all_cuts_in_one_prompt(make_engine, connect, random_adapter):
+    engine = make_engine(cut_policy=CUTS)
+    engine = ParseEngine(
+        engine.target, engine.draft, random_adapter(engine.target.model, probe_ids=()), cut_policy=CUTS
+    )
+    for overlap in (True, False):
+        coordinator, (target,), _ = connect(engine, overlap=overlap)
+        for threshold in (0.0, partial_threshold(engine)):
+            settings = {"max_new_tokens": 40, "threshold": threshold}
+            found = coordinator.generate(PROMPTS, **settings)
+            assert all(map(same, found, engine.generate(PROMPTS, exact_tail=False, **settings)))
+        assert all(len(body["prompt"]) == 1 for body in target.bodies if body.get("logprobs"))
 
 
 def test_all_probes_of_a_short_draft_are_one_request(engine, connect):

@@ -30,7 +30,7 @@ from parse_infer.verify.trained_judge import ValidityAdapter
 from parse_infer.verify.verifier import Verifier
 from parse_infer.vllm.medusa_head import convert
 from parse_infer.vllm.options import arguments, engine_options
-from parse_infer.vllm.questions import TrainedQuestions, completion_request, read_completion
+from parse_infer.vllm.questions import TrainedQuestions
 from tests.conftest import randomise
 
 pytestmark = pytest.mark.vllm
@@ -91,21 +91,25 @@ def ask(llm: Any, questions: TrainedQuestions, drafts: Sequence[Draft], beside: 
     """Validities of all drafts, and what the server writes to the prompts `beside`, all at the same time."""
     from vllm import SamplingParams
 
-    asked = [questions.prompts(draft.context, draft.ids, draft.cuts) for draft in drafts]
-    prompts = [(prompt, True) for group in asked for prompt in group] + [(prompt, False) for prompt in beside]
+    asked = [questions.about(draft.context, draft.ids, draft.cuts) for draft in drafts]
+    prompts = [(prompt, one.top) for one in asked for prompt in one.prompts] + [(prompt, 0) for prompt in beside]
     order = list(range(len(prompts)))
     random.Random(1).shuffle(order)
-    judge = SamplingParams(max_tokens=1, temperature=0, logprobs=questions.top, detokenize=False)
     write = SamplingParams(max_tokens=20, temperature=0, detokenize=False)
+
+    def judge(top: int) -> SamplingParams:
+        return SamplingParams(max_tokens=1, temperature=0, logprobs=top, detokenize=False)
+
     answers = llm.generate(
         [{"prompt_token_ids": prompts[i][0]} for i in order],
-        [judge if prompts[i][1] else write for i in order],
+        [judge(prompts[i][1]) if prompts[i][1] else write for i in order],
         use_tqdm=False,
     )
     found = [answer.outputs[0] for _, answer in sorted(zip(order, answers, strict=True), key=lambda pair: pair[0])]
     listed = [{i: token.logprob for i, token in one.logprobs[0].items()} for one in found if one.logprobs]
-    logits = iter(map(questions.logit, listed))
-    return [[next(logits) for _ in group] for group in asked], [list(one.token_ids) for one in found[len(listed) :]]
+    answers = iter(listed)
+    logits = [one.logits([next(answers) for _ in one.prompts]) for one in asked]
+    return logits, [list(one.token_ids) for one in found[len(listed) :]]
 
 
 def ask_nonsense(llm: Any, questions: TrainedQuestions) -> None:
@@ -285,10 +289,9 @@ def test_over_http_beside_an_eagle3_head(tmp_path, zoo, options):
     server = options | {"enforce_eager": True, "served_model_name": "target", "speculative_config": guesses}
     with serving(arguments(server), tmp_path / "log") as call:
         for draft in drafts[:3]:
-            prompts = questions.prompts(draft.context, draft.ids, draft.cuts)
-            answer = call("/v1/completions", completion_request("target", prompts, questions.top))
-            found = read_completion(answer, len(prompts))
-            assert [questions.validity(one) for one in found] == pytest.approx(draft.validity, abs=1e-5)
+            asked = questions.about(draft.context, draft.ids, draft.cuts)
+            found = asked.validities(call("/v1/completions", asked.request("target")))
+            assert found == pytest.approx(draft.validity, abs=1e-5)
             body = {"model": "target", "prompt": draft.context + draft.ids[: draft.half], "max_tokens": 20}
             body |= {"temperature": 0, "return_token_ids": True}
             assert call("/v1/completions", body)["choices"][0]["token_ids"] == draft.resume
