@@ -109,7 +109,7 @@ class Coordinator:
         calibration: str | Path | None = None,
         template_options: Mapping[str, Any] | None = None,
         api_key: str | None = None,
-        overlap: bool = True,
+        overlap: bool | None = None,
         parallel: int = PARALLEL,
         patience_s: float | None = None,
         target_options: Mapping[str, Any] | None = None,
@@ -125,6 +125,7 @@ class Coordinator:
                 `zero_shot` are any that give log-probabilities.
             target_options, draft_options: more options of vLLM for servers that are started, by their names in
                 `vllm.LLM`.
+            overlap: None: unless both servers are started here on a CPU, whose cores the draft then needs.
             expected: settings of the requests to come: what is wrong with them is said before a server is started.
             tell: called with a line about the servers that are started.
             api_key: of the servers, also of those that are started; None: the variable VLLM_API_KEY, as vLLM has it.
@@ -160,7 +161,7 @@ class Coordinator:
             parts.draft,
             parts.client,
             threshold=threshold,
-            overlap=overlap,
+            overlap=not parts.share_cores if overlap is None else overlap,
             parallel=parallel,
             models=parts.models,
             train_problems=parts.train_problems,

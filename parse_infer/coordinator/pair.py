@@ -175,7 +175,9 @@ class ServerPair:
             self._request.stats.target_forwards += 1
             return await self._target.validities(context, draft, cuts, self._at)
 
-        threshold = self.threshold if settings.acceptance == "first_failure" else None
+        # Where the target is to write all the rest, a broken draft goes on: it guesses what the target writes instead.
+        breaks = settings.acceptance == "first_failure" and settings.resume == "hand_back"
+        threshold = self.threshold if breaks else None
         return Checks(ask, self.segmenter, threshold, self._start)
 
     async def _read_draft(self, servers: Servers, translation: Translation, writing: Writing, round: int) -> None:

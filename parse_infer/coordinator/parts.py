@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from parse_infer.coordinator.client import Client
 from parse_infer.coordinator.launch import draft_server, launch, plain_options
 from parse_infer.coordinator.pair import Target
@@ -46,6 +48,12 @@ class Parts:
     calibration: Calibration | None
     threshold: float | None
     processes: Processes | None
+
+    @property
+    def share_cores(self) -> bool:
+        """Both models run on the cores of this machine."""
+        roles = set() if self.processes is None else {process.role for process in self.processes.members}
+        return roles >= {"target", "draft"} and not torch.cuda.is_available()
 
 
 def find_parts(

@@ -73,13 +73,17 @@ def test_events_tell_the_answer_as_it_comes(engine, connect):
     assert coordinator.running == 0
 
 
-def test_a_draft_that_breaks_is_stopped_at_once(engine, connect):
+def test_a_draft_that_breaks_is_stopped_at_once_where_another_one_follows(engine, connect):
+    """Else it goes on, and guesses what the target writes."""
     coordinator, _, draft = connect(engine)
     draft.pause = 0.05
-    found = coordinator.generate(PROMPT, max_new_tokens=200, threshold=1.01)
-    local = engine.generate(PROMPT, max_new_tokens=200, threshold=1.01, exact_tail=False)
+    settings = {"max_new_tokens": 200, "threshold": 1.01, "max_rounds": 1}
+    local = engine.generate(PROMPT, exact_tail=False, **settings)
+    found = coordinator.generate(PROMPT, resume="hand_back", **settings)
     assert found.token_ids == local.token_ids
     assert draft.written < local.stats.draft_tokens / 2 and found.stats.draft_tokens == CUTS.every
+    found = coordinator.generate(PROMPT, **settings)
+    assert found.token_ids == local.token_ids and found.stats.draft_tokens == local.stats.draft_tokens
 
 
 def test_the_target_reads_a_long_prompt_while_the_draft_is_written(engine, connect):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 
+import pytest
 import torch
 
 from parse_infer.coordinator import launch
-from parse_infer.coordinator.launch import environment
+from parse_infer.coordinator.launch import command, environment
 
 
 def test_a_draft_server_leaves_the_cores_of_a_cpu_to_the_target(monkeypatch):
@@ -20,6 +22,15 @@ def test_a_draft_server_leaves_the_cores_of_a_cpu_to_the_target(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "OMP_NUM_THREADS" not in environment("draft")
+
+
+@pytest.mark.skipif(shutil.which("nice") is None, reason="there is no `nice` here")
+def test_a_draft_server_stands_back_for_the_target_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert list(command("draft", {}))[:3] == ["nice", "-n", "5"]
+    assert "nice" not in command("target", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "nice" not in command("draft", {})
 
 
 def test_servers_that_are_started_want_the_key_that_they_are_sent(monkeypatch):
