@@ -53,7 +53,7 @@ def command(role: str, options: Mapping[str, Any]) -> Sequence[str]:
     """Starts a server that only this machine reaches; a port is still to follow."""
     own = {"served_model_name": role, "host": "127.0.0.1", "disable_uvicorn_access_log": True}
     words = [os.environ.get(PYTHON, sys.executable), "-m", "vllm.entrypoints.openai.api_server"]
-    # On the cores that the target leaves: its threads wait for each other. Drafts wait together and are written together.
+    # The target's threads wait for each other, so they come first; and drafts that wait are written together.
     yields = role == "draft" and not torch.cuda.is_available() and shutil.which("nice") is not None
     return [*(["nice", "-n", "5"] if yields else []), *words, *arguments({**own, **options})]
 

@@ -4,7 +4,7 @@ Needs vLLM. Starts the servers of a pair (`--pair smollm2` for the larger one), 
 
 cpu            the coordinator's own CPU time for a request, 8 at a time
 overlap        an answer with segments verified while the draft is written, against one after the other
-verification   all probes of a draft, from an empty cache, against one cold prefill of prompt and draft
+verification   all cuts of a draft, from an empty cache, against one cold prefill of prompt and draft
 killed         1,000 requests, 32 at a time, each server killed once: wrong, lost, and memory before and after
 
 For speed, also with a draft of which nothing is kept:
@@ -87,7 +87,7 @@ def verification(engine: Coordinator) -> str:
         ratios.append(ours / cold)
         cuts_seen.append(len(cuts))
     fresh(engine)
-    return f"{statistics.median(ratios):.2f}x of a cold prefill (median; {statistics.mean(cuts_seen):.1f} probes)"
+    return f"{statistics.median(ratios):.2f}x of a cold prefill (median; {statistics.mean(cuts_seen):.1f} cuts)"
 
 
 def killed(engine: Coordinator) -> str:

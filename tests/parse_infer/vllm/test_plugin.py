@@ -246,9 +246,7 @@ def test_every_architecture_and_kind_of_head(run, tmp_path, tokenizer, random_ad
     questions = TrainedQuestions.of(judge.config, sorted(lm.eos_ids))
     (*_, longest) = questions.about(drafts[0].context, drafts[0].ids, drafts[0].cuts).prompts
     with run(**engine_options(target, folder), max_num_batched_tokens=len(longest) - 2) as llm:
-        found, _ = ask(
-            llm, questions, drafts[:1]
-        )  # the last two tokens of this prompt are read in a step of their own
+        found, _ = ask(llm, questions, drafts[:1])  # the last two tokens of its prompt are read in another step
         assert farthest(found, drafts[:1]) < 1e-3
         found, written = ask(llm, questions, drafts, [draft.context for draft in drafts])
     assert farthest(found, drafts) < 1e-3
