@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("name a recipe first: accelerate launch recipes/train.yaml [--key value ...]")
         run, config = load_recipe(arguments[0], arguments[1:])
         run(config)
+        _leave_group()
     except (ModuleNotFoundError, ValueError, OSError) as error:
         if os.environ.get("PARSE_TRACEBACK"):
             raise
@@ -45,6 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted; the same command continues where it can", file=sys.stderr, flush=True)
         return 130
     return 0
+
+
+def _leave_group() -> None:
+    """Of several processes one that ends without this may end with an abort, although all its work is done."""
+    from torch import distributed  # the recipe has imported it; --help need not
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

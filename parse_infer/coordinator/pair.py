@@ -1,8 +1,8 @@
 """One answer by two servers: the `Pair` that `parse_infer.rounds` asks.
 
 Nothing waits: the target reads a long prompt while the draft is written, segments are verified as they are complete
-(`Checks`), and a draft that breaks is stopped at once. What is kept is the same as if each step had waited for the one
-before.
+(`Checks`), and a draft that breaks is stopped at once, unless its rest still serves as guesses. What is kept is the
+same as if each step had waited for the one before.
 """
 
 from __future__ import annotations
@@ -41,17 +41,25 @@ class Target:
     """The servers of a target, and how they are asked.
 
     Attributes:
-        segmenter: of drafts. It leaves no cut out, however many there are: each is a request of its own.
+        segmenter: of drafts. It leaves no cut out, however many there are.
         probe_room: tokens that the window must have behind a draft: the probe, and the one that carries its answer.
+        guesses: its servers guess what they write from a draft that they have read, so a draft is worth reading beyond
+            the cut that breaks it.
     """
 
     def __init__(
-        self, language: Language, servers: Servers, questions: Questions | None, cut_policy: CutPolicy
+        self,
+        language: Language,
+        servers: Servers,
+        questions: Questions | None,
+        cut_policy: CutPolicy,
+        guesses: bool = False,
     ) -> None:
         self.language = language
         self.servers = servers
         self.questions = questions
         self.segmenter = Segmenter(language.tokenizer, replace(cut_policy, max_cuts=sys.maxsize))
+        self.guesses = guesses
         self.probe_room = 0 if questions is None else len(questions.suffix(0, None)) + 1
 
     async def validities(
@@ -120,7 +128,7 @@ class ServerPair:
         self._watched = watched or request.settings.resume == "hand_back"  # which ends the target's writing early
         self._at, self._draft_at = at, draft_at
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._checks = self._new_checks()
+        self._checks = self._new_checks(round=1)
 
     def room(self) -> int:
         behind = self._target.language.window - self._target.probe_room - len(self._request.context)
@@ -128,7 +136,7 @@ class ServerPair:
 
     async def propose(self, round: int) -> Sequence[int]:
         request = self._request
-        self._checks = checks = self._new_checks()
+        self._checks = checks = self._new_checks(round)
         if isinstance(self._drafts, TextDrafter):
             return self._drafts.propose(request.answer.ids, self.room()).ids
         writing = self._drafts[1].begin(request.answer.ids, self.room())
@@ -167,7 +175,7 @@ class ServerPair:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _new_checks(self) -> Checks:
+    def _new_checks(self, round: int) -> Checks:
         context = self._request.context
         settings = self._request.settings
 
@@ -175,8 +183,9 @@ class ServerPair:
             self._request.stats.target_forwards += 1
             return await self._target.validities(context, draft, cuts, self._at)
 
-        # Where the target is to write all the rest, a broken draft goes on: it guesses what the target writes instead.
-        breaks = settings.acceptance == "first_failure" and settings.resume == "hand_back"
+        # Where the target is to write all the rest, a broken draft goes on: it guesses what is written instead.
+        hands_back = settings.resume == "hand_back" and round < settings.max_rounds
+        breaks = settings.acceptance == "first_failure" and (hands_back or not self._target.guesses)
         threshold = self.threshold if breaks else None
         return Checks(ask, self.segmenter, threshold, self._start)
 

@@ -22,7 +22,7 @@ from parse_infer.promise import Calibration, apply_promise, shipped_calibration
 from parse_infer.verify.adapter_folder import AdapterFiles, read_adapter
 from parse_infer.verify.segments import CutPolicy
 from parse_infer.verify.trained_judge import ValidityConfig, check_target
-from parse_infer.vllm.options import engine_options
+from parse_infer.vllm.options import REJECTED_DRAFTS, engine_options
 from parse_infer.vllm.questions import Questions, TrainedQuestions, ZeroShotQuestions
 
 Urls = str | Sequence[str]
@@ -109,6 +109,10 @@ def find_parts(
         wanted["target"] = options | dict(target_options or {})
     if draft is not None and not draft_urls:
         wanted["draft"] = draft_server(draft) | dict(draft_options or {})
+    # Servers that are there are taken for such as `parse_infer.vllm.options` prints.
+    guesses = adapter is not None
+    if "target" in wanted:
+        guesses = wanted["target"].get("speculative_config") == REJECTED_DRAFTS
     processes = launch(wanted, tell, api_key=api_key) if wanted else None
     client = Client(api_key)
     if processes is not None:
@@ -119,7 +123,7 @@ def find_parts(
     targets = Servers("target", target_urls, client, failure, patience_s)
     drafts = None if drafting is None else (Servers("draft", draft_urls, client, failure, patience_s), drafting)
     return Parts(
-        Target(language, targets, questions, cut_policy or own_cuts),
+        Target(language, targets, questions, cut_policy or own_cuts, guesses),
         drafts,
         client,
         models,

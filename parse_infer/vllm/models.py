@@ -137,7 +137,7 @@ class JudgesDrafts:
         if step and input_ids is not None:
             hidden = output[0] if isinstance(output, tuple) else output  # with what an EAGLE-3 head reads
             self._note(step, input_ids, hidden)
-            self._told = None if probed is None else self._answer(step, input_ids, positions, hidden)
+            self._told = None if probed is None else self._answer(step, input_ids, positions, hidden, probed)
         return output
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -169,13 +169,16 @@ class JudgesDrafts:
             )
         judge.states.write(step.slot_mapping[:n].long(), ids[:n].long(), hidden[:n])
 
-    def _answer(self, step: Any, ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor | None:
+    def _answer(self, step: Any, ids: Tensor, positions: Tensor, hidden: Tensor, probed: Tensor) -> Tensor | None:
         """What the judge says to the prompts that end in this step, if any: for each of the K prefixes of each of n
         prompts the log-probabilities of both answers, less log K; float32 [n, most, 2], -inf for those that others
         have more. The states of their last tokens come to refer to it."""
-        judge, last = self._judge, step.query_start_loc[1:].long() - 1
-        asks = (ids[last] >= judge.ids.closing).nonzero()[:, 0]
-        rows = last[asks]
+        judge = self._judge
+        rows = probed[ids[probed] >= judge.ids.closing]
+        if judge.states is not None:
+            last = step.query_start_loc[1:].long() - 1
+            asks = (ids[last] >= judge.ids.closing).nonzero()[:, 0]
+            rows = last[asks]
         if not len(rows):
             return None
         sizes, doubt = torch.ones_like(rows), None
@@ -214,15 +217,15 @@ class JudgesDrafts:
         said = said[prompt, (sizes - 1)[prompt] - place] - ids.closing  # the shortest prefix first
 
         kinds = 1 + len(ids.end_ids)
-        drafted, end = said // kinds, said % kinds
+        behind = positions - (sizes - 1) - max(len(ids.probe) - 1, 0)  # the position behind the longest prefix
+        start = (behind - (closing - ids.closing) // kinds).clamp_min(0)  # of the draft
+        # A made-up id may count more tokens than there are.
+        drafted, end = (said // kinds).minimum((behind - start)[prompt]), said % kinds
         counts = drafted + (end > 0)
-        shown = (closing - ids.closing) // kinds
-        start = positions - (sizes - 1) - max(len(ids.probe) - 1, 0) - shown  # of the draft
         which = torch.repeat_interleave(counts)
         offset = torch.arange(len(which), device=asks.device) - (counts.cumsum(0) - counts)[which]
-        # A made-up id may count more tokens than there are.
         request = asks[prompt][which]
-        position = (start[prompt][which] + offset).clamp_min(0).minimum(positions[prompt][which])
+        position = start[prompt][which] + offset
         tokens = slots(request, position)
         if ids.end_ids:
             ends = torch.tensor([0, *ids.end_ids], device=asks.device)[end][which]

@@ -81,7 +81,7 @@ def engine_options(
         "model": str(folder),
         "dtype": str(config.dtype or torch.float32).removeprefix("torch."),
         "enable_prefix_caching": True,
-        "max_logprobs": 2 * ids.together,
+        "max_logprobs": max(20, ids.log_probabilities),  # 20 is vLLM's default
         "speculative_config": dict(REJECTED_DRAFTS),
         "hf_overrides": {
             "architectures": [ARCHITECTURES[architecture]],

@@ -56,8 +56,13 @@ class ProbeIds:
         return 1 if self.probe else min(TOGETHER, (self.vocab_size - len(self.end_ids)) // 2)
 
     @property
+    def log_probabilities(self) -> int:
+        """How many an answer may have to hold: two for each of those prefixes."""
+        return 2 * self.together
+
+    @property
     def closing(self) -> int:
-        """The first of the ids that close a probe."""
+        """The first of the ids that a prompt ends with."""
         return self.vocab_size + max(len(self.probe) - 1, 0)
 
     def size(self, max_draft: int) -> int:

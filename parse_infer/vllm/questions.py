@@ -42,7 +42,7 @@ class Asked:
     @property
     def top(self) -> int:
         """How many log-probabilities to ask for."""
-        return self.questions.top * max(self.sizes, default=1)
+        return self.questions.top * max(self.sizes)
 
     def request(self, model: str) -> dict[str, Any]:
         """Body of a `POST /v1/completions`."""
@@ -61,8 +61,8 @@ class Asked:
         Raises:
             ValueError: it is not complete, or no answer to the question.
         """
-        words = getattr(self.questions, "words", {})
-        return [validity_of(logit) for logit in self.logits(read_completion(answer, len(self.prompts), words))]
+        found = read_completion(answer, len(self.prompts), self.questions.words)
+        return [validity_of(logit) for logit in self.logits(found)]
 
     def logits(self, found: Sequence[LogProbabilities]) -> list[float]:
         """Of each cut, from the log-probabilities in the answer to each prompt. Raises as `validities` does."""
@@ -79,12 +79,14 @@ class Questions:
         closes_turn: the suffix itself ends the turn, so a draft's own end token is not shown before it.
         answers: for each cut that a prompt may be about, the token that says valid and the one that says not valid.
         top: how many log-probabilities to ask for, for each cut in a prompt.
+        words: texts of the answer tokens, for servers that list tokens by text.
     """
 
     end_ids: tuple[int, ...]
     closes_turn: bool
     answers: Sequence[tuple[int, int]]
     top: int
+    words: Mapping[str, int] = field(default_factory=dict, kw_only=True)
 
     def about(
         self, context_ids: Sequence[int], draft_ids: Sequence[int], cuts: Sequence[int], window: int | None = None
@@ -92,7 +94,7 @@ class Questions:
         """
         Args:
             context_ids: at least one token.
-            cuts: strictly increasing offsets in 0..len(draft_ids).
+            cuts: at least one; strictly increasing offsets in 0..len(draft_ids).
             window: tokens that the server takes, one for its answer included. A draft that fills it is asked about in
                 more prompts.
 
@@ -160,14 +162,15 @@ class TrainedQuestions(Questions):
         ends = tuple(end_ids)
         ids = ProbeIds.of(config, ends)
         answers = answer_ids(ends, ids.together)
-        return cls(ends, config.closes_turn, answers, top=2, ids=ids, **(config.probability or {}))
+        scaled = config.probability or {"scale": 1.0, "shift": 0.0}
+        return cls(ends, config.closes_turn, answers, 2, ids=ids, scale=scaled["scale"], shift=scaled["shift"])
 
     def suffix(self, draft_tokens: int, end: int | None) -> Sequence[int]:
         return self.ids.suffix(draft_tokens, end)
 
     def logits(self, found: LogProbabilities, n: int) -> list[float]:
-        wanted = [token for pair in self.answers[:n] for token in pair]
-        if not set(wanted) <= found.keys() or abs(sum(math.exp(found[token]) for token in wanted) - 1) > 1e-3:
+        sums = [sum(math.exp(found.get(token, -math.inf)) for token in pair) for pair in self.answers[:n]]
+        if not all(abs(n * one - 1) <= 1e-3 for one in sums):
             raise ValueError("the server's answer is no validity: it runs without the PARSE plugin or another target")
         return [logit * self.scale + self.shift for logit in super().logits(found, n)]
 
@@ -178,11 +181,9 @@ class ZeroShotQuestions(Questions):
 
     Attributes:
         asked: the suffix.
-        words: texts of the answer tokens, for servers that list tokens by text.
     """
 
     asked: tuple[int, ...] = field(kw_only=True)
-    words: Mapping[str, int] = field(kw_only=True)
 
     @classmethod
     def of(

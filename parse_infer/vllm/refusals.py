@@ -11,6 +11,7 @@ from parse_infer.models.fingerprint import describe_config
 from parse_infer.verify.adapter_folder import read_adapter
 from parse_infer.verify.trained_judge import ValidityConfig, check_target, read_head
 from parse_infer.vllm.options import SETTINGS
+from parse_infer.vllm.probe_ids import ProbeIds
 from parse_infer.vllm.versions import ARCHITECTURES
 
 _KEYS = ("adapter", "vocab_size", "end_ids", "reference")
@@ -55,6 +56,10 @@ class Refusals:
             if used:
                 raise ValueError(f"{what} cannot be used together with the PARSE plugin")
         judge = _check_adapter(settings, config)
+        wanted = ProbeIds.of(judge, settings["end_ids"]).log_probabilities
+        allowed = vllm_config.model_config.max_logprobs
+        if 0 <= allowed < wanted:
+            raise ValueError(f"max_logprobs is {allowed}: set it to {wanted}, which a draft with many cuts may need")
         window = getattr(config, "sliding_window", None)
         if judge.token_rank and window and window < vllm_config.model_config.max_model_len:
             raise ValueError(

@@ -55,6 +55,7 @@ def cpu(engine: Coordinator) -> str:
 
 def overlap(engine: Coordinator) -> str:
     times: dict[bool, list[float]] = {True: [], False: []}
+    default = engine._overlap
     for prompt in prompts(60):
         for overlapped in times:
             engine._overlap = overlapped
@@ -62,7 +63,7 @@ def overlap(engine: Coordinator) -> str:
             start = time.perf_counter()
             engine.generate(prompt, max_new_tokens=TOKENS)
             times[overlapped].append(time.perf_counter() - start)
-    engine._overlap = True
+    engine._overlap = default
     with_it, without = (statistics.median(times[key]) for key in (True, False))
     return f"median answer {with_it:.3f} s with overlap, {without:.3f} s without ({without / with_it:.2f}x)"
 

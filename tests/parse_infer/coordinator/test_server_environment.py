@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from parse_infer.coordinator import launch
 from parse_infer.coordinator.launch import command, environment
+from parse_infer.coordinator.parts import Parts
 
 
 def test_a_draft_server_leaves_the_cores_of_a_cpu_to_the_target(monkeypatch):
@@ -49,3 +51,15 @@ def test_servers_that_are_started_want_the_key_that_they_are_sent(monkeypatch):
     assert given["target"]["VLLM_API_KEY"] == "secret"
     launch.launch({"target": {"model": "x"}})
     assert "VLLM_API_KEY" not in given["target"]
+
+
+@pytest.mark.parametrize(
+    ("roles", "gpu", "shared"),
+    [(None, False, False), (["target"], False, False), (["target", "draft"], False, True)]
+    + [(["target", "draft"], True, False)],
+)
+def test_servers_share_cores_where_both_are_started_on_a_cpu(monkeypatch, roles, gpu, shared):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    processes = None if roles is None else SimpleNamespace(members=[SimpleNamespace(role=role) for role in roles])
+    parts = Parts(None, None, None, {}, frozenset(), None, None, processes)
+    assert parts.share_cores is shared

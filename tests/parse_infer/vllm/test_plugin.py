@@ -123,6 +123,17 @@ def ask_nonsense(llm: Any, questions: TrainedQuestions) -> None:
     assert all(token < questions.ids.vocab_size for answer in answers for token in answer.outputs[0].token_ids)
 
 
+def ask_more_nonsense(llm: Any, questions: TrainedQuestions) -> None:
+    """Without a probe: ids alone, more than are allowed, one that claims more than the last, a text between."""
+    from vllm import SamplingParams
+
+    one, many = questions.suffix(1, None)[0], questions.suffix(400, None)[0]
+    prompts = [[many, one], [5, *[many] * 140], [5, 6, many, one], [5, one, 6, many]]
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=4, detokenize=False)
+    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    assert all(token < questions.ids.vocab_size for answer in answers for token in answer.outputs[0].token_ids)
+
+
 def farthest(found: list[list[float]], drafts: Sequence[Draft]) -> float:
     """In the logit, up to 5: what lies beyond, a validity in float32 does not tell to 1e-4."""
     logits = [logit for group in found for logit in group]
@@ -243,11 +254,20 @@ def test_every_architecture_and_kind_of_head(run, tmp_path, tokenizer, random_ad
         draft.ids[-1] = 258
         lm.decoder.seek(draft.context)
         draft.validity = Verifier(lm.decoder, judge, Segmenter(lm.tokenizer)).verify(draft.ids, draft.cuts).validity
+    # Prompts of one step may ask about different numbers of cuts.
+    drafts[1].cuts, drafts[1].validity = drafts[1].cuts[-1:], drafts[1].validity[-1:]
+    lm.decoder.seek(drafts[2].context)
+    drafts[2].cuts = list(range(60, 61 + len(drafts[2].ids) - 60))
+    drafts[2].validity = (
+        Verifier(lm.decoder, judge, Segmenter(lm.tokenizer)).verify(drafts[2].ids, drafts[2].cuts).validity
+    )
     questions = TrainedQuestions.of(judge.config, sorted(lm.eos_ids))
     (*_, longest) = questions.about(drafts[0].context, drafts[0].ids, drafts[0].cuts).prompts
     with run(**engine_options(target, folder), max_num_batched_tokens=len(longest) - 2) as llm:
         found, _ = ask(llm, questions, drafts[:1])  # the last two tokens of its prompt are read in another step
         assert farthest(found, drafts[:1]) < 1e-3
+        if not questions.ids.probe:
+            ask_more_nonsense(llm, questions)
         found, written = ask(llm, questions, drafts, [draft.context for draft in drafts])
     assert farthest(found, drafts) < 1e-3
     assert written == [greedy(lm, draft.context, 20) for draft in drafts]
@@ -262,7 +282,9 @@ def start(**options: Any) -> Any:
 def test_what_cannot_be_served_is_refused_in_one_sentence(run, tmp_path, tokenizer, random_adapter):
     target, folder, lm, judge = tiny(tmp_path, tokenizer, random_adapter, LlamaConfig(**SHAPE))
     options = engine_options(target, folder)
+    assert options["max_logprobs"] == 20, "as many as without the plugin"
     for changes, message in (
+        ({"max_logprobs": 1}, "max_logprobs is 1: set it to 2"),
         ({"tensor_parallel_size": 2}, "tensor parallelism of 2 is not supported"),
         ({"enable_lora": True}, "vLLM's own LoRA .* cannot be used together"),
         ({"hf_overrides": {"architectures": ["ParseLlamaForCausalLM"]}}, "start the server with the options"),
