@@ -217,9 +217,9 @@ class JudgesDrafts:
         said = said[prompt, (sizes - 1)[prompt] - place] - ids.closing  # the shortest prefix first
 
         kinds = 1 + len(ids.end_ids)
-        behind = positions - (sizes - 1) - max(len(ids.probe) - 1, 0)  # the position behind the longest prefix
+        # A made-up prompt may be shorter than the probe, or count more tokens than there are.
+        behind = (positions - (sizes - 1) - max(len(ids.probe) - 1, 0)).clamp_min(0)  # the longest prefix
         start = (behind - (closing - ids.closing) // kinds).clamp_min(0)  # of the draft
-        # A made-up id may count more tokens than there are.
         drafted, end = (said // kinds).minimum((behind - start)[prompt]), said % kinds
         counts = drafted + (end > 0)
         which = torch.repeat_interleave(counts)
