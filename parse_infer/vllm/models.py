@@ -171,8 +171,8 @@ class JudgesDrafts:
 
     def _answer(self, step: Any, ids: Tensor, positions: Tensor, hidden: Tensor, probed: Tensor) -> Tensor | None:
         """What the judge says to the prompts that end in this step, if any: for each of the K prefixes of each of n
-        prompts the log-probabilities of both answers, less log K; float32 [n, most, 2], -inf for those that others
-        have more. The states of their last tokens come to refer to it."""
+        prompts the log-probabilities of both answers (of which the softmax over all takes log K); float32
+        [n, most, 2], -inf for those that others have more. The states of their last tokens come to refer to it."""
         judge = self._judge
         rows = probed[ids[probed] >= judge.ids.closing]
         if judge.states is not None:
@@ -191,7 +191,7 @@ class JudgesDrafts:
         refers = hidden.new_zeros(len(rows), hidden.shape[-1])
         refers[:, 0], refers[:, 1], refers[:, 2] = _MARK, number // _BASE, number % _BASE
         hidden[rows] = refers
-        return told - sizes.log()[:, None, None]
+        return told
 
     def _doubt(
         self, states: SlotStates, step: Any, asks: Tensor, closing: Tensor, positions: Tensor
