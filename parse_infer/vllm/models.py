@@ -16,6 +16,7 @@ import vllm
 from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid, pad
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
@@ -102,13 +103,12 @@ class JudgesDrafts:
         loaded = super().load_weights(watched())  # type: ignore[misc]
         found = judge.target | {"fingerprint": fingerprint_of(sampled.values())}
         check_target(judge.name, judge.config.target, found)
-        output: Tensor = self.lm_head.weight
-        judge.head.to(output.device)
+        judge.head.to(self.lm_head.weight.device)
         if judge.config.probe_ids:
             judge.update.patch(cast(nn.Module, self), judge.files, judge.shape, self.packed_modules_mapping)
         tokens = judge.head.tokens
         if tokens is not None and tokens.vocabulary is not None:
-            rows = output.detach()[tokens.vocabulary]  # here, because a CPU's layers may repack their weights later
+            rows = _output_rows(self.lm_head, tokens.vocabulary)
             judge.part = PartOfVocabulary(tokens.vocabulary, lambda x: linear(x, rows) * self.logits_processor.scale)
         judge.files = judge.shape = None
         return loaded
@@ -237,6 +237,14 @@ def _places(sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Row and column of each entry of rows of these sizes."""
     row = torch.repeat_interleave(sizes)
     return row, torch.arange(len(row), device=sizes.device) - (sizes.cumsum(0) - sizes)[row]
+
+
+def _output_rows(layer: Any, ids: Tensor) -> Tensor:
+    """[n, H], those of tokens [n] of an output layer that may be shared out among ranks. Copied when the weights are
+    loaded, because a CPU's layers may repack theirs later."""
+    weight, first = layer.weight.detach(), layer.shard_indices.org_vocab_start_index
+    here = ((ids >= first) & (ids < layer.shard_indices.org_vocab_end_index))[:, None]
+    return cast(Tensor, tensor_model_parallel_all_reduce(torch.where(here, weight[(ids - first) * here[:, 0]], 0)))
 
 
 @contextmanager

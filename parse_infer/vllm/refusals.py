@@ -36,7 +36,6 @@ class Refusals:
             )
         parallel = vllm_config.parallel_config
         for what, size in (
-            ("tensor", parallel.tensor_parallel_size),
             ("pipeline", parallel.pipeline_parallel_size),
             ("decode context", parallel.decode_context_parallel_size),
         ):

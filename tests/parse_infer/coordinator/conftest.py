@@ -53,6 +53,8 @@ def connect() -> Iterator[Connect]:
             stack.enter_context(serving(draft))
             for server in (*targets, draft):
                 server.key = keys[0]
+            for server in targets if zero_shot else ():
+                server.max_logprobs = len(engine.target.tokenizer)
             ends, client = sorted(engine.target.eos_ids), Client(keys[1])
             questions = (
                 ZeroShotQuestions.of(engine.target.tokenizer, ends, top=259)

@@ -37,6 +37,7 @@ class FakeServer:
         written: tokens that were sent in streams.
         pause: seconds before each piece of a stream.
         key: what clients must send.
+        max_logprobs: so many log-probabilities it gives at most, as a vLLM server that is started with that option.
     """
 
     def __init__(self, lm: LanguageModel, verifier: Verifier | None = None) -> None:
@@ -53,6 +54,7 @@ class FakeServer:
         self.pause = 0.0
         self.url = ""
         self.key: str | None = None
+        self.max_logprobs = 20 if self.questions is None else max(20, self.questions.ids.log_probabilities)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -62,6 +64,10 @@ class FakeServer:
         size = self.lm.n_embeddings
         if self.questions is None and any(token >= size for prompt in prompts for token in prompt):
             return _error(400, f"Token id {size} is out of vocabulary")
+        if max(map(len, prompts)) + body["max_tokens"] > self.lm.window:
+            return _error(400, f"This model's maximum context length is {self.lm.window} tokens")
+        if body.get("logprobs", 0) > self.max_logprobs:
+            return _error(400, f"Requested sample logprobs of {body['logprobs']} is greater than {self.max_logprobs}")
         if fault == "500":
             return _error(500, "the engine is dead")
         if fault == "gone":

@@ -116,6 +116,21 @@ def test_a_head_without_a_probe_is_asked_about_all_cuts_in_one_prompt(make_engin
         assert all(len(body["prompt"]) == 1 for body in target.bodies if body.get("logprobs"))
 
 
+def test_without_a_probe_a_draft_may_fill_the_window(make_engine, connect, random_adapter):
+    engine = make_engine(cut_policy=CUTS)
+    engine = ParseEngine(
+        engine.target, engine.draft, random_adapter(engine.target.model, probe_ids=()), cut_policy=CUTS
+    )
+    context = engine.target.render(PROMPT)
+    engine.target.window = len(context) + 40
+    coordinator, (target,), _ = connect(engine, overlap=False)
+    found = coordinator.generate(PROMPT, max_new_tokens=1000, threshold=0.0)
+    asked = [body for body in target.bodies if body.get("logprobs")]
+    # Besides the draft there is room for one id that asks, and for the token that carries its answer.
+    assert [len(body["prompt"]) for body in asked] == [7] and len(found.token_ids) == 40
+    assert max(len(prompt) for prompt in asked[0]["prompt"]) == engine.target.window - 1
+
+
 def test_all_probes_of_a_short_draft_are_one_request(engine, connect):
     coordinator, (target,), _ = connect(engine, overlap=False)
     coordinator.generate(PROMPT, max_new_tokens=40, threshold=0.0)

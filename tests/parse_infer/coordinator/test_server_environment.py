@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parse_infer.coordinator import launch
+from parse_infer.coordinator import launch, parts
+from parse_infer.coordinator.engine import Coordinator
 from parse_infer.coordinator.launch import command, environment
 from parse_infer.coordinator.parts import Parts
+from parse_infer.vllm.options import REJECTED_DRAFTS
 
 
 def test_a_draft_server_leaves_the_cores_of_a_cpu_to_the_target(monkeypatch):
@@ -61,5 +63,61 @@ def test_servers_that_are_started_want_the_key_that_they_are_sent(monkeypatch):
 def test_servers_share_cores_where_both_are_started_on_a_cpu(monkeypatch, roles, gpu, shared):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     processes = None if roles is None else SimpleNamespace(members=[SimpleNamespace(role=role) for role in roles])
-    parts = Parts(None, None, None, {}, frozenset(), None, None, processes)
-    assert parts.share_cores is shared
+    assert Parts(None, None, None, {}, frozenset(), None, None, processes).share_cores is shared
+
+
+class Started:
+    """Servers of `launch` that nobody starts."""
+
+    def __init__(self, wanted, *_, **__):
+        self.members = [SimpleNamespace(role=role) for role in wanted]
+
+    def urls(self, role: str) -> list[str]:
+        return ["http://127.0.0.1:9"]
+
+    def failure(self) -> None:
+        return None
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.fixture
+def coordinator(monkeypatch):
+    """`coordinator(...)`: from `from_pretrained` with the embedded models, over servers that are not there."""
+
+    async def meet(self) -> None:
+        pass
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(parts, "launch", Started)
+    monkeypatch.setattr(parts, "engine_options", lambda *_: {"speculative_config": dict(REJECTED_DRAFTS)})
+    monkeypatch.setattr(Coordinator, "meet", meet)
+
+    def make(adapter: str | None = "zoo:adapter", **options) -> Coordinator:
+        with Coordinator.from_pretrained("zoo:target", "zoo:draft", adapter, **options) as made:
+            return made
+
+    return make
+
+
+URL = "http://127.0.0.1:9"
+
+
+def test_overlap_is_off_where_both_servers_share_the_cores_of_a_cpu(coordinator):
+    assert not coordinator()._overlap
+    assert coordinator(overlap=True)._overlap
+    assert coordinator(draft_url=URL)._overlap
+    assert not coordinator(draft_url=URL, overlap=False)._overlap
+
+
+def test_a_target_guesses_unless_it_is_known_not_to(coordinator):
+    def guesses(*arguments, **options) -> bool:
+        return coordinator(*arguments, **options)._target.guesses
+
+    assert guesses()
+    assert guesses(target_url=URL), "such servers are taken for what `parse_infer.vllm.options` prints"
+    for speculation in (None, {"method": "ngram", "num_speculative_tokens": 3}):
+        assert not guesses(target_options={"speculative_config": speculation})
+    assert not guesses(None, zero_shot=True)
+    assert not guesses(None, zero_shot=True, target_url=URL)

@@ -273,6 +273,28 @@ def test_every_architecture_and_kind_of_head(run, tmp_path, tokenizer, random_ad
     assert written == [greedy(lm, draft.context, 20) for draft in drafts]
 
 
+@pytest.mark.parametrize(
+    ("config", "adapter"),
+    [
+        (LlamaConfig(**SHAPE, tie_word_embeddings=True), {"vocabulary": tuple(range(0, 260, 3))}),
+        (
+            Qwen2Config(**SHAPE | {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}),
+            {"closes_turn": True},
+        ),
+    ],
+    ids=["llama, part of the vocabulary", "qwen2"],
+)
+def test_two_ranks_judge_and_write_as_one(run, tmp_path, tokenizer, random_adapter, config, adapter):
+    """The first has one head of keys and values, which both ranks hold; the second one for each."""
+    target, folder, lm, judge = tiny(tmp_path, tokenizer, random_adapter, config, **adapter)
+    drafts = judged(lm, judge, ["Hello", "Good morning", "How many are there?"])
+    questions = TrainedQuestions.of(judge.config, sorted(lm.eos_ids))
+    with run(**engine_options(target, folder), tensor_parallel_size=2) as llm:
+        found, written = ask(llm, questions, drafts, [draft.context for draft in drafts])
+    assert farthest(found, drafts) < 1e-4
+    assert written == [greedy(lm, draft.context, 20) for draft in drafts]
+
+
 def start(**options: Any) -> Any:
     from vllm import EngineArgs
 
@@ -285,7 +307,7 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(run, tmp_path, tokeniz
     assert options["max_logprobs"] == 20, "as many as without the plugin"
     for changes, message in (
         ({"max_logprobs": 1}, "max_logprobs is 1: set it to 2"),
-        ({"tensor_parallel_size": 2}, "tensor parallelism of 2 is not supported"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism of 2 is not supported"),
         ({"enable_lora": True}, "vLLM's own LoRA .* cannot be used together"),
         ({"hf_overrides": {"architectures": ["ParseLlamaForCausalLM"]}}, "start the server with the options"),
     ):
