@@ -1,24 +1,33 @@
 """Decides by measurement whether a draft pays, so that PARSE is never slower than the target alone.
 
-What pays depends on the load: a target that is saturated gains less from drafts, or nothing. So requests are compared
-with those that began while about as many others were under way (1, 2 to 3, 4 to 7, …).
+What pays depends on the load: a target that is saturated gains less from drafts, or nothing. So answers are compared
+with those that began and ended while about as many were under way (1, 2 to 3, 4 to 7, …), and where a load is new,
+what is known of others holds: drafts that do not pay at a lower one do not pay here, and those that pay at a higher
+one do.
+
+Answers under way at the same time share the target. One with a draft makes those beside it slower, so among a mixture
+both kinds take about as long, whichever is better. Hence both are tried in bursts, and an answer counts where nearly
+all those beside it are of its own kind.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 TRIALS = 3  # answers of either kind before they are compared
-EXPLORE = 64  # of so many requests one is answered the slower way, to notice when it has become the faster one
+EXPLORE = 64  # one of so many bursts goes the slower way, to notice when it has become the faster one
 MEMORY = 0.9  # weight of what was known, beside one more answer
+ALIKE = 0.8  # of the answers beside one that counts, so many are of its kind
 
 
 @dataclass
 class _Pace:
     """Seconds and tokens of the last answers of one kind, the older the less."""
 
-    sent: int = 0
+    n: int = 0
     seconds: float = 0.0
     tokens: float = 0.0
 
@@ -27,37 +36,105 @@ class _Pace:
         return self.seconds / self.tokens if self.tokens else 0.0
 
     def note(self, seconds: float, tokens: int) -> None:
+        self.n += 1
         self.seconds = MEMORY * self.seconds + seconds
         self.tokens = MEMORY * self.tokens + tokens
 
 
+@dataclass
+class _Load:
+    """What is known about one load, by kind: False for the target alone, True for answers with a draft."""
+
+    paces: dict[bool, _Pace] = field(default_factory=lambda: {False: _Pace(), True: _Pace()})
+    since: int = 0
+    """Answers that have begun since the slower way was tried."""
+
+    @property
+    def drafts_pay(self) -> bool | None:
+        """None: not known."""
+        if min(pace.n for pace in self.paces.values()) < TRIALS:
+            return None
+        return self.paces[True].seconds_per_token <= self.paces[False].seconds_per_token
+
+
+@dataclass
+class Underway:
+    """An answer that has begun.
+
+    Attributes:
+        drafted: whether it gets a draft.
+        load: requests that were under way when it began, itself included.
+        alike: whether it counts, so far.
+    """
+
+    drafted: bool
+    load: int
+    alike: bool = False
+
+
 class Controller:
-    """Keeps what answers of both kinds cost, with a draft and by the target alone, at each load."""
+    """Keeps what answers of both kinds take, with a draft and by the target alone, at each load."""
 
     def __init__(self) -> None:
-        self._paces: defaultdict[int, tuple[_Pace, _Pace]] = defaultdict(lambda: (_Pace(), _Pace()))
+        self._loads: defaultdict[int, _Load] = defaultdict(_Load)
+        self._underway = {False: 0, True: 0}
+        self._burst = (False, 0)  # the kind of the next answers, and how many they are
 
-    def drafts(self, load: int = 1) -> bool:
-        """Whether the next request gets a draft.
+    @contextmanager
+    def answering(self, load: int = 1) -> Iterator[Underway]:
+        """Around an answer: decides how it begins.
 
         Args:
             load: requests under way, this one included.
         """
-        with_draft, alone = self._paces[load.bit_length()]
-        known = with_draft.tokens and alone.tokens
-        if not known or min(with_draft.sent, alone.sent) < TRIALS:
-            chosen = with_draft.sent <= alone.sent
-        else:
-            chosen = with_draft.seconds_per_token <= alone.seconds_per_token
-            if (with_draft.sent + alone.sent) % EXPLORE == 0:
-                chosen = not chosen
-        (with_draft if chosen else alone).sent += 1
-        return chosen
+        answer = Underway(self._choose(load), load)
+        self._underway[answer.drafted] += 1
+        answer.alike = self._among_its_kind(answer)
+        try:
+            yield answer
+        finally:
+            self._underway[answer.drafted] -= 1
 
-    def note(self, drafted: bool, seconds: float, tokens: int, load: int = 1) -> None:
-        """An answer that began at this load is complete."""
-        self._paces[load.bit_length()][not drafted].note(seconds, tokens)
+    def note(self, answer: Underway, seconds: float, tokens: int, load: int = 1) -> None:
+        """An answer is complete; called within its `with`.
+
+        Args:
+            load: now.
+        """
+        if answer.alike and self._among_its_kind(answer) and load.bit_length() == answer.load.bit_length():
+            self._loads[load.bit_length()].paces[answer.drafted].note(seconds, tokens)
 
     def pace(self, drafted: bool, load: int = 1) -> float:
         """Seconds for a token of the last answers; 0 where there was none."""
-        return self._paces[load.bit_length()][not drafted].seconds_per_token
+        return self._loads[load.bit_length()].paces[drafted].seconds_per_token
+
+    def _choose(self, load: int) -> bool:
+        kind, left = self._burst
+        if not left:
+            kind, left = self._next_burst(load)
+        self._burst = (kind, left - 1)
+        return kind
+
+    def _next_burst(self, load: int) -> tuple[bool, int]:
+        """A kind, and how many answers begin that way."""
+        here = self._loads[load.bit_length()]
+        size = TRIALS + 2 * (load - 1)  # those under way give way first
+        pays = self._drafts_pay(load.bit_length())
+        if pays is None:
+            return here.paces[True].n <= here.paces[False].n, size
+        here.since += 1
+        if here.since < EXPLORE * size:
+            return pays, 1
+        here.since = 0
+        return not pays, size
+
+    def _drafts_pay(self, bucket: int) -> bool | None:
+        known = {at: pays for at, each in self._loads.items() if (pays := each.drafts_pay) is not None}
+        if bucket in known:
+            return known[bucket]
+        if any(at < bucket and not pays for at, pays in known.items()):
+            return False
+        return True if any(at > bucket and pays for at, pays in known.items()) else None
+
+    def _among_its_kind(self, answer: Underway) -> bool:
+        return self._underway[answer.drafted] >= ALIKE * sum(self._underway.values())

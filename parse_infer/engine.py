@@ -339,18 +339,18 @@ class ParseEngine:
 
     def _serve(self, request: Request, drafter: Drafter) -> Iterator[Event]:
         """All events of a request: with a draft, or by the target alone where that has been faster."""
-        adaptive = request.settings.adaptive and drafter is self.drafter
-        drafted = not adaptive or self.controller.drafts()
-        if drafted:
-            events = self._with_draft(request, drafter)
-        else:
-            events = self._write_alone(self.target, "target", request, self.target_drafter)
-        for event in events:
-            if adaptive and isinstance(event, Done):
-                timings = event.generation.timings
-                seconds = timings.draft_s + timings.verify_s + timings.resume_s
-                self.controller.note(drafted, seconds, len(event.generation.token_ids))
-            yield event
+        if not request.settings.adaptive or drafter is not self.drafter:
+            yield from self._with_draft(request, drafter)
+            return
+        with self.controller.answering() as answer:
+            if answer.drafted:
+                events = self._with_draft(request, drafter)
+            else:
+                events = self._write_alone(self.target, "target", request, self.target_drafter)
+            for event in events:
+                if isinstance(event, Done):
+                    self.controller.note(answer, event.generation.timings.work_s, len(event.generation.token_ids))
+                yield event
 
     def _with_draft(self, request: Request, drafter: Drafter) -> Iterator[Event]:
         """All events of a request, with its costs counted."""

@@ -140,6 +140,10 @@ class Timings:
     resume_s: float = 0.0
     total_s: float = 0.0
 
+    @property
+    def work_s(self) -> float:
+        return self.draft_s + self.verify_s + self.resume_s
+
 
 @dataclass(frozen=True)
 class Generation:

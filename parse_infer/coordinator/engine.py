@@ -299,22 +299,21 @@ class Coordinator:
         self, request: Request, drafts: Drafts | None, adaptive: bool, watched: bool
     ) -> AsyncGenerator[Event, None]:
         self.running += 1
-        load = self.running
-        if adaptive and not self.controller.drafts(load):
-            drafts = None
         request.start()
         try:
-            with self._target.servers.place() as at:
-                async with aclosing(self._writing(request, drafts, at, watched)) as events:
-                    async for event in events:
-                        yield event
+            with self.controller.answering(self.running) if adaptive else nullcontext() as answer:
+                if answer is not None and not answer.drafted:
+                    drafts = None
+                with self._target.servers.place() as at:
+                    async with aclosing(self._writing(request, drafts, at, watched)) as events:
+                        async for event in events:
+                            yield event
+                generation = request.result()
+                if answer is not None:
+                    tokens = len(generation.token_ids)
+                    self.controller.note(answer, generation.timings.work_s, tokens, self.running)
         finally:
             self.running -= 1
-        generation = request.result()
-        if adaptive:
-            timings = generation.timings
-            seconds = timings.draft_s + timings.verify_s + timings.resume_s
-            self.controller.note(drafts is not None, seconds, len(generation.token_ids), load)
         yield Done(generation)
 
     async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:

@@ -176,9 +176,10 @@ class JudgesDrafts:
         judge = self._judge
         rows = probed[ids[probed] >= judge.ids.closing]
         if judge.states is not None:
-            last = step.query_start_loc[1:].long() - 1
-            asks = (ids[last] >= judge.ids.closing).nonzero()[:, 0]
-            rows = last[asks]
+            # The last one of each request. Where nothing else is left to read, vLLM puts room for guesses behind it.
+            asks = torch.searchsorted(step.query_start_loc[1:].long(), rows, right=True)
+            is_last = asks != pad(asks[1:], (0, 1), value=-1)
+            rows, asks = rows[is_last], asks[is_last]
         if not len(rows):
             return None
         sizes, doubt = torch.ones_like(rows), None

@@ -269,8 +269,16 @@ def test_every_architecture_and_kind_of_head(run, tmp_path, tokenizer, random_ad
         if not questions.ids.probe:
             ask_more_nonsense(llm, questions)
         found, written = ask(llm, questions, drafts, [draft.context for draft in drafts])
-    assert farthest(found, drafts) < 1e-3
-    assert written == [greedy(lm, draft.context, 20) for draft in drafts]
+        assert farthest(found, drafts) < 1e-3
+        assert written == [greedy(lm, draft.context, 20) for draft in drafts]
+        # Asked about again, alone, at every place in a block: at one of them the last id alone is left to read.
+        draft = max(drafts, key=lambda draft: len(draft.ids))
+        cuts = list(range(len(draft.ids) - 32, len(draft.ids)))
+        lm.decoder.seek(draft.context)
+        known = Verifier(lm.decoder, judge, Segmenter(lm.tokenizer)).verify(draft.ids, cuts).validity
+        for n, validity in [*zip(cuts, known, strict=True)] * 2:
+            one = Draft(draft.context, draft.ids[:n], [n], [validity], [])
+            assert farthest(ask(llm, questions, [one])[0], [one]) < 1e-3
 
 
 @pytest.mark.parametrize(
