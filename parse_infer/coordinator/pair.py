@@ -78,13 +78,12 @@ class Target:
         Args:
             watched: somebody reads it as it comes; else it comes all at once, which costs less.
         """
-        room, stop = request.answer.room, list(request.settings.stop)
+        room = request.answer.room
         asked = server_settings(request.sampling, self.language.eos_ids, "target", round)
         if room <= 0:
             return
         if not watched:
-            if stop:
-                asked |= {"stop": stop, "include_stop_str_in_output": True}
+            asked |= stop_settings(request.settings.stop)
             with request.timed("resume_s"):
                 ids = await self.servers.whole(request.context, room, asked, prefer)
             for token in ids:
@@ -191,13 +190,16 @@ class ServerPair:
 
     async def _read_draft(self, servers: Servers, translation: Translation, writing: Writing, round: int) -> None:
         asked = server_settings(self._request.settings.draft_sampling, translation.end_ids, "draft", round)
+        if not self._overlap:  # nothing is done with a part of it
+            asked |= stop_settings(translation.stop)
+            writing.add(await servers.whole(writing.context, writing.room, asked, self._draft_at))
+            return
         async with aclosing(servers.written(writing.context, writing.room, asked, self._draft_at)) as pieces:
             async for piece in pieces:
                 writing.add(piece)
                 if not writing.open:
                     return
-                if self._overlap:
-                    self._checks.look(writing.text, writing.n, lambda: writing.draft().ids)
+                self._checks.look(writing.text, writing.n, lambda: writing.draft().ids)
 
     async def _read_prompt(self, context: list[int]) -> None:
         with suppress(Refused, Unavailable):  # whoever needs an answer will ask again
@@ -208,6 +210,11 @@ class ServerPair:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         return task
+
+
+def stop_settings(stop: Sequence[str]) -> dict[str, Any]:
+    """More of them, for an answer that comes all at once."""
+    return {"stop": list(stop), "include_stop_str_in_output": True} if stop else {}
 
 
 def server_settings(sampling: Sampling, end_ids: set[int], *purpose: object) -> dict[str, Any]:

@@ -7,10 +7,7 @@ overlap        an answer with segments verified while the draft is written, agai
 verification   all cuts of a draft, from an empty cache, against one cold prefill of prompt and draft
 killed         1,000 requests, 32 at a time, each server killed once: wrong, lost, and memory before and after
 
-For speed, also with a draft of which nothing is kept:
-
-    parse-infer bench --backend vllm --clients 1,4,16,32
-    parse-infer bench --backend vllm --clients 1,4,16,32 --modes target,parse,parse:adaptive --threshold 2
+For speed, also where drafts are useless, see docs/vllm.md.
 """
 
 from __future__ import annotations
