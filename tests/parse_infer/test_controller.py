@@ -86,6 +86,25 @@ def test_and_drafts_that_are_kept_are_found_to_pay(clients):
     assert serve(NeverDrafts(), 1000, clients, kept=0.0) / serve(controller, 1000, clients, kept=1.0) > 1.3
 
 
+@pytest.mark.parametrize(
+    ("kinds", "ended_at", "counts"),
+    [((True, True), 2, True), ((True, False), 2, False), ((True, True), 1, False), ((False, False), 3, True)],
+)
+def test_an_answer_counts_among_its_own_kind_and_at_one_load(monkeypatch, kinds, ended_at, counts):
+    controller, chosen = Controller(), iter(kinds)
+    monkeypatch.setattr(controller, "_choose", lambda load: next(chosen))
+    with controller.answering(2), controller.answering(2) as answer:
+        controller.note(answer, 1.0, 100, ended_at)
+    assert bool(controller.pace(answer.drafted, ended_at)) is counts
+
+
+def test_under_load_as_many_begin_alike_as_push_the_others_out():
+    controller = Controller()
+    with ExitStack() as stack:
+        begun = [stack.enter_context(controller.answering(32)).drafted for _ in range(65)]
+    assert all(begun)
+
+
 def test_what_holds_at_a_low_load_is_not_tried_again_at_a_high_one():
     controller = Controller()
     simulate(controller, 2 * TRIALS, with_draft=2.0, load=1)

@@ -116,6 +116,14 @@ def test_a_head_without_a_probe_is_asked_about_all_cuts_in_one_prompt(make_engin
         assert all(len(body["prompt"]) == 1 for body in target.bodies if body.get("logprobs"))
 
 
+def test_a_server_that_answers_at_once_is_told_where_to_stop(engine, connect):
+    """A stream is closed there; a whole answer would go on to its end."""
+    for overlap, told in ((True, None), (False, ["e"])):
+        coordinator, (target,), draft = connect(engine, overlap=overlap)
+        coordinator.generate(PROMPT, max_new_tokens=40, threshold=1.01, stop=("e",))
+        assert draft.bodies[0].get("stop") == told and target.bodies[-1].get("stop") == ["e"]
+
+
 def test_without_a_probe_a_draft_may_fill_the_window(make_engine, connect, random_adapter):
     engine = make_engine(cut_policy=CUTS)
     engine = ParseEngine(
