@@ -99,10 +99,7 @@ def test_an_answer_counts_among_its_own_kind_and_at_one_load(monkeypatch, kinds,
 
 
 def test_under_load_as_many_begin_alike_as_push_the_others_out():
-    controller = Controller()
-    with ExitStack() as stack:
-        begun = [stack.enter_context(controller.answering(32)).drafted for _ in range(65)]
-    assert all(begun)
+    assert simulate(Controller(), 65, with_draft=1.0, load=32)[1] == 65
 
 
 def test_what_holds_at_a_low_load_is_not_tried_again_at_a_high_one():
