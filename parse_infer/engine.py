@@ -20,6 +20,7 @@ from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.drafters.drafter import Drafter
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.generation import Done, Event, Generation, GenerationSettings, Interrupted, Resumed, Score, Source
+from parse_infer.guesses.draft_chain import DraftChain
 from parse_infer.guesses.registry import check_token_drafter, load_token_drafter
 from parse_infer.guesses.rejected_draft import RejectedDraft
 from parse_infer.guesses.token_drafter import TokenDrafter
@@ -183,7 +184,7 @@ class ParseEngine:
 
     def describe(self) -> dict[str, Any]:
         """Which models answer; see `describe_models`."""
-        return describe_models(self.target, self.draft, self.judge)
+        return describe_models(self.target, self.draft, self.judge, self.segmenter.policy)
 
     def describe_machine(self) -> dict[str, Any]:
         return describe_machine(self.target.model.device)
@@ -481,6 +482,9 @@ class _LocalPair:
         # Whether draft tokens that equal the target's greedy choice are used behind the accepted cut.
         self._exact = settings.mode == "exact"
         self._wants_tail = self._exact or (settings.exact_tail and settings.resume_sampling.greedy)
+        # Lossless speculation is faster than a draft of which nothing may be kept.
+        guesses_itself = drafter is engine.drafter and isinstance(engine.target_drafter, DraftChain)
+        self._drafts = self._exact or self.threshold <= 1 or not guesses_itself
 
     def room(self) -> int:
         """The budget, and what the window holds besides context and one probe."""
@@ -488,7 +492,7 @@ class _LocalPair:
         return min(self._request.answer.room, self._engine.target.window - probe_len - len(self._request.context))
 
     async def propose(self, round: int) -> Sequence[int]:
-        return self._drafter.propose(self._request.answer.ids, self.room()).ids
+        return self._drafter.propose(self._request.answer.ids, self.room()).ids if self._drafts else ()
 
     async def verify(self, draft: Sequence[int]) -> Verification:
         """One target forward over [uncached context, draft, probes]; context and draft stay in the cache."""

@@ -26,7 +26,8 @@ class GenerationSettings:
     """Upper bound on the answer, in target tokens, the end token included."""
     threshold: float | None = None
     """A prefix holds if its validity is at least this. None: the adapter's own (0.5 if it has none). More than 1
-    accepts nothing for its validity, so the (greedy) answer is the target's own."""
+    accepts nothing for its validity, so the (greedy) answer is the target's own; where the draft model guesses tokens
+    for the target, it then does nothing else (lossless speculation)."""
     risk: float | None = None
     """Instead of a threshold: keep a promise of the engine's calibration (`parse_infer.promise`), which then decides
     about threshold, resume, acceptance and max_rounds."""

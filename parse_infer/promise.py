@@ -111,7 +111,7 @@ class Calibration:
     def check(self, models: Mapping[str, Any]) -> None:
         """ValueError unless this was measured with these models (`describe` of an engine)."""
         known = {**models, "backend": models.get("backend", LOCAL)}
-        for part in ("backend", "target", "draft", "adapter", "dtype"):
+        for part in ("backend", "target", "draft", "adapter", "dtype", "cut_policy", "template_options"):
             mine, theirs = self.backend if part == "backend" else self.models.get(part), known.get(part)
             if _weights(mine) != _weights(theirs):
                 raise ValueError(
@@ -166,7 +166,7 @@ def apply_promise(settings: GenerationSettings, calibration: Calibration | None)
             f"risk is {risk}, but this engine has no calibration: run `parse-infer calibrate`, "
             "and name its calibration.json"
         )
-    for name in (*(f.name for f in fields(Setting)), "mode"):
+    for name in (*(f.name for f in fields(Setting)), "mode", "exact_tail"):
         if getattr(settings, name) != getattr(GenerationSettings(), name):
             raise ValueError(f"risk and {name} were both given: a promise chooses its own {name}")
     if not (settings.draft_sampling.greedy and settings.resume_sampling.greedy):
@@ -200,8 +200,8 @@ def risks(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def _weights(part: Any) -> Any:
-    return part["weights"] if isinstance(part, dict) else part
+    return part["weights"] if isinstance(part, dict) and "weights" in part else part
 
 
 def _name(part: Any) -> Any:
-    return part["name"] if isinstance(part, dict) else part
+    return part["name"] if isinstance(part, dict) and "name" in part else part

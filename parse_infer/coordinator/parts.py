@@ -92,6 +92,8 @@ def find_parts(
         "target": str(target),
         "draft": None if draft is None else str(draft),
         "adapter": "zero-shot" if files is None else files.fingerprint,
+        "cut_policy": (cut_policy or own_cuts).to_dict(),
+        "template_options": dict(template_options or {}),
     }
     promises = None
     if calibration is not None:

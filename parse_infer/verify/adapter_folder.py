@@ -42,11 +42,16 @@ class AdapterFiles:
     @property
     def fingerprint(self) -> str:
         """Tells a retrained adapter apart."""
-        digest = hashlib.sha256(json.dumps([self.peft_config, self.validity_config], sort_keys=True).encode())
-        for tensors in (self.tensors, self.head):
-            for name in sorted(tensors):
-                digest.update(name.encode() + tensors[name].float().numpy().tobytes())
-        return digest.hexdigest()[:12]
+        return judge_fingerprint((self.peft_config, self.validity_config), (self.tensors, self.head))
+
+
+def judge_fingerprint(configs: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Tensor]]) -> str:
+    """Of everything that makes a judge: its configurations and all of its tensors."""
+    digest = hashlib.sha256(json.dumps(list(configs), sort_keys=True, default=_as_json).encode())
+    for tensors in parts:
+        for name in sorted(tensors):
+            digest.update(name.encode() + tensors[name].detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 def read_adapter(name_or_path: str | Path) -> AdapterFiles:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from parse_infer.models.fingerprint import describe_target, fingerprint, same_weights
-from parse_infer.verify.adapter_folder import read_adapter, write_adapter
+from parse_infer.verify.adapter_folder import judge_fingerprint, read_adapter, write_adapter
 from parse_infer.verify.head import Probe, ValidityHead
 from parse_infer.verify.probe_lora import ProbeLoRA
 
@@ -112,6 +112,10 @@ class ValidityAdapter:
     @property
     def probe(self) -> Probe:
         return Probe(self.config.probe_ids, self.config.probe_text, self.config.closes_turn)
+
+    @property
+    def fingerprint(self) -> str:
+        return judge_fingerprint((self.peft_config, self.config.to_dict()), (self.tensors, self.head.state_dict()))
 
     def save_pretrained(self, folder: str | Path, figures: Mapping[str, bytes] | None = None) -> Path:
         """Write the files, all or nothing: into a temporary folder beside `folder`, which is then renamed.

@@ -33,6 +33,11 @@ class Judge(Protocol):
     @property
     def probe(self) -> Probe: ...
 
+    @property
+    def fingerprint(self) -> str:
+        """Tells another judge apart."""
+        ...
+
 
 @dataclass(frozen=True)
 class Verification:

@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
 from parse_infer.models.fingerprint import describe_target
+from parse_infer.verify.adapter_folder import judge_fingerprint
 from parse_infer.verify.head import Probe, ValidityHead, verbalizer_ids
 from parse_infer.verify.probe_lora import ProbeLoRA
 from parse_infer.verify.segments import CutPolicy
@@ -63,6 +64,10 @@ class ZeroShotJudge:
             label={"kind": "zero-shot"},
             threshold=0.5,
         )
+
+    @property
+    def fingerprint(self) -> str:
+        return judge_fingerprint((self.config.to_dict(),), (self.head.state_dict(),))
 
 
 def chat_suffix(tokenizer: Any, question: str) -> str:

@@ -60,6 +60,20 @@ def test_threshold_above_one_is_the_greedy_target(engine, resume, exact_tail):
 
 
 @pytest.mark.parametrize("resume", ["finish", "hand_back"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3)], ids=["greedy", "sampled"])
+def test_nothing_is_drafted_that_nobody_would_keep(engine, resume, sampling):
+    settings = GenerationSettings(40, threshold=1.01, resume=resume, resume_sampling=sampling)
+    engine.target_drafter = load_token_drafter("draft", engine.target, engine.draft)
+    ours, lossless = engine.generate(PROMPT, settings), engine.generate_target(PROMPT, settings, guided=True)
+    assert ours.token_ids == lossless.token_ids and len(ours.token_ids) == 40
+    assert (ours.stats.draft_tokens, ours.stats.target_forwards) == (0, lossless.stats.target_forwards)
+    assert engine.generate(PROMPT, settings, draft_text="Tom has 4.").stats.draft_tokens  # it may still guess
+    assert engine.generate(PROMPT, settings, threshold=1.0).stats.draft_tokens
+    engine.target_drafter = load_token_drafter("lookup", engine.target)
+    assert engine.generate(PROMPT, settings).stats.draft_tokens  # a worse guesser than a draft
+
+
+@pytest.mark.parametrize("resume", ["finish", "hand_back"])
 def test_exact_mode_is_the_greedy_target_for_fewer_forwards(engine, resume):
     alone = engine.generate_target(PROMPT, max_new_tokens=40)
     ours = engine.generate(PROMPT, max_new_tokens=40, mode="exact", resume=resume)

@@ -310,6 +310,7 @@ def test_requests_go_by_the_promise(engine: ParseEngine, make_engine, tmp_path: 
         ({"draft_text": "4"}, "risk and draft_text were both given"),
         ({"resume": "hand_back"}, "risk and resume were both given"),
         ({"mode": "exact"}, "risk and mode were both given"),
+        ({"exact_tail": False}, "risk and exact_tail were both given"),
         ({"resume_sampling": Sampling(0.7)}, "covers greedy answers only"),
         ({"max_new_tokens": 8}, "covers answers of up to 30 tokens and max_new_tokens is 8"),
     ]:
@@ -319,6 +320,14 @@ def test_requests_go_by_the_promise(engine: ParseEngine, make_engine, tmp_path: 
     assert other.generate(PROMPTS[0], max_new_tokens=5).token_ids  # of no concern without a risk
     with pytest.raises(ValueError, match="made with another draft"):
         other.generate(PROMPTS[0], risk=0.5)
+    models = engine.describe()
+    for part, value in (
+        ("adapter", "x"),
+        ("cut_policy", {"kind": "tokens"}),
+        ("template_options", {"thinking": True}),
+    ):
+        with pytest.raises(ValueError, match=f"made with another {part}"):
+            calibration.check(models | {part: value})
     other.calibration = None
     with pytest.raises(ValueError, match="this engine has no calibration: run `parse-infer calibrate`"):
         other.generate(PROMPTS[0], risk=0.5)

@@ -17,7 +17,6 @@ import pytest
 
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import Done, Generation, GenerationSettings
-from parse_infer.identity import describe_models
 from parse_infer.models.prompts import Verbatim
 from parse_infer.models.sampling import Sampling, seed_of
 from parse_infer.promise import Calibration, Setting, Tried
@@ -168,7 +167,7 @@ def test_the_assistants_last_message_is_continued(served):
 
 def calibrated(engine: ParseEngine, disagreement: float = 0.1) -> Calibration:
     """Promises 0.01 where nothing is accepted, and 0.05 where everything is."""
-    models = describe_models(engine.target, engine.draft, engine.judge)
+    models = engine.describe()
     tried = [Tried(Setting(1.01, "hand_back"), 0, 0.01, 1.0, 0.01), Tried(Setting(0.0), 0, 0.04, 2.0, disagreement)]
     return Calibration("t", 300, "x", "accuracy", 0.9, 24, models, tried, {0.01: 0, 0.05: 1})
 

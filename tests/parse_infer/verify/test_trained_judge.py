@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from parse_infer.models.fingerprint import describe_target, fingerprint, same_weights
-from parse_infer.verify.adapter_folder import CARD, CONFIG, HEAD, PEFT_CONFIG, PEFT_WEIGHTS
+from parse_infer.verify.adapter_folder import CARD, CONFIG, HEAD, PEFT_CONFIG, PEFT_WEIGHTS, read_adapter
 from parse_infer.verify.head import ValidityHead, verbalizer_ids
 from parse_infer.verify.trained_judge import ValidityAdapter, ValidityConfig
 
@@ -46,6 +47,19 @@ def test_saved_equals_loaded(target, random_adapter, random_ids, tmp_path):
     assert not any(p.requires_grad for p in loaded.head.parameters())
     card = (folder / CARD).read_text()
     assert "auroc | 0.93" in card and "LlamaForCausalLM" in card
+
+
+def test_a_fingerprint_is_of_all_that_judges(target, folder):
+    loaded = ValidityAdapter.from_pretrained(folder, target)
+    assert loaded.fingerprint == read_adapter(folder).fingerprint  # the same over servers
+    name = min(loaded.tensors)
+    others = [
+        replace(loaded, tensors=loaded.tensors | {name: loaded.tensors[name] + 1}),
+        replace(loaded, config=replace(loaded.config, probability={"scale": 2.0, "shift": 0.0})),
+        replace(loaded, peft_config=loaded.peft_config | {"lora_alpha": 1}),
+        replace(loaded, head=ValidityHead(loaded.head.hidden_size)),
+    ]
+    assert len({loaded.fingerprint, *(other.fingerprint for other in others)}) == 5
 
 
 def test_without_a_probe_nothing_is_said_of_peft(target, random_adapter, tmp_path):
