@@ -27,6 +27,7 @@ class Answer:
         eos_ids: tokens that end an answer; they have no text.
         stop: the answer ends right after the first of these strings, wherever its tokens come from.
         max_tokens: the budget, end token included.
+        before: tokens of a text that the answer continues.
     """
 
     def __init__(
@@ -35,13 +36,14 @@ class Answer:
         eos_ids: Collection[int],
         stop: Sequence[str],
         max_tokens: int,
+        before: Sequence[int] = (),
     ) -> None:
         self.ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._eos_ids = eos_ids
         self._stop = stop
         self._max_tokens = max_tokens
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, before)
         self._text_end: int | None = None  # where a stop string ends the text
         self._pieces: list[_Piece] = []
 
@@ -75,6 +77,7 @@ class Answer:
         if self._stop and ids:
             ahead = self._detokenizer.fork()
             ahead.add(ids)
+            ahead.flush()
             if self._find_stop(ahead.text) is not None:
                 ahead = self._detokenizer.fork()
                 for i, token in enumerate(ids):
@@ -93,11 +96,11 @@ class Answer:
         return texts
 
     def add(self, ids: Sequence[int], source: Source, validity: float | None = None) -> str:
-        """Append tokens; nothing may follow a token that ends the answer (`clip` a draft first).
+        """Append tokens; what follows the end of the answer is left out (`clip` a draft first).
 
         Returns the text that became readable with them; see `Detokenizer`.
         """
-        if not ids:
+        if not (ids and self.open):
             return ""
         before = len(self.text)
         self.ids.extend(ids)

@@ -6,10 +6,11 @@ The heart is `parse_infer.rounds.rounds`; here are the models that it runs. Refe
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from parse_infer.identity import describe_models
 from parse_infer.models.loading import LanguageModel, find_model, load_language_model
 from parse_infer.models.machine import describe_machine
 from parse_infer.models.names import resolve
-from parse_infer.models.prompts import Prompt, as_batch, with_drafts
+from parse_infer.models.prompts import Prompt, as_batch, left_context, with_drafts
 from parse_infer.models.sampling import Sampling
 from parse_infer.models.token_map import token_map
 from parse_infer.policy import check_threshold
@@ -48,8 +49,9 @@ DEFAULT_THRESHOLD = 0.5  # for a judge that was never calibrated: more likely ri
 class ParseEngine:
     """Generates with a target model whose answers a draft model mostly writes.
 
-    Holds one cache per model, which serves one request at a time: prompts that share a beginning (a system prompt, the
-    conversation so far) do not prefill it again. `from_pretrained` loads the parts by name.
+    Holds one cache per model, which serves one request at a time (threads wait for each other): prompts that share a
+    beginning (a system prompt, the conversation so far) do not prefill it again. `from_pretrained` loads the parts by
+    name.
 
     Args:
         target: the model whose quality is kept.
@@ -95,6 +97,8 @@ class ParseEngine:
         self.around: Around = unchanged
         self._checked: Calibration | None = None
         self._current: Request | None = None
+        self._answering = ExitStack()  # of the last adaptive request
+        self._turn = RLock()
 
     @classmethod
     def from_pretrained(
@@ -232,8 +236,9 @@ class ParseEngine:
         settings = self._settings(settings, overrides)
         batch, is_list = as_batch(prompts)
         drafts = with_drafts(batch, is_list, draft_text)
-        prepared = [self._prepare(p, settings, d) for p, d in zip(batch, drafts, strict=True)]
-        results = [self._finish(*each) for each in prepared]
+        with self._turn:
+            prepared = [self._prepare(p, settings, d) for p, d in zip(batch, drafts, strict=True)]
+            results = [_last(self._serve(*each)) for each in prepared]
         return results if is_list else results[0]
 
     def stream(
@@ -247,7 +252,8 @@ class ParseEngine:
 
         The errors of `generate` are raised here, not at the first event. Another request to the engine ends this one.
         """
-        return self._serve(*self._prepare(prompt, self._settings(settings, overrides), draft_text))
+        with self._turn:
+            return self._in_turn(self._serve(*self._prepare(prompt, self._settings(settings, overrides), draft_text)))
 
     def stream_target(
         self, prompt: Prompt, settings: GenerationSettings | None = None, guided: bool = False, **overrides: Any
@@ -255,7 +261,9 @@ class ParseEngine:
         """`generate_target` for one prompt, as it happens: Resumed for each token, Done."""
         settings = self._settings(settings, overrides)
         request = Request(prompt, self.target, settings, settings.resume_sampling)
-        return self._write_alone(self.target, "target", request, self.target_drafter if guided else None)
+        return self._in_turn(
+            self._write_alone(self.target, "target", request, self.target_drafter if guided else None)
+        )
 
     @contextmanager
     def interruptible(self, unwanted: Callable[[], bool]) -> Iterator[None]:
@@ -299,11 +307,12 @@ class ParseEngine:
                 f"Prompt, response and probe have {needed} tokens, beyond the context window of {self.target.name!r} "
                 f"({self.target.window}): shorten the response."
             )
-        self._current = None  # a stream that is still open must not go on in this context
         segmenter = self.segmenter if cut_policy is None else Segmenter(self.target.tokenizer, cut_policy)
-        self.target.decoder.seek(prompt_ids)
-        verification = self.verifier.verify(draft, cuts=segmenter.cuts(draft))
-        answer = Answer(self.target.tokenizer, self.target.eos_ids, (), sys.maxsize)
+        with self._turn:
+            self._current = None  # a stream that is still open must not go on in this context
+            self.target.decoder.seek(prompt_ids)
+            verification = self.verifier.verify(draft, cuts=segmenter.cuts(draft))
+        answer = Answer(self.target.tokenizer, self.target.eos_ids, (), sys.maxsize, left_context(prompt, prompt_ids))
         return Score(segments_of(answer, draft, verification), self.threshold)
 
     def generate_target(
@@ -338,12 +347,15 @@ class ParseEngine:
         drafter = self.draft_drafter if guided else None
         return self._alone(self.draft, "draft", prompts, settings, settings.draft_sampling, drafter)
 
-    def _serve(self, request: Request, drafter: Drafter) -> Iterator[Event]:
+    def _serve(self, request: Request, drafter: Drafter) -> Generator[Event]:
         """All events of a request: with a draft, or by the target alone where that has been faster."""
         if not request.settings.adaptive or drafter is not self.drafter:
             yield from self._with_draft(request, drafter)
             return
-        with self.controller.answering() as answer:
+        with ExitStack() as own:
+            self._answering.close()  # a stream that this request has ended may never be closed
+            self._answering = own
+            answer = own.enter_context(self.controller.answering())
             if answer.drafted:
                 events = self._with_draft(request, drafter)
             else:
@@ -370,8 +382,18 @@ class ParseEngine:
         stats.drafter_forwards = self._drafter_forwards() - drafter_before
         yield Done(request.result())
 
-    def _finish(self, request: Request, drafter: Drafter) -> Generation:
-        return _last(self._serve(request, drafter))
+    def _in_turn(self, events: Generator[Event]) -> Iterator[Event]:
+        """The same events, each step while no other thread uses the models."""
+        try:
+            while True:
+                with self._turn:
+                    event = next(events, None)
+                if event is None:
+                    return
+                yield event
+        finally:
+            with self._turn:
+                events.close()
 
     def _prepare(
         self, prompt: Prompt, settings: GenerationSettings, draft_text: str | None
@@ -400,12 +422,13 @@ class ParseEngine:
     ) -> Generation | list[Generation]:
         batch, is_list = as_batch(prompts)
         requests = [Request(prompt, model, settings, sampling) for prompt in batch]
-        results = [_last(self._write_alone(model, source, request, drafter)) for request in requests]
+        with self._turn:
+            results = [_last(self._write_alone(model, source, request, drafter)) for request in requests]
         return results if is_list else results[0]
 
     def _write_alone(
         self, model: LanguageModel, source: Source, request: Request, drafter: TokenDrafter | None
-    ) -> Iterator[Event]:
+    ) -> Generator[Event]:
         """Events of an answer that one model writes: Resumed for each token, Done."""
         self._current = request
         request.start()

@@ -5,6 +5,7 @@ Plain dataclasses without behaviour beyond their own validation; `parse_infer.en
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -54,9 +55,10 @@ class GenerationSettings:
     """Let the target answer alone while that has lately been faster (`parse_infer.controller`)."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
+        if not isinstance(stop, Iterable):
+            raise ValueError(f"stop is {stop!r}; it must be a text or a list of texts.")
+        object.__setattr__(self, "stop", tuple(stop))
         for name in ("max_new_tokens", "max_rounds"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from parse_infer.answer import Answer
 from parse_infer.generation import Accepted, Generation, GenerationSettings, Segment, Statistics, Timings
 from parse_infer.models.language import Language
-from parse_infer.models.prompts import Prompt
+from parse_infer.models.prompts import Prompt, left_context
 from parse_infer.models.sampling import Sampling
 
 
@@ -32,7 +32,8 @@ class Request:
         self.settings = settings
         self.sampling = sampling
         budget = min(settings.max_new_tokens, writer.window - len(self.prompt_ids))
-        self.answer = Answer(writer.tokenizer, writer.eos_ids, settings.stop, budget)
+        before = left_context(prompt, self.prompt_ids)
+        self.answer = Answer(writer.tokenizer, writer.eos_ids, settings.stop, budget, before)
         self.stats = Statistics()
         self.timings = Timings()
         self._started = 0.0

@@ -103,7 +103,8 @@ class _RememberingPair(Generic[V]):
         self._settled: tuple[Sequence[int], V, int] | None = None
 
     async def propose(self, round: int) -> Sequence[int]:
-        key = ("draft", tuple(self._request.context), self.room())
+        # Where nothing would be kept a pair may draft nothing.
+        key = ("draft", self.threshold > 1, tuple(self._request.context), self.room())
         if not self._memory.knows(key):
             started = time.perf_counter()
             self._memory.parts[key] = await self._pair.propose(round), time.perf_counter() - started

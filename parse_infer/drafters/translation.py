@@ -8,7 +8,7 @@ from parse_infer.answer import Answer
 from parse_infer.drafters.drafter import Draft
 from parse_infer.models.detokenizer import complete_text, encode_continuation
 from parse_infer.models.language import Language
-from parse_infer.models.prompts import Prompt, Verbatim, open_turn
+from parse_infer.models.prompts import Prompt, Verbatim, left_context, open_turn
 
 
 class Translation:
@@ -34,7 +34,7 @@ class Translation:
         self.draft, self.target, self.shares_tokens, self.stop = draft, target, shares_tokens, stop
         self.end_ids = draft.eos_ids | target.eos_ids if shares_tokens else draft.eos_ids
         self.prompt_ids = draft.render(prompt)
-        self.before = open_turn(prompt)
+        self.before, self.left = open_turn(prompt), left_context(prompt, self.prompt_ids)
 
     def begin(self, answer_ids: Sequence[int], max_new_tokens: int) -> Writing | None:
         """What the draft model goes on from; None where it cannot."""
@@ -62,7 +62,8 @@ class Writing:
         self._translation = translation
         self._n_before = len(written)
         tokenizer = translation.draft.tokenizer
-        self._answer = Answer(tokenizer, translation.end_ids, translation.stop, len(written) + room)
+        size = len(written) + room
+        self._answer = Answer(tokenizer, translation.end_ids, translation.stop, size, translation.left)
         self._answer.add(written, "target")
         self._before = self._answer.text
 
@@ -97,6 +98,8 @@ class Writing:
             text = self.text.rstrip("\ufffd")  # a budget may end inside a character
             ids = encode_continuation(target.tokenizer, self._translation.before + self._before, text)
         else:
+            if ended and ids[-1] in target.eos_ids:
+                return Draft(ids, finished=True)
             if ended:
                 ids = ids[:-1]
             size = target.n_embeddings

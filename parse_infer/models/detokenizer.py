@@ -18,14 +18,17 @@ class Detokenizer:
     Each step decodes only the tokens since the last release, with the ones before as left context (a
     SentencePiece decoder drops a leading space without it), so that a step costs microseconds however long the
     answer is. Special tokens have no text.
+
+    Args:
+        before: tokens in front of the text, which is continued.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()) -> None:
         self.text = ""
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
+        self._ids = list(before)
         self._context = 0  # ids[context:released] is the left context of what comes next
-        self._released = 0
+        self._released = len(before)
 
     def add(self, ids: Sequence[int]) -> str:
         """Take more tokens; return the text that became readable with them."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from parse_infer.models.prompts import Prompt, render_prompt
+from parse_infer.models.prompts import Prompt, end_of_turn, render_prompt
 
 
 class Language(ABC):
@@ -31,11 +32,12 @@ class Language(ABC):
     def n_embeddings(self) -> int:
         """Number of tokens the model embeds, which may be more than its tokenizer knows (padding)."""
 
-    @property
+    @cached_property
     def end_token(self) -> int | None:
-        """The token that stands for "the answer ends here" where this library writes one itself."""
-        preferred = self.tokenizer.eos_token_id
-        return preferred if preferred in self.eos_ids else min(self.eos_ids, default=None)
+        """The token that stands for "the answer ends here" where this library writes one itself: that which the chat
+        template puts behind an assistant's turn, else the tokenizer's own."""
+        candidates = [*end_of_turn(self.tokenizer, self.template_options), self.tokenizer.eos_token_id]
+        return next((token for token in candidates if token in self.eos_ids), min(self.eos_ids, default=None))
 
     def render(self, prompt: Prompt) -> list[int]:
         """Token ids of the prompt in this model's own chat template.

@@ -196,8 +196,17 @@ def end_tokens(generation: GenerationConfig | None, tokenizer: PreTrainedTokeniz
 
 
 def context_window(config: PretrainedConfig) -> int:
-    """Positions a model was made for, `sys.maxsize` where its config names none."""
-    window = getattr(config.get_text_config(), "max_position_embeddings", None)
+    """Positions a model was made for, `sys.maxsize` where its config names none.
+
+    LongRoPE (Phi-3 and later) turns all keys another way once a context grows beyond the original window, which a
+    cache cannot follow: the original window is the limit.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        original = getattr(text, "original_max_position_embeddings", None)
+        return int(original or rope.get("original_max_position_embeddings") or text.max_position_embeddings)
+    window = getattr(text, "max_position_embeddings", None)
     return sys.maxsize if window is None else int(window)
 
 

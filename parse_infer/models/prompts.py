@@ -62,6 +62,12 @@ def open_turn(prompt: Prompt) -> str:
     return prompt[-1]["content"]
 
 
+def left_context(prompt: Prompt, ids: Sequence[int]) -> Sequence[int]:
+    """The last of the prompt's tokens `ids`, where the answer continues its text: some decoders strip a space from the
+    first token they are given."""
+    return ids[-8:] if open_turn(prompt) else ()
+
+
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Prompt,
@@ -102,6 +108,18 @@ def render_prompt(
     return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has written them already
 
 
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any] | None = None) -> list[int]:
+    """Token ids that the chat template puts behind an assistant's turn; none where it cannot be told."""
+    marker = "@@TURN@@"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marker}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **(template_options or {}))
+    except (TemplateError, ValueError):  # ValueError: there is no template
+        return []
+    behind = cast("str", text).rpartition(marker)[2] if marker in text else ""
+    return list(tokenizer(behind, add_special_tokens=False).input_ids)
+
+
 def _check(prompt: Any) -> None:
     if isinstance(prompt, str):
         contents = [prompt]
@@ -109,7 +127,9 @@ def _check(prompt: Any) -> None:
         for message in prompt:
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
                 raise ValueError(f"{message!r} is not a chat message: it needs the keys 'role' and 'content'.")
-        contents = [str(message["content"]) for message in prompt]
+            if not isinstance(message["content"], str):
+                raise ValueError(f"The content of a chat message is {message['content']!r}; it must be a text.")
+        contents = [message["content"] for message in prompt]
     else:
         raise ValueError(f"A prompt is a text or a list of chat messages, not {prompt!r}.")
     if not any(content.strip() for content in contents):

@@ -6,9 +6,20 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
+
+_GREEDY = 1e-5  # lower temperatures would bring logits out of range
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: object) -> bool:
+    return _is_finite(value) and int(value) == value  # type: ignore[call-overload]
 
 
 def seed_of(*parts: object) -> int:
@@ -22,7 +33,8 @@ class Sampling:
     """Sampling settings of one decode.
 
     Attributes:
-        temperature: 0 chooses the most likely token (greedy); above 0 divides the logits by it.
+        temperature: 0 chooses the most likely token (greedy), and so does anything below 1e-5, as in vLLM; else the
+            logits are divided by it.
         top_p: keep the smallest set of most likely tokens whose probabilities add up to at least this; 1 keeps all.
         top_k: keep this many most likely tokens; 0 keeps all.
         seed: what all random numbers derive from; None draws them from PyTorch's global generator.
@@ -37,18 +49,23 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature must be finite and at least 0 (0 is greedy), not {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie above 0 and at most at 1, not {self.top_p}")
-        if isinstance(self.top_k, bool) or int(self.top_k) != self.top_k or self.top_k < 0:
-            raise ValueError(f"top_k must be a whole number of at least 0 (0 keeps all tokens), not {self.top_k}")
-        if self.seed is not None and (isinstance(self.seed, bool) or int(self.seed) != self.seed):
-            raise ValueError(f"seed must be a whole number or None, not {self.seed}")
+        if not _is_finite(self.temperature) or self.temperature < 0:
+            raise ValueError(
+                f"temperature must be a finite number of at least 0 (0 is greedy), not {self.temperature!r}"
+            )
+        if not _is_finite(self.top_p) or not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be a number above 0 and at most 1, not {self.top_p!r}")
+        if not _is_whole(self.top_k) or self.top_k < 0:
+            raise ValueError(f"top_k must be a whole number of at least 0 (0 keeps all tokens), not {self.top_k!r}")
+        object.__setattr__(self, "top_k", int(self.top_k))
+        if self.seed is not None:
+            if not _is_whole(self.seed):
+                raise ValueError(f"seed must be a whole number or None, not {self.seed!r}")
+            object.__setattr__(self, "seed", int(self.seed))
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < _GREEDY
 
     def generator(self, device: torch.device, *purpose: object) -> torch.Generator | None:
         """A fresh generator on `device` for one purpose (a role, a round); None where there is no seed.
@@ -119,7 +136,7 @@ class RowSampling:
         self._greedy = torch.tensor([s.greedy for s in settings], device=device)
         self._all_greedy = not sampled
         self._filtered = any(s.top_p < 1 or s.top_k > 0 for s in sampled)
-        self._temperature = column([s.temperature or 1.0 for s in settings])
+        self._temperature = column([1.0 if s.greedy else s.temperature for s in settings])
         self._top_p, self._top_k = column([s.top_p for s in settings]), column([s.top_k for s in settings])
 
     def choose(self, logits: Tensor, uniform: Sequence[float]) -> Tensor:

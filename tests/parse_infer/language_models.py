@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from parse_infer.models.loading import LanguageModel, load_language_model
@@ -62,6 +62,16 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
             "{% for m in messages %}[Q]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[A]{% endif %}"
         ),
     )
+
+
+def llama_tokenizer(text: str = "Once upon a time there was 38 so they share 19.") -> PreTrainedTokenizerFast:
+    """Words begin with "▁", and the decoder strips the space of the first token it is given, as Llama 2's does."""
+    core = Tokenizer(models.BPE(unk_token="?"))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    trainer = trainers.BpeTrainer(special_tokens=["?", "</s>"], show_progress=False)
+    core.train_from_iterator([text] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
 
 
 def language_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, name: str = "tiny") -> LanguageModel:

@@ -6,7 +6,8 @@ import random
 
 from parse_infer.answer import Answer
 from parse_infer.models.detokenizer import Detokenizer, complete_text, encode_continuation
-from tests.parse_infer.language_models import word_tokenizer
+from parse_infer.models.prompts import Verbatim, left_context
+from tests.parse_infer.language_models import llama_tokenizer, word_tokenizer
 
 
 def test_text_is_exact_however_the_tokens_arrive(tokenizer):
@@ -36,6 +37,19 @@ def test_a_continuation_keeps_its_own_spaces(tokenizer):
     for words in (tokenizer, word_tokenizer()):
         for text in ("38 students", " students", "\n\nSo"):
             assert words.decode(encode_continuation(words, "There are", text)) == text
+
+
+def test_a_continued_text_keeps_its_first_space():
+    text, words = "Once upon a time there was", llama_tokenizer()
+    ids = words.encode(text)
+    for n in range(1, len(ids)):
+        before = left_context(Verbatim("Once"), ids[:n])
+        answer = Answer(words, {0}, ["was"], 99, before)
+        assert words.decode(ids[:n]) + "".join(answer.preview(ids[n:], [len(ids) - n])) == text
+        for token in ids[n:]:
+            answer.add([token], "target")
+        assert words.decode(ids[:n]) + answer.text == text and answer.finish_reason == "stop"
+    assert list(left_context("Once", ids)) == []  # a turn of its own begins without a space
 
 
 def test_nothing_of_a_draft_behind_its_end_is_kept(tokenizer):

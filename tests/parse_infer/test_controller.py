@@ -149,3 +149,15 @@ def test_the_local_engine_gives_up_a_useless_draft(make_engine):
     before = controller.pace(drafted=False)
     engine.generate("Tom has 5 apples.", settings)
     assert controller.pace(drafted=False) != pytest.approx(before)
+
+
+def test_a_stream_that_is_left_open_does_not_count(make_engine):
+    engine = make_engine()
+    settings = GenerationSettings(8, threshold=1.01, exact_tail=False, adaptive=True)
+    left = engine.stream("Tom has 5 apples.", settings)
+    next(left)  # and never again: it gets a draft
+    for _ in range(2 * TRIALS + 1):
+        engine.generate("Tom has 5 apples.", settings)
+    assert engine.controller.pace(drafted=False) and engine.controller.pace(drafted=True)
+    with pytest.raises(RuntimeError, match="has been given another request"):
+        list(left)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -17,7 +18,14 @@ from parse_infer.models.sampling import Sampling
 from parse_infer.policy import maximal_valid_prefix
 from parse_infer.verify.segments import CutPolicy
 from parse_infer.verify.zero_shot_judge import ZeroShotJudge
-from tests.parse_infer.language_models import TokenCount, language_model, printable, resembling, word_tokenizer
+from tests.parse_infer.language_models import (
+    TokenCount,
+    language_model,
+    llama_tokenizer,
+    printable,
+    resembling,
+    word_tokenizer,
+)
 
 PROMPT = "Tom has 5 apples."
 PROBE_LEN = 2  # of the random adapter
@@ -127,6 +135,41 @@ def test_an_interruption_ends_the_work_before_the_next_forward(engine, at):
     assert engine.target.decoder.forwards + engine.draft.decoder.forwards == before + at
     again = engine.generate(PROMPT, max_new_tokens=24, threshold=1.01, exact_tail=False)
     assert again.token_ids == own.token_ids
+
+
+def test_threads_take_turns(engine):
+    prompts = [f"Tom has {n} apples." for n in range(6)]
+    settings = GenerationSettings(24, threshold=partial_threshold(engine), resume="hand_back")
+    wanted = [engine.generate(prompt, settings).token_ids for prompt in prompts]
+    alone = [engine.generate_target(prompt, settings).token_ids for prompt in prompts]
+
+    def ask(i: int) -> tuple[list[int], list[int]]:
+        return engine.generate(prompts[i], settings).token_ids, engine.generate_target(prompts[i], settings).token_ids
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(ask, [*range(6)] * 4))
+    assert found == list(zip(wanted, alone, strict=True)) * 4
+
+
+def test_a_continued_text_keeps_its_spaces(make_model, tokenizer):
+    words = llama_tokenizer()
+    size = {"vocab_size": len(words), "eos_token_id": 1, "pad_token_id": 1}
+    target = language_model(printable(make_model("llama", **size), words), words)
+    engine = ParseEngine(target, language_model(printable(make_model("llama", seed=3, **size), words), words))
+    spaced = 0
+    for text in ("Once", "Once upon", "Once upon a", "Once upon a time", "so they share 19."):
+        prompt = Verbatim(text)
+        ids = target.render(prompt)
+        for model, answer in (
+            (target, engine.generate(prompt, mode="exact", max_new_tokens=8)),
+            (engine.draft, engine.generate_draft(prompt, max_new_tokens=8)),
+        ):
+            assert text + answer.text == model.tokenizer.decode(ids + answer.token_ids, skip_special_tokens=True)
+            spaced += answer.text.startswith(" ")
+        drafter = ModelDrafter(engine.draft, language_model(make_model("llama"), tokenizer))
+        drafter.reset(prompt, Sampling())  # and on the way to a target with other tokens
+        assert tokenizer.decode(drafter.propose([], 8).ids).startswith(answer.text)
+    assert spaced, "no text begins with a space: choose other prompts"
 
 
 def test_a_verbatim_prompt_meets_no_template(make_engine, make_model, tokenizer, random_adapter):
@@ -313,7 +356,7 @@ def test_an_end_token_in_the_draft_ends_the_answer(engine):
     token = draft.token_ids[20]
     first = draft.token_ids.index(token)
     result = end_with(engine, token).generate(PROMPT, max_new_tokens=40, threshold=0.0)
-    assert result.token_ids == [*draft.token_ids[:first], 258]  # a draft ends with the end token of the tokenizer
+    assert result.token_ids == draft.token_ids[: first + 1]
     assert (result.text, result.finish_reason) == (draft.text[:first], "eos")
     assert result.stats.target_forwards == 1
 
@@ -353,6 +396,13 @@ def test_a_stop_string_inside_the_draft(engine):
     check_stop(result, full.text, stop)
     assert len(draft.widths) == len(result.text) < 40  # the draft model does not write on either
     assert result.stats.target_forwards == 1
+
+
+def test_a_stop_string_before_characters_that_nobody_can_read(engine):
+    draft = "It is 7. END \ufffd\ufffd"
+    answer = engine.generate(PROMPT, draft_text=draft, threshold=0.0, stop="END", max_new_tokens=40)
+    assert (answer.text, answer.finish_reason) == ("It is 7. END", "stop")
+    assert answer.stats.draft_tokens == len(answer.token_ids) == 12
 
 
 def test_a_stop_string_inside_a_text_draft(engine):

@@ -21,6 +21,7 @@ from parse_infer.calibration.order import THRESHOLDS, strict_to_lax
 from parse_infer.calibration.replay import Replay
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import GenerationSettings
+from parse_infer.guesses.registry import load_token_drafter
 from parse_infer.models.sampling import Sampling
 from parse_infer.promise import Calibration, Setting, Tried
 from parse_infer.verify.verifier import Verifier
@@ -46,8 +47,11 @@ def middle_thresholds(engine: ParseEngine, prompt: str) -> list[float]:
     return [(a + b) / 2 for a, b in zip(seen, seen[1:], strict=False)]
 
 
-def test_replayed_answers_are_the_engines(engine: ParseEngine):
+@pytest.mark.parametrize("guesses", [None, "draft"])
+def test_replayed_answers_are_the_engines(engine: ParseEngine, guesses: str | None):
     """Whatever the order of the settings, and whoever asked before; and most of it is not computed again."""
+    if guesses:  # then nothing is drafted above a threshold of 1
+        engine.target_drafter = load_token_drafter(guesses, engine.target, engine.draft)
     for prompt in PROMPTS:
         thresholds = [1.1, *middle_thresholds(engine, prompt), 0.0]
         wanted = {}

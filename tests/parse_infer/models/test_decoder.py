@@ -16,7 +16,7 @@ from parse_infer.guesses.tree import branches
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.kv_buffer import KVBuffer
-from parse_infer.models.sampling import Sampling, choose
+from parse_infer.models.sampling import RowSampling, Sampling, choose
 from parse_infer.verify.packing import probes
 
 EOS = 258
@@ -353,6 +353,11 @@ def test_a_seed_fixes_the_decode_and_the_generator_moves_on(decoder, random_ids)
     [
         ({"temperature": -1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": None}, "temperature"),
+        ({"top_p": "all"}, "top_p"),
+        ({"top_k": float("inf")}, "top_k"),
+        ({"top_k": "3"}, "top_k"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": -1}, "top_k"),
@@ -363,3 +368,13 @@ def test_a_seed_fixes_the_decode_and_the_generator_moves_on(decoder, random_ids)
 def test_a_sampling_value_out_of_range_is_named(settings, named):
     with pytest.raises(ValueError, match=named):
         Sampling(**settings)
+
+
+def test_a_whole_number_may_be_written_as_a_fraction_and_a_tiny_temperature_is_none(decoder, random_ids):
+    decoder.seek(random_ids(5))
+    greedy = list(decoder.decode(8))
+    for settings in (Sampling(1e-40, seed=1), Sampling(1.0, top_k=1.0, seed=2.0)):
+        decoder.seek(random_ids(5))
+        assert list(decoder.decode(8, sampling=settings)) == greedy
+    batch = RowSampling([Sampling(1e-40, seed=1), Sampling(1e-5, seed=1)], decoder.device)
+    assert batch.choose(torch.tensor([[1.0, 3.0, 2.0]] * 2), [0.5, 0.5]).tolist() == [1, 1]

@@ -9,12 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import Phi3Config, PreTrainedTokenizerFast
 
 from parse_infer.engine import ParseEngine
 from parse_infer.models import loading, names
 from parse_infer.models.attention import SPLIT_ATTENTION
-from parse_infer.models.loading import end_tokens, load_language_model, load_served_model, same_tokenizer
+from parse_infer.models.loading import (
+    context_window,
+    end_tokens,
+    load_language_model,
+    load_served_model,
+    same_tokenizer,
+)
 from parse_infer.models.names import resolve
 from tests.parse_infer.language_models import language_model, resembling, word_tokenizer
 
@@ -185,6 +191,27 @@ def test_every_end_token_ends_an_answer(make_model, tokenizer):
     assert end_tokens(model.generation_config, tokenizer) == {3, 258}
     model.generation_config.eos_token_id = None
     assert end_tokens(model.generation_config, tokenizer) == {258}
+
+
+def test_an_answer_ends_as_the_chat_template_ends_a_turn(make_model, tokenizer):
+    """Gemma's `<end_of_turn>` is not the tokenizer's end token."""
+    own = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|end|>")
+    own.chat_template = "{% for m in messages %}<|user|>{{ m.content }}<|assistant|>{% endfor %}"
+    model = make_model("llama")
+    model.generation_config.eos_token_id = [257, 258]
+    assert language_model(model, own).end_token == 257
+    model.generation_config.eos_token_id = 258
+    assert language_model(model, own).end_token == 258
+    own.chat_template = "{{ raise_exception('no') }}"
+    assert language_model(model, own).end_token == 258
+
+
+def test_a_cache_cannot_outgrow_the_first_window_of_longrope():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "pad_token_id": 0}
+    window = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
+    assert context_window(Phi3Config(**shape, **window, rope_parameters=rope)) == 64
+    assert context_window(Phi3Config(**shape, **window)) == 256
 
 
 def test_prompts_are_rendered_by_the_chat_template_where_there_is_one(make_model, tokenizer):
