@@ -64,6 +64,10 @@ class ComparisonArguments:
             "what the first adapter keeps at its own threshold."
         },
     )
+    all_drafts: bool = field(
+        default=False,
+        metadata={"help": "Compare on all held-out drafts, not only on those sampled as they will be served."},
+    )
     cost_drafts: int = field(default=10, metadata={"help": "Held-out drafts on which passes are timed; 0: none."})
     cost_rounds: int = field(default=5, metadata={"help": "Rounds of timing; judges take turns."})
     out: str | None = field(default=None, metadata={"help": "Result; by default judges.json in output_dir."})
@@ -87,6 +91,8 @@ def compare(config: ValidityTrainingConfig, how: ComparisonArguments) -> dict[st
     set_seed(config.seed)
     lm, build, train, held_out, counts = prepare(config)
     target = config.target if config.target.startswith("zoo:") else describe_target(lm.model)["name"]
+    if how.all_drafts:
+        config.risk_temperature = None
     served = served_drafts(config, held_out)
     evaluation = ValidityDataset(
         [example for example, chosen in zip(held_out.examples, served, strict=True) if chosen]

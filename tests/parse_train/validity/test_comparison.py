@@ -96,6 +96,12 @@ def test_every_form_is_trained_and_compared(training_folder: Path, capsys: pytes
     assert result["acceptance"] == 0.5 and 0 < result["oracle_acceptance"] < 1
     assert result["environment"]["problems"] == 4 and "compare" in result["environment"]["command"]
 
+    served = [*command, "--acceptance", "0.5", "--risk_temperature", "0.3", "--baselines", "false"]
+    assert main(served) == 2
+    assert "risk_temperature is 0.3, but the held-out drafts were sampled at" in capsys.readouterr().err
+    assert main([*served, "--all_drafts", "true"]) == 0
+    assert json.loads(out.read_text())["environment"]["drafts"] == result["environment"]["drafts"]
+
     assert main([*command, "--acceptance", "0.5", "--seed", "1"]) == 2
     assert "was trained with seed 3, and this recipe gives 1" in capsys.readouterr().err
     assert main([recipe]) == 2
