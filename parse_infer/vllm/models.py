@@ -127,7 +127,7 @@ class JudgesDrafts:
             # Beyond the actual tokens stand padding and what was there before.
             found = (input_ids[: step.num_actual_tokens] >= judge.ids.vocab_size).nonzero()[:, 0]
             probed = found if len(found) else None
-        if probed is not None:
+        if probed is not None and judge.config.probe_ids:
             context.skip_compiled = True  # compiled without probes: the update is no part of that graph
             judge.update.rows = probed
         try:
