@@ -256,7 +256,7 @@ def test_wrong_sizes_of_assisted_generation_are_named(name):
 
 
 def test_a_mode_may_say_what_follows_a_rejected_draft(engine):
-    settings = GenerationSettings(max_new_tokens=24, threshold=1.1, resume="finish", exact_tail=False)
+    settings = GenerationSettings(max_new_tokens=24, threshold=1.0, resume="finish", exact_tail=False)
     names = ("parse", "parse:finish", "parse:hand_back", "parse:hand_back+none")
     modes = make_modes(engine, names, settings)
     rounds = {mode.name: timed(engine, mode, PROBLEMS[0].prompt)[0].stats.rounds for mode in modes}
