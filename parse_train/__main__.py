@@ -6,6 +6,8 @@ Also `torchrun RECIPE` and `python RECIPE` (see `parse_train.recipe_hook`), `pyt
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -30,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not arguments or arguments[0].startswith("-"):
             raise ValueError("name a recipe first: accelerate launch recipes/train.yaml [--key value ...]")
+        _before_group()
         run, config = load_recipe(arguments[0], arguments[1:])
         run(config)
         _leave_group()
@@ -48,12 +51,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _before_group() -> None:
+    """Imports, before there is a process group, what would otherwise keep it alive to the end of the process.
+
+    Functions of these modules have the group of the moment they are imported as a default argument, and a
+    group's threads that outlive Python now and then end it with an abort, after all the work is done.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        importlib.import_module("torch.distributed.nn.functional")  # torch does with its first DistributedDataParallel
+        if importlib.util.find_spec("deepspeed"):
+            importlib.import_module("deepspeed.comm.torch")
+
+
 def _leave_group() -> None:
-    """Of several processes one that ends without this may end with an abort, although all its work is done."""
+    """Ends the process group with its threads; a Trainer, which is full of cycles, refers to it until collected."""
     from torch import distributed  # the recipe has imported it; --help need not
 
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+        gc.collect()
 
 
 if __name__ == "__main__":

@@ -154,6 +154,7 @@ def test_deepspeed_learns_the_same_and_resumes(uninterrupted: Path, training_fol
 
 _SAYS_WHO_WRITES = """
 import sys
+from pathlib import Path
 from accelerate import PartialState
 from data_tools.labels.group_folder import GroupFolder
 from parse_train.__main__ import main
@@ -165,7 +166,9 @@ def said(self, group, rows):
     write(self, group, rows)
 
 GroupFolder.write = said
-sys.exit(main(sys.argv[1:]))
+code = main(sys.argv[1:])
+left = [name for task in Path("/proc/self/task").iterdir() if "gloo" in (name := (task / "comm").read_text())]
+sys.exit(code or left and f"threads left of the process group: {left}")
 """
 
 
@@ -188,6 +191,7 @@ def test_processes_share_the_answers_that_a_head_learns_from(training_folder: Pa
     arguments += ["--draft_vocab_size", "100", "--report_to", "none", "--steps", "2"]
     arguments += ["--output_dir", str(tmp_path / "run"), "--answers", str(tmp_path / "two")]
     result = launch("cpu-2.yaml", tmp_path / "says.py", *arguments)
+    # A thread of the group that outlives Python may end the process with an abort: this is about every run's.
     assert result.returncode == 0, result.stderr
     assert sorted(re.findall(r"process (\d) wrote (\w+) (\d+)", result.stdout)) == [
         ("0", "train", "0"),
