@@ -10,7 +10,7 @@ import argparse
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast, get_origin, get_type_hints
+from typing import Any, NoReturn, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from trl.scripts.utils import TrlParser
@@ -24,9 +24,9 @@ class RecipeParser(TrlParser):
     def __init__(self, dataclass_types: Iterable[type], recipe: str | Path, command: str) -> None:
         super().__init__(dataclass_types=cast(Any, dataclass_types), prog=f"{command} {recipe}", allow_abbrev=False)
         self.recipe = recipe
-        types = {name: kind for cls in self.dataclass_types for name, kind in get_type_hints(cls).items()}
+        self.types = {name: kind for cls in self.dataclass_types for name, kind in get_type_hints(cls).items()}
         for action in self._actions:
-            if get_origin(types.get(action.dest)) is dict:
+            if get_origin(self.types.get(action.dest)) is dict:
                 action.type = mapping
 
     def error(self, message: str) -> NoReturn:
@@ -37,6 +37,8 @@ class RecipeParser(TrlParser):
         for action in self._actions:
             value = values.get(action.dest)
             if value is None:
+                if action.dest in values and not self._takes(action, type(None)):
+                    self.error(f"{action.dest} is empty: give it a value, or leave the key out")
                 continue
             if action.nargs == "+":
                 items = value if isinstance(value, list) else [value]
@@ -44,10 +46,16 @@ class RecipeParser(TrlParser):
                     values[action.dest] = [self._get_value(action, str(item)) for item in items]
                 except argparse.ArgumentError as error:
                     self.error(str(error))
-            elif isinstance(value, list) or (isinstance(value, dict) and action.type is not mapping):
-                self.error(f"{action.dest} is {value!r}; it takes one value")
+            elif isinstance(value, list | dict):
+                if not self._takes(action, type(value)):
+                    self.error(f"{action.dest} is {value!r}; it takes one value")
             elif action.choices is not None and value not in action.choices:
                 self.error(f"{action.dest} is {value!r}; choose one of {', '.join(map(str, action.choices))}")
+
+    def _takes(self, action: argparse.Action, kind: type) -> bool:
+        """Whether the field's type allows such a value."""
+        wanted = self.types.get(action.dest)
+        return any((get_origin(each) or each) is kind for each in (wanted, *get_args(wanted)))
 
     def known_keys(self) -> list[str]:
         return sorted({action.dest for action in self._actions} - {"help"})

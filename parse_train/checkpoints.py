@@ -22,30 +22,20 @@ from parse_infer.files import read_json
 from parse_train.training_config import TrainingConfig
 
 STATE = "trainer_state.json"
-# Fields (or beginnings of their names) that may change from run to run. Whatever else differs makes another training.
+# Fields (and, ending in "_", beginnings of their names) that may change from run to run. Whatever else differs makes
+# another training.
 HARMLESS = (
     # where things go, and what is shown
-    *("output_dir", "adapter_dir", "answers", "run_name", "project", "report_to", "trackio_", "log", "disable_tqdm"),
-    *("debug", "skip_memory_metrics", "push_to_hub", "hub_"),
+    *("output_dir", "adapter_dir", "answers", "run_name", "project", "report_to", "trackio_", "log_", "logging_"),
+    *("disable_tqdm", "debug", "skip_memory_metrics", "push_to_hub", "push_to_hub_", "hub_"),
     # when the training is looked at, and what is made of its result
     *("save_", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_accumulation_steps", "do_"),
-    *(
-        "per_device_eval_batch_size",
-        "n_eval_problems",
-        "baselines",
-        "risk_",
-        "calibration_",
-        "cut_policy",
-        "head_dtype",
-    ),
+    *("per_device_eval_batch_size", "n_eval_problems", "baselines", "draft", "risk_", "calibration_", "cut_policy"),
+    *("head_dtype", "adapter_dtype"),
     # what it runs on
-    *("use_cpu", "local_rank", "ddp_", "torch_compile", "batch_size", "resume_from_checkpoint", "enable_jit_"),
-    *(
-        "dataloader_num_workers",
-        "dataloader_pin_memory",
-        "dataloader_persistent_workers",
-        "dataloader_prefetch_factor",
-    ),
+    *("use_cpu", "local_rank", "ddp_", "torch_compile", "torch_compile_", "batch_size", "resume_from_checkpoint"),
+    *("enable_jit_", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
+    "dataloader_prefetch_factor",
 )
 
 
@@ -163,10 +153,14 @@ def _find(config: TrainingConfig, recipe: dict[str, Any]) -> Start:
 
 def _recipe(config: TrainingConfig, rows: int | None) -> dict[str, Any]:
     """All that decides about the result, as JSON gives it back."""
-    values = {f.name: getattr(config, f.name) for f in fields(config) if not f.name.startswith(HARMLESS)}
+    values = {f.name: getattr(config, f.name) for f in fields(config) if not _harmless(f.name)}
     deepspeed = getattr(config, "deepspeed_plugin", None) is not None  # its checkpoints are of another kind
     values |= {"rows": rows, "world_size": config.world_size, "under_deepspeed": deepspeed}
     return json.loads(json.dumps(values, default=str))
+
+
+def _harmless(name: str) -> bool:
+    return name in HARMLESS or name.startswith(tuple(each for each in HARMLESS if each.endswith("_")))
 
 
 def _difference(folder: Path, recipe: dict[str, Any]) -> str | None:

@@ -22,8 +22,8 @@ from data_tools.tasks.by_name import load_task
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import Sampling
+from parse_train.training_config import IGNORED
 
-IGNORED = -100
 _GROUP = 256  # problems answered together, so that the batch stays full, and in one file: what an interruption costs
 
 

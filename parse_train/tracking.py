@@ -62,6 +62,11 @@ def has_key() -> bool:
         return False
 
 
+def runs() -> bool:
+    """Whether this process has a run that is going on."""
+    return _run() is not None
+
+
 def log_images(pictures: Mapping[str, bytes], step: int) -> None:
     """Send pictures (PNG) to the current run, if there is one."""
     run = _run()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
+IGNORED = -100  # a label that says nothing, as transformers' Trainer expects it
+
 
 @dataclass
 class TrainingConfig(TrainingArguments):
@@ -30,3 +32,16 @@ class TrainingConfig(TrainingArguments):
             raise ValueError("save_only_model is not supported here: without the optimiser's state nothing resumes")
         self.remove_unused_columns = False  # the models' own collators know what is used
         super().__post_init__()
+        if self.n_gpu > 1:
+            raise ValueError(
+                f"one process has {self.n_gpu} GPUs: start one for each with `accelerate launch`, or name one in "
+                "CUDA_VISIBLE_DEVICES"
+            )
+
+
+@dataclass
+class TrackedTrainingConfig(TrainingConfig):
+    """Of the trainings that users run."""
+
+    report_to: None | str | list[str] = field(default="wandb", metadata={"help": "Where metrics go, or none."})
+    project: str = field(default="parse", metadata={"help": "Project of the tracker."})

@@ -12,7 +12,7 @@ import torch
 
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.card import write_card
-from data_tools.labels.drafts import DraftSampler, SampledDraft, segment_texts
+from data_tools.labels.drafts import DraftSampler, SampledDraft, readable, segment_texts
 from data_tools.labels.group_folder import GroupFolder
 from data_tools.labels.prefix_search import PrefixSearch
 from data_tools.labels.progress import BuildProgress
@@ -86,6 +86,7 @@ class Labeller:
         task: checks answers.
         target, draft: the two models, wherever they run.
         activity: told what is being done.
+        note: told what the user should know.
 
     Attributes:
         rollouts: target rollouts so far.
@@ -98,8 +99,9 @@ class Labeller:
         target: Writer,
         draft: Writer,
         activity: Callable[[str], None] = lambda text: None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.config, self.task, self.activity = config, task, activity
+        self.config, self.task, self.activity, self.note = config, task, activity, note
         self.writers, self.target = {"target": target, "draft": draft}, target.model
         self.rollouts = 0
         self.segmenter = Segmenter(self.target.tokenizer, config.policy)
@@ -110,11 +112,11 @@ class Labeller:
     def load(
         cls, config: BuildConfig, task: Task, activity: Callable[[str], None], note: Callable[[str], None]
     ) -> Labeller:
-        """With the models that `config` names; `note` is told what the user should know."""
+        """With the models that `config` names."""
         activity("loading the target")
         target = load_writer(config, "target", note)
         activity("loading the draft model")
-        return cls(config, task, target, load_writer(config, "draft", note), activity)
+        return cls(config, task, target, load_writer(config, "draft", note), activity, note)
 
     def describe_models(self) -> dict[str, dict[str, Any]]:
         return {role: writer.describe() for role, writer in self.writers.items()}
@@ -122,6 +124,7 @@ class Labeller:
     def label(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
         """The rows of the problems in their order, one per draft; none for a problem that is skipped."""
         config = self.config
+        problems = readable(problems, [writer.model for writer in self.writers.values()], self.note)
         self.activity("target value")
         values = PrefixValues(
             self.target,

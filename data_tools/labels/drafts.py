@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from data_tools.labels.writers import Writer
@@ -95,6 +95,26 @@ def render(model: Language, problem: Problem) -> list[int]:
         return model.render(problem.prompt)
     except ValueError as error:
         raise ValueError(f"problem {problem.id}: {error}") from error
+
+
+def readable(problems: Sequence[Problem], models: Sequence[Language], tell: Callable[[str], None]) -> list[Problem]:
+    """The problems whose prompts all models can read; of each other one `tell` is told.
+
+    Raises ValueError where there is none: what is wrong is then hardly the problem.
+    """
+    kept, reasons = [], []
+    for problem in problems:
+        try:
+            for model in models:
+                render(model, problem)
+            kept.append(problem)
+        except ValueError as error:
+            reasons.append(str(error))
+    if not kept and reasons:
+        raise ValueError(reasons[0])
+    for reason in reasons:
+        tell(f"left out: {reason}")
+    return kept
 
 
 def segment_texts(target: Language, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:

@@ -21,11 +21,6 @@ class PrefixLabels:
     labels: list[bool]
     values: list[float | None]
 
-    @property
-    def first_error(self) -> int | None:
-        """Index of the first prefix that is not valid; None if all are."""
-        return next((k for k, label in enumerate(self.labels) if not label), None)
-
 
 class PrefixSearch:
     """Labels the K prefixes of one draft: `pending()` names those whose value is needed, `record()` takes it.

@@ -120,4 +120,10 @@ def is_right(target: Language, task: Task, problem: Problem, answer: Sequence[in
     """Whether these target tokens are a complete answer (they end with an end token) and a right one."""
     if not answer or answer[-1] not in target.eos_ids:
         return False
-    return bool(task.check(problem, decode(target.tokenizer, answer)))
+    found = task.check(problem, decode(target.tokenizer, answer))
+    if found is None:
+        raise ValueError(
+            f"task {task.name} cannot tell whether problem {problem.id} is answered right (check_with none?): labels "
+            "need references"
+        )
+    return found

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_tools.tasks.task import prompt_id
 from parse_infer.files import read_jsonl
 from parse_infer.models.prompts import Message
 
@@ -37,7 +38,7 @@ class LabelledDraft:
     @property
     def problem(self) -> str:
         """What identifies the problem: drafts with the same one never stand on both sides of a split."""
-        return self.problem_id or self.prompt_key
+        return self.problem_id or prompt_id(self.prompt)
 
     @property
     def first_error(self) -> int | None:

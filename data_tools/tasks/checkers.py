@@ -7,17 +7,19 @@ from collections.abc import Callable
 from fractions import Fraction
 
 _ANSWER = re.compile(r"####\s*([^\n]*)")
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 _SAID = re.compile(r"answer(?:\s+is|\s*:)\s*([^\n]*)", re.IGNORECASE)
-_NUMBER = re.compile(r"[-−]?\s*(?:[$€£]\s*)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?")
+_NUMBER = re.compile(r"(?:(?<![\w)])[-−])?(?:[$€£]\s*)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?")
 
 
-def read_number(text: str) -> Fraction | None:
-    """The last number in `text`: thousands separators, currency, `%`, units and trailing zeros do not matter."""
-    found = _NUMBER.findall(text)
+def read_number(text: str, first: bool = False) -> Fraction | None:
+    """The last number in `text`, or the first: thousands separators, currency, `%`, units and trailing zeros do not
+    matter. A minus belongs to a number that follows it directly, and `\\frac{1}{2}` is one."""
+    found = _NUMBER.findall(_FRACTION.sub(r"\1/\2", text))
     if not found:
         return None
-    clean = re.sub(r"[\s,$€£]", "", found[-1].replace("−", "-"))
+    clean = re.sub(r"[\s,$€£]", "", found[0 if first else -1].replace("−", "-"))
     try:
         return Fraction(clean)
     except (ValueError, ZeroDivisionError):
@@ -33,9 +35,14 @@ def final_answer(completion: str) -> str:
     return completion
 
 
+def stated_number(completion: str) -> Fraction | None:
+    """The number in the final answer: directly behind `####`, elsewhere the last one."""
+    return read_number(final_answer(completion), first=_ANSWER.search(completion) is not None)
+
+
 def same_number(reference: str, completion: str) -> bool:
     """Numeric equality of the stated answers, to one part in a million."""
-    wanted, got = read_number(final_answer(reference)), read_number(final_answer(completion))
+    wanted, got = stated_number(reference), stated_number(completion)
     if wanted is None or got is None:
         return False
     return abs(wanted - got) <= abs(wanted) / 1_000_000
@@ -43,7 +50,7 @@ def same_number(reference: str, completion: str) -> bool:
 
 def same_answer(one: str, other: str) -> bool:
     """Whether two completions state the same answer: the same number, or the same text where one states none."""
-    if read_number(final_answer(one)) is not None and read_number(final_answer(other)) is not None:
+    if stated_number(one) is not None and stated_number(other) is not None:
         return same_number(one, other)
     return final_answer(one).strip() == final_answer(other).strip()
 

@@ -19,7 +19,8 @@ class Gsm8k:
     """Grade-school word problems in the original format (`question`, `answer` ending in `#### 18`).
 
     Args:
-        path: a Hugging Face data set id, or a local jsonl file in the original format (then it serves every split).
+        path: a Hugging Face data set id, or a local jsonl file in the original format: all of it for test, and for
+            train and validation two parts of it.
     """
 
     path: str = "openai/gsm8k"
@@ -28,24 +29,23 @@ class Gsm8k:
 
     def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
         check_split(split)
-        if Path(self.path).suffix in (".jsonl", ".json"):
-            rows: list[dict[str, Any]] = [row for _, row in read_jsonl(self.path, ("question", "answer"))]
+        file = Path(self.path)
+        if file.suffix in (".jsonl", ".json"):
+            rows: Any = [row for _, row in read_jsonl(self.path, ("question", "answer"))]
+            name = f"gsm8k-{file.stem}"
         else:
             from datasets import load_dataset
 
-            # GSM8K has no validation split: its training set lends the last 500 rows.
-            loaded = load_dataset(self.path, "main", split="test" if split == "test" else "train")
-            size = len(loaded)
-            chosen = {"train": range(0, size - 500), "validation": range(size - 500, size), "test": range(size)}[split]
-            rows = loaded.select(chosen)
-        order = list(range(len(rows)))
+            part = "test" if split == "test" else "train"
+            rows, name = load_dataset(self.path, "main", split=part), f"gsm8k-{part}"
+        # GSM8K has no validation split: its training set lends the last 500 rows.
+        end = len(rows) - min(500, len(rows) // 4)
+        order = list({"train": range(end), "validation": range(end, len(rows)), "test": range(len(rows))}[split])
         Random(seed).shuffle(order)
         for index in order[:limit]:
             row = rows[index]
             solution = re.sub(r"<<[^>]*>>", "", row["answer"])
-            yield Problem(
-                f"gsm8k-{split}-{index}", row["question"] + self._REQUEST, final_answer(solution).strip(), solution
-            )
+            yield Problem(f"{name}-{index}", row["question"] + self._REQUEST, final_answer(solution).strip(), solution)
 
     def check(self, problem: Problem, completion: str) -> bool:
         return same_number(problem.reference, completion)

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from data_tools.tasks.checkers import CHECKS
-from data_tools.tasks.task import Problem, Split, check_split
+from data_tools.tasks.checkers import CHECKS, stated_number
+from data_tools.tasks.task import Problem, Split, check_split, prompt_id
 from parse_infer.files import read_jsonl
 
 
 @dataclass
 class Jsonl:
     """A user's own problems: a jsonl file with `prompt` (text or messages), `reference`, and maybe `id` and `split`.
+    Rows without `split` are in every split.
 
     Prompts without references serve where no answer is checked: `check_with: none`. Then a row may also have the form
     of MT-Bench and Spec-Bench (`turns`, of which the first is the prompt, `question_id`, `category`).
@@ -46,14 +47,10 @@ class Jsonl:
                 row["prompt"] = turns[0]
             if not row["prompt"]:
                 raise ValueError(f"{place}: the prompt is empty")
-            if self.check_with == "regex":
-                try:
-                    re.compile(str(row["reference"]))
-                except re.error as error:
-                    raise ValueError(f"{place}: the reference is no valid pattern ({error})") from error
+            self._check_reference(place, row.get("reference"))
         Random(seed).shuffle(rows)
-        for place, row in rows[:limit]:
-            name = row.get("id", row.get("question_id", place.rpartition(", ")[2].replace(" ", "-")))
+        for _, row in rows[:limit]:
+            name = row.get("id", row.get("question_id", prompt_id(row["prompt"])))
             metadata = {"category": str(row["category"])} if "category" in row else {}
             yield Problem(str(name), row["prompt"], str(row.get("reference", "")), metadata=metadata)
 
@@ -61,3 +58,15 @@ class Jsonl:
         if self.check_with == "none":
             return None
         return CHECKS[self.check_with](problem.reference, completion)
+
+    def _check_reference(self, place: str, reference: object) -> None:
+        """ValueError for one that no answer could meet."""
+        if self.check_with == "regex":
+            try:
+                re.compile(str(reference))
+            except re.error as error:
+                raise ValueError(f"{place}: the reference is no valid pattern ({error})") from error
+        if self.check_with == "numeric" and stated_number(str(reference)) is None:
+            raise ValueError(
+                f"{place}: the reference {reference!r} has no number; texts are compared with check_with: exact"
+            )

@@ -57,4 +57,11 @@ class ReasoningGym:
         score = get_score_answer_fn(problem.metadata["generator"])
         last = completion.rsplit("####", 1)[-1].rsplit(":", 1)[-1]
         candidates = {completion.strip(), last.strip(), last.strip().rstrip(".")}
-        return any(score(text, problem.metadata["entry"]) >= 1 for text in candidates)
+
+        def marks(text: str) -> float:
+            try:
+                return float(score(text, problem.metadata["entry"]))
+            except Exception:  # of many kinds: some checkers expect at least the form of an answer
+                return 0.0
+
+        return any(marks(text) >= 1 for text in candidates)

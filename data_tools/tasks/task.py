@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -33,6 +35,11 @@ class Task(Protocol):
     def check(self, problem: Problem, completion: str) -> bool | None:
         """Whether `completion` answers `problem` correctly; None where nothing tells."""
         ...
+
+
+def prompt_id(prompt: Any) -> str:
+    """Identifies a problem that has no id of its own, in whichever file it stands."""
+    return "prompt-" + hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_split(split: str) -> None:

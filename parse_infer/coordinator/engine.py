@@ -254,7 +254,7 @@ class Coordinator:
         tasks = self.run(start())
         try:
             for task in tasks:
-                yield self.run(_result(task))
+                yield task.result() if task.done() else self.run(_result(task))
         finally:
             self.run(_cancelled(tasks))
 

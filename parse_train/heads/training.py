@@ -15,18 +15,21 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Sampler
 from transformers import EvalPrediction, Trainer, set_seed
 
 from data_tools.tasks.by_name import load_task
+from data_tools.tasks.task import prompt_id
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_train import checkpoints, tracking
-from parse_train.own_answers import IGNORED, AnswerConfig, collate, commonest_tokens, read_answers, write_answers
-from parse_train.training_config import TrainingConfig
+from parse_train.length_sampler import EpochLengthSampler
+from parse_train.own_answers import AnswerConfig, collate, commonest_tokens, read_answers, write_answers
+from parse_train.training_config import IGNORED, TrackedTrainingConfig
 from parse_train.zoo.muon import MuonWithAdamW
 
 
 @dataclass
-class HeadTrainingConfig(AnswerConfig, TrainingConfig):
+class HeadTrainingConfig(AnswerConfig, TrackedTrainingConfig):
     """Fields on top of transformers' `TrainingArguments` that every kind of head has."""
 
     steps: int = field(default=5, metadata={"help": "Tokens the head learns to guess ahead."})
@@ -129,6 +132,12 @@ class HeadTrainer(Trainer):
             self.optimizer = MuonWithAdamW(head, head.output_weights, args.learning_rate, args.weight_decay)
         return self.optimizer
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        if self.args.train_sampling_strategy != "group_by_length":
+            return super()._get_train_sampler(train_dataset)
+        rows: Any = self.train_dataset if train_dataset is None else train_dataset
+        return EpochLengthSampler.of(self, [len(ids) for ids in rows["input_ids"]])
+
     def compute_loss(self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any) -> Any:  # type: ignore[override]
         output = model(inputs["input_ids"], inputs["labels"])
         return (output["loss"], {"right": output["right"]}) if return_outputs else output["loss"]
@@ -156,7 +165,7 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadM
     Raises ValueError for a head that does not fit the model, before the model answers anything.
     """
     set_seed(config.seed)
-    load_task(config.task, **config.task_options)
+    check_held_out(config)
     lm = load_language_model(
         config.model,
         role="target",
@@ -193,6 +202,21 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadM
         head.save_pretrained(folder / "head")
         print(", ".join(f"{k.removeprefix('eval_')} {v:.3f}" for k, v in metrics.items() if "acc" in k))
         print(f"head written to {folder / 'head'}")
+        tracking.finish(metrics)
+
+
+def check_held_out(config: HeadTrainingConfig) -> None:
+    """ValueError where the validation problems are none, or training problems, as in a file without splits."""
+    task = load_task(config.task, **config.task_options)
+    asked = [prompt_id(p.prompt) for p in task.problems("validation", config.seed, config.n_eval_problems)]
+    if not asked:
+        raise ValueError(f"task {config.task} has no problem in its split validation")
+    learnt = {prompt_id(p.prompt) for p in task.problems("train", config.seed, config.n_problems)}
+    if (n := sum(each in learnt for each in asked)) > len(asked) / 2:  # a generator may repeat itself now and then
+        raise ValueError(
+            f"{n} of {len(asked)} validation problems of task {config.task} are training problems: say which row is "
+            "which with the key split (train, validation)"
+        )
 
 
 @torch.no_grad()

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parse_train.training_config import IGNORED
 from parse_train.validity.data import ValidityExample
-
-IGNORED = -100  # padding in `labels` and `cuts`, as transformers' Trainer expects it
 
 
 @dataclass(frozen=True)

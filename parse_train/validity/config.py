@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parse_infer.verify.segments import CutPolicy
-from parse_train.training_config import TrainingConfig
+from parse_train.training_config import TrackedTrainingConfig
 
 # transformers decides about these itself; set otherwise they would break the recipe in ways hard to see.
 NOT_SUPPORTED = {
@@ -15,11 +15,15 @@ NOT_SUPPORTED = {
     "activation_checkpointing": "the context runs without gradient, so there is nothing to recompute",
     "auto_find_batch_size": "a resumed run would see other batches",
     "push_to_hub": "the adapter folder is exported to adapter_dir; upload that",
+    "label_smoothing_factor": "the head learns yes or no; soft_labels learns the share of rollouts that ended right",
+    "neftune_noise_alpha": "the target is frozen",
+    "bf16_full_eval": "the head computes in float32; target_dtype is the target's own",
+    "prediction_loss_only": "the threshold is chosen from predictions",
 }
 
 
 @dataclass
-class ValidityTrainingConfig(TrainingConfig):
+class ValidityTrainingConfig(TrackedTrainingConfig):
     """Fields on top of transformers' `TrainingArguments`, whose batch sizes count drafts here.
 
     Raises:
@@ -185,8 +189,6 @@ class ValidityTrainingConfig(TrainingConfig):
     ddp_find_unused_parameters: bool | None = field(
         default=False, metadata={"help": "Every trained parameter takes part in every step, so nothing is searched."}
     )
-    report_to: None | str | list[str] = field(default="wandb", metadata={"help": "Where metrics go, or none."})
-    project: str = field(default="parse", metadata={"help": "Project of the tracker."})
 
     def __post_init__(self) -> None:
         self.label_names = ["labels", "cuts"]

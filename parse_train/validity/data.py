@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from data_tools.labels.rows import LabelledDraft, read_rows
+from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.prompts import Prompt, render_prompt
 from parse_train.validity.config import ValidityTrainingConfig
 
@@ -113,7 +114,8 @@ class Encoder:
         for i, segment in enumerate(segments):
             last = i + 1 == len(segments)
             text = segment if last or segment.endswith("\n") else segment + self.separator
-            ids += self.tokenizer(text, add_special_tokens=False).input_ids
+            # Behind a line break, as a SentencePiece tokenizer begins a text with a space.
+            ids += encode_continuation(self.tokenizer, segments[i - 1] if i else "", text)
             if len(ids) > (cuts[-1] if cuts else 0):  # an empty segment has no cut of its own
                 cuts.append(len(ids))
                 kept.append(i)
@@ -142,8 +144,8 @@ def load_datasets(
         train_rows, eval_rows = split_by_problem(rows, config.eval_share, config.seed)
     else:
         eval_rows = list(read_rows(config.eval_data))
-        held_out = {row.problem for row in eval_rows} | {row.prompt_key for row in eval_rows}
-        train_rows = [row for row in rows if not {row.problem, row.prompt_key} & held_out]
+        held_out = {row.prompt_key for row in eval_rows}  # not by id, as every file may number its own
+        train_rows = [row for row in rows if row.prompt_key not in held_out]
     train, dropped = encode_rows(train_rows, encoder, config.max_length)
     evaluation, dropped_eval = encode_rows(eval_rows, encoder, config.max_length)
     for name, examples in (("to learn from", train), ("to evaluate on", evaluation)):

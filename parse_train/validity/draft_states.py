@@ -31,14 +31,17 @@ class StateStore:
         self._left = max_bytes
         self._stored: dict[bytes, DraftStates] = {}
 
-    def __call__(self, rows: list[Tensor], compute: Callable[[list[int]], list[DraftStates]]) -> list[DraftStates]:
+    def __call__(
+        self, rows: list[Tensor], starts: list[int], compute: Callable[[list[int]], list[DraftStates]]
+    ) -> list[DraftStates]:
         """States of each row's draft.
 
         Args:
             rows: token ids of prompt and draft, without padding.
+            starts: where the drafts begin.
             compute: gets the indices of rows that are not stored, and returns theirs.
         """
-        keys = [row.cpu().numpy().tobytes() for row in rows]
+        keys = [b"%d:%b" % (at, row.cpu().numpy().tobytes()) for at, row in zip(starts, rows, strict=True)]
         found = [self._stored.get(key) for key in keys]
         missing = [i for i, states in enumerate(found) if states is None]
         for i, states in zip(missing, compute(missing) if missing else [], strict=True):

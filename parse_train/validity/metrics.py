@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.metrics import average_precision_score, brier_score_loss, roc_auc_score
 
-IGNORED = -100
+from parse_train.training_config import IGNORED
+
 Floats = NDArray[np.float64]
 
 

@@ -126,7 +126,7 @@ class ValidityModel(nn.Module):
         place = torch.arange(1, input_ids.shape[1], device=input_ids.device)
         drafted = (place >= start) & (place < end)  # [B, T - 1]
         if not self.probe.ids:
-            stored = self._stored_states(input_ids, drafted, end)
+            stored = self._stored_states(input_ids, drafted, start, end)
             return {"logits": self._read_out(None, stored, input_ids, drafted, visible, cuts)}
         if self.backprop_context:
             context, hidden = self._packed(input_ids, self._shown(self.probe, input_ids, visible, cuts))
@@ -142,7 +142,7 @@ class ValidityModel(nn.Module):
         with torch.autocast(context.device.type, enabled=False):
             return DraftStates(before, surprise(before, ids, self._output_layer, self._part).features)
 
-    def _stored_states(self, input_ids: Tensor, drafted: Tensor, ends: Tensor) -> DraftStates:
+    def _stored_states(self, input_ids: Tensor, drafted: Tensor, starts: Tensor, ends: Tensor) -> DraftStates:
         """The same, each draft's computed when it is first seen."""
 
         def compute(missing: list[int]) -> list[DraftStates]:
@@ -153,7 +153,7 @@ class ValidityModel(nn.Module):
             return [DraftStates(*parts) for parts in zip(*(part.split(sizes) for part in states), strict=True)]
 
         rows = [row[:end] for row, end in zip(input_ids, ends[:, 0].tolist(), strict=True)]
-        found = self.store(rows, compute)
+        found = self.store(rows, starts[:, 0].tolist(), compute)
         return DraftStates(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
     def _read_out(

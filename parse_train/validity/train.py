@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -57,7 +59,10 @@ def main(config: ValidityTrainingConfig) -> None:
     checkpoints.train(trainer, start)
     learnt = {example.problem for example in train.examples if example.problem}
     finish(config, lm, trainer, evaluation, facts, learnt, kl_judge)
-    del lm, model, trainer  # make room for the pair
+    del lm, model, trainer, kl_judge  # make room for the pair; a Trainer is full of cycles
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     promise(config, build)
 
 
@@ -106,10 +111,10 @@ def frequent_tokens(train: ValidityDataset, lm: LanguageModel, size: int) -> Ten
     """
     if not size:
         return None
-    counts = Counter({token: len(train) for token in sorted(lm.eos_ids)})
-    for example in train.examples:
-        counts.update(example.draft_ids)
-    return torch.tensor(sorted(token for token, _ in counts.most_common(size)))
+    counts = Counter(token for example in train.examples for token in example.draft_ids)
+    ends = sorted(lm.eos_ids)[:size]
+    often = (token for token, _ in counts.most_common() if token not in lm.eos_ids)
+    return torch.tensor(sorted([*ends, *islice(often, size - len(ends))]))
 
 
 def build_model(config: ValidityTrainingConfig, lm: LanguageModel, vocabulary: Tensor | None = None) -> ValidityModel:

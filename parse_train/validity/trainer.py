@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,38 +11,15 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import EvalPrediction, Trainer
-from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from parse_train import tracking
-from parse_train.validity.collator import IGNORED
+from parse_train.length_sampler import EpochLengthSampler
+from parse_train.training_config import IGNORED
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import ValidityDataset
 from parse_train.validity.figures import acceptance_figure, png, reliability_diagram
 from parse_train.validity.metrics import ScoredDrafts, headline_metrics
 from parse_train.validity.model import ValidityModel
-
-
-class EpochLengthSampler(Sampler[int]):
-    """Random order in which neighbours have similar lengths; a function of seed and epoch alone.
-
-    A resumed run asks for the same epoch and skips what it has seen, so it goes on with the same batches. The epoch is
-    asked for when an epoch starts; accelerate does not pass it on to every sampler.
-    """
-
-    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, epoch: Callable[[], int]) -> None:
-        self.lengths, self.batch_size, self.seed, self.epoch = list(lengths), batch_size, seed, epoch
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed * 100_003 + self.epoch())
-        order = get_length_grouped_indices(self.lengths, self.batch_size, generator=generator)
-        # Mega-batches run from long to short; shuffled batches keep the mixture of lengths even over time.
-        batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
-        shuffled = torch.randperm(len(batches) - 1, generator=generator).tolist() if len(batches) > 1 else []
-        for i in [*shuffled, len(batches) - 1]:  # the last batch may be smaller and stays last
-            yield from batches[i]
 
 
 class ValidityTrainer(Trainer):
@@ -80,9 +57,7 @@ class ValidityTrainer(Trainer):
         if self.args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(train_dataset)
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        size = self.args.train_batch_size * self.args.world_size
-        return EpochLengthSampler(dataset.lengths, size, seed, lambda: int(self.state.epoch or 0))
+        return EpochLengthSampler.of(self, dataset.lengths)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
         return SequentialSampler(eval_dataset)  # sorted by length already
@@ -112,7 +87,7 @@ class ValidityTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         metrics = super().evaluate(*args, **kwargs)
-        if self.is_world_process_zero() and self.last_evaluation is not None:
+        if tracking.runs() and self.last_evaluation is not None:
             figures = {
                 "eval/reliability": reliability_diagram(self.last_evaluation),
                 "eval/acceptance": acceptance_figure({"trained": self.last_evaluation}, self.args.risk_alpha),

@@ -23,9 +23,10 @@ from parse_infer.models.lora import write_base
 from parse_infer.models.token_map import token_map
 from parse_train import checkpoints
 from parse_train.own_answers import AnswerConfig, read_answers, write_answers
+from parse_train.training_config import IGNORED
 from parse_train.zoo.language_model_config import LanguageModelConfig
 from parse_train.zoo.muon import MuonWithAdamW
-from parse_train.zoo.packed_samples import IGNORED, PackedSamples, collate
+from parse_train.zoo.packed_samples import PackedSamples, collate
 from parse_train.zoo.starting_weights import all_weights, with_lora
 
 
@@ -39,6 +40,7 @@ class LanguageModelTrainer(Trainer):
 
     def __init__(self, *, loss_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.model_accepts_loss_kwargs = False  # so that losses of accumulated batches are averaged
         self.loss_tokens = loss_tokens
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:

@@ -92,6 +92,10 @@ class LanguageModelConfig(TrainingConfig):
             raise ValueError(f"lora_energy is {self.lora_energy}; it must be above 0 and at most 1")
         if not self.lora_rank and "model_type" not in self.model_config:
             raise ValueError("the recipe's model_config needs model_type, for example llama")
+        if self.world_size > 1 or self.dataloader_num_workers:
+            raise ValueError(
+                "this recipe trains in one process, without dataloader workers: each would get the same stream of rows"
+            )
         if self.max_steps <= 0:
             raise ValueError(
                 f"max_steps is {self.max_steps}; the data is an endless stream, so the recipe must say how many steps"

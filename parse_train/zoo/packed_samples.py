@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from data_tools.tasks.by_name import load_task
 from data_tools.tasks.drills import drill
 from data_tools.tasks.task import Problem, Task
+from parse_train.training_config import IGNORED
 from parse_train.zoo.language_model_config import LanguageModelConfig
 
-IGNORED = -100
+_MISSES = 1000
 
 
 class PackedSamples(IterableDataset):
@@ -63,9 +64,21 @@ class PackedSamples(IterableDataset):
             if problem is None:
                 raise ValueError(f"task {task.name} has no training problems")
 
+    def _fitting(self, samples: Iterator[tuple[list[int], list[int]]]) -> Iterator[tuple[list[int], list[int]]]:
+        """Those that fit into a row. ValueError where hardly any does."""
+        missed = 0
+        for sample in samples:
+            missed = 0 if len(sample[0]) <= self.config.row_length else missed + 1
+            if missed == _MISSES:
+                raise ValueError(
+                    f"row_length is {self.config.row_length}, and {missed} samples on end were longer: raise it"
+                )
+            if not missed:
+                yield sample
+
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         length, progress, rows = self.config.row_length, [0.0], 0
-        samples = (s for s in self._samples(Random(self.config.seed), progress) if len(s[0]) <= length)
+        samples = self._fitting(self._samples(Random(self.config.seed), progress))
         pool: list[tuple[list[int], list[int]]] = []
         while True:
             while len(pool) < 64:
@@ -85,7 +98,12 @@ class PackedSamples(IterableDataset):
                 row["document"] += [document] * len(ids)
                 document += 1
             pad = length - len(row["input_ids"])
-            fill = {"input_ids": self.tokenizer.pad_token_id, "labels": IGNORED, "position_ids": 0, "document": -1}
+            fill = {
+                "input_ids": 0,
+                "labels": IGNORED,
+                "position_ids": 0,
+                "document": -1,
+            }
             yield {key: torch.tensor(values + [fill[key]] * pad) for key, values in row.items()}
             rows += 1
             progress[0] = rows / self.total_rows

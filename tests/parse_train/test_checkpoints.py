@@ -53,11 +53,16 @@ def finished(
         arguments = [str(training_folder / "recipe.yaml"), "--baselines", "false"]
         training = Training(tuple(arguments), folder / "out", "adapter/adapter_model.safetensors")
     elif request.param == "medusa":
-        problems = [{"prompt": f"{a} and {b}?", "reference": str(a + b)} for a in range(4) for b in range(4)]
+        splits = ["train"] * 3 + ["validation"]
+        problems = [
+            {"prompt": f"{a} and {b}?", "reference": str(a + b), "split": splits[a]}
+            for a in range(4)
+            for b in range(4)
+        ]
         (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
         arguments = ["recipes/medusa.yaml", "--model", str(training_folder / "target"), "--task", "jsonl"]
         arguments += ["--task_options", json.dumps({"path": str(folder / "problems.jsonl")}), "--bf16", "false"]
-        arguments += ["--n_problems", "16", "--n_eval_problems", "2", "--max_answer_tokens", "12", "--steps", "2"]
+        arguments += ["--n_problems", "12", "--n_eval_problems", "2", "--max_answer_tokens", "12", "--steps", "2"]
         arguments += ["--per_device_train_batch_size", "4", "--draft_vocab_size", "100"]
         arguments += ["--answers", str(folder / "answers")]
         training = Training(tuple(arguments), folder / "out", "head/model.safetensors")

@@ -174,7 +174,11 @@ sys.exit(code or (f"threads left of the process group: {left}" if left else 0))
 
 def test_processes_share_the_answers_that_a_head_learns_from(training_folder: Path, tmp_path: Path) -> None:
     """Group by group, and the answers are those of one process."""
-    problems = [{"prompt": f"{a}+{b}?", "reference": str(a + b)} for a in range(24) for b in range(24)]
+    problems = [
+        {"prompt": f"{a}+{b}?", "reference": str(a + b), "split": "train" if a < 24 else "validation"}
+        for a in range(25)
+        for b in range(24)
+    ]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     (tmp_path / "says.py").write_text(_SAYS_WHO_WRITES)
     target, task_options = str(training_folder / "target"), {"path": str(tmp_path / "sums.jsonl")}

@@ -28,8 +28,11 @@ class ServedWriter:
             way, and what it writes is split here.
     """
 
-    def __init__(self, model: Language, servers: CompletionServers, wire: str = "ids") -> None:
+    def __init__(
+        self, model: Language, servers: CompletionServers, wire: str = "ids", trust_remote_code: bool = False
+    ) -> None:
         self.model, self.servers, self.wire = model, servers, wire
+        self._trust_remote_code = trust_remote_code
 
     @classmethod
     def connect(cls, config: BuildConfig, role: Role, note: Callable[[str], None]) -> ServedWriter:
@@ -52,7 +55,7 @@ class ServedWriter:
             max_outage=config.max_outage,
             note=note,
         )
-        writer = cls(model, servers, config.wire)
+        writer = cls(model, servers, config.wire, config.trust_remote_code)
         window = check_servers(servers, writer.prompt(model.render("What is 3 + 4?")), url_key, f"served_{role}")
         if window is not None and window < model.window:
             # A rollout that the window cuts short would count as wrong.
@@ -69,7 +72,7 @@ class ServedWriter:
         return ServedDecoder(self, end_ids)
 
     def describe(self) -> dict[str, Any]:
-        config = load_config(self.model.name)
+        config = load_config(self.model.name, trust_remote_code=self._trust_remote_code)
         config._name_or_path = self.model.name
         return describe_config(config, self.model.name) | {"fingerprint": fingerprint_of([None] * 3)}
 

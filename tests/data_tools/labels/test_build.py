@@ -126,6 +126,29 @@ def test_unsolved_problems_can_be_left_out(make_config: Make) -> None:
     assert "| problems | 12 |" in Path(config.output_dir, "README.md").read_text()
 
 
+def test_a_prompt_beyond_a_window_is_left_out(
+    make_config: Make, pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems = pair.joinpath("problems.jsonl").read_text().splitlines()[:5]
+    long = {"id": "long", "prompt": "ab " * 3000, "reference": "7"}
+    (tmp_path / "long.jsonl").write_text("\n".join([*problems, json.dumps(long)]))
+    options = {"path": str(tmp_path / "long.jsonl"), "check_with": "regex"}
+    config = make_config(task_options=options, limit=6)
+    build(config)
+    assert {row["problem_id"] for row in rows_of(config.output_dir)} == {f"p{i}" for i in range(5)}
+    assert "left out: problem long: The prompt has" in capsys.readouterr().err
+    (tmp_path / "long.jsonl").write_text(json.dumps(long))
+    with pytest.raises(ValueError, match="problem long: The prompt has"):
+        build(make_config("none", task_options=options, limit=1))
+
+
+def test_labels_need_references_in_every_part_of_a_task(make_config: Make, tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text('{"prompt": "ab?"}\n')
+    part = {"task": "jsonl", "path": str(tmp_path / "own.jsonl"), "check_with": "none"}
+    with pytest.raises(ValueError, match="cannot tell whether problem 0-prompt-.* is answered right"):
+        build(make_config(task="mixture", task_options={"parts": [part]}, limit=1))
+
+
 def test_messages_and_a_draft_with_another_tokenizer(
     make_config: Make, target: LanguageModel, make_model: Callable[..., PreTrainedModel], tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from data_tools.labels.rows import check_row
 from data_tools.tasks.by_name import load_task
 from data_tools.tasks.checkers import read_number, same_number
 from data_tools.tasks.task import Problem
@@ -31,6 +32,13 @@ def problem(reference: str) -> Problem:
         ("18", "\\boxed{18}", True),
         ("18", "no number here", False),
         ("10", "We saw 10 first, then 7.\n#### 7", False),
+        ("18", "#### 18 (9 + 9)", True),
+        ("42", "So:\n- 42", True),
+        ("-5", "#### -$5", True),
+        ("4", "a range of 3-4", True),
+        ("\\frac{1}{2}", "It is \\boxed{\\frac{1}{2}}.", True),
+        ("\\frac{1}{2}", "It is \\boxed{\\frac{3}{2}}.", False),
+        ("0.5", "\\boxed{\\dfrac{1}{2}}", True),
     ],
 )
 def test_numeric_checking_sees_through_notation(reference, completion, right):
@@ -67,6 +75,7 @@ def test_gsm8k_reads_the_original_format(tmp_path):
     path.write_text(json.dumps({"question": "How many?", "answer": "5 - 2 = <<5-2=3>>3 left.\n#### 3"}) + "\n")
     task = load_task("gsm8k", path=str(path))
     (only,) = task.problems("test")
+    assert [list(task.problems(split)) for split in ("train", "validation")] == [[only], []]
     assert only.reference == "3" and "<<" not in only.solution
     assert task.check(only, "There are 3 left.\n#### 3.00")
 
@@ -90,6 +99,10 @@ def test_jsonl_checks(tmp_path):
         ('{"prompt": "a"}\n', "line 1: no key 'reference'"),
         ('{"prompt": "", "reference": "1"}\n', "line 1: the prompt is empty"),
         ("[1]\n", "line 1: a row must be a JSON object, not '.1.'"),
+        (
+            '{"prompt": "a", "reference": "Paris"}\n',
+            "line 1: the reference 'Paris' has no number",
+        ),
     ],
 )
 def test_a_malformed_row_is_named_by_its_line(tmp_path, text, message):
@@ -121,6 +134,8 @@ def test_reasoning_gym_generators_take_turns_and_score_themselves():
     for p in found:
         assert task.check(p, p.reference) and task.check(p, f"Let me see: {p.reference}.")
         assert not task.check(p, "I do not know")
+    (strict,) = load_task("reasoning_gym", names=["prime_factorization"]).problems("train", limit=1)
+    assert task.check(strict, strict.reference) and not task.check(strict, "I do not know")
     with pytest.raises(ValueError, match="no generator 'chain_sun'; .*chain_sum"):
         next(load_task("reasoning_gym", names=["chain_sun"]).problems("train"))
 
@@ -141,6 +156,19 @@ def test_a_mixture_takes_turns_until_every_part_has_ended(tmp_path):
         load_task("mixture", parts=[{"path": "x"}])
     with pytest.raises(ValueError, match="no option 'pth'"):
         load_task("mixture", parts=[{"task": "jsonl", "pth": "x"}])
+
+
+def test_a_problem_without_an_id_is_known_by_its_prompt(tmp_path):
+    """In whichever file and line it stands, and also where it was labelled."""
+    rows = [{"prompt": f"What is {i} + 1?", "reference": str(i + 1)} for i in range(4)]
+    found = []
+    for name, some in (("one", rows), ("other", rows[2:])):
+        (tmp_path / name).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        task = load_task("jsonl", path=str(tmp_path / f"{name}.jsonl"))
+        found.append({p.id: p.prompt for p in task.problems("test")})
+    assert len(found[0]) == 4 and found[1].items() < found[0].items()
+    labelled = check_row({"prompt": rows[3]["prompt"], "completions": ["4"], "labels": [True]}, "here")
+    assert found[1][labelled.problem] == rows[3]["prompt"]
 
 
 def test_prompts_without_references_serve_where_nothing_is_checked(tmp_path):

@@ -19,7 +19,8 @@ from parse_infer.models.sampling import Sampling
 from parse_train.heads.train_eagle import EagleModel
 from parse_train.heads.train_medusa import MedusaModel
 from parse_train.heads.training import head_metrics, start_from_output
-from parse_train.own_answers import IGNORED, collate
+from parse_train.own_answers import collate
+from parse_train.training_config import IGNORED
 from tests.parse_infer.guesses.test_eagle import make_head
 from tests.parse_infer.guesses.test_medusa import make_heads
 from tests.parse_infer.language_models import language_model
@@ -188,6 +189,21 @@ def test_the_recipe_runs_resumes_and_writes_a_head(recipe, tmp_path: Path, capsy
     assert "was begun with seed 0, not 5" in capsys.readouterr().err
 
 
+def test_held_out_problems_are_no_training_problems(tmp_path: Path, capsys):
+    from parse_train.__main__ import main
+
+    rows = [{"prompt": f"{i} and 1?", "reference": str(i + 1)} for i in range(8)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = ["--task", "jsonl", "--task_options", json.dumps({"path": str(tmp_path / "own.jsonl")})]
+    arguments = ["recipes/medusa.yaml", *task, "--output_dir", str(tmp_path / "run"), "--report_to", "none"]
+    assert main(arguments) == 2
+    assert "8 of 8 validation problems of task jsonl are training problems: say" in capsys.readouterr().err
+    rows = [row | {"split": "train"} for row in rows]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(arguments) == 2
+    assert "task jsonl has no problem in its split validation" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -216,7 +232,12 @@ def test_the_real_recipe_trains_a_head_on_a_tiny_model_of_its_kind(make_model, t
     model = tmp_path / "model"
     make_model("qwen3").save_pretrained(model)
     tokenizer.save_pretrained(model)
-    problems = [{"prompt": f"{a} and {b}?", "reference": str(a + b)} for a in range(3) for b in range(3)]
+    splits = {0: "validation"}
+    problems = [
+        {"prompt": f"{a} and {b}?", "reference": str(a + b), "split": splits.get(b, "train")}
+        for a in range(3)
+        for b in range(3)
+    ]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     arguments = ["recipes/real/parallel.yaml", "--model", str(model), "--output_dir", str(tmp_path / "run")]
     arguments += ["--answers", str(tmp_path / "answers"), "--task", "jsonl", "--max_answer_tokens", "12"]

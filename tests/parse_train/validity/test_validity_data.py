@@ -13,9 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from data_tools.labels.rows import LabelledDraft, check_row, read_rows
 from parse_infer.models.fingerprint import describe_target
+from parse_train.training_config import IGNORED
 from parse_train.validity.build_info import BuildInfo, read_build_info
-from parse_train.validity.collator import IGNORED, ValidityCollator
-from parse_train.validity.data import Encoder, encode_rows, split_by_problem
+from parse_train.validity.collator import ValidityCollator
+from parse_train.validity.config import ValidityTrainingConfig
+from parse_train.validity.data import Encoder, encode_rows, load_datasets, split_by_problem
 
 PLAIN = {"prompt": "1+1?", "completions": ["one", "two\n", "three"], "labels": [True, True, False]}
 
@@ -85,6 +87,25 @@ def test_no_problem_stands_on_both_sides_of_the_split() -> None:
     assert {row.prompt_key for row in again} == {row.prompt_key for row in train}
     other, _ = split_by_problem(rows, 0.25, seed=2)
     assert {row.prompt_key for row in other} != {row.prompt_key for row in train}
+
+
+def test_files_that_number_their_problems_alike_are_not_the_same(
+    training_folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    rows = [PLAIN | {"prompt": f"q{i}", "problem_id": f"line-{i}"} for i in range(6)]
+    others = [PLAIN | {"prompt": f"other q{i}" if i else "q0", "problem_id": f"line-{i}"} for i in range(3)]
+    data, eval_data = write_jsonl(tmp_path / "data.jsonl", rows), write_jsonl(tmp_path / "eval.jsonl", others)
+    config = ValidityTrainingConfig(
+        target="any",
+        data=str(data),
+        eval_data=str(eval_data),
+        output_dir=str(tmp_path),
+        report_to="none",
+        use_cpu=True,
+    )
+    train, evaluation, _ = load_datasets(config, Encoder(tokenizer, 260))
+    assert sorted(each.prompt for each in train.examples) == ["q1", "q2", "q3", "q4", "q5"]
+    assert len(evaluation) == 3
 
 
 def test_one_problem_cannot_be_split() -> None:

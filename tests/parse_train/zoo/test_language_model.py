@@ -19,12 +19,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from data_tools.tasks.by_name import load_task
 from parse_infer.models.loading import load_language_model, load_weights
+from parse_train.training_config import IGNORED
 from parse_train.zoo import language_model
 from parse_train.zoo.language_model import LanguageModelTrainer, loss_tokens, right_answers
 from parse_train.zoo.language_model import main as train_model
 from parse_train.zoo.language_model_config import LanguageModelConfig
 from parse_train.zoo.muon import MuonWithAdamW
-from parse_train.zoo.packed_samples import IGNORED, PackedSamples, collate
+from parse_train.zoo.packed_samples import PackedSamples, collate
 from parse_train.zoo.starting_weights import start_from
 from parse_train.zoo.tokenizer import TokenizerConfig, make_tokenizer
 
@@ -340,3 +341,15 @@ def test_a_task_with_an_end_begins_again(tokenizer_folder, tmp_path):
     samples = PackedSamples(config(tokenizer_folder, tmp_path, **task), tokenizer)._samples(Random(0), [0.0])
     found = [tuple(ids) for ids, _ in itertools.islice(samples, 7)]
     assert len(set(found)) == 3 and found[:3] == found[3:6]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dataloader_num_workers": 2}, "trains in one process, without dataloader workers"),
+        ({"row_length": 4}, "row_length is 4, and 1000 samples on end were longer: raise it"),
+    ],
+)
+def test_what_gives_no_rows_is_said(change, message, tokenizer_folder, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train_model(config(tokenizer_folder, tmp_path / "run", **change))
