@@ -58,10 +58,11 @@ class Calibration:
     Attributes:
         task: what the problems were.
         n_problems: how many.
-        problems: hash of their ids.
+        problems: hash of their ids and prompts.
         loss: what counts as a loss, see `LOSSES`.
         confidence: of each promise.
-        max_new_tokens: budget of the answers.
+        max_new_tokens: budget of the answers. One that it cuts off counts as wrong, the target's too, so with more
+            tokens a promise speaks of the problems that the target answers within these.
         models: the pair and its judge, as the engine describes them.
         tried: all settings, in the order of the tests.
         promises: for each risk the place in `tried` of the fastest setting that was shown to keep it; None: none was.

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from parse_infer.bench.figure import plain
-from parse_infer.bench.modes import BenchProblem
+from parse_infer.bench.modes import BenchProblem, problems_digest
 from parse_infer.bench.statistics import wilson_interval
 from parse_infer.coordinator.engine import Coordinator
 from parse_infer.files import replacing, write_json, write_text
@@ -50,7 +50,8 @@ class Cell:
     clients: int
     wall_s: float
     answers: int
-    correct: int
+    correct: int | None
+    """None: nothing tells."""
     tokens: int
     draft_tokens: int
     accepted_tokens: int
@@ -97,7 +98,7 @@ def run_clients(
     Returns:
         The content of `clients.json`: `about`, and `cells` with the figures of the table.
     """
-    store = RecordStore(folder, {**about, "settings": asdict(settings), "problems": len(problems)}, Cell)
+    store = RecordStore(folder, {**about, "settings": asdict(settings), "problems": problems_digest(problems)}, Cell)
     for options in [WAYS[way][1] for way in dict.fromkeys(ways)]:
         todo = [(way, n) for n in clients for way in ways if WAYS[way][1] == options and (way, n) not in store.records]
         if not todo:
@@ -125,8 +126,8 @@ def summary(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:
         "way": cell.way,
         "clients": cell.clients,
         "answers": cell.answers,
-        "accuracy": cell.correct / cell.answers,
-        "accuracy_ci": wilson_interval(cell.correct, cell.answers),
+        "accuracy": None if cell.correct is None else cell.correct / cell.answers,
+        "accuracy_ci": None if cell.correct is None else wilson_interval(cell.correct, cell.answers),
         "tokens_per_s": speed,
         "speedup": speedup,
         "first_p50_s": _percentile(cell.first_s, 50),
@@ -158,15 +159,15 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(8.4, 4.0), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
+    compared = all(cell["speedup"] for cell in results["cells"])
     for way, (label, _) in WAYS.items():
         own = [cell for cell in results["cells"] if cell["way"] == way]
         if not own:
             continue
         at = [cell["clients"] for cell in own]
-        speed = [cell["speedup"] or cell["tokens_per_s"] for cell in own]
+        speed = [cell["speedup" if compared else "tokens_per_s"] for cell in own]
         left.plot(at, speed, "o-", color=_COLOURS[way], linewidth=1.2, markersize=5, label=label)
         right.plot(at, [cell["p50_s"] for cell in own], "o-", color=_COLOURS[way], linewidth=1.2, markersize=5)
-    compared = any(cell["speedup"] for cell in results["cells"])
     left.set_ylabel("answers/s over the target alone" if compared else "tokens/s")
     right.set_ylabel("median time of an answer, s")
     for axes in (left, right):
@@ -210,12 +211,13 @@ async def _measure(
     cpu, start = time.process_time(), time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+    right = [check(problem, generation.text) for problem, generation in found]
     return Cell(
         way,
         clients,
         wall,
         len(found),
-        sum(check(problem, generation.text) is True for problem, generation in found),
+        None if None in right else sum(map(bool, right)),
         sum(len(generation.token_ids) for _, generation in found),
         sum(generation.stats.draft_tokens for _, generation in found),
         sum(generation.stats.accepted_tokens for _, generation in found),
@@ -230,11 +232,11 @@ _HEADER += ["p99", "kept", "coordinator CPU"]
 
 
 def _row(cell: dict[str, Any]) -> list[str]:
-    low, high = cell["accuracy_ci"]
+    low, high = cell["accuracy_ci"] or (0.0, 0.0)
     return [
         WAYS[cell["way"]][0],
         str(cell["clients"]),
-        f"{100 * cell['accuracy']:.1f} % ({100 * low:.0f}–{100 * high:.0f})",
+        "" if cell["accuracy"] is None else f"{100 * cell['accuracy']:.1f} % ({100 * low:.0f}–{100 * high:.0f})",
         "" if cell["speedup"] is None else f"{cell['speedup']:.2f}x",
         f"{cell['tokens_per_s']:.0f}",
         *(f"{cell[name]:.2f} s" for name in ("first_p50_s", "first_p99_s", "p50_s", "p99_s")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +47,12 @@ class BenchProblem(Protocol):
 
     @property
     def reference(self) -> str: ...
+
+
+def problems_digest(problems: Sequence[BenchProblem]) -> str:
+    """Tells whether the problems of two runs are the same."""
+    rows = [[p.id, p.prompt, p.reference] for p in problems]
+    return hashlib.sha256(json.dumps(rows, ensure_ascii=False, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ do so again. Figures of a mode:
 
 - accuracy, accuracy_ci: share of right answers, 95 % Wilson interval; where the task has no references
   (environment: scored is False), the share of answers that are the target's own;
-- accuracy_diff, accuracy_diff_ci: accuracy minus the target's on the same problems, 95 % paired bootstrap interval;
+- accuracy_diff, accuracy_diff_ci: accuracy minus the target's on the same problems, 95 % interval (Newcombe, paired);
 - tokens_per_s: all tokens of its answers / all seconds it took;
 - speedup, speedup_ci: its tokens_per_s / the target's, paired bootstrap. Fair to a mode that answers at other length;
 - time_speedup, time_speedup_ci: the target's time per answer / its own. What a user waits for;

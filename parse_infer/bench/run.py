@@ -6,8 +6,6 @@ checker are arguments: where they come from is the command line's business.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from parse_infer.bench.figure import draw_figure
 from parse_infer.bench.mode_names import DEFAULT_MODES, DRAFTING, SWEPT, check_modes
-from parse_infer.bench.modes import BenchProblem, Mode, make_modes, read_draft, timed
+from parse_infer.bench.modes import BenchProblem, Mode, make_modes, problems_digest, read_draft, timed
 from parse_infer.bench.records import Record
 from parse_infer.bench.report import summarise
 from parse_infer.bench.results_file import write_results
@@ -116,7 +114,7 @@ def run_bench(
         **engine.describe(),
         "task": task,
         "problems": len(problems),
-        "digest": _digest(problems),
+        "digest": problems_digest(problems),
     }
     config = {**_as_config(settings), **environment}
     store = RecordStore(folder, config, Record)
@@ -217,9 +215,3 @@ def _chosen(engine: ParseEngine, settings: BenchSettings) -> float | None:
     if engine.judge is None:
         return None
     return engine.threshold if settings.threshold is None else settings.threshold
-
-
-def _digest(problems: Sequence[BenchProblem]) -> str:
-    """Tells whether the problems of two runs are the same."""
-    rows = [[p.id, p.prompt, p.reference] for p in problems]
-    return hashlib.sha256(json.dumps(rows, ensure_ascii=False, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,7 +1,8 @@
-"""95 % intervals for a benchmark: Wilson for a share, the paired bootstrap for everything that compares two modes."""
+"""95 % intervals for a benchmark: score intervals for shares and their differences, the bootstrap for ratios."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -23,7 +24,14 @@ def wilson_interval(successes: int, n: int) -> Interval:
 
 
 def difference_interval(ours: ArrayLike, theirs: ArrayLike, *, seed: int = 0) -> Interval:
-    """Interval of mean(ours) - mean(theirs); both [n], row i on the same problem."""
+    """Interval of mean(ours) - mean(theirs); both [n], row i on the same problem.
+
+    Of right and wrong (1 and 0) it is Newcombe's (1998, method 10), which has a width also where the two differ on no
+    problem; the bootstrap has none there, and covers too little where they differ on few.
+    """
+    ours, theirs = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
+    if np.isin((ours, theirs), (0.0, 1.0)).all():
+        return _paired_shares(ours == 1, theirs == 1)
     return _paired_interval((ours, theirs), lambda a, b: a.mean(-1) - b.mean(-1), seed)
 
 
@@ -39,6 +47,21 @@ def rate_ratio_interval(
         lambda a, s, b, t: (a.sum(-1) / s.sum(-1)) / (b.sum(-1) / t.sum(-1)),
         seed,
     )
+
+
+def _paired_shares(ours: NDArray[np.bool_], theirs: NDArray[np.bool_]) -> Interval:
+    n, a, b = len(ours), int(ours.sum()), int(theirs.sum())
+    both, neither = int((ours & theirs).sum()), int((~ours & ~theirs).sum())
+    spread = math.sqrt(a * (n - a) * b * (n - b))
+    excess = both * neither - (a - both) * (b - both)
+    phi = (max(excess - n / 2, 0) if excess > 0 else excess) / spread if spread else 0.0
+    (low_a, high_a), (low_b, high_b) = wilson_interval(a, n), wilson_interval(b, n)
+
+    def width(x: float, y: float) -> float:
+        return math.sqrt(max(0.0, x * x - 2 * phi * x * y + y * y))
+
+    difference = (a - b) / n
+    return difference - width(a / n - low_a, high_b - b / n), difference + width(high_a - a / n, b / n - low_b)
 
 
 def _paired_interval(

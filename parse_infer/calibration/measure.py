@@ -6,6 +6,7 @@ Writes one record per problem as soon as it is there, so that an interrupted cal
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -156,7 +157,7 @@ def calibrate(
     models = engine.describe()
     if not (models.get("draft") and models.get("adapter")):
         raise ValueError("a calibration needs a draft model, and a judge: an adapter, or zero_shot=True")
-    digest = hashlib.sha256("\n".join(p.id for p in problems).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps([[p.id, p.prompt] for p in problems]).encode()).hexdigest()[:16]
     config = {
         **{name: getattr(settings, name) for name in ("loss", "resumes", "acceptance", "max_new_tokens", "samples")},
         # The number of problems too: adding some until a promise holds would be no test of it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from parse_infer.cli.options import print_json
 from parse_infer.cli.prompt_rows import PromptRow
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import Accepted, Done, Event, Generation, GenerationSettings, Resumed
+from parse_infer.promise import apply_promise
 from parse_infer.record_store import RecordStore
 
 if TYPE_CHECKING:
@@ -77,14 +78,18 @@ def answer_file(
     rows: Sequence[PromptRow],
     settings: GenerationSettings,
     folder: str,
-    models: Mapping[str, Any],
 ) -> None:
     """Write the answers into `records.jsonl` of the folder, in order, each as soon as those before it are there.
 
     Raises ValueError for a folder with answers to other prompts, of other models or with other settings.
     """
     prompts = json.dumps([[row.prompt, row.id, row.draft] for row in rows]).encode()
-    config = {**models, "prompts": hashlib.sha256(prompts).hexdigest()[:16], "settings": asdict(settings)}
+    config = {
+        **engine.describe(),
+        "threshold": engine.threshold,
+        "prompts": hashlib.sha256(prompts).hexdigest()[:16],
+        "settings": asdict(apply_promise(settings, engine.calibration)),
+    }
     store = RecordStore(folder, config, AnswerRecord, "run of answers")
     left = [(number, row) for number, row in enumerate(rows) if number not in store.records]
     progress = Console(stderr=True, highlight=False)

@@ -167,6 +167,8 @@ class ModelOptions:
                 raise ValueError(f"{option} is for the local engine: give vLLM's server a speculative configuration")
         if self.device is not None or self.dtype != "auto":
             raise ValueError("--device and --dtype are for the local engine: servers have their own")
+        if self.trust_remote_code:
+            raise ValueError("--trust-remote-code is for the local engine: vLLM runs the models that it knows itself")
         from parse_infer.coordinator.engine import Coordinator
 
         _quiet()

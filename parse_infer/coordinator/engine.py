@@ -190,7 +190,14 @@ class Coordinator:
                 raise ValueError(
                     f"the target server {server.url} cannot judge drafts for {self.target.name!r}: {error}"
                 ) from error
-        await self._client.close()  # requests may come from another event loop
+        for servers, _ in known:  # requests may come from another event loop
+            servers.forget_troubles()
+        await self._client.close()
+
+    def check_calibration(self) -> None:
+        """ValueError unless the calibration was made with these models."""
+        if self.calibration is not None:
+            self.calibration.check(self._models)
 
     def describe(self) -> dict[str, Any]:
         """Which models answer, as far as names tell: what a server serves under one is its operator's word."""

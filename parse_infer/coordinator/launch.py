@@ -23,7 +23,6 @@ STREAM_INTERVAL = 16  # tokens that a draft server sends at a time: each piece c
 def launch(
     servers: Mapping[str, Mapping[str, Any]],
     tell: Callable[[str], None] = lambda line: None,
-    logs: Path | None = None,
     api_key: str | None = None,
 ) -> Processes:
     """Start a server for each role and wait until they are ready.
@@ -44,7 +43,7 @@ def launch(
         raise FileNotFoundError(f"{PYTHON} is {os.environ[PYTHON]!r}, where no program is: correct or unset it")
     key = {} if api_key is None else {"VLLM_API_KEY": api_key}  # an argument would be seen by everybody here
     started = [(role, command(role, each), environment(role) | key) for role, each in servers.items()]
-    processes = Processes(started, tell, logs)
+    processes = Processes(started, tell)
     processes.start()
     return processes
 

@@ -73,15 +73,27 @@ class Target:
     async def written(
         self, request: Request, round: int, prefer: Server | None, watched: bool
     ) -> AsyncGenerator[int, None]:
-        """What the target writes behind the answer so far.
+        """What the target writes behind the answer so far, until whoever adds it to the answer wants no more.
 
         Args:
             watched: somebody reads it as it comes; else it comes all at once, which costs less.
+
+        Raises Unavailable where a server ends an answer that has not ended.
         """
+        while request.answer.room > 0:
+            before = len(request.answer.ids)
+            async with aclosing(self._written_once(request, round, prefer, watched)) as tokens:
+                async for token in tokens:
+                    yield token
+            # A server may have a limit of its own, such as the max_new_tokens of the model's generation_config.json.
+            if len(request.answer.ids) == before:
+                raise Unavailable("a target server has ended an answer without a token")
+
+    async def _written_once(
+        self, request: Request, round: int, prefer: Server | None, watched: bool
+    ) -> AsyncGenerator[int, None]:
         room = request.answer.room
         asked = server_settings(request.sampling, self.language.eos_ids, "target", round)
-        if room <= 0:
-            return
         if not watched:
             asked |= stop_settings(request.settings.stop)
             with request.timed("resume_s"):

@@ -114,6 +114,13 @@ class Servers:
         self.model, self.window = names[0], min(window for _, window in found)
         return there
 
+    def forget_troubles(self) -> None:
+        """All are taken for well; for the next event loop, as watching belongs to one."""
+        self.close()
+        self._recovered = None
+        for server in self.members:
+            server.well = True
+
     async def check_tokens(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         """ValueError where a server tells that it cuts text into other tokens than the model `name`."""
         wanted = tokenizer.encode(_SAMPLE, add_special_tokens=False)

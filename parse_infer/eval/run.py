@@ -65,7 +65,7 @@ def run_eval(
     Returns:
         The content of `results.json`: `{"environment", "tasks": {name: figures}, "lm_eval": {mode: its results}}`.
         Figures of a task: `n` problems; for each of its metrics (in lm-eval's words "metric,filter") the value and the
-        standard error of both modes, their difference, and its interval (95 %, paired bootstrap; None where the
+        standard error of both modes, their difference, and its interval (95 %, paired; None where the
         metric is no mean over problems); `same_text`, the share of answers that are word for word the target's own;
         and for each mode `speed`: tokens/s, seconds and forwards of the target per answer, share of answers that were
         cut off; `speedup` as ratio of tokens/s, `time_speedup` as ratio of seconds, both with paired intervals;

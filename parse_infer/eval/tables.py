@@ -13,9 +13,9 @@ from parse_infer.bench.tables import format_percent, format_times, machine, mark
 HEADER = ("task, problems", "metric", "target", "PARSE", "difference", "tokens/s", "speed-up", "accepted, %")
 AGREES = "same text"  # share of answers that are the target's own, where nothing tells what is right
 NOTE = (
-    "Metrics are lm-eval's, ± its standard error; brackets: 95 % intervals (paired bootstrap over problems). Both "
-    "modes answered each problem one right after the other. Speed-up: ratio of tokens/s. Accepted: share of the draft "
-    "tokens that became part of the answer."
+    "Metrics are lm-eval's, ± its standard error; brackets: 95 % intervals (paired; Newcombe's for shares, else the "
+    "bootstrap over problems). Both modes answered each problem one right after the other. Speed-up: ratio of "
+    "tokens/s. Accepted: share of the draft tokens that became part of the answer."
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
@@ -27,9 +28,10 @@ async def answers(
 
     Raises ApiError: what the backend refuses, or fails on.
     """
+    asked_at = time.perf_counter()
     async with line.place(len(jobs)):
         for index, (job, prompt_tokens) in enumerate(jobs):
-            choice = Choice(index, job, prompt_tokens)
+            choice = Choice(index, job, prompt_tokens, asked_at)
             meter = metrics.meter(choice)
             try:
                 with api_errors(index):

@@ -72,6 +72,8 @@ def create_app(
     if promises.risk is not None:
         apply_promise(promises.expected, backend.calibration)
     audit = Audit(backend, metrics, promises) if promises.audit else None
+    if promises.risk is not None or audit is not None:
+        backend.check_calibration()
     note = None if traces is None else traces.note
     desk = Desk(backend, line, metrics, model or backend.name, promises.risk, adaptive, audit, note)
     app = FastAPI(
@@ -89,7 +91,9 @@ def create_app(
     app.add_exception_handler(RequestValidationError, errors.answer_invalid_body)
     app.add_exception_handler(Exception, errors.answer_failure)
     metrics.watch("parse_answers_running", "Answers that are being written.", lambda: backend.running)
-    metrics.watch("parse_answers_waiting", "Accepted answers that wait.", lambda: line.answers - backend.running)
+    metrics.watch(
+        "parse_answers_waiting", "Accepted answers that wait.", lambda: max(0, line.answers - backend.running)
+    )
     metrics.watch("parse_parallel", "Answers that can be written at the same time.", lambda: backend.parallel)
     metrics.watch("parse_retry_after_seconds", "What a full queue answers.", line.retry_after)
 

@@ -54,6 +54,10 @@ class Backend(Protocol):
     calibration: Calibration | None
     """What `risk` goes by."""
 
+    def check_calibration(self) -> None:
+        """Raises ValueError where it was made with other models."""
+        ...
+
     @property
     def running(self) -> int:
         """Answers that are being written now."""

@@ -22,6 +22,7 @@ _RELAYED = {
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
     *("n", "stop", "seed", "top_p", "top_k", "stream", "stream_options"),
 }
+_ROLES = {"developer": "system"}  # OpenAI's newer name; chat templates know the older one
 _NOT_RELAYED = {"name", "refusal", "annotations", "audio", "function_call"}
 
 
@@ -59,8 +60,8 @@ class ChatMessage(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
     def plain(self) -> dict[str, str]:
-        """As chat templates know it; OpenAI's newer name for the system is the older one here."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        """As chat templates know it."""
+        return {"role": _ROLES.get(self.role, self.role), "content": self.text}
 
 
 class Prediction(Body):
@@ -132,8 +133,11 @@ class ChatBody(AnswerBody):
     def relayed(self) -> dict[str, Any]:
         """The request as the target's own server is asked for it: without what is PARSE's, and with our defaults."""
         fields = self.model_dump(include=_RELAYED, exclude_none=True)
-        fields["messages"] = [m.model_dump(exclude=_NOT_RELAYED, exclude_none=True) for m in self.messages]
-        fields |= {"temperature": self.temperature or 0.0, "max_tokens": self.max_new_tokens}
+        messages = [m.model_dump(exclude=_NOT_RELAYED, exclude_none=True) for m in self.messages]
+        fields["messages"] = [message | {"role": _ROLES.get(message["role"], message["role"])} for message in messages]
+        fields["temperature"] = self.temperature or 0.0
+        if (asked := self.max_completion_tokens or self.max_tokens) is not None:
+            fields["max_tokens"] = asked  # without, the server knows best how much room is left
         if self.messages[-1].role == "assistant":
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         return fields

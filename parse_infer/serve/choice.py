@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from typing import Literal
 
@@ -58,14 +57,13 @@ class ParseStatistics(BaseModel):
 class Choice:
     """What the events of one job add up to."""
 
-    def __init__(self, index: int, job: Job, prompt_tokens: int) -> None:
+    def __init__(self, index: int, job: Job, prompt_tokens: int, asked_at: float) -> None:
         self.index = index
         self.job = job
         self.prompt_tokens = prompt_tokens
         self.generation: Generation | None = None
         self.first_text_s: float | None = None
-        self.asked_at = time.perf_counter()
-        self.started_at = self.asked_at
+        self.asked_at = self.started_at = asked_at
         self._text = StopStrings(job.settings.stop)
 
     @property

@@ -29,6 +29,9 @@ class CoordinatedBackend(PromptReader):
     def running(self) -> int:
         return self._coordinator.running
 
+    def check_calibration(self) -> None:
+        self._coordinator.check_calibration()
+
     async def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
         try:
             events = self._coordinator.events(job.prompt, job.settings, job.draft_text, job.alone, job.watched)

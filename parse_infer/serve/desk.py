@@ -89,9 +89,9 @@ class Desk:
     ) -> list[tuple[Job, int]]:
         """`n` jobs for each prompt, with its tokens counted. Raises ApiError for what cannot be answered."""
         settings = [body.settings(max_new_tokens, choice) for choice in range(body.choices)]
-        if self._adaptive and not body.says_adaptive:
-            settings = [each.override(adaptive=True) for each in settings]
         if not body.alone and draft_text is None:
+            if self._adaptive and not body.says_adaptive:
+                settings = [each.override(adaptive=True) for each in settings]
             settings = [promised(each, self._risk, self.backend.calibration) for each in settings]
         found = []
         for prompt in prompts:

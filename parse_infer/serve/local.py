@@ -31,7 +31,7 @@ class LocalBackend(PromptReader):
     parallel = 1
 
     def __init__(self, engine: ParseEngine | Callable[[], ParseEngine]) -> None:
-        self._runs: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
+        self._runs: queue.SimpleQueue[_Run | Callable[[], None] | None] = queue.SimpleQueue()
         self._running = 0
         loaded: Future[ParseEngine] = Future()
         Thread(target=self._work, args=(engine, loaded), name="parse-engine", daemon=True).start()
@@ -43,6 +43,19 @@ class LocalBackend(PromptReader):
     @property
     def running(self) -> int:
         return self._running
+
+    def check_calibration(self) -> None:
+        done: Future[None] = Future()
+
+        def check() -> None:
+            try:
+                self._engine.check_calibration()
+                done.set_result(None)
+            except ValueError as error:
+                done.set_exception(error)
+
+        self._runs.put(check)  # weights are compared
+        done.result()
 
     async def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
         run = _Run(job, asyncio.get_running_loop())
@@ -69,7 +82,10 @@ class LocalBackend(PromptReader):
         except BaseException as error:
             loaded.set_exception(error)
             return
-        for run in iter(self._runs.get, None):
+        while (run := self._runs.get()) is not None:
+            if not isinstance(run, _Run):
+                run()
+                continue
             if run.unwanted:
                 continue
             self._running = 1

@@ -83,10 +83,15 @@ def bench(
       parse-infer bench --task jsonl --task-option path=problems.jsonl --modes target,parse --out runs/mine
     """
     loaded_task = open_task(task, task_option)
+    names = None if modes is None else tuple(name.strip() for name in modes.split(","))
     if models.served:
+        if thresholds is not None or zero_shot_threshold is not None or sweep_limit != 100 or repeats != 1:
+            raise ValueError(
+                "--thresholds, --sweep-limit, --repeats and --zero-shot-threshold are for --backend local"
+            )
         problems = take_problems(loaded_task, split, seed, limit)
         name = f"{' '.join([task, *(task_option or ())])}, {split} split, seed {seed}"
-        ways = tuple(modes.split(",")) if modes is not None else ("target", "parse", "parse:adaptive")
+        ways = names or ("target", "parse", "parse:adaptive")
         resumed = given(resume=resume)
         _bench_clients(
             models, ways, clients or "1,4,16,32", problems, loaded_task.check, out, max_new_tokens, resumed, name
@@ -99,7 +104,7 @@ def bench(
     from parse_infer.bench.tables import acceptance_note, terminal_tables
 
     settings = BenchSettings(
-        modes=DEFAULT_MODES if modes is None else tuple(modes.split(",")),
+        modes=names or DEFAULT_MODES,
         max_new_tokens=max_new_tokens,
         threshold=models.threshold,
         zero_shot_threshold=zero_shot_threshold,

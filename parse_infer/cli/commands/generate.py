@@ -95,7 +95,7 @@ def generate(
     with closing(engine):
         check_prompts(engine.target, rows)
         if out is not None:
-            answer_file(engine, rows, settings, out, models.names)
+            answer_file(engine, rows, settings, out)
         elif stream:
             stream_answers(engine, rows, settings, as_json)
         else:
@@ -112,7 +112,7 @@ def _prompt_rows(prompt: str | None, file: str | None, draft_text: str | None) -
     if prompt is None:
         if sys.stdin.isatty():
             raise ValueError("give a prompt, --file FILE, or text on standard input")
-        prompt = sys.stdin.read()
+        prompt = sys.stdin.read().removesuffix("\n")  # which ends the line, not the question
     if not prompt.strip():
         raise ValueError("the prompt is empty: give some text")
     return [PromptRow("", prompt, draft=draft_text)]

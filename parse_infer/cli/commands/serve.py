@@ -51,7 +51,8 @@ def serve(
       parse-infer serve --backend vllm --target-url http://gpu-1:8000 --draft-url http://gpu-2:8000 --adaptive
       parse-infer serve --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/qwen3/adapter --api-key secret
     """
-    if api_key is not None and (not api_key.isascii() or not api_key.strip()):
+    api_key = None if api_key is None else api_key.strip()  # a secret in a file ends with a line break
+    if api_key is not None and not (api_key and api_key.isascii()):
         raise ValueError("--api-key must be a text of ASCII characters, or be left out")
     from data_tools.tasks.checkers import same_answer
     from parse_infer.serve.app import create_app

@@ -87,11 +87,27 @@ def test_bootstrap_is_paired_and_repeatable():
     tokens = np.full(60, 50.0)
     low, high = rate_ratio_interval(tokens, seconds / 2, tokens, seconds)
     assert low == pytest.approx(2) and high == pytest.approx(2)
-    right, other = generator.random(60) < 0.9, generator.random(60) < 0.8
-    assert difference_interval(right, right) == (0, 0)
-    interval = difference_interval(right, other, seed=3)
-    assert interval == difference_interval(right, other, seed=3)
-    assert interval[0] < right.mean() - other.mean() < interval[1]
+    share, other = generator.random(60), generator.random(60) < 0.8
+    interval = difference_interval(share, other, seed=3)
+    assert interval == difference_interval(share, other, seed=3)
+    assert interval[0] < share.mean() - other.mean() < interval[1]
+
+
+def test_the_interval_of_a_difference_of_shares():
+    """It covers the true difference as often as it says, also where the two differ seldom or not at all."""
+    generator = np.random.default_rng(0)
+    for n, lost, gained in ((50, 0.02, 0.0), (150, 0.01, 0.005), (150, 0.02, 0.08), (400, 0.1, 0.05)):
+        covered = 0
+        for u in generator.random((400, n)):
+            theirs, ours = u < 0.8, (u >= lost) & ((u < 0.8) | (u > 1 - gained))
+            low, high = difference_interval(ours, theirs)
+            covered += low <= gained - lost <= high
+            assert difference_interval(theirs, ours) == pytest.approx((-high, -low))
+        assert covered / 400 > 0.93, (n, lost, gained)
+    low, high = difference_interval([1] * 160 + [0] * 40, [1] * 160 + [0] * 40)
+    assert -0.02 < low == -high < 0
+    large = difference_interval([1] * 9000 + [0] * 1000, [1] * 5000 + [0] * 5000)
+    assert large == pytest.approx((0.39, 0.41), abs=0.001)
 
 
 def test_every_mode_comes_first_equally_often_and_the_sweep_stays_within_its_limit():
@@ -324,7 +340,8 @@ def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_p
     assert all(KEYS <= set(figures) for figures in results["modes"].values())
     assert results["modes"]["target"]["speedup"] == 1 and results["modes"]["target"]["accuracy_diff"] == 0
     for lossless in ("assisted", "target+lookup", "target+draft"):
-        assert results["modes"][lossless]["accuracy_diff_ci"] == (0, 0), lossless
+        low, high = results["modes"][lossless]["accuracy_diff_ci"]
+        assert results["modes"][lossless]["accuracy_diff"] == 0 and low == -high, lossless
     for name in ("none", "lookup", "draft"):  # what is guessed changes no answer of PARSE either
         texts = {mode: [r["text"] for r in rows if r["mode"] == mode] for mode in ("parse", f"parse+{name}")}
         assert texts["parse"] == texts[f"parse+{name}"]

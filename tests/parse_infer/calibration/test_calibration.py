@@ -121,8 +121,10 @@ def test_the_order_goes_from_nothing_to_everything():
 SETTINGS = CalibrationSettings(risks=(0.2, 0.5), resumes=("finish",), loss="disagreement", max_new_tokens=30)
 
 
-def run(engine: ParseEngine, folder: Path, settings: CalibrationSettings = SETTINGS, n: int = 12, check=None):
-    problems = [Problem(f"p{i}", f"{PROMPTS[i % 3]} {i}") for i in range(n)]
+def run(
+    engine: ParseEngine, folder: Path, settings: CalibrationSettings = SETTINGS, n: int = 12, check=None, ask: str = ""
+):
+    problems = [Problem(f"p{i}", f"{ask}{PROMPTS[i % 3]} {i}") for i in range(n)]
     return calibrate(engine, problems, check or (lambda problem, text: None), same_answer, folder, settings, task="t")
 
 
@@ -150,6 +152,8 @@ def test_a_calibration_counts_problems_and_goes_on_after_an_interruption(engine:
     assert (torn / "records.jsonl").read_text().splitlines(keepends=True)[:5] == lines[:5]
     with pytest.raises(ValueError, match=r"n_problems 12 and this one has 20"):
         run(engine, torn, n=20)
+    with pytest.raises(ValueError, match="with problems"):
+        run(engine, torn, ask="Say: ")  # other prompts under the same ids
 
 
 def test_problems_that_are_not_timed_lose_the_same(engine: ParseEngine, tmp_path: Path, monkeypatch):

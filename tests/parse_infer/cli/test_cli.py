@@ -95,12 +95,24 @@ def test_generate_reads_jsonl_and_keeps_order_and_ids(models, tmp_path, monkeypa
         assert answers[1]["stats"]["draft_forwards"] == 0
 
 
+def test_answers_of_other_settings_or_models_do_not_mix(models, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Hi"}\n')
+    command = ["generate", "--file", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out"), *models]
+    command += ["--max-new-tokens", "6", "--threshold", "0.9"]
+    assert main(command) == main(command) == 0, capsys.readouterr().err
+    for change, key in ((["--threshold", "0"], "threshold"), (["--dtype", "bfloat16"], "dtype")):
+        assert main([*command, *change]) == 2
+        assert f"holds a run of answers with {key} " in capsys.readouterr().err
+
+
 def test_generate_reads_a_prompt_from_standard_input_and_streams_events(models, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
     assert main(["generate", "--stream", "--json", "--max-new-tokens", "6", *models]) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [e["event"] for e in events[:3]] == ["drafted", "verified", "accepted"]
     assert events[-1]["event"] == "done" and events[-1]["text"]
+    assert main(["generate", "Hi", "--json", "--max-new-tokens", "6", *models]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == events[-1]["text"], "the end of a line is not the prompt's"
 
 
 def test_the_draft_model_guesses_for_the_target_also_where_the_draft_is_a_text(models, capsys):

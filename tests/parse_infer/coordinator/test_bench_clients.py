@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -30,14 +31,16 @@ def test_every_way_answers_at_every_load_and_a_second_run_measures_nothing_again
         def __exit__(self, *_: object) -> None:
             pass
 
-    def run(ways: list[str]) -> dict[str, object]:
+    checked = ["p0"]
+
+    def run(ways: list[str], folder: Path = tmp_path, n: int = 6) -> dict[str, object]:
         return run_clients(
             lambda options: connected.append(options) or Connection(),
             ways,
             [1, 3],
-            [Problem(f"p{n}", f"Tom has {n} apples.") for n in range(6)],
-            lambda problem, text: problem.id == "p0",
-            tmp_path,
+            [Problem(f"p{n}", f"Tom has {n} apples.") for n in range(n)],
+            lambda problem, text: None if None in checked else problem.id in checked,
+            folder,
             GenerationSettings(12, 0.5),
             {"target": "tiny"},
         )
@@ -55,7 +58,12 @@ def test_every_way_answers_at_every_load_and_a_second_run_measures_nothing_again
     assert (tmp_path / "clients.md").read_text().count("| PARSE |") == 2
     assert json.loads((tmp_path / "clients.json").read_text())["cells"] == json.loads(json.dumps(results["cells"]))
     run(["target", "parse"])
-    assert connected == [{"speculative_config": None}, {}], "the target alone has a plain server"
+    checked = [None]
+    open_ended = run(["parse"], tmp_path / "open")["cells"][0]
+    assert open_ended["accuracy"] is None and "0.0 %" not in (tmp_path / "open" / "clients.md").read_text()
+    with pytest.raises(ValueError, match="with problems"):
+        run(["parse"], tmp_path / "open", n=5)
+    assert connected == [{"speculative_config": None}, {}, {}], "what is there is not measured again"
 
 
 def test_ways_are_checked():

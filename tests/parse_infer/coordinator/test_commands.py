@@ -50,7 +50,7 @@ def test_a_file_of_prompts_is_answered_in_order_and_goes_on_where_it_stopped(coo
     first = tuple(engine.target.render(PROMPTS[0]))
     assert not any(prompt[: len(first)] == first for prompt in asked), "an answer that was there was asked for again"
     capsys.readouterr()
-    assert main([*command, "--threshold", "2", "--out", str(out), "--stop", "x"]) == 2
+    assert main([*command, "--out", str(out), "--stop", "x"]) == 2
     assert "holds a run of answers with settings" in capsys.readouterr().err
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,9 +15,12 @@ from parse_infer.engine import ParseEngine
 from parse_infer.generation import Accepted, Done, Drafted, Generation, Resumed, Verified
 from parse_infer.models.sampling import Sampling
 from parse_infer.policy import maximal_valid_prefix
+from parse_infer.serve.coordinated import CoordinatedBackend
 from parse_infer.verify.zero_shot_judge import ZeroShotJudge
 from tests.parse_infer.coordinator.conftest import CUTS
+from tests.parse_infer.coordinator.fake_server import FakeServer
 from tests.parse_infer.language_models import language_model, printable, word_tokenizer
+from tests.parse_infer.serve.conftest import running
 
 PROMPT = "Tom has 5 apples."
 PROMPTS = [PROMPT, "How many?", "Ann sells 48 clips.", "2 + 2"]
@@ -277,3 +281,32 @@ def test_a_useless_draft_is_given_up_and_looked_at_again_now_and_then(engine, co
     found = coordinator.generate([PROMPT] * 30, max_new_tokens=20, threshold=1.01, adaptive=True)
     assert {tuple(g.token_ids) for g in found} == {tuple(engine.generate_target(PROMPT, max_new_tokens=20).token_ids)}
     assert [bool(g.stats.draft_tokens) for g in found[6:]] == [False] * 24
+
+
+def test_a_server_with_a_limit_of_its_own_is_asked_on(engine, connect, monkeypatch):
+    """As vLLM has where a model's generation_config.json has max_new_tokens."""
+    write = FakeServer._write
+    monkeypatch.setattr(
+        FakeServer, "_write", lambda self, p, b: write(self, p, {**b, "max_tokens": min(8, b["max_tokens"])})
+    )
+    coordinator, (target,), _ = connect(engine)
+    alone = engine.generate_target(PROMPT, max_new_tokens=24)
+    assert coordinator.generate_target(PROMPT, max_new_tokens=24).token_ids == alone.token_ids
+    assert sum("logprobs" not in body for body in target.bodies) == -(-len(alone.token_ids) // 8) > 1
+    *_, done = coordinator.stream(PROMPT, max_new_tokens=24, threshold=1.01)
+    assert done.generation.token_ids == alone.token_ids and done.generation.stats.rounds == 1
+
+
+def test_a_server_that_stumbles_at_the_start_is_watched_where_requests_run(engine, connect):
+    coordinator, targets, _ = connect(engine, n_targets=2, patience_s=5.0)
+    targets[0].faults.append("500")
+    coordinator.run(coordinator.meet())
+    with running(CoordinatedBackend(coordinator), engine) as served:  # on another event loop
+        for target in targets:
+            target.bodies.clear()
+        for _ in range(2):
+            for target in targets:
+                target.faults.append("500")
+            with ThreadPoolExecutor(4) as clients:
+                assert [a.status_code for a in clients.map(lambda _: served.chat(max_tokens=8), range(4))] == [200] * 4
+        assert all(target.bodies for target in targets), "each has its share of the requests"

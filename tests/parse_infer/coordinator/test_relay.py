@@ -39,7 +39,8 @@ def test_a_call_of_a_tool_is_the_targets_own_and_says_so(relaying):
     assert choice.parse == {"mode": "target", "because": "tools"}
     assert answer.usage.completion_tokens == 6 and answer.model == served.backend.name
     (body,) = asked(targets)
-    assert body["messages"] == USER and body["tools"] == TOOLS and body["temperature"] == 0 and body["max_tokens"]
+    assert body["messages"] == USER and body["tools"] == TOOLS and body["temperature"] == 0
+    assert "max_tokens" not in body, "the server knows how much room is left"
     assert not {"parse", "user"} & body.keys(), "only what the server needs is passed on"
     assert "parse_answers_relayed_total 1.0" in served.metrics
 
@@ -48,6 +49,7 @@ def test_a_conversation_with_tools_is_streamed(relaying):
     served, targets = relaying
     call = {"id": "call-1", "type": "function", "function": {"name": "weigh", "arguments": "{}"}}
     messages = [
+        {"role": "developer", "content": "Be brief."},
         *USER,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call-1", "content": "800 g"},
@@ -58,9 +60,10 @@ def test_a_conversation_with_tools_is_streamed(relaying):
     assert {chunk.model for chunk in told} == {served.backend.name}
     chunks = [chunk.choices[0] for chunk in told]
     assert chunks[0].delta.tool_calls[0].function.name == "weigh"
-    assert chunks[-1].finish_reason == "tool_calls" and chunks[-1].parse["because"] == "messages.1.tool_calls"
+    assert chunks[-1].finish_reason == "tool_calls" and chunks[-1].parse["because"] == "messages.2.tool_calls"
     (body,) = asked(targets)
-    assert body["messages"][1]["tool_calls"] == [call] and body["messages"][2] == messages[2]
+    assert body["messages"][0] == messages[0] | {"role": "system"}, "which every chat template knows"
+    assert body["messages"][2]["tool_calls"] == [call] and body["messages"][3] == messages[3]
 
 
 def test_structured_output_continues_a_message_that_has_begun(relaying):

@@ -41,7 +41,7 @@ def test_servers_that_are_started_want_the_key_that_they_are_sent(monkeypatch):
     given = {}
 
     class NoProcesses:
-        def __init__(self, started, tell, logs):
+        def __init__(self, started, tell):
             given.update({role: environment for role, _, environment in started})
 
         def start(self) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ from parse_infer.generation import Done, Generation, GenerationSettings
 from parse_infer.models.prompts import Verbatim
 from parse_infer.models.sampling import Sampling, seed_of
 from parse_infer.promise import Calibration, Setting, Tried
+from parse_infer.serve.app import create_app
 from parse_infer.serve.audit import Promises
 from parse_infer.serve.backend import Job
 from parse_infer.serve.chat import ChatCompletion
@@ -248,11 +250,27 @@ def test_parse_options_are_the_engines(served):
     }
 
 
+def test_a_promise_made_for_other_models_is_found_before_anybody_asks(make_engine):
+    engine = make_engine()
+    other = calibrated(engine)
+    other = replace(other, models={**other.models, "dtype": "bfloat16"})
+    backend = LocalBackend(make_engine(calibration=other))
+    try:
+        for promises in (Promises(0.05), Promises(audit=0.5)):
+            with pytest.raises(ValueError, match="made with another dtype"):
+                create_app(backend, promises=promises)
+        create_app(backend)  # of no concern without a promise
+    finally:
+        backend.close()
+
+
 def test_metrics_tell_what_adaptive_requests_got(make_engine):
     with running(LocalBackend(make_engine()), make_engine()) as server:
         for n in range(6):  # as long as nothing is known, both are tried
             assert server.chat(PROMPTS[n % 4], max_tokens=8, parse={"adaptive": True}).status_code == 200
         server.chat(PROMPTS[0], max_tokens=8)
+        for decided in ({"mode": "target"}, {"draft_text": "4"}):  # there is nothing to decide
+            server.chat(PROMPTS[0], max_tokens=8, parse=decided)
         told = re.findall(r'^parse_decisions_total\{decision="(\w+)"\} (\S+)$', server.metrics, re.MULTILINE)
     assert dict(told) == {"draft": "3.0", "alone": "3.0"}
 
