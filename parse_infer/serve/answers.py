@@ -1,7 +1,8 @@
-"""The answers to one request, one after the other, as they happen."""
+"""The answers to one request, as they happen."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -18,10 +19,14 @@ from parse_infer.serve.metrics import Metrics
 log = logging.getLogger("parse_infer.serve")
 
 
+Told = tuple[Choice, Event, str]
+"""An event, with the choice that it belongs to and the text that may be sent now."""
+
+
 async def answers(
     backend: Backend, line: Line, metrics: Metrics, jobs: Sequence[tuple[Job, int]], audit: Audit | None = None
-) -> AsyncGenerator[tuple[Choice, Event, str], None]:
-    """Every event, with the choice that it belongs to and the text that may be sent now.
+) -> AsyncGenerator[Told, None]:
+    """All events of a request.
 
     Args:
         jobs: each with the number of tokens of its prompt.
@@ -30,22 +35,68 @@ async def answers(
     """
     asked_at = time.perf_counter()
     async with line.place(len(jobs)):
-        for index, (job, prompt_tokens) in enumerate(jobs):
-            choice = Choice(index, job, prompt_tokens, asked_at)
-            meter = metrics.meter(choice)
-            try:
-                with api_errors(index):
-                    async with aclosing(backend.stream(job)) as moments:
-                        async for moment in moments:
-                            text = choice.take(moment)
-                            meter.see(moment, text)
-                            if isinstance(moment.event, Done):
-                                line.note(moment.event.generation.timings.total_s)
-                                if audit is not None:
-                                    audit.consider(choice)
-                            yield choice, moment.event, text
-            finally:
-                meter.end()
+        choices = [Choice(i, job, prompt_tokens, asked_at) for i, (job, prompt_tokens) in enumerate(jobs)]
+        streams = [_answered(backend, line, metrics, choice, audit) for choice in choices]
+        side_by_side = backend.parallel > 1 and len(streams) > 1
+        async with aclosing(_as_they_come(streams) if side_by_side else _in_turn(streams)) as events:
+            async for event in events:
+                yield event
+
+
+async def _answered(
+    backend: Backend, line: Line, metrics: Metrics, choice: Choice, audit: Audit | None
+) -> AsyncGenerator[Told, None]:
+    meter = metrics.meter(choice)
+    try:
+        with api_errors(choice.index):
+            async with aclosing(backend.stream(choice.job)) as moments:
+                async for moment in moments:
+                    text = choice.take(moment)
+                    meter.see(moment, text)
+                    if isinstance(moment.event, Done):
+                        line.note(moment.event.generation.timings.total_s)
+                        if audit is not None:
+                            audit.consider(choice)
+                    yield choice, moment.event, text
+    finally:
+        meter.end()
+
+
+async def _in_turn(streams: Sequence[AsyncGenerator[Told, None]]) -> AsyncGenerator[Told, None]:
+    for stream in streams:
+        async with aclosing(stream):
+            async for told in stream:
+                yield told
+
+
+async def _as_they_come(streams: Sequence[AsyncGenerator[Told, None]]) -> AsyncGenerator[Told, None]:
+    """The first error of one ends all."""
+    queue: asyncio.Queue[Told | Exception | None] = asyncio.Queue()
+
+    async def follow(stream: AsyncGenerator[Told, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for told in stream:
+                    queue.put_nowait(told)
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(follow(stream)) for stream in streams]
+    try:
+        going = len(tasks)
+        while going:
+            told = await queue.get()
+            if isinstance(told, Exception):
+                raise told
+            if told is None:
+                going -= 1
+            else:
+                yield told
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextmanager

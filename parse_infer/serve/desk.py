@@ -16,7 +16,7 @@ from starlette.types import Send
 from parse_infer.generation import Done, Event
 from parse_infer.models.prompts import Prompt
 from parse_infer.promise import promised
-from parse_infer.serve.answers import answers
+from parse_infer.serve.answers import Told, answers
 from parse_infer.serve.audit import Audit
 from parse_infer.serve.backend import Backend, Job, Refused
 from parse_infer.serve.body import AnswerBody
@@ -127,7 +127,7 @@ class Desk:
         return Exchange(lambda send: _write_events(send, chunks()) if body.stream else whole(send))
 
 
-Answers = AsyncGenerator[tuple[Choice, Event, str], None]
+Answers = AsyncGenerator[Told, None]
 
 
 class _Paper:
@@ -141,7 +141,7 @@ class _Paper:
         self._tells_events = body.parse is not None and body.parse.events
         self._name = shape.prefix + uuid.uuid4().hex
         self._created = int(time.time())
-        self._choices: list[Choice] = []
+        self._heard: dict[int, Choice] = {}
 
     async def whole(self, events: Answers, send: Send) -> None:
         async with aclosing(events):
@@ -187,10 +187,13 @@ class _Paper:
 
     def _note(self, choice: Choice) -> bool:
         """Whether this is the first that is heard of the choice."""
-        new = choice.index == len(self._choices)
-        if new:
-            self._choices.append(choice)
+        new = choice.index not in self._heard
+        self._heard[choice.index] = choice
         return new
+
+    @property
+    def _choices(self) -> list[Choice]:
+        return [self._heard[index] for index in sorted(self._heard)]
 
     def _usage(self) -> Usage:
         return usage_of(self._choices, self._per_prompt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -310,3 +311,22 @@ def test_a_server_that_stumbles_at_the_start_is_watched_where_requests_run(engin
             with ThreadPoolExecutor(4) as clients:
                 assert [a.status_code for a in clients.map(lambda _: served.chat(max_tokens=8), range(4))] == [200] * 4
         assert all(target.bodies for target in targets), "each has its share of the requests"
+
+
+def test_several_answers_to_a_request_are_written_side_by_side(engine, connect):
+    coordinator, _, draft = connect(engine)
+    draft.pause = 0.1
+    with running(CoordinatedBackend(coordinator), engine) as served:
+        most = []
+        asked = {"max_tokens": 24, "n": 3, "temperature": 1.0, "seed": 5, "parse": {"draft_temperature": 0}}
+        with ThreadPoolExecutor(1) as client:
+            answer = client.submit(lambda: served.chat(PROMPT, **asked))
+            while not answer.done():
+                most.append(coordinator.running)
+                time.sleep(0.005)
+        assert max(most) == 3
+        texts = [choice["message"]["content"] for choice in answer.result().json()["choices"]]
+        assert [choice["index"] for choice in answer.result().json()["choices"]] == [0, 1, 2]
+        draft.pause = 0.0
+        alone = [served.chat(PROMPT, **{**asked, "n": 1}).json()["choices"][0]["message"]["content"]]
+        assert texts[:1] == alone, "the first one has the seed as it is given"
