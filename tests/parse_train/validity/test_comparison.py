@@ -19,6 +19,11 @@ DRAFTS = ScoredDrafts.from_rows([[0.9, 0.8], [0.9, 0.6, 0.2], [0.3]], LABELS, CU
 PROBLEMS = ["a", "a", "b"]
 
 
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parse_train.validity.comparison.RESAMPLES", 100)
+
+
 def test_a_perfect_judge_keeps_what_stands_before_the_first_error() -> None:
     assert oracle_acceptance(DRAFTS) == pytest.approx((10 + 5 + 0) / 30)
 
