@@ -62,7 +62,8 @@ def generate(
       parse-infer generate "…" --adapter runs/validity/adapter --risk 0.01
       parse-infer generate --file prompts.jsonl --json > answers.jsonl
       parse-infer generate --file prompts.jsonl --backend vllm --out runs/answers
-      parse-infer generate "…" --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/qwen3/adapter
+      parse-infer generate "…" --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/qwen3-8b-0.6b/adapter \\
+          --template-option enable_thinking=false
     """
     from parse_infer.cli.answering import answer_file, print_answers, stream_answers
     from parse_infer.cli.prompt_rows import check_prompts

@@ -49,7 +49,8 @@ def serve(
       parse-infer serve --port 8000
       parse-infer serve --calibration runs/calibration/calibration.json --risk 0.01 --audit 0.01
       parse-infer serve --backend vllm --target-url http://gpu-1:8000 --draft-url http://gpu-2:8000 --adaptive
-      parse-infer serve --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/qwen3/adapter --api-key secret
+      parse-infer serve --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/qwen3-8b-0.6b/adapter \\
+          --template-option enable_thinking=false --api-key secret
     """
     api_key = None if api_key is None else api_key.strip()  # a secret in a file ends with a line break
     if api_key is not None and not (api_key and api_key.isascii()):
