@@ -75,7 +75,8 @@ def calibrate(
     Examples:
       parse-infer calibrate --limit 500
       parse-infer calibrate --adapter runs/validity/adapter --risk 0.01 --limit 1000
-      parse-infer calibrate --task jsonl --task-option path=prompts.jsonl --task-option check_with=none --loss disagreement
+      parse-infer calibrate --task jsonl --task-option path=prompts.jsonl --task-option check_with=none \\
+          --loss disagreement
     """
     loaded_task = open_task(task, task_option)
     from data_tools.tasks.checkers import same_answer
