@@ -1,6 +1,6 @@
 """Which settings are safe, with a stated confidence: Learn then Test (Angelopoulos et al., arXiv 2110.01052).
 
-A setting has a loss between 0 and 1 on each problem; its risk is the expected loss on a new problem. Problems are
+A setting has a loss of 0 or 1 on each problem; its risk is the expected loss on a new problem. Problems are
 exchangeable, so the mean loss of n problems says how large the risk can be. Settings are tested in an order that was
 fixed before any loss was seen, each against "its risk is above the promise", and testing stops at the first that this
 could still be true of: no setting that passed has a larger risk, with the stated confidence for all of them at once,
@@ -14,27 +14,15 @@ from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import brentq
 from scipy.stats import binom, binomtest
 
 
 def p_value(losses: ArrayLike, risk: float) -> float:
-    """How likely a mean loss as small as this one is where the true risk is above `risk`; losses [n] between 0 and 1.
-
-    Exact (binomial) where every loss is 0 or 1, else the bound of Hoeffding and Bentkus (Bates et al., arXiv
-    2101.02703, theorem 5).
-    """
+    """How likely so few losses are where the true risk is above `risk` (exact, binomial); losses [n], each 0 or 1."""
     values = np.asarray(losses, dtype=np.float64)
-    n = values.size
-    if n == 0 or not ((values >= 0) & (values <= 1)).all():
-        raise ValueError("losses must be numbers between 0 and 1, at least one of them")
-    total = float(values.sum())
-    if np.isin(values, (0.0, 1.0)).all():
-        return float(binom.cdf(round(total), n, risk))
-    mean = min(total / n, risk)
-    hoeffding = math.exp(-n * (_xlogy(mean, mean / risk) + _xlogy(1 - mean, (1 - mean) / (1 - risk))))
-    bentkus = math.e * float(binom.cdf(math.ceil(total), n, risk))
-    return min(1.0, hoeffding, bentkus)
+    if values.size == 0 or not np.isin(values, (0.0, 1.0)).all():
+        raise ValueError("losses must be 0 or 1, at least one of them")
+    return float(binom.cdf(int(values.sum()), values.size, risk))
 
 
 def n_passing(sequence: Iterable[ArrayLike], risk: float, level: float) -> int:
@@ -53,12 +41,7 @@ def n_passing(sequence: Iterable[ArrayLike], risk: float, level: float) -> int:
 def upper_bound(losses: ArrayLike, level: float) -> float:
     """The smallest risk that these losses [n] show at `level`: an upper confidence bound for one setting."""
     values = np.asarray(losses, dtype=np.float64)
-    if np.isin(values, (0.0, 1.0)).all():
-        return exact_bound(int(values.sum()), values.size, level)
-    if p_value(values, 1 - 1e-9) > level:
-        return 1.0
-    mean = float(values.mean())
-    return float(brentq(lambda risk: p_value(values, risk) - level, mean + 1e-12, 1 - 1e-9, xtol=1e-9))
+    return exact_bound(int(values.sum()), values.size, level)
 
 
 def exact_bound(errors: int, trials: int, level: float) -> float:
@@ -70,7 +53,3 @@ def exact_bound(errors: int, trials: int, level: float) -> float:
 def least_problems(risk: float, level: float) -> int:
     """How many problems without any loss it takes to show `risk` at `level`: 230 for 1 % at 90 % confidence."""
     return math.ceil(math.log(level) / math.log1p(-risk))
-
-
-def _xlogy(x: float, y: float) -> float:
-    return x * math.log(y) if x > 0 else 0.0

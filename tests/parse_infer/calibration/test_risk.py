@@ -12,24 +12,21 @@ from parse_infer.calibration.risk import least_problems, n_passing, p_value, upp
 
 
 @pytest.mark.parametrize("risk", [0.01, 0.1, 0.4])
-@pytest.mark.parametrize("exact", [True, False], ids=["0 or 1", "between"])
-def test_a_p_value_is_rarely_small_where_the_risk_is_above_the_promise(risk, exact):
+def test_a_p_value_is_rarely_small_where_the_risk_is_above_the_promise(risk):
     """At the edge, where it is hardest: P(p <= level) <= level, for every level."""
     rng = np.random.default_rng(0)
     losses = (rng.random((4000, 150)) < risk).astype(float)
-    if not exact:  # the same mean, spread over the interval
-        losses = rng.beta(2 * risk, 2 * (1 - risk), (4000, 150))
     values = np.array([p_value(row, risk) for row in losses])
     for level in (0.05, 0.1, 0.3):
         assert (values <= level).mean() <= level + 0.01, level
-    if exact:  # and not for want of trying: the exact test uses what its steps allow
-        steps = binom.cdf(np.arange(150), 150, risk)
-        assert (values <= 0.3).mean() == pytest.approx(steps[steps <= 0.3].max(initial=0.0), abs=0.03)
+    # And not for want of trying: the test uses what its steps allow.
+    steps = binom.cdf(np.arange(150), 150, risk)
+    assert (values <= 0.3).mean() == pytest.approx(steps[steps <= 0.3].max(initial=0.0), abs=0.03)
 
 
 def test_bad_losses_are_named():
-    for losses in ([], [0.5, 1.5], [-0.1]):
-        with pytest.raises(ValueError, match="between 0 and 1, at least one"):
+    for losses in ([], [0.5, 1.0], [-1]):
+        with pytest.raises(ValueError, match="0 or 1, at least one"):
             p_value(losses, 0.1)
 
 
@@ -45,7 +42,6 @@ def test_an_upper_bound_is_what_a_test_at_that_risk_just_passes():
     assert bound == pytest.approx(0.0330, abs=2e-4)  # Clopper-Pearson
     assert p_value(losses, bound + 1e-6) <= 0.1 < p_value(losses, bound - 1e-6)
     assert upper_bound([1.0, 1.0], 0.1) == 1.0
-    assert 0.1 < upper_bound([0.1] * 50, 0.1) < 0.3
 
 
 def simulate(rates: np.ndarray, n: int, risk: float, level: float, rounds: int, seed: int) -> float:
