@@ -27,6 +27,7 @@ from parse_train.recipe import load_recipe
 from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import ValidityDataset, ValidityExample
+from parse_train.validity.draft_states import DraftStates, StateStore
 from parse_train.validity.export import AdapterFacts, export_adapter
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.threshold import RiskControl
@@ -434,3 +435,18 @@ def test_the_real_recipe_builds_on_a_tiny_model_of_its_kind(
         loss = loss_of(validity, batch)
     loss.backward()
     assert torch.isfinite(loss)
+
+
+def test_stored_states_are_those_of_the_same_draft() -> None:
+    """The same tokens with a draft that begins elsewhere are another draft."""
+    store, row, computed = StateStore(1 << 20), torch.arange(6), []
+
+    def states(start: int) -> DraftStates:
+        def compute(missing: list[int]) -> list[DraftStates]:
+            computed.extend(start for _ in missing)
+            return [DraftStates(torch.zeros(6 - start, 4), torch.zeros(6 - start, 3)) for _ in missing]
+
+        return store([row], [start], compute)[0]
+
+    assert [len(states(start).before) for start in (2, 3, 2, 3)] == [4, 3, 4, 3]
+    assert computed == [2, 3]
