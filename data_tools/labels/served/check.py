@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openai import APIConnectionError, APIError, APIStatusError
+from openai import APIConnectionError, APIError, APIStatusError, InternalServerError
 
 from data_tools.labels.served.completions import BrokenAnswer, Request
 from data_tools.labels.served.patience import reason
@@ -40,6 +40,8 @@ def _check_models(servers: CompletionServers, url: str, url_key: str, name_key: 
         raise ConnectionError(
             f"no server answers at {url} ({reason(error)}): start it, or correct {url_key}"
         ) from None
+    except InternalServerError:
+        return None  # `transformers serve` without a hub cache; the completion that follows will tell
     except (APIStatusError, BrokenAnswer) as error:
         _check_key(url, error)
         raise ValueError(

@@ -38,6 +38,8 @@ class CompletionServer:
     """Whether it speaks token ids."""
     completions: bool = True
     """Whether it has /v1/completions."""
+    lists: bool = True
+    """Whether /v1/models works; `transformers serve` fails there where this machine has no hub cache."""
     key: str | None = None
     max_model_len: int | None = None
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -98,6 +100,8 @@ class CompletionServer:
     def _models(self, http: BaseHTTPRequestHandler) -> None:
         if http.path != "/v1/models":
             _send(http, 404, {"detail": "Not Found"})
+        elif not self.lists:
+            _send(http, 500, {"detail": "Cache directory not found"})
         elif self._is_known(http):
             window = {} if self.max_model_len is None else {"max_model_len": self.max_model_len}
             _send(http, 200, {"object": "list", "data": [{"id": name} | window for name in self.models]})

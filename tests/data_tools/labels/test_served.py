@@ -96,7 +96,7 @@ def test_the_rows_are_those_of_the_local_build(make: Make, make_config: Make, se
 
 def test_text_does_where_a_server_knows_nothing_else(make: Make, make_config: Make, serve: Serve) -> None:
     options = {"temperatures": [0.0]}  # at higher ones these models write bytes that are no text
-    build(text := make("text", server := serve(ids=False), wire="text", **options))
+    build(text := make("text", server := serve(ids=False, lists=False), wire="text", **options))
     build(local := make_config("local", **options))
     assert files(text.output_dir) == files(local.output_dir)
     assert {key for body in server.asked for key in body} == {"model", "prompt", "max_tokens", "temperature", "top_p"}
