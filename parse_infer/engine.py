@@ -129,6 +129,7 @@ class ParseEngine:
         float32), sampled ones keep their distribution: "lookup", the folder or name of a head, or for the target
         "draft" (see `parse_infer.guesses.registry`). By default the draft model guesses for the target where its
         tokens are tokens of the target (the same tokenizer, or a reduced vocabulary); None: nobody does.
+        `dtype` "auto" is the one a model was saved in, and float32 on CPUs that are slow in 16 bits.
         `calibration` is a file made by `parse-infer calibrate`; by default that in the adapter's folder, if any.
 
         Raises ValueError or OSError with one sentence for whatever is missing, damaged or does not fit.

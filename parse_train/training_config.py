@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
+from parse_infer.models.devices import multiplies_in_16_bits
+
 IGNORED = -100  # a label that says nothing, as transformers' Trainer expects it
 
 
@@ -30,6 +32,10 @@ class TrainingConfig(TrainingArguments):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if self.save_only_model:
             raise ValueError("save_only_model is not supported here: without the optimiser's state nothing resumes")
+        if self.bf16 and self.use_cpu and not multiplies_in_16_bits(torch.device("cpu")):
+            self.bf16 = False  # the same training, at a tenth of the time and less
+            if int(os.environ.get("RANK", 0)) == 0:
+                print("bf16: this CPU has no instructions for it; training in float32, which is faster here")
         self.remove_unused_columns = False  # the models' own collators know what is used
         super().__post_init__()
         if self.n_gpu > 1:

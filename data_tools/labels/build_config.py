@@ -52,7 +52,7 @@ class BuildConfig:
     dtype: str = field(
         default="auto",
         metadata={
-            "help": "Number type of both models; auto is the one they were saved in.",
+            "help": "Number type of both models; auto: as saved; float32 on CPUs that are slow in 16 bits.",
             "choices": ["auto", "float32", "bfloat16", "float16"],
         },
     )

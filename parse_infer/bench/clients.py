@@ -35,11 +35,12 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "target+eagle3": ("vLLM with EAGLE-3", {"speculative_config": _EAGLE3}),
     "target+parallel": ("vLLM with P-EAGLE", {"speculative_config": _PARALLEL}),
     "parse": ("PARSE", {}),
+    "parse:hand_back": ("PARSE, hand back", {}),
     "parse:adaptive": ("PARSE, adaptive", {}),
 }
 """For each a label, and the options that its target server needs."""
 _OWN_HEADS = ("target+eagle3", "target+parallel")
-_COLOURS = dict(zip(WAYS, ("#222222", "#999999", "#7b3294", "#c51b7d", "#1b7837", "#2166ac"), strict=True))
+_COLOURS = dict(zip(WAYS, ("#222222", "#999999", "#7b3294", "#c51b7d", "#1b7837", "#7fbf7b", "#2166ac"), strict=True))
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,8 @@ async def _measure(
     settings: GenerationSettings,
 ) -> Cell:
     coordinator.forget()  # what another cell has read is not there for this one
+    if way == "parse:hand_back":
+        settings = settings.override(resume="hand_back")
     settings = settings.override(adaptive=way == "parse:adaptive")
     waiting = iter(problems)
     first_s, all_s, found = [], [], []

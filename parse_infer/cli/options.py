@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 Device = Annotated[str | None, typer.Option(help="For example cpu or cuda:0; default: a GPU if there is one.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Dtype = Annotated[
+    str, typer.Option(help="float32, bfloat16, float16, or auto: as saved, but float32 on CPUs slow in 16 bits.")
+]
 TaskName = Annotated[str, typer.Option(help="gsm_symbolic, gsm8k, reasoning_gym, mixture or jsonl.")]
 TaskOptions = Annotated[
     list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task, such as path=…; repeatable.")

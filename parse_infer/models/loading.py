@@ -29,6 +29,7 @@ from transformers.utils import logging
 from parse_infer.files import first_sentence, replacing_folder
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
+from parse_infer.models.devices import multiplies_in_16_bits
 from parse_infer.models.gguf_file import cache_folder, dequantised
 from parse_infer.models.language import Language, check_vocabulary
 from parse_infer.models.lora import Lora, is_lora, read_lora
@@ -92,12 +93,15 @@ def load_language_model(
 ) -> LanguageModel:
     """Load weights and tokenizer, put them on `device` (None: the GPU if there is one, else the CPU).
 
+    The dtype "auto" is the one in which the weights were saved, and float32 on a CPU that is slow in 16 bits.
     A target gets the split attention that verification passes need. A large model on a CPU gets linear layers that
     are faster and have no gradient, unless it is `trainable`. Raises ValueError or OSError
     with one sentence for anything that is missing, incomplete or unsupported: a model is never run with weights it did
     not load.
     """
     place, numbers = _device(device), _dtype(dtype)
+    if numbers == "auto" and not multiplies_in_16_bits(place):
+        numbers = torch.float32
     source = _open(name)
     _check_folder(source.base)
     tokenizer = _tokenizer(source, trust_remote_code)

@@ -36,7 +36,7 @@ class ValidityTrainingConfig(TrackedTrainingConfig):
     target_dtype: str = field(
         default="auto",
         metadata={
-            "help": "Number type the target is loaded in; auto is the one it was saved in.",
+            "help": "Number type the target is loaded in; auto: as saved; float32 on CPUs that are slow in 16 bits.",
             "choices": ["auto", "float32", "bfloat16"],
         },
     )

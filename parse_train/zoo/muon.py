@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from parse_infer.models.devices import multiplies_in_16_bits
+
+
+class _InFloat32(TorchFunctionMode):
+    """`torch.optim.Muon` asks for bfloat16 by name; within this it gets a copy in float32."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.bfloat16:
+            return args[0].to(torch.float32, copy=True)
+        return func(*args, **(kwargs or {}))
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -34,6 +49,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             "muon": torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
             "adamw": torch.optim.AdamW(rest, lr=lr, weight_decay=0.0, betas=(0.9, 0.95)),
         }
+        self.slow_in_16_bits = bool(matrices) and not multiplies_in_16_bits(matrices[0].device)
         super().__init__(matrices + rest, {"lr": lr})
         self.param_groups = [group for part in self.parts.values() for group in part.param_groups]
 
@@ -41,7 +57,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = closure() if closure is not None else None
         for part in self.parts.values():
-            part.step()
+            with _InFloat32() if self.slow_in_16_bits else nullcontext():
+                part.step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:

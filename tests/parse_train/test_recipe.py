@@ -32,6 +32,15 @@ def parse(recipe: Path, *overrides: str) -> ValidityTrainingConfig:
     return config
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_bf16_is_for_machines_that_have_it(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fast: bool
+) -> None:
+    monkeypatch.setattr("parse_train.training_config.multiplies_in_16_bits", lambda device: fast)
+    assert parse(recipe, "--bf16", "--use_cpu").bf16 == fast
+    assert ("bf16: this CPU" in capsys.readouterr().out) != fast
+
+
 def test_keys_are_fields_and_the_command_line_wins(recipe: Path) -> None:
     config = parse(
         recipe, "--lora-rank", "8", "--cut_policy", "{kind: sentence}", "--lora_target_modules", "q_proj", "o_proj"

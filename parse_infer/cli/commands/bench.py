@@ -72,7 +72,8 @@ def bench(
 
     \b
     Modes with --backend vllm (clients.json, clients.md, clients.png):
-      target, target+ngram, target+eagle3, target+parallel (vLLM's own), parse, parse:adaptive
+      target, target+ngram, target+eagle3, target+parallel (vLLM's own), parse,
+      parse:hand_back, parse:adaptive
 
     \b
     Examples:

@@ -72,10 +72,16 @@ def test_zero_shot_or_an_adapter_but_not_both(saved):
         ParseEngine.from_pretrained(saved / "target", adapter="zoo:adapter", zero_shot=True)
 
 
-def test_the_dtype_is_that_of_the_files_unless_given(saved):
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_dtype_is_that_of_the_files_unless_given_or_slow(saved, tmp_path, monkeypatch, fast):
+    monkeypatch.setattr("parse_infer.models.loading.multiplies_in_16_bits", lambda device: fast)
     assert load_language_model(saved / "draft", role="draft", device="cpu").model.dtype == torch.float32
     half = load_language_model(saved / "draft", role="draft", device="cpu", dtype="bfloat16")
     assert half.model.dtype == torch.bfloat16
+    half.model.save_pretrained(tmp_path)
+    half.tokenizer.save_pretrained(tmp_path)
+    again = load_language_model(tmp_path, role="draft", device="cpu")
+    assert again.model.dtype == (torch.bfloat16 if fast else torch.float32)
 
 
 @pytest.mark.parametrize("device", ["warp", "cuda:99"])

@@ -165,8 +165,6 @@ def test_the_recipe_runs_resumes_and_writes_a_head(recipe, tmp_path: Path, capsy
         "--steps",
         "3",
     ]
-    if "parallel" in recipe:  # Muon computes in bfloat16, which takes half a minute where the CPU has none of it
-        arguments += ["--muon", "false"]
     assert main(arguments) == 0, capsys.readouterr().err
     answers = tmp_path / "answers" / "train" / "data" / "train-000000-000006.jsonl"
     written = answers.read_text()

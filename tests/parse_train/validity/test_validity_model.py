@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from parse_infer.models.decoder import Decoder
+from parse_infer.models.devices import multiplies_in_16_bits
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.verify.adapter_folder import HEAD
 from parse_infer.verify.head import Probe, ValidityHead
@@ -424,7 +425,8 @@ def test_the_real_recipe_builds_on_a_tiny_model_of_its_kind(
     overrides = ["--target", str(tmp_path / "target"), "--output_dir", str(tmp_path / "out"), "--report_to", "none"]
     main, config = load_recipe(REPOSITORY / "recipes/real/train.yaml", [*overrides, "--use_cpu"])
     assert main.__module__ == "parse_train.validity.train"
-    assert (config.lora_rank, config.bf16, config.target_dtype) == (32, True, "bfloat16")
+    fast = multiplies_in_16_bits(torch.device("cpu"))
+    assert (config.lora_rank, config.bf16, config.target_dtype) == (32, fast, "bfloat16")
     lm = load_target(config)
     assert lm.model.dtype == torch.bfloat16
     assert describe(config, lm, {}, {}).target["model_type"] == "qwen3"
