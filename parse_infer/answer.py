@@ -91,7 +91,7 @@ class Answer:
         ahead, texts = self._detokenizer.fork(), []
         for start, end in zip([0, *cuts], cuts, strict=False):
             texts.append(ahead.add([token for token in draft_ids[start:end] if token not in self._eos_ids]))
-        if texts:
+        if texts and draft_ids:
             texts[-1] += ahead.flush()
         return texts
 

@@ -207,9 +207,11 @@ class ParseEngine:
 
     def forget(self) -> None:
         """Nothing in the caches makes the next answer faster."""
-        for lm in (self.target, self.draft):
-            if lm is not None:
-                lm.decoder.seek([])
+        with self._turn:
+            self._current = None  # a stream that is still open cannot go on
+            for lm in (self.target, self.draft):
+                if lm is not None:
+                    lm.decoder.seek([])
 
     def check_calibration(self) -> None:
         """ValueError unless the calibration was made with these models."""
@@ -404,10 +406,11 @@ class ParseEngine:
             self._require_judge()
         if settings.risk is not None and draft_text is not None:
             raise ValueError("risk and draft_text were both given: a promise covers only what the draft model writes")
-        drafter = self.drafter if draft_text is None else TextDrafter(draft_text, self.target, prompt)
-        if drafter is None:
+        if draft_text is None and self.drafter is None:
             raise ValueError("This engine has no draft model: pass draft=… to from_pretrained, or give a draft_text.")
         request = Request(prompt, self.target, settings, settings.resume_sampling)
+        drafter = self.drafter if draft_text is None else TextDrafter(draft_text, self.target, prompt)
+        assert drafter is not None
         self._current = None  # a stream that is still open must not go on with a drafter that writes something else
         drafter.reset(prompt, settings.draft_sampling, settings.stop)
         return request, drafter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Literal, get_args
 
 Acceptance = Literal["first_failure", "longest"]
@@ -38,7 +39,7 @@ def check_threshold(threshold: float) -> float:
     Raises:
         ValueError: anything else.
     """
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+    if isinstance(threshold, bool) or not isinstance(threshold, Real):
         raise ValueError(f"the threshold must be a number, not {threshold!r}")
     if not math.isfinite(threshold) or threshold < 0:
         raise ValueError(

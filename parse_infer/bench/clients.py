@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from parse_infer.bench.figure import plain
+from parse_infer.bench.mode_names import is_adaptive, resume_of
 from parse_infer.bench.modes import BenchProblem, problems_digest
 from parse_infer.bench.statistics import wilson_interval
 from parse_infer.coordinator.engine import Coordinator
@@ -141,11 +142,13 @@ def summary(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> Table:
+    """What fits a terminal of 80 columns; `markdown` has the rest."""
     shown = Table(title="Clients at a time", header_style="bold")
-    for name in _HEADER:
+    for name in _SHORT:
         shown.add_column(name, justify="left" if name == "way" else "right")
     for cell in results["cells"]:
-        shown.add_row(*_row(cell))
+        row = dict(zip(_HEADER, _row(cell), strict=True))
+        shown.add_row(*(row[name].partition(" (")[0] for name in _SHORT))
     return shown
 
 
@@ -191,9 +194,7 @@ async def _measure(
     settings: GenerationSettings,
 ) -> Cell:
     coordinator.forget()  # what another cell has read is not there for this one
-    if way == "parse:hand_back":
-        settings = settings.override(resume="hand_back")
-    settings = settings.override(adaptive=way == "parse:adaptive")
+    settings = settings.override(resume=resume_of(way) or settings.resume, adaptive=is_adaptive(way))
     waiting = iter(problems)
     first_s, all_s, found = [], [], []
 
@@ -230,8 +231,18 @@ async def _measure(
     )
 
 
-_HEADER = ["way", "clients", "right", "answers/s over target", "tokens/s", "first text p50", "p99", "answer p50"]
-_HEADER += ["p99", "kept", "coordinator CPU"]
+_HEADER = [
+    "way",
+    "clients",
+    "right",
+    "answers/s over target",
+    "tokens/s",
+    "first text p50",
+    "first text p99",
+    "answer p50",
+]
+_HEADER += ["answer p99", "kept", "coordinator CPU"]
+_SHORT = ["way", "clients", "right", "answers/s over target", "tokens/s", "answer p50", "kept"]
 
 
 def _row(cell: dict[str, Any]) -> list[str]:

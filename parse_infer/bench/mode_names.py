@@ -3,7 +3,7 @@
 A name is a key of `MODES`; sizes stand behind "assisted" ("assisted:tokens=8:confidence=0.3"), token drafters behind
 the modes of `GUIDED` ("target+draft:tokens=12", "parse+eagle3", "parse+draft+lookup"; the last one speeds up the
 draft model), what follows a rejected draft behind the PARSE modes ("parse:hand_back", else as the benchmark's settings
-say), the threshold of a sweep behind "@" ("parse@0.5").
+say), or that the target may answer alone ("parse:adaptive"), the threshold of a sweep behind "@" ("parse@0.5").
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ MODES = {
     "transformers": "the target alone in transformers' own decode loop",
 }
 GUIDED = {"target": 1, "parse": 2}  # the most token drafters behind a mode
+ADAPTIVE = "adaptive"
 NOBODY = "none"  # parse+none: what the target writes is guessed by nobody but the rejected draft
 SPECULATION = "target+draft"
 DEFAULT_MODES = ("target", "draft", SPECULATION, "assisted", "sequential", "parse", "parse-zero-shot")
@@ -52,8 +53,19 @@ def base_of(name: str) -> str:
 
 def resume_of(name: str) -> Resume | None:
     """What follows a rejected draft, where the name says so."""
+    said = _way(name)
+    return said if said in get_args(Resume) else None  # type: ignore[return-value]
+
+
+def is_adaptive(name: str) -> bool:
+    """Whether the target answers alone while that is measured to be faster."""
+    return _way(name) == ADAPTIVE
+
+
+def _way(name: str) -> str:
+    """What stands behind the ":" of a PARSE mode and is known; else nothing."""
     base, _, said = re.split("[@+]", name)[0].partition(":")
-    return said if base in SWEPT and said in get_args(Resume) else None  # type: ignore[return-value]
+    return said if base in SWEPT and said in (*get_args(Resume), ADAPTIVE) else ""
 
 
 def drafters_of(name: str) -> list[str]:
@@ -66,7 +78,7 @@ def check_modes(names: Iterable[str]) -> tuple[str, ...]:
     chosen = tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
     for name in chosen:
         base, drafters = name.split("+")[0], drafters_of(name)
-        base = base.removesuffix(f":{resume_of(name)}")
+        base = base.removesuffix(f":{_way(name)}")
         if 0 < len(drafters) <= GUIDED.get(base, 0) and all(drafters):
             continue
         if name.startswith("assisted:"):
@@ -101,7 +113,7 @@ def describe(name: str) -> str:
     if not drafters:
         return ", ".join([MODES[base], *name.split(":")[1:]])
     parts = ["the target" if base == "target" else "PARSE with the trained adapter"]
-    parts += [resume_of(name) or ""] if resume_of(name) else []
+    parts += [_way(name)] if _way(name) else []
     for owner, drafter in zip(("the target's", "the draft model's"), drafters, strict=False):
         parts.append(f"{owner} tokens guessed by {'nobody' if drafter == NOBODY else drafter}")
     return ", ".join(parts)
@@ -114,12 +126,16 @@ def title(name: str) -> str:
         return f"target + {drafters[0]}, lossless speculation"
     if drafters:
         guesses = [f"{drafter} guesses for {who}" for drafter, who in zip(drafters, _WHO, strict=False)]
-        return ", ".join([f"PARSE{_bracket([f'resume={resume_of(name)}'] if resume_of(name) else [])}", *guesses])
-    sizes = name.split(":")[1:] if base == "assisted" else [f"resume={resume_of(name)}"] if resume_of(name) else []
+        return ", ".join([f"PARSE{_bracket(_way_in_words(name))}", *guesses])
+    sizes = name.split(":")[1:] if base == "assisted" else _way_in_words(name)
     return f"{_TITLES[base]}{_bracket(sizes)}"
 
 
 _WHO = ("the target", "the draft model")
+
+
+def _way_in_words(name: str) -> list[str]:
+    return [f"resume={resume_of(name)}"] if resume_of(name) else [ADAPTIVE] if is_adaptive(name) else []
 
 
 def _in_words(drafter: str) -> str:

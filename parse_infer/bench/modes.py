@@ -19,6 +19,7 @@ from parse_infer.bench.mode_names import (
     check_guides,
     check_modes,
     drafters_of,
+    is_adaptive,
     needs,
     resume_of,
 )
@@ -126,9 +127,10 @@ def make_modes(
             modes.append(Mode(name, _with(sequential.generate, sequentially(judged)), sequential))
         else:
             resume = resume_of(name) or judged.resume
-            parse, own = _guided(engine, *_guesses(engine, name)), judged.override(resume=resume)
+            parse, own = _guided(engine, *_guesses(engine, name)), judged
             if base == "parse-zero-shot":
-                parse, own = _zero_shot(parse, zero_shot_threshold), plain.override(resume=resume)
+                parse, own = _zero_shot(parse, zero_shot_threshold), plain
+            own = own.override(resume=resume, adaptive=is_adaptive(name))
             modes.append(Mode(name, _with(parse.generate, own), parse))
             for threshold in thresholds if name in SWEPT else ():
                 at = own.override(threshold=threshold)

@@ -44,6 +44,8 @@ class Translation:
             written = encode_continuation(self.draft.tokenizer, self.before, text)
         elif max(written, default=0) >= self.draft.n_embeddings:  # padding ids, which only untrained models write
             return None
+        if written and written[-1] in self.end_ids:  # an end to the draft model, though none to the target
+            return None
         room = min(max_new_tokens, self.draft.window - len(self.prompt_ids) - len(written))
         return Writing(self, written, room) if room > 0 else None
 
@@ -98,13 +100,13 @@ class Writing:
             text = self.text.rstrip("\ufffd")  # a budget may end inside a character
             ids = encode_continuation(target.tokenizer, self._translation.before + self._before, text)
         else:
+            size = target.n_embeddings
+            if max(ids, default=0) >= size:
+                return Draft(ids[: next(i for i, token in enumerate(ids) if token >= size)])
             if ended and ids[-1] in target.eos_ids:
                 return Draft(ids, finished=True)
             if ended:
                 ids = ids[:-1]
-            size = target.n_embeddings
-            if max(ids, default=0) >= size:
-                return Draft(ids[: next(i for i, token in enumerate(ids) if token >= size)])
         if ended and target.end_token is not None:
             return Draft([*ids, target.end_token], finished=True)
         return Draft(ids)

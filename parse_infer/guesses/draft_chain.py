@@ -25,7 +25,7 @@ class DraftChain:
     The defaults are the best of nine settings on validation problems of the embedded pair (docs/benchmarks.md).
 
     Raises:
-        ValueError: the draft model's tokens are no tokens of `model`, `tokens` is below 1, or `confidence` is not in
+        ValueError: the draft model's tokens are no tokens of `model`, both share a decoder, `tokens` is below 1, or `confidence` is not in
             0..1.
     """
 
@@ -36,6 +36,8 @@ class DraftChain:
                 f"{draft.name!r} cannot guess tokens of {model.name!r}: their tokenizers differ; token-level "
                 "speculation needs a draft model with the same tokenizer, or with a part of its tokens and no others"
             )
+        if draft.decoder is model.decoder:
+            raise ValueError("a draft model needs a decoder of its own: give dataclasses.replace(draft)")
         if tokens < 1:
             raise ValueError(f"a chain needs at least 1 token, not {tokens}")
         if not 0 <= confidence <= 1:

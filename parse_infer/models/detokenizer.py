@@ -86,10 +86,15 @@ def encode_continuation(tokenizer: PreTrainedTokenizerBase, before: str, text: s
 
     A SentencePiece tokenizer puts a space in front of every text it encodes; in the middle of an answer that
     space must not appear. Encoding after a line break and dropping the break's tokens avoids it.
+
+    What is spelt like a special token is text all the same: a draft that quotes an end token does not end there.
     """
+
+    def encode(spelt: str) -> list[int]:
+        return tokenizer.encode(spelt, add_special_tokens=False, split_special_tokens=True)
+
     if before:
-        anchor = tokenizer.encode("\n", add_special_tokens=False)
-        ids = tokenizer.encode("\n" + text, add_special_tokens=False)
+        anchor, ids = encode("\n"), encode("\n" + text)
         if ids[: len(anchor)] == anchor:
             return ids[len(anchor) :]
-    return tokenizer.encode(text, add_special_tokens=False)
+    return encode(text)

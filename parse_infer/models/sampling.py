@@ -59,8 +59,8 @@ class Sampling:
             raise ValueError(f"top_k must be a whole number of at least 0 (0 keeps all tokens), not {self.top_k!r}")
         object.__setattr__(self, "top_k", int(self.top_k))
         if self.seed is not None:
-            if not _is_whole(self.seed):
-                raise ValueError(f"seed must be a whole number or None, not {self.seed!r}")
+            if not _is_whole(self.seed) or not -(2**63) <= self.seed < 2**63:
+                raise ValueError(f"seed must be a whole number of at most 63 bits or None, not {self.seed!r}")
             object.__setattr__(self, "seed", int(self.seed))
 
     @property

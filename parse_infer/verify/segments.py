@@ -67,7 +67,7 @@ class Segmenter:
     def cuts(self, draft_ids: Sequence[int]) -> list[int]:
         """Strictly increasing token offsets in 1..len(draft_ids), the last one len(draft_ids); [] for an empty draft.
 
-        A segment never consists of whitespace or special tokens alone: such tokens join a neighbour.
+        A step or sentence never consists of whitespace or special tokens alone: such tokens join a neighbour.
         """
         n = len(draft_ids)
         if n == 0:

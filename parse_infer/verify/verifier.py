@@ -137,6 +137,8 @@ class Verifier:
     ) -> tuple[Tensor, Tensor | None]:
         """What the draft's tokens say against each prefix, [K], from the states [T, H] before them; and for each
         whether it is the target's own choice, [T], where that is known."""
+        if not draft_ids:
+            return before.new_zeros(len(cuts), dtype=torch.float32), None
         ids, ends = (torch.tensor(values, device=before.device) for values in (draft_ids, cuts))
         # A lookup in the matrix, not a call of the module: some models scale there, and the reader normalises anyway.
         written = embedding(ids, self._embeddings.weight)

@@ -653,6 +653,7 @@ def test_a_dropped_stream_leaves_the_engine_usable(engine):
         ([{"role": "user", "content": ""}], "prompt is empty"),
         ("x" * 3000, "3002 tokens for 'target', whose context window is 2048"),
         ([{"role": "user"}], "not a chat message"),
+        ([{"content": "How many?"}], "not a chat message"),
         (7, "not 7"),
     ],
 )
@@ -661,6 +662,7 @@ def test_a_bad_prompt_is_one_clear_sentence_before_any_work(engine, prompt, mess
     for call in (
         lambda: engine.generate(prompt),
         lambda: engine.generate([PROMPT, prompt]),
+        lambda: engine.generate(prompt, draft_text="It is 1."),
         lambda: engine.stream(prompt),
         lambda: engine.generate_target(prompt),
         lambda: engine.score(prompt, "It is 1."),

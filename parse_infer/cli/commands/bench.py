@@ -62,6 +62,7 @@ def bench(
       transformers      the target alone in transformers' own decode loop
       target+NAME       the target, its tokens guessed by lookup, draft, eagle3, parallel, medusa or a folder
       parse:hand_back   PARSE with this --resume, whatever that option says; also parse:finish
+      parse:adaptive    PARSE; the target answers alone while that is measured to be faster
       parse+NAME        PARSE with such guesses for what the target writes; parse+none: with nobody's
       parse+NAME+NAME   the same, and the second for what the draft model writes
 

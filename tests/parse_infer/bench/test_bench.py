@@ -284,6 +284,13 @@ def test_a_mode_may_say_what_follows_a_rejected_draft(engine):
         check_modes(["parse:hand_bak"])
 
 
+def test_a_mode_may_let_the_target_answer_alone(engine):
+    (mode,) = make_modes(engine, ["parse:adaptive"], GenerationSettings(max_new_tokens=8, threshold=1.0))
+    found = [timed(engine, mode, PROBLEMS[0].prompt)[0].stats.rounds for _ in range(6)]
+    assert found == [1, 1, 1, 0, 0, 0], "both ways are tried before they are compared"
+    assert title(mode.name) == "**PARSE** (adaptive)" and describe(mode.name).endswith(", adaptive")
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [(["parze"], "unknown mode 'parze'; did you mean 'parse'"), ([" "], "no mode to run; modes: target")]

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.drafters.text import TextDrafter
+from parse_infer.drafters.translation import Translation
 from parse_infer.guesses.lookup import LookupDrafter
 from parse_infer.guesses.rejected_draft import RejectedDraft
 from parse_infer.models.decoder import Decoder
@@ -157,6 +158,33 @@ def test_tokens_that_only_one_model_embeds(make_model, tokenizer, target):
     narrow = ModelDrafter(target, language_model(wide, tokenizer))
     narrow.reset(PROMPT, GREEDY)
     assert narrow.propose([299], 5).ids == []
+
+
+def test_padding_ids_in_front_of_an_end_that_both_have(make_model, tokenizer, target):
+    """They are no tokens of the target, however the draft ends."""
+    wide = make_model("llama", seed=3, vocab_size=300)
+    writing = Translation(language_model(wide, tokenizer), target, True, PROMPT).begin([70], 20)
+    writing.add([71, 72, 290, 73, 258])
+    draft = writing.draft()
+    assert (draft.ids, draft.finished) == ([71, 72], False)
+
+
+def test_nothing_follows_what_is_an_end_to_the_draft_model_alone(draft, target, other):
+    draft.eos_ids = draft.eos_ids | {70}
+    drafter = ModelDrafter(draft, target)
+    drafter.reset(PROMPT, GREEDY)
+    assert drafter.propose([66, 70], 8).ids == [] and drafter.propose([70, 66], 8).ids
+    # The end token's name in the target's text ends nothing.
+    drafter = ModelDrafter(other, target)
+    drafter.reset(PROMPT, GREEDY)
+    result = drafter.propose(target.tokenizer.encode("It ends with </s>"), 8)
+    assert len(result.ids) > 1 and not result.finished
+
+
+def test_special_tokens_in_a_text_are_text(target):
+    ids = TextDrafter("Say <|end|> to stop.", target, PROMPT).propose([], 99).ids
+    assert target.tokenizer.decode(ids, skip_special_tokens=True) == "Say <|end|> to stop."
+    assert [i for i, token in enumerate(ids) if token in target.eos_ids] == [len(ids) - 1]
 
 
 def test_sampling_goes_on_with_its_randomness_and_starts_again_at_reset(draft, target):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -68,6 +69,13 @@ def test_greedy_tokens_are_the_models_own(model, random_ids, branches, luck):
         # The cache holds exactly the accepted path: what follows is what a fresh decoder writes.
         decoder.seek(prompt + expected[:25])
         assert list(decoder.decode(5)) == expected[25:]
+
+
+def test_a_draft_model_needs_a_decoder_of_its_own(make_model, tokenizer):
+    lm = language_model(make_model("llama"), tokenizer)
+    with pytest.raises(ValueError, match="a decoder of its own"):
+        DraftChain(lm, lm)
+    DraftChain(replace(lm), lm)
 
 
 def test_two_hundred_prompts_greedy_with_a_draft_model(make_model, tokenizer, random_ids):

@@ -245,6 +245,8 @@ def test_cut_zero_judges_the_bare_prompt(model, make_verifier, random_ids):
     result = verifier.verify(draft, cuts=[0, 6])
     expected = separate_passes(model, verifier.judge, context, draft, [0, 6])
     assert result.validity == pytest.approx(expected, abs=1e-4)
+    verifier.decoder.seek(context)
+    assert verifier.verify([], cuts=[0]).validity == pytest.approx(expected[:1], abs=1e-4)
 
 
 @pytest.mark.parametrize("cuts", [[3, 3], [4, 2], [-1], [7]])
