@@ -26,7 +26,7 @@ from parse_infer.guesses.registry import check_token_drafter, load_token_drafter
 from parse_infer.guesses.rejected_draft import RejectedDraft
 from parse_infer.guesses.token_drafter import TokenDrafter
 from parse_infer.guesses.walk import guided_decode
-from parse_infer.identity import describe_models
+from parse_infer.identity import describe_drafter, describe_models
 from parse_infer.models.loading import LanguageModel, find_model, load_language_model
 from parse_infer.models.machine import describe_machine
 from parse_infer.models.names import resolve
@@ -190,6 +190,13 @@ class ParseEngine:
     def describe(self) -> dict[str, Any]:
         """Which models answer; see `describe_models`."""
         return describe_models(self.target, self.draft, self.judge, self.segmenter.policy)
+
+    def describe_drafters(self) -> dict[str, Any]:
+        """Who guesses tokens for either model; see `describe_drafter`."""
+        return {
+            "target_drafter": describe_drafter(self.target_drafter),
+            "draft_drafter": describe_drafter(self.draft_drafter),
+        }
 
     def describe_machine(self) -> dict[str, Any]:
         return describe_machine(self.target.model.device)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STDIN = "-"
+_UMASK = os.umask(0)  # there is no other way to ask
+os.umask(_UMASK)
 
 
 @contextmanager
@@ -174,7 +176,10 @@ def first_sentence(error: Exception) -> str:
 
 
 def _to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk (where the system lets a folder be opened)."""
+    """Wait until a file, or the names in a folder, are on the disk (where the system lets a folder be opened). A file
+    may be read by whom the umask allows, also where the library that wrote it (safetensors) keeps it to its owner."""
+    if path.is_file():
+        path.chmod(0o666 & ~_UMASK)
     if path.is_dir() and not hasattr(os, "O_DIRECTORY"):
         return
     handle = os.open(path, os.O_RDONLY)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from typing import Any
 
-from parse_infer.models.fingerprint import fingerprint
+from torch import nn
+
+from parse_infer.guesses.token_drafter import TokenDrafter
+from parse_infer.models.fingerprint import fingerprint, fingerprint_of
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.packed_linear import n_parameters
 from parse_infer.verify.segments import CutPolicy
@@ -28,9 +32,27 @@ def describe_models(
     }
 
 
+def describe_drafter(drafter: TokenDrafter | None) -> dict[str, Any] | None:
+    """Who guesses tokens, with its sizes, and a fingerprint of a head. It changes no answer, but what one costs."""
+    if drafter is None:
+        return None
+    sizes = [name for name in inspect.signature(type(drafter)).parameters if name not in ("head", "model", "draft")]
+    described = {"kind": type(drafter).__name__, **{name: getattr(drafter, name, None) for name in sizes}}
+    head = getattr(drafter, "head", None)
+    return described | ({"weights": _short(fingerprint_of(_weights(head)))} if isinstance(head, nn.Module) else {})
+
+
 def _describe(model: LanguageModel) -> dict[str, Any]:
     return {
         "name": model.name,
         "parameters": n_parameters(model.model),
-        "weights": hashlib.sha256(fingerprint(model.model).encode()).hexdigest()[:12],
+        "weights": _short(fingerprint(model.model)),
     }
+
+
+def _weights(head: nn.Module) -> list[Any]:
+    return [value for value in head.state_dict().values() if value.is_floating_point()]
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

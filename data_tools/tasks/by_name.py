@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from data_tools.tasks.gsm8k import Gsm8k
 from data_tools.tasks.gsm_symbolic import GsmSymbolic
@@ -67,7 +68,34 @@ def load_task(name: str, **options: Any) -> Task:
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; {suggestion(name, TASKS)}")
     known = [key for key in TASKS[name].__dataclass_fields__ if key != "name"]
-    for key in options:
+    types = get_type_hints(TASKS[name])
+    for key, value in options.items():
         if key not in known:
             raise ValueError(f"task {name} has no option {key!r}; {suggestion(key, known)}")
+        if not _fits(value, types[key]):
+            raise ValueError(f"option {key} of task {name} is {value!r}; it must be {_in_words(types[key])}")
     return TASKS[name](**options)
+
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
+
+
+def _fits(value: object, wanted: Any) -> bool:
+    """Whether a value has the type of an option."""
+    inside = get_args(wanted)
+    if get_origin(wanted) is UnionType:
+        return any(_fits(value, one) for one in inside)
+    if get_origin(wanted) is list:
+        return isinstance(value, list) and all(_fits(each, inside[0]) for each in value)
+    if wanted in (int, float):
+        return isinstance(value, (int, wanted)) and not isinstance(value, bool)
+    return isinstance(value, get_origin(wanted) or wanted)
+
+
+def _in_words(wanted: Any) -> str:
+    inside = get_args(wanted)
+    if get_origin(wanted) is UnionType:
+        return " or ".join(map(_in_words, inside))
+    if get_origin(wanted) is list:
+        return "a list" if inside[0] not in _WORDS else f"a list, each entry {_in_words(inside[0])}"
+    return _WORDS.get(wanted, "a mapping")

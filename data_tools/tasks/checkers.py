@@ -6,53 +6,104 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-_ANSWER = re.compile(r"####\s*([^\n]*)")
+_HASHES = re.compile(r"####[ \t]*([^\n]*)")
 _BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
-_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 _SAID = re.compile(r"answer(?:\s+is|\s*:)\s*([^\n]*)", re.IGNORECASE)
-_NUMBER = re.compile(r"(?:(?<![\w)])[-−])?(?:[$€£]\s*)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?")
+_NUMBER = re.compile(
+    r"(?:(?<![\w)])[-−])?(?:[$€£]\s*)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
+    r"(?:\s*/\s*\d+)?"
+)
+_NUMBER_FIRST = re.compile(rf"[\s*$\\({{]*(?:boxed{{)?{_NUMBER.pattern}")
+_ASIDE = re.compile(r"\([^()]*\)")
+_LATEX: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"\{,\}|\\[,!]"), ","),
+    (re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^\{?\d+\}?)?"), " "),  # a unit
+    (re.compile(r"\\[dt]frac"), r"\\frac"),
+    (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
+)
+_MIXED = re.compile(r"(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}")
+_FRACTION = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}")
 
 
-def read_number(text: str, first: bool = False) -> Fraction | None:
-    """The last number in `text`, or the first: thousands separators, currency, `%`, units and trailing zeros do not
-    matter. A minus belongs to a number that follows it directly, and `\\frac{1}{2}` is one."""
-    found = _NUMBER.findall(_FRACTION.sub(r"\1/\2", text))
-    if not found:
-        return None
-    clean = re.sub(r"[\s,$€£]", "", found[0 if first else -1].replace("−", "-"))
+def read_numbers(text: str) -> list[Fraction]:
+    """The numbers in `text`. Thousands separators, currency, `%`, units and trailing zeros do not matter; a minus
+    belongs to a number that follows it directly; of LaTeX, fractions are read."""
+    found = [_value(match) for match in _NUMBER.findall(_plain(text))]
+    return [number for number in found if number is not None]
+
+
+def final_answer(completion: str) -> str:
+    """What states the answer: the text behind the last `####` or in the last `\\boxed{}`, whichever comes later, else
+    behind "answer is", else all of it. (`####` may also begin a heading: it counts where a number or nothing else
+    follows.)"""
+    marked = [(found.start(), found[1]) for found in _BOXED.finditer(completion)]
+    for found in _HASHES.finditer(completion):
+        if _NUMBER_FIRST.match(found[1]) or not completion[found.end() :].strip():
+            marked.append((found.start(), found[1]))
+    if marked:
+        return max(marked)[1]
+    said = _SAID.findall(completion)
+    return str(said[-1]) if said else completion
+
+
+def stated_number(completion: str) -> Fraction | None:
+    """The number in the final answer: the first one there, behind an equals sign if it has one, and not in brackets.
+    Where nothing marks a final answer, the last number of the text."""
+    answer = final_answer(completion)
+    if answer is completion:
+        return (read_numbers(completion) or [None])[-1]
+    return (_stated(answer) or [None])[0]
+
+
+def same_number(reference: str, completion: str) -> bool:
+    """Numeric equality of the stated answers: of whole numbers exactly, of others to one part in a million."""
+    wanted, got = stated_number(reference), stated_number(completion)
+    if wanted is None or got is None:
+        return False
+    return (
+        wanted == got if wanted.denominator == got.denominator == 1 else abs(wanted - got) <= abs(wanted) / 1_000_000
+    )
+
+
+def same_answer(one: str, other: str) -> bool:
+    """Whether two completions state the same answer: the same number, where each final answer is one number (and maybe
+    a unit), else the same text."""
+    answers = [final_answer(one), final_answer(other)]
+    marked = [answer is not text for answer, text in zip(answers, (one, other), strict=True)]
+    if all(_is_number(answer) for answer, known in zip(answers, marked, strict=True) if known):
+        if stated_number(one) is not None and stated_number(other) is not None:
+            return same_number(one, other)
+    return answers[0].strip() == answers[1].strip()
+
+
+def _plain(text: str) -> str:
+    """LaTeX's fractions and separators as one would type them."""
+    for pattern, plain in _LATEX:
+        text = pattern.sub(plain, text)
+    text = _MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", text)
+    return _FRACTION.sub(r"\1/\2", text)
+
+
+def _value(number: str) -> Fraction | None:
+    whole, _, divisor = re.sub(r"[\s,$€£]", "", number.replace("−", "-")).partition("/")
     try:
-        return Fraction(clean)
+        return Fraction(whole) / Fraction(divisor or 1)
     except (ValueError, ZeroDivisionError):
         return None
 
 
-def final_answer(completion: str) -> str:
-    """What states the answer: the text after the last `####`, in `\\boxed{}`, after "answer is", else all of it."""
-    for pattern in (_ANSWER, _BOXED, _SAID):
-        found = pattern.findall(completion)
-        if found:
-            return found[-1]
-    return completion
+def _stated(answer: str) -> list[Fraction]:
+    """The numbers that a final answer consists of."""
+    for text in (_ASIDE.sub(" ", answer), answer):
+        if numbers := read_numbers(text.rpartition("=")[2]) or read_numbers(text):
+            return numbers
+    return []
 
 
-def stated_number(completion: str) -> Fraction | None:
-    """The number in the final answer: directly behind `####`, elsewhere the last one."""
-    return read_number(final_answer(completion), first=_ANSWER.search(completion) is not None)
-
-
-def same_number(reference: str, completion: str) -> bool:
-    """Numeric equality of the stated answers, to one part in a million."""
-    wanted, got = stated_number(reference), stated_number(completion)
-    if wanted is None or got is None:
-        return False
-    return abs(wanted - got) <= abs(wanted) / 1_000_000
-
-
-def same_answer(one: str, other: str) -> bool:
-    """Whether two completions state the same answer: the same number, or the same text where one states none."""
-    if stated_number(one) is not None and stated_number(other) is not None:
-        return same_number(one, other)
-    return final_answer(one).strip() == final_answer(other).strip()
+def _is_number(answer: str) -> bool:
+    """Whether it is one number, apart from what is equal to it, and a unit."""
+    rest = _NUMBER.sub("", _plain(_ASIDE.sub(" ", answer)).rpartition("=")[2])
+    return len(_stated(answer)) == 1 and not re.search(r"[-+*/^<>:\\=]", rest)
 
 
 def _matches(reference: str, completion: str) -> bool:

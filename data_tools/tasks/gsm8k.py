@@ -44,7 +44,7 @@ class Gsm8k:
         Random(seed).shuffle(order)
         for index in order[:limit]:
             row = rows[index]
-            solution = re.sub(r"<<[^>]*>>", "", row["answer"])
+            solution = re.sub(r"<<[^>]*>>", "", str(row["answer"]))
             yield Problem(f"{name}-{index}", row["question"] + self._REQUEST, final_answer(solution).strip(), solution)
 
     def check(self, problem: Problem, completion: str) -> bool:

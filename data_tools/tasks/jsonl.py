@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from data_tools.tasks.checkers import CHECKS, stated_number
 from data_tools.tasks.task import Problem, Split, check_split, prompt_id
@@ -45,12 +46,12 @@ class Jsonl:
                 if not isinstance(turns, list) or not turns:
                     raise ValueError(f"{place}: there is neither prompt nor turns")
                 row["prompt"] = turns[0]
-            if not row["prompt"]:
-                raise ValueError(f"{place}: the prompt is empty")
+            _check_prompt(place, row["prompt"])
             self._check_reference(place, row.get("reference"))
         Random(seed).shuffle(rows)
         for _, row in rows[:limit]:
-            name = row.get("id", row.get("question_id", prompt_id(row["prompt"])))
+            names = (row.get("id"), row.get("question_id"), prompt_id(row["prompt"]))
+            name = next(name for name in names if name is not None)
             metadata = {"category": str(row["category"])} if "category" in row else {}
             yield Problem(str(name), row["prompt"], str(row.get("reference", "")), metadata=metadata)
 
@@ -70,3 +71,13 @@ class Jsonl:
             raise ValueError(
                 f"{place}: the reference {reference!r} has no number; texts are compared with check_with: exact"
             )
+
+
+def _check_prompt(place: str, prompt: Any) -> None:
+    """ValueError for what is neither a text nor chat messages, or has nothing in it."""
+    if not prompt:
+        raise ValueError(f"{place}: the prompt is empty")
+    if isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
+        return
+    if not isinstance(prompt, str):
+        raise ValueError(f"{place}: the prompt must be a text or a list of chat messages, not {str(prompt)[:40]!r}")

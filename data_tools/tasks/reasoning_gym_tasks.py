@@ -30,6 +30,8 @@ class ReasoningGym:
         except ModuleNotFoundError as error:
             raise ValueError(f"task reasoning_gym: {missing_package(error)}") from error
         check_split(split)
+        if not 0 <= seed < 1 << 16:
+            raise ValueError(f"seed is {seed}; for task reasoning_gym it must be in 0..{(1 << 16) - 1}")
         for name in self.names:
             if name not in DATASETS:
                 raise ValueError(f"reasoning-gym has no generator {name!r}; {suggestion(name, DATASETS)}")
@@ -50,13 +52,15 @@ class ReasoningGym:
                     yield Problem(identity, entry["question"], str(entry["answer"]), metadata=metadata)
 
     def check(self, problem: Problem, completion: str) -> bool:
-        """Whether the generator's own checker gives full marks to the completion, or to what follows its last colon or
-        `####`."""
+        """Whether the generator's own checker gives full marks to the completion, or to what follows its last `####`,
+        or a colon in its last line."""
         from reasoning_gym import get_score_answer_fn
 
         score = get_score_answer_fn(problem.metadata["generator"])
-        last = completion.rsplit("####", 1)[-1].rsplit(":", 1)[-1]
-        candidates = {completion.strip(), last.strip(), last.strip().rstrip(".")}
+        last = completion.rsplit("####", 1)[-1].strip()
+        line = last.rsplit("\n", 1)[-1]
+        found = {completion, last, line.split(":", 1)[-1], line.rsplit(":", 1)[-1]}
+        candidates = {text.strip() for text in found} | {text.strip().rstrip(".") for text in found}
 
         def marks(text: str) -> float:
             try:

@@ -6,10 +6,12 @@ Each client sends its next problem when it has its answer. Every cell of the tab
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +26,28 @@ from parse_infer.bench.statistics import wilson_interval
 from parse_infer.coordinator.engine import Coordinator
 from parse_infer.files import replacing, write_json, write_text
 from parse_infer.generation import Accepted, Done, GenerationSettings, Resumed
+from parse_infer.models.machine import describe_run
 from parse_infer.models.names import ZOO
 from parse_infer.record_store import RecordStore
 
-_NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
-_EAGLE3 = {"method": "eagle3", "model": str(ZOO / "eagle3"), "num_speculative_tokens": 3}
-_PARALLEL = {**_EAGLE3, "model": str(ZOO / "parallel"), "parallel_drafting": True}
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "target": ("vLLM, target alone", {"speculative_config": None}),
-    "target+ngram": ("vLLM with n-grams", {"speculative_config": _NGRAM}),
-    "target+eagle3": ("vLLM with EAGLE-3", {"speculative_config": _EAGLE3}),
-    "target+parallel": ("vLLM with P-EAGLE", {"speculative_config": _PARALLEL}),
-    "parse": ("PARSE", {}),
-    "parse:hand_back": ("PARSE, hand back", {}),
-    "parse:adaptive": ("PARSE, adaptive", {}),
+_TOKENS = 3
+_EAGLE3 = {"method": "eagle3", "model": str(ZOO / "eagle3")}
+_SPECULATION: dict[str, dict[str, Any]] = {
+    "target+ngram": {"method": "ngram", "prompt_lookup_max": 4},
+    "target+eagle3": _EAGLE3,
+    "target+parallel": {**_EAGLE3, "model": str(ZOO / "parallel"), "parallel_drafting": True},
 }
-"""For each a label, and the options that its target server needs."""
+WAYS = {
+    "target": "vLLM, target alone",
+    "target+ngram": "vLLM with n-grams",
+    "target+eagle3": "vLLM with EAGLE-3",
+    "target+parallel": "vLLM with P-EAGLE",
+    "parse": "PARSE",
+    "parse:hand_back": "PARSE, hand back",
+    "parse:adaptive": "PARSE, adaptive",
+}
 _OWN_HEADS = ("target+eagle3", "target+parallel")
-_COLOURS = dict(zip(WAYS, ("#222222", "#999999", "#7b3294", "#c51b7d", "#1b7837", "#7fbf7b", "#2166ac"), strict=True))
+_COLOURS = ("#222222", "#999999", "#7b3294", "#c51b7d", "#1b7837", "#7fbf7b", "#2166ac", "#b2611d", "#8c510a")
 
 
 @dataclass(frozen=True)
@@ -72,12 +78,35 @@ def check_ways(names: Sequence[str], target: str, starts: bool = True) -> None:
     """ValueError for an unknown way, one that this target has no head for, or one that needs a server to be started
     for it while none is (`starts`)."""
     for name in names:
-        if name not in WAYS:
+        base = _base(name)
+        if base not in WAYS or (name != base and not re.fullmatch(r":tokens=[1-9]\d*", name.removeprefix(base))):
             raise ValueError(f"unknown mode {name!r} for --backend vllm; choose from {', '.join(WAYS)}")
-        if WAYS[name][1].get("speculative_config") and not starts:
+        if base in _SPECULATION and not starts:
             raise ValueError(f"{name} needs a server of its own: leave --target-url out")
-        if name in _OWN_HEADS and target != "zoo:target":
+        if base in _OWN_HEADS and target != "zoo:target":
             raise ValueError(f"{name} uses the embedded head of zoo:target, which is no head of {target!r}")
+
+
+def server_options(name: str) -> dict[str, Any]:
+    """vLLM's options for the target server of a way: it guesses for itself, not at all, or with what a draft left."""
+    base = _base(name)
+    if base == "target":
+        return {"speculative_config": None}
+    if base not in _SPECULATION:
+        return {}
+    tokens = int(name.partition("=")[2] or _TOKENS)
+    return {"speculative_config": {**_SPECULATION[base], "num_speculative_tokens": tokens}}
+
+
+def _base(name: str) -> str:
+    """The key of `WAYS`: vLLM's own speculation may have a size behind it, as in "target+ngram:tokens=5"."""
+    base = name.partition(":tokens=")[0]
+    return base if base in _SPECULATION else name
+
+
+def _label(name: str) -> str:
+    base = _base(name)
+    return WAYS[base] + (f", {name.partition('=')[2]} tokens" if name != base else "")
 
 
 def run_clients(
@@ -100,18 +129,22 @@ def run_clients(
     Returns:
         The content of `clients.json`: `about`, and `cells` with the figures of the table.
     """
-    store = RecordStore(folder, {**about, "settings": asdict(settings), "problems": problems_digest(problems)}, Cell)
-    for options in [WAYS[way][1] for way in dict.fromkeys(ways)]:
-        todo = [(way, n) for n in clients for way in ways if WAYS[way][1] == options and (way, n) not in store.records]
+    ways, clients = list(dict.fromkeys(ways)), list(dict.fromkeys(clients))
+    config = {**about, "settings": asdict(settings), "problems": problems_digest(problems)}
+    store = RecordStore(folder, config, Cell)
+    for options in map(server_options, ways):
+        todo = [(way, n) for n in clients for way in ways if server_options(way) == options]
+        todo = [cell for cell in todo if cell not in store.records]
         if not todo:
             continue
         with connect(options) as coordinator:
             for way, n in todo:
-                tell(f"{WAYS[way][0]}, {n} clients")
+                tell(f"{_label(way)}, {n} clients")
                 coordinator.run(_measure(coordinator, way, n, problems[: 2 * n], check, settings))  # warm up
                 store.append(coordinator.run(_measure(coordinator, way, n, problems, check, settings)))
     cells = [store.records[way, n] for n in clients for way in ways]
-    results = {"about": dict(about), "cells": [summary(cell, cells) for cell in cells]}
+    told = {**about, "max_new_tokens": settings.max_new_tokens, "n_problems": len(problems), **describe_run()}
+    results = {"about": told, "cells": [summary(cell, cells) for cell in cells]}
     write_json(Path(folder) / "clients.json", results)
     write_text(Path(folder) / "clients.md", markdown(results))
     draw(results, Path(folder) / "clients.png")
@@ -164,14 +197,12 @@ def draw(results: dict[str, Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     compared = all(cell["speedup"] for cell in results["cells"])
-    for way, (label, _) in WAYS.items():
+    for way, colour in zip(dict.fromkeys(cell["way"] for cell in results["cells"]), cycle(_COLOURS), strict=False):
         own = [cell for cell in results["cells"] if cell["way"] == way]
-        if not own:
-            continue
         at = [cell["clients"] for cell in own]
         speed = [cell["speedup" if compared else "tokens_per_s"] for cell in own]
-        left.plot(at, speed, "o-", color=_COLOURS[way], linewidth=1.2, markersize=5, label=label)
-        right.plot(at, [cell["p50_s"] for cell in own], "o-", color=_COLOURS[way], linewidth=1.2, markersize=5)
+        left.plot(at, speed, "o-", color=colour, linewidth=1.2, markersize=5, label=_label(way))
+        right.plot(at, [cell["p50_s"] for cell in own], "o-", color=colour, linewidth=1.2, markersize=5)
     left.set_ylabel("answers/s over the target alone" if compared else "tokens/s")
     right.set_ylabel("median time of an answer, s")
     for axes in (left, right):
@@ -248,7 +279,7 @@ _SHORT = ["way", "clients", "right", "answers/s over target", "tokens/s", "answe
 def _row(cell: dict[str, Any]) -> list[str]:
     low, high = cell["accuracy_ci"] or (0.0, 0.0)
     return [
-        WAYS[cell["way"]][0],
+        _label(cell["way"]),
         str(cell["clients"]),
         "" if cell["accuracy"] is None else f"{100 * cell['accuracy']:.1f} % ({100 * low:.0f}–{100 * high:.0f})",
         "" if cell["speedup"] is None else f"{cell['speedup']:.2f}x",

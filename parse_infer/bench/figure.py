@@ -52,7 +52,10 @@ def draw_figure(results: dict[str, Any], path: Path) -> None:
             label, marker, colour = POINTS[kind]
             own = f", {sizes.replace(':', ', ').replace('=', ' ')}" if sizes else ""
             _point(axes, modes[name], speed, label + own, marker, colour, 7)
-    axes.set_xlabel(f"right answers, % (bars: 95 % interval; {n} problems)")
+    scored = results["environment"].get("scored", True)
+    axes.set_xlabel(
+        f"{'right answers' if scored else 'answers as the target gives them'}, % (bars: 95 % interval; {n} problems)"
+    )
     axes.set_ylabel("speed-up over the target alone (tokens/s)" if speed == "speedup" else "tokens/s")
     axes.margins(x=0.08)
     plain(axes)

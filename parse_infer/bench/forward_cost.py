@@ -6,7 +6,6 @@ table gives the tokens per target forward from which on it pays.
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_config
+from parse_infer.models.machine import free_memory
 from parse_infer.models.names import ZOO
 from parse_infer.models.packed_linear import pack_linears
 from parse_infer.models.sampling import Sampling
@@ -87,9 +87,7 @@ def _check_memory(shapes: Sequence[str], device: torch.device, dtype: torch.dtyp
         needed += sum(p.numel() * p.element_size() for p in model.parameters())
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-    elif "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", ()):
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
+    elif (free := free_memory()) is None:
         return
     if needed > free:
         raise ValueError(

@@ -102,6 +102,8 @@ def run_bench(
     name, count = Counter(p.id for p in problems).most_common(1)[0]
     if count > 1:
         raise ValueError(f"{count} problems have the id {name!r}: give each its own")
+    if len({check(problem, "") is None for problem in problems}) > 1:
+        raise ValueError("some problems have references and others have none: run them as two benchmarks")
     modes = make_modes(
         engine,
         settings.modes,
@@ -116,7 +118,8 @@ def run_bench(
         "problems": len(problems),
         "digest": problems_digest(problems),
     }
-    config = {**_as_config(settings), **environment}
+    drafters = {mode.name: mode.engine.describe_drafters() for mode in modes if mode.engine is not None}
+    config = {**_as_config(settings), **environment, "drafters": drafters}
     store = RecordStore(folder, config, Record)
     _measure(engine, problems, check, modes, settings, store, console)
     environment |= {**_as_config(settings), "chosen_threshold": _chosen(engine, settings), **describe_run()}

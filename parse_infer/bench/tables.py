@@ -63,7 +63,7 @@ def terminal_tables(results: dict[str, Any], width: int) -> list[Table]:
 
 def _terminal_table(results: dict[str, Any], columns: Iterable[int], title: str | None) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column(HEADER[0], no_wrap=True)
+    table.add_column(HEADER[0], overflow="fold")  # the folder of a head may be long; figures are never cut
     chosen = list(columns)
     for i in chosen:
         table.add_column(header(results["environment"])[i], justify="right", no_wrap=True)
@@ -91,7 +91,8 @@ def markdown(results: dict[str, Any]) -> str:
     if results["sweep"]:
         sweep = results["sweep"]
         lines += [f"## Thresholds, first {sweep['problems']} problems", ""]
-        heading = ("mode", "threshold", "right, %", "against target, points", "speed-up", "accepted, %")
+        right = header(results["environment"])[1]
+        heading = ("mode", "threshold", right, "against target, points", "speed-up", "accepted, %")
         cells = [
             [
                 p["mode"],
@@ -161,10 +162,9 @@ def _environment(environment: dict[str, Any]) -> list[str]:
 def _notes(results: dict[str, Any]) -> list[str]:
     lines = [
         "To target: difference in percentage points. Forwards: of the target, per answer; tokens each: tokens per "
-        "forward. Brackets: 95 % intervals (Wilson for accuracy; bootstrap over problems, paired, for differences and "
-        "speed-ups). Speed-up: ratio of tokens per second, all tokens over all seconds; by time: ratio of seconds per "
-        "answer. "
-        "Accepted: share of draft tokens that became part of the answer. "
+        "forward. Brackets: 95 % intervals (Wilson for shares, Newcombe for differences of them, a paired bootstrap "
+        "over problems for speed-ups). Speed-up: ratio of tokens per second, all tokens over all seconds; by time: "
+        "ratio of seconds per answer. Accepted: share of draft tokens that became part of the answer. "
         "Limit: the draft model alone plus one target forward over prompt and draft."
     ]
     if results["limit"]:

@@ -46,6 +46,8 @@ class CalibratedEngine(ReplayedEngine, Protocol):
 
     def describe(self) -> dict[str, Any]: ...
 
+    def describe_drafters(self) -> dict[str, Any]: ...
+
     def describe_machine(self) -> dict[str, Any]: ...
 
     def generate_target(
@@ -161,7 +163,13 @@ def calibrate(
     config = {
         **{name: getattr(settings, name) for name in ("loss", "resumes", "acceptance", "max_new_tokens", "samples")},
         # The number of problems too: adding some until a promise holds would be no test of it.
-        **{"models": models, "task": task, "n_problems": len(problems), "problems": digest},
+        **{
+            "models": models,
+            "drafters": engine.describe_drafters(),
+            "task": task,
+            "n_problems": len(problems),
+            "problems": digest,
+        },
     }
     store = RecordStore(folder, config, Outcome, "calibration")
     outcomes = _measure(engine, problems, check, same, settings, store, console)

@@ -188,13 +188,19 @@ class ModelOptions:
             tell=progress,
         )
 
-    @property
-    def names(self) -> dict[str, str | None]:
-        """What answers, as far as names tell."""
+    def describe_servers(self) -> dict[str, Any]:
+        """What answers over vLLM, and where, as far as can be told before any server is there."""
+        from parse_infer.models.names import resolve
+        from parse_infer.verify.adapter_folder import read_adapter
+
+        adapter = None if self.zero_shot else self.adapter or PAIRS.get(self.target_name, (None, None))[1]
         return {
             "target": self.target_name,
             "draft": self.draft or PAIRS.get(self.target_name, (None, None))[0],
-            "adapter": None if self.zero_shot else self.adapter or PAIRS.get(self.target_name, (None, None))[1],
+            "adapter": adapter,
+            "adapter_weights": None if adapter is None else read_adapter(resolve(adapter)).fingerprint,
+            "template_options": read_pairs(self.template_option, "--template-option"),
+            "servers": [*(self.target_url or ["started here"]), *(self.draft_url or ["started here"])],
         }
 
     @property

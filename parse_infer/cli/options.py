@@ -93,6 +93,8 @@ def check_device(device: str | None) -> str | None:
         kind = torch.device(device).type
     except RuntimeError:
         raise ValueError(f"unknown device {device!r}; for example cpu, cuda or cuda:1") from None
+    if kind == "meta":
+        raise ValueError("device 'meta' has no weights to compute with; for example cpu, cuda or cuda:1")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device!r} was asked for, but PyTorch finds no GPU: use --device cpu")
     return device

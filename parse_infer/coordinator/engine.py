@@ -203,6 +203,10 @@ class Coordinator:
         """Which models answer, as far as names tell: what a server serves under one is its operator's word."""
         return dict(self._models)
 
+    def describe_drafters(self) -> dict[str, Any]:
+        """Who guesses tokens: only what a draft left, and the target's server itself."""
+        return {}
+
     def describe_machine(self) -> dict[str, Any]:
         """Of the coordinator."""
         return describe_machine(torch.device("cpu"))

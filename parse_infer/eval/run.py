@@ -85,6 +85,7 @@ def run_eval(
     environment = {
         **engine.describe_machine(),
         **engine.describe(),
+        **engine.describe_drafters(),
         "threshold": engine.threshold,
         "resume": settings.resume,
     }

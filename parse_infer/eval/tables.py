@@ -36,6 +36,13 @@ def rows(results: dict[str, Any]) -> list[list[str]]:
     return cells
 
 
+def _guesses(drafter: dict[str, Any] | None) -> str:
+    if drafter is None:
+        return "nobody"
+    sizes = ", ".join(f"{key} {value}" for key, value in drafter.items() if key not in ("kind", "weights"))
+    return f"{drafter['kind']} ({sizes})"
+
+
 def _compared(metric: dict[str, Any]) -> list[str]:
     errors, interval = metric["stderr"], metric["difference_ci"]
     values = [
@@ -64,7 +71,8 @@ def markdown(results: dict[str, Any]) -> str:
     models = " and ".join(environment[role]["name"] for role in ("target", "draft") if environment[role])
     lines = [
         f"`{environment['command']}`, {environment['date']}: {models}, threshold {environment['threshold']:.4g}, "
-        f"resume {environment['resume']}; {machine(environment)}, {environment['dtype']}.",
+        f"resume {environment['resume']}, the target's tokens guessed by {_guesses(environment['target_drafter'])}; "
+        f"{machine(environment)}, {environment['dtype']}.",
         "",
         *markdown_table(HEADER, rows(results)),
         "",

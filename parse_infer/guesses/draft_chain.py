@@ -25,8 +25,8 @@ class DraftChain:
     The defaults are the best of nine settings on validation problems of the embedded pair (docs/benchmarks.md).
 
     Raises:
-        ValueError: the draft model's tokens are no tokens of `model`, both share a decoder, `tokens` is below 1, or `confidence` is not in
-            0..1.
+        ValueError: the draft model's tokens are no tokens of `model`, both share a decoder, `tokens` is below 1, or
+            `confidence` is not in 0..1.
     """
 
     def __init__(self, draft: LanguageModel, model: LanguageModel, tokens: int = 32, confidence: float = 0.4) -> None:

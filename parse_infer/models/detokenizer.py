@@ -55,7 +55,10 @@ class Detokenizer:
             if final or not now.endswith(_INCOMPLETE):
                 break
         else:
-            return ""
+            if n - self._released <= 4:
+                return ""
+            end = n - 4  # what is still held in front of the last four belongs to no character
+            now = self._decode(self._ids[self._context : end])
         if len(now) > len(before):  # tokens without text (special ones) join the left context of what follows
             self._context, self._released = self._released, end
         new = now[len(before) :]

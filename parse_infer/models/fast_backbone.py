@@ -138,8 +138,8 @@ class FastBackbone:
         self._stamp = self._weights_stamp()
 
     def _check_fused(self) -> None:
-        """Fuse again if weights have changed in place or layers got hooks. Looked at where a context begins from nothing
-        (`seek([])`), since what is cached is the old weights'."""
+        """Fuse again if weights have changed in place or layers got hooks. This is looked at where a context begins
+        from nothing (`seek([])`), since what is cached is the old weights'."""
         if self._stamp != self._weights_stamp():
             self._fuse()
 

@@ -41,6 +41,16 @@ def describe_run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     }
 
 
+def free_memory() -> int | None:
+    """Bytes that new programs can have, what the system caches included; None where it does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    sizes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(sizes[0]) * 1024 if sizes else None
+
+
 def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -33,6 +33,15 @@ def test_a_character_is_held_back_until_it_is_complete(tokenizer):
     assert complete_text(tokenizer, ids[:3]) == "a"
 
 
+def test_bytes_that_are_no_text_are_not_held_back_for_long():
+    words = word_tokenizer()
+    lone = words.convert_tokens_to_ids("ľ")  # byte 0xbe, which only continues a character
+    detokenizer = Detokenizer(words)
+    shown = [len(detokenizer.add([lone])) for _ in range(40)]
+    assert sum(shown) == 36 and max(shown) == 1
+    assert detokenizer.flush() == 4 * "\ufffd"
+
+
 def test_a_continuation_keeps_its_own_spaces(tokenizer):
     for words in (tokenizer, word_tokenizer()):
         for text in ("38 students", " students", "\n\nSo"):

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from parse_infer.files import read_jsonl, replacing, replacing_folder, write_text
 
@@ -22,6 +24,17 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         raise RuntimeError
     assert path.read_text() == "one"
     assert os.listdir(path.parent) == ["file.txt"]
+
+
+def test_files_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
+    """safetensors keeps its files to their owner, so that a server under another user could not load them."""
+    (plain := tmp_path / "plain").touch()
+    with replacing(tmp_path / "weights.safetensors") as beside:
+        save_file({"a": torch.zeros(2)}, beside)
+    with replacing_folder(tmp_path / "folder") as beside:
+        save_file({"a": torch.zeros(2)}, beside / "weights.safetensors")
+    for path in (tmp_path / "weights.safetensors", tmp_path / "folder" / "weights.safetensors"):
+        assert path.stat().st_mode == plain.stat().st_mode
 
 
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,8 +73,8 @@ def bench(
 
     \b
     Modes with --backend vllm (clients.json, clients.md, clients.png):
-      target, target+ngram, target+eagle3, target+parallel (vLLM's own), parse,
-      parse:hand_back, parse:adaptive
+      target, target+ngram, target+eagle3, target+parallel (vLLM's own; sizes as in
+      target+ngram:tokens=5), parse, parse:hand_back, parse:adaptive
 
     \b
     Examples:
@@ -101,7 +101,7 @@ def bench(
         return
     if clients is not None:
         raise ValueError("--clients is for --backend vllm, the local engine answers one at a time: give that too")
-    from parse_infer.bench.mode_names import DEFAULT_MODES, check_guides, needs
+    from parse_infer.bench.mode_names import DEFAULT_MODES, base_of, check_guides, needs
     from parse_infer.bench.run import THRESHOLDS, BenchSettings, run_bench
     from parse_infer.bench.tables import acceptance_note, terminal_tables
 
@@ -117,6 +117,8 @@ def bench(
         **given(resume=resume),
     )
     needs_draft, needs_judge = needs(settings.modes)
+    if zero_shot_threshold is not None and "parse-zero-shot" not in map(base_of, settings.modes):
+        raise ValueError("--zero-shot-threshold is for the mode parse-zero-shot: name it in --modes")
     check_guides(settings.modes, models.target_name, models.draft_name if needs_draft else None)
     problems = take_problems(loaded_task, split, seed, limit)
     engine = models.load(needs_draft=needs_draft, needs_judge=needs_judge)
@@ -153,21 +155,26 @@ def _bench_clients(
     from parse_infer.generation import GenerationSettings
     from parse_infer.models.machine import describe_machine
 
-    numbers = [int(n) for n in read_numbers(clients, "--clients")]
-    if not numbers or min(numbers) < 1:
-        raise ValueError(f"--clients is {clients!r}; give numbers of at least 1, such as 1,4,16")
+    parts = [part.strip() for part in clients.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"--clients is {clients!r}; give whole numbers of at least 1, such as 1,4,16")
     check_ways(ways, models.target_name, starts=not models.target_url)
-    results = run_clients(
-        lambda options: models.coordinate(target_options=options),
-        ways,
-        numbers,
-        problems,
-        check,
-        out,
-        GenerationSettings(max_new_tokens, models.threshold, **resume),
-        {**models.names, "task": task, **describe_machine(torch.device("cpu"))},
-        progress,
-    )
+    machine = {"coordinator": describe_machine(torch.device("cpu"))}  # servers elsewhere do not tell theirs
+    try:
+        results = run_clients(
+            lambda options: models.coordinate(target_options=options),
+            ways,
+            [int(part) for part in parts],
+            problems,
+            check,
+            out,
+            GenerationSettings(max_new_tokens, models.threshold, **resume),
+            {**models.describe_servers(), "task": task, **machine},
+            progress,
+        )
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        raise typer.Exit(130) from None
     Console(highlight=False).print(table(results))
     print(f"Written: {out}/clients.json, clients.md, clients.png")
 

@@ -14,7 +14,7 @@ def cost(
     target: Annotated[str, typer.Option(help="qwen3-8b, qwen3-0.6b, a Hugging Face id or a folder.")] = "qwen3-8b",
     draft: Annotated[str, typer.Option(help="The same for the draft model.")] = "qwen3-0.6b",
     context: Annotated[int, typer.Option(min=8, help="Tokens of the prompt.")] = 512,
-    draft_tokens: Annotated[int, typer.Option(min=8, help="Tokens of a whole draft.")] = 256,
+    draft_tokens: Annotated[int, typer.Option(min=16, help="Tokens of a whole draft.")] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="How often each forward is timed.")] = 20,
     device: options.Device = None,
     dtype: options.Dtype = "auto",

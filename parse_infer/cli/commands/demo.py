@@ -15,7 +15,7 @@ from parse_infer.cli.problems import open_task, take_problems
 TASK_OPTIONS = {"zoo:smollm2": ["max_number=null"]}
 
 
-@with_models(**LOCAL_ONLY)
+@with_models(calibration=None, **LOCAL_ONLY)
 def demo(
     models: ModelOptions,
     pair: Annotated[

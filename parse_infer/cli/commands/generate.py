@@ -85,6 +85,8 @@ def generate(
     )
     if out is not None and (file is None or stream):
         raise ValueError("--out is for the answers to a --file, without --stream")
+    if out is not None and as_json:
+        raise ValueError("--out and --json were both given: records.jsonl in --out has the answers as JSON already")
     if risk is not None and models.threshold is not None:
         raise ValueError("--risk and --threshold were both given: a promise chooses its own threshold")
     needs_draft = any(row.draft is None for row in rows)

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from parse_infer.cli.model_options import LOCAL_ONLY, NOBODY, ModelOptions, with_models
-from parse_infer.cli.options import print_json
+from parse_infer.cli.options import given, print_json
 
 if TYPE_CHECKING:
     from parse_infer.cli.prompt_rows import PromptRow
@@ -26,7 +26,9 @@ def score(
     cuts: Annotated[
         str | None, typer.Option(metavar="step|sentence|tokens", help="Where to cut; default: as drafts are cut.")
     ] = None,
-    every: Annotated[int, typer.Option(help="With --cuts tokens: distance of two cuts.")] = 32,
+    every: Annotated[
+        int | None, typer.Option(help="With --cuts tokens: distance of two cuts.", show_default="32")
+    ] = None,
     unfinished: Annotated[bool, typer.Option("--unfinished", help="The response is not a whole answer yet.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per response.")] = False,
 ) -> None:
@@ -41,7 +43,9 @@ def score(
     from parse_infer.cli.prompt_rows import check_prompts
     from parse_infer.verify.segments import CutPolicy
 
-    policy = CutPolicy(cuts, every) if cuts is not None else None  # type: ignore[arg-type]
+    if every is not None and cuts != "tokens":
+        raise ValueError("--every is for --cuts tokens: give that too")
+    policy = CutPolicy(cuts, **given(every=every)) if cuts is not None else None  # type: ignore[arg-type]
     rows = _response_rows(prompt, response, file)
     engine = models.load(needs_draft=False)
     check_prompts(engine.target, rows)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+from fractions import Fraction
 
 import pytest
 
 from data_tools.labels.rows import check_row
 from data_tools.tasks.by_name import load_task
-from data_tools.tasks.checkers import read_number, same_number
+from data_tools.tasks.checkers import read_numbers, same_answer, same_number
 from data_tools.tasks.task import Problem
 
 
@@ -39,16 +40,49 @@ def problem(reference: str) -> Problem:
         ("\\frac{1}{2}", "It is \\boxed{\\frac{1}{2}}.", True),
         ("\\frac{1}{2}", "It is \\boxed{\\frac{3}{2}}.", False),
         ("0.5", "\\boxed{\\dfrac{1}{2}}", True),
+        ("0.5", "\\boxed{\\dfrac12}", True),
+        ("3.5", "\\boxed{3\\frac{1}{2}}", True),
+        ("72", "\\boxed{72\\text{ cm}^2}", True),
+        ("1234", "\\boxed{1{,}234}", True),
+        ("1500", "#### 1.5e3", True),
+        ("12", "\\boxed{(1,2)}", False),
+        ("1000001", "#### 1000000", False),
+        ("0.3333333", "#### 1/3", True),
+        ("72", "#### Step 3: Conclusion\nThe answer is \\boxed{72}.", True),
+        ("72", "#### 72\n\n#### Verification\nit fits", True),
+        ("72", "#### **72**\nThat was all.", True),
+        ("72", "#### 8 * 9 = 72", True),
+        ("15", "The answer is $15 for 3 people.", True),
+        ("7", "The answer is 3 + 4 = 7.", True),
     ],
 )
 def test_numeric_checking_sees_through_notation(reference, completion, right):
     assert same_number(reference, completion) is right
 
 
-def test_read_number_takes_the_last_one():
-    assert read_number("12 + 5 = 17") == 17
-    assert read_number("none") is None
-    assert read_number("1/0") is None
+def test_numbers_are_read_as_they_stand():
+    assert read_numbers("12 + 5 = -1,234.5") == [12, 5, Fraction("-1234.5")]
+    assert read_numbers("none") == read_numbers("1/0") == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("#### 72", "So:\n#### $72.00", True),
+        ("It is \\boxed{72 apples}", "#### 72 (8 * 9)", True),
+        ("So 18 apples.", "She has 18", True),
+        ("#### blue", "It is\n#### blue", True),
+        ("#### blue", "#### red", False),
+        ("\\boxed{x^2+3}", "\\boxed{y-3}", False),
+        ("\\boxed{x+3}", "\\boxed{y+3}", False),
+        ("#### Step 3\nThe answer is \\boxed{7}", "#### Step 3\nThe answer is \\boxed{9}", False),
+        ("The answer is 11:30", "The answer is 12:30", False),
+        ("\\boxed{1{,}234}", "\\boxed{9{,}234}", False),
+        ("no number", "#### 3", False),
+    ],
+)
+def test_the_same_answer_in_other_words(one, other, same):
+    assert same_answer(one, other) is same_answer(other, one) is same
 
 
 def test_gsm_symbolic_is_reproducible_and_its_splits_share_no_problem():
@@ -83,7 +117,8 @@ def test_gsm8k_reads_the_original_format(tmp_path):
 def test_jsonl_checks(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text(
-        '{"prompt": "Say yes.", "reference": "^yes$"}\n\n{"prompt": "Say no.", "reference": "no", "id": "n"}\n'
+        '{"prompt": "Say yes.", "reference": "^yes$", "id": null}\n\n'
+        '{"prompt": "Say no.", "reference": "no", "id": "n"}\n'
     )
     task = load_task("jsonl", path=str(path), check_with="regex")
     found = {p.prompt: p for p in task.problems("test")}
@@ -98,6 +133,8 @@ def test_jsonl_checks(tmp_path):
         ('{"prompt": "a", "reference": "1"}\n{"prompt": ', "line 2: not complete JSON"),
         ('{"prompt": "a"}\n', "line 1: no key 'reference'"),
         ('{"prompt": "", "reference": "1"}\n', "line 1: the prompt is empty"),
+        ('{"prompt": 5, "reference": "1"}\n', "line 1: the prompt must be a text or a list of chat messages"),
+        ('{"prompt": [{"role": "user"}], "reference": "1"}\n', "line 1: the prompt must be a text or a list of"),
         ("[1]\n", "line 1: a row must be a JSON object, not '.1.'"),
         (
             '{"prompt": "a", "reference": "Paris"}\n',
@@ -138,6 +175,15 @@ def test_reasoning_gym_generators_take_turns_and_score_themselves():
     assert task.check(strict, strict.reference) and not task.check(strict, "I do not know")
     with pytest.raises(ValueError, match="no generator 'chain_sun'; .*chain_sum"):
         next(load_task("reasoning_gym", names=["chain_sun"]).problems("train"))
+    with pytest.raises(ValueError, match="seed is 65536; for task reasoning_gym"):
+        next(load_task("reasoning_gym", names=["chain_sum"]).problems("train", seed=65536))
+
+
+def test_an_answer_of_reasoning_gym_may_hold_a_colon():
+    task = load_task("reasoning_gym", names=["time_intervals"])
+    for one in task.problems("train", limit=12):
+        for said in ("{}", "So it is:\n#### {}", "answer: {}", "That makes it so.\nThe answer is: {}."):
+            assert task.check(one, said.format(one.reference)), (said, one.reference)
 
 
 def test_a_mixture_takes_turns_until_every_part_has_ended(tmp_path):

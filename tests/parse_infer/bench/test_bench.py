@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from parse_infer.bench.assisted import AssistantSettings
@@ -28,6 +30,7 @@ from parse_infer.generation import GenerationSettings
 from parse_infer.guesses.draft_chain import DraftChain
 from parse_infer.guesses.lookup import LookupDrafter
 from parse_infer.models.loading import LanguageModel
+from parse_infer.models.names import ZOO
 from parse_infer.models.token_map import token_map
 from parse_infer.record_store import RecordStore
 from parse_infer.verify.segments import CutPolicy
@@ -318,6 +321,8 @@ def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_p
 
     def check(problem: Problem, text: str) -> bool:
         nonlocal calls
+        if not text:  # asked before anything is measured, whether there are references at all
+            return False
         calls += 1
         if calls == 20:
             raise KeyboardInterrupt
@@ -381,6 +386,23 @@ def test_problems_must_be_there_and_differ(engine, tmp_path: Path):
         run_bench(engine, [], lambda p, t: True, tmp_path)
     with pytest.raises(ValueError, match="2 problems have the id 'p0'"):
         run_bench(engine, [PROBLEMS[0], PROBLEMS[0]], lambda p, t: True, tmp_path)
+    before = engine.target.decoder.forwards
+    with pytest.raises(ValueError, match="some problems have references and others have none"):
+        run_bench(engine, PROBLEMS[:2], lambda p, t: None if p.id == "p0" else True, tmp_path)
+    assert engine.target.decoder.forwards == before
+
+
+def test_a_head_that_was_trained_again_is_measured_again(engine, tmp_path: Path):
+    """It has the same name and is another rival."""
+    head = tmp_path / "head"
+    shutil.copytree(ZOO / "eagle3", head)
+    zoo = ParseEngine.from_pretrained("zoo:target", target_drafter=None)
+    settings = BenchSettings(("target", f"target+{head}"), 4)
+    run_bench(zoo, PROBLEMS[:1], lambda p, t: True, tmp_path / "out", settings)
+    weights = load_file(head / "model.safetensors")
+    save_file({name: -values for name, values in weights.items()}, head / "model.safetensors")
+    with pytest.raises(ValueError, match="holds a benchmark with drafters"):
+        run_bench(zoo, PROBLEMS[:1], lambda p, t: True, tmp_path / "out", settings)
 
 
 def test_settings_out_of_range_are_refused():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from parse_infer.bench.clients import check_ways, run_clients
+from parse_infer.bench.clients import check_ways, run_clients, server_options
 from parse_infer.generation import GenerationSettings
 
 
@@ -69,6 +69,11 @@ def test_every_way_answers_at_every_load_and_a_second_run_measures_nothing_again
 def test_ways_are_checked():
     with pytest.raises(ValueError, match="unknown mode 'eagle'"):
         check_ways(["eagle"], "zoo:target")
+    with pytest.raises(ValueError, match="unknown mode 'target\\+ngram:tokens=0'"):
+        check_ways(["target+ngram:tokens=0"], "zoo:target")
+    check_ways(["target+ngram:tokens=5", "target+parallel:tokens=4"], "zoo:target")
+    speculation = server_options("target+ngram:tokens=5")["speculative_config"]
+    assert speculation == {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 5}
     with pytest.raises(ValueError, match="no head of 'zoo:smollm2'"):
         check_ways(["target+eagle3"], "zoo:smollm2")
     with pytest.raises(ValueError, match="needs a server of its own"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from parse_infer.cli.app import main
+from parse_infer.guesses.lookup import LookupDrafter
 from parse_infer.models.prompts import Verbatim
 from tests.parse_infer.lm_eval_tasks import QUESTIONS, own_tasks, write_apples
 
@@ -96,6 +97,10 @@ def test_an_evaluation_goes_on_where_it_stopped(make_engine, apples, tmp_path):
     assert again["tasks"] == results["tasks"] and before == (engine.target.decoder.forwards, path.read_text())
     with pytest.raises(ValueError, match="holds a measurement with threshold 0.5 and this one has 0.9"):
         run_eval(make_engine(threshold=0.9), loaded, tmp_path / "out", PLAIN)
+    guided = make_engine()
+    guided.target_drafter = LookupDrafter()
+    with pytest.raises(ValueError, match="holds a measurement with target_drafter None and this one has"):
+        run_eval(guided, loaded, tmp_path / "out", PLAIN)
 
 
 def test_groups_have_one_row_and_lm_evals_average(make_engine, monkeypatch, tmp_path):
