@@ -50,9 +50,8 @@ def stated_number(completion: str) -> Fraction | None:
     """The number in the final answer: the first one there, behind an equals sign if it has one, and not in brackets.
     Where nothing marks a final answer, the last number of the text."""
     answer = final_answer(completion)
-    if answer is completion:
-        return (read_numbers(completion) or [None])[-1]
-    return (_stated(answer) or [None])[0]
+    numbers = read_numbers(completion)[::-1] if answer is completion else _stated(answer)
+    return numbers[0] if numbers else None
 
 
 def same_number(reference: str, completion: str) -> bool:

@@ -85,11 +85,8 @@ def _check_memory(shapes: Sequence[str], device: torch.device, dtype: torch.dtyp
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(_config(shape), dtype=dtype)
         needed += sum(p.numel() * p.element_size() for p in model.parameters())
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    elif (free := free_memory()) is None:
-        return
-    if needed > free:
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    if free is not None and needed > free:
         raise ValueError(
             f"{' and '.join(shapes)} have {needed / 2**30:.1f} GiB of weights in {str(dtype).removeprefix('torch.')}, "
             f"and {free / 2**30:.1f} GiB are free on {device}: choose smaller shapes or a smaller --dtype"

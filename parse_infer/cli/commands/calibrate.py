@@ -88,7 +88,7 @@ def calibrate(
         risks=read_numbers(risk, "--risk"),
         confidence=confidence,
         loss=loss,  # type: ignore[arg-type]
-        resumes=tuple(name.strip() for name in resume.split(",")),  # type: ignore[arg-type]
+        resumes=tuple(map(str.strip, resume.split(","))),  # type: ignore[arg-type]
         max_new_tokens=max_new_tokens,
         samples=samples,
         timed=timed,

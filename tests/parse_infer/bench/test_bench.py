@@ -399,8 +399,8 @@ def test_a_head_that_was_trained_again_is_measured_again(engine, tmp_path: Path)
     zoo = ParseEngine.from_pretrained("zoo:target", target_drafter=None)
     settings = BenchSettings(("target", f"target+{head}"), 4)
     run_bench(zoo, PROBLEMS[:1], lambda p, t: True, tmp_path / "out", settings)
-    weights = load_file(head / "model.safetensors")
-    save_file({name: -values for name, values in weights.items()}, head / "model.safetensors")
+    weights = load_file(path := head / "model.safetensors")
+    save_file({name: values * 2 if values.is_floating_point() else values for name, values in weights.items()}, path)
     with pytest.raises(ValueError, match="holds a benchmark with drafters"):
         run_bench(zoo, PROBLEMS[:1], lambda p, t: True, tmp_path / "out", settings)
 

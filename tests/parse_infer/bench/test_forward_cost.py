@@ -47,7 +47,7 @@ def test_the_command_prints_a_table(capsys):
 
 
 def test_weights_beyond_the_memory_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr("os.sysconf", lambda name: 1024)  # 1 MiB is free
+    monkeypatch.setattr("parse_infer.bench.forward_cost.free_memory", lambda: 2**20)
     assert main(["cost", "--target", "zoo:target", "--draft", "zoo:draft", "--device", "cpu"]) == 2
     assert "GiB of weights in float32, and 0.0 GiB are free on cpu" in capsys.readouterr().err
 

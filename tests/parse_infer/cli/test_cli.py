@@ -276,7 +276,10 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
         (["generate", "1 + 1?", "--draft-drafter", "eagle3"], "no such head is embedded for 'zoo:draft'"),
         (["bench", "--task", "gsm_symbolik"], "unknown task 'gsm_symbolik'; did you mean 'gsm_symbolic'?"),
         (["bench", "--task-option", "max_numbr=3"], "did you mean 'max_number'?"),
-        (["bench", "--task-option", "max_number=many"], "max_number is 'many'; it must be a number or null"),
+        (
+            ["bench", "--task-option", "max_number=many"],
+            "max_number of task gsm_symbolic is 'many'; it must be a number or null",
+        ),
         (["bench", "--task-option", "max_question_chars=null"], "max_question_chars of task gsm_symbolic is None"),
         (["bench", "--task", "jsonl", "--task-option", "path=5"], "option path of task jsonl is 5; it must be a text"),
         (

@@ -99,7 +99,7 @@ def test_an_evaluation_goes_on_where_it_stopped(make_engine, apples, tmp_path):
         run_eval(make_engine(threshold=0.9), loaded, tmp_path / "out", PLAIN)
     guided = make_engine()
     guided.target_drafter = LookupDrafter()
-    with pytest.raises(ValueError, match="holds a measurement with target_drafter None and this one has"):
+    with pytest.raises(ValueError, match="holds a measurement with target_drafter null and this one has"):
         run_eval(guided, loaded, tmp_path / "out", PLAIN)
 
 
