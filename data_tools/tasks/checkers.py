@@ -59,9 +59,9 @@ def same_number(reference: str, completion: str) -> bool:
     wanted, got = stated_number(reference), stated_number(completion)
     if wanted is None or got is None:
         return False
-    return (
-        wanted == got if wanted.denominator == got.denominator == 1 else abs(wanted - got) <= abs(wanted) / 1_000_000
-    )
+    if wanted.denominator == got.denominator == 1:
+        return wanted == got
+    return abs(wanted - got) <= abs(wanted) / 1_000_000
 
 
 def same_answer(one: str, other: str) -> bool:

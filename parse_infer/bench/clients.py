@@ -262,17 +262,8 @@ async def _measure(
     )
 
 
-_HEADER = [
-    "way",
-    "clients",
-    "right",
-    "answers/s over target",
-    "tokens/s",
-    "first text p50",
-    "first text p99",
-    "answer p50",
-]
-_HEADER += ["answer p99", "kept", "coordinator CPU"]
+_HEADER = ["way", "clients", "right", "answers/s over target", "tokens/s", "first text p50", "first text p99"]
+_HEADER += ["answer p50", "answer p99", "kept", "coordinator CPU"]
 _SHORT = ["way", "clients", "right", "answers/s over target", "tokens/s", "answer p50", "kept"]
 
 
