@@ -42,9 +42,10 @@ def fresh(engine: Coordinator) -> None:
 
 def cpu(engine: Coordinator) -> str:
     engine.parallel = 8
-    list(engine.each(prompts(40)))
+    asked = prompts(200)  # made beforehand: that takes longer than all the coordinator does
+    list(engine.each(asked[:40]))
     fresh(engine)
-    start, asked = time.thread_time(), prompts(200)
+    start = time.thread_time()
     list(engine.each(asked))
     seconds = time.thread_time() - start
     return f"{1000 * seconds / len(asked):.2f} ms of CPU for a request"
