@@ -84,7 +84,8 @@ def check_modes(names: Iterable[str]) -> tuple[str, ...]:
         if name.startswith("assisted:"):
             AssistantSettings.parse(name)
         elif drafters or base not in MODES:
-            raise ValueError(f"unknown mode {name!r}; {suggestion(name, MODES)}")
+            known = [*MODES, *(f"{mode}:{way}" for mode in SWEPT for way in (*get_args(Resume), ADAPTIVE))]
+            raise ValueError(f"unknown mode {name!r}; {suggestion(name, known)}")
     if not chosen:
         raise ValueError(f"no mode to run; modes: {', '.join(MODES)}")
     return chosen
