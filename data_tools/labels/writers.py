@@ -57,7 +57,7 @@ class LocalWriter:
         self.model, self.batch_size = model, batch_size
 
     def decoder(self, end_ids: Collection[int]) -> BatchDecoder:
-        return BatchDecoder(self.model.model, end_ids, self.batch_size)
+        return BatchDecoder(self.model.model, end_ids, self.batch_size, self.model.decoder.fast)
 
     def describe(self) -> dict[str, Any]:
         return describe_target(self.model.model)

@@ -80,6 +80,14 @@ class ModelOptions:
     draft_url: Annotated[
         list[str] | None, typer.Option(help="Server of the draft model; repeatable. Default: one is started.")
     ] = None
+    local_draft: Annotated[
+        bool | None,
+        typer.Option(
+            "--local-draft/--draft-server",
+            help="With --backend vllm: the draft model runs in this process, or in a server. Default: here if it is "
+            "small (32 MiB) and there is no GPU.",
+        ),
+    ] = None
     server_key: Annotated[
         str | None, typer.Option(envvar="VLLM_API_KEY", help="API key of these servers; default: none.")
     ] = None
@@ -179,6 +187,7 @@ class ModelOptions:
             zero_shot=self.zero_shot,
             target_url=self.target_url or (),
             draft_url=self.draft_url or (),
+            local_draft=self.local_draft,
             threshold=self.threshold,
             calibration=self.calibration,
             template_options=read_pairs(self.template_option, "--template-option"),
@@ -201,6 +210,7 @@ class ModelOptions:
             "adapter_weights": None if adapter is None else read_adapter(resolve(adapter)).fingerprint,
             "template_options": read_pairs(self.template_option, "--template-option"),
             "servers": [*(self.target_url or ["started here"]), *(self.draft_url or ["started here"])],
+            "local_draft": self.local_draft,
         }
 
     @property
@@ -210,10 +220,18 @@ class ModelOptions:
             raise ValueError(f"--backend is {self.backend!r}; choose local or vllm")
         if self.backend == "local" and (self.target_url or self.draft_url):
             raise ValueError("--target-url and --draft-url are for --backend vllm: give that too")
+        if self.backend == "local" and self.local_draft is not None:
+            raise ValueError("--local-draft and --draft-server are for --backend vllm: give that too")
         return self.backend == "vllm"
 
 
-LOCAL_ONLY: dict[str, Any] = {"backend": "local", "target_url": None, "draft_url": None, "server_key": None}
+LOCAL_ONLY: dict[str, Any] = {
+    "backend": "local",
+    "target_url": None,
+    "draft_url": None,
+    "local_draft": None,
+    "server_key": None,
+}
 """For `with_models`, of commands that look into the models."""
 
 

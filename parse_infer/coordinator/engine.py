@@ -18,6 +18,7 @@ import torch
 
 from parse_infer.controller import Controller
 from parse_infer.coordinator.client import Client
+from parse_infer.coordinator.local_draft import LocalDraft
 from parse_infer.coordinator.pair import Drafts, ServerPair, Target
 from parse_infer.coordinator.parts import Urls, find_parts, servable
 from parse_infer.coordinator.processes import Processes
@@ -27,7 +28,7 @@ from parse_infer.drafters.text import TextDrafter
 from parse_infer.drafters.translation import Translation
 from parse_infer.engine import DEFAULT_THRESHOLD
 from parse_infer.generation import Done, Event, Generation, GenerationSettings, Resumed
-from parse_infer.models.loading import ServedModel
+from parse_infer.models.language import Language
 from parse_infer.models.machine import describe_machine
 from parse_infer.models.prompts import Prompt, as_batch, with_drafts
 from parse_infer.policy import check_threshold
@@ -42,14 +43,14 @@ Result = TypeVar("Result")
 
 
 class Coordinator:
-    """Generates with a target and a draft model that vLLM serves.
+    """Generates with a target that vLLM serves, and a draft model that it serves too or that runs here.
 
     Keeps nothing of a request: any number of coordinators may share the servers. Answers are those of a `ParseEngine`
     with `exact_tail=False`, as far as the servers compute what it computes; sampled ones have other random numbers.
 
     Args:
         target: the servers whose quality is kept.
-        draft: servers and language of the draft model; None if drafts come as text.
+        draft: the draft model's servers, or itself, and its language; None if drafts come as text.
         threshold: default threshold.
         overlap: verify segments while the draft is written; changes no answer.
         parallel: how many answers `generate` and `each` keep under way.
@@ -68,7 +69,7 @@ class Coordinator:
     def __init__(
         self,
         target: Target,
-        draft: tuple[Servers, ServedModel] | None,
+        draft: tuple[Servers | LocalDraft, Language] | None,
         client: Client,
         *,
         threshold: float = DEFAULT_THRESHOLD,
@@ -112,17 +113,20 @@ class Coordinator:
         overlap: bool | None = None,
         parallel: int = PARALLEL,
         patience_s: float | None = None,
+        local_draft: bool | None = None,
         target_options: Mapping[str, Any] | None = None,
         draft_options: Mapping[str, Any] | None = None,
         expected: GenerationSettings | None = None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> Coordinator:
-        """Names as in `ParseEngine.from_pretrained`; no weights are kept here.
+        """Names as in `ParseEngine.from_pretrained`.
 
         Args:
             target_url, draft_url: the servers of each, one or several; without any, one is started, and ends with
                 `close`. Those of the target run with the plugin and this adapter (`parse_infer.vllm.options`), or with
                 `zero_shot` are any that give log-probabilities.
+            local_draft: the draft model runs in this process, without a server. None: where it has no address and no
+                options, lies in a folder and has at most 32 MiB of weights, and there is no GPU.
             target_options, draft_options: more options of vLLM for servers that are started, by their names in
                 `vllm.LLM`.
             overlap: None: unless both servers are started here on a CPU, whose cores the draft then needs.
@@ -148,6 +152,7 @@ class Coordinator:
             template_options=template_options,
             target_url=target_url,
             draft_url=draft_url,
+            local_draft=local_draft,
             target_options=target_options,
             draft_options=draft_options,
             api_key=api_key or os.environ.get("VLLM_API_KEY"),

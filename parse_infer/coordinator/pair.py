@@ -16,6 +16,7 @@ from typing import Any
 
 from parse_infer.coordinator.checks import Checks
 from parse_infer.coordinator.client import Refused
+from parse_infer.coordinator.local_draft import LocalDraft
 from parse_infer.coordinator.servers import Server, Servers, Unavailable
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.drafters.translation import Translation, Writing
@@ -27,8 +28,8 @@ from parse_infer.vllm.questions import Questions
 
 PREFILL = 256  # tokens of a prompt that is worth a request of its own while the draft is written
 
-Drafts = tuple[Servers, Translation] | TextDrafter
-"""Who drafts an answer: servers, and how their model sees the answer; or a text."""
+Drafts = tuple[Servers | LocalDraft, Translation] | TextDrafter
+"""Who drafts an answer: a model, and how it sees the answer; or a text."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,8 @@ class Target:
         asked = server_settings(request.sampling, self.language.eos_ids, "target", round)
         if not watched:
             asked |= stop_settings(request.settings.stop)
-            with request.timed("resume_s"):
-                ids = await self.servers.whole(request.context, room, asked, prefer)
-            for token in ids:
-                yield token
-            return
-        async with aclosing(self.servers.written(request.context, room, asked, prefer)) as pieces:
+        written = self.servers.pieces(request.context, room, asked, prefer, watched)
+        async with aclosing(written) as pieces:
             while True:
                 with request.timed("resume_s"):
                     piece = await anext(pieces, None)
@@ -200,18 +197,20 @@ class ServerPair:
         threshold = self.threshold if breaks else None
         return Checks(ask, self.segmenter, threshold, self._start)
 
-    async def _read_draft(self, servers: Servers, translation: Translation, writing: Writing, round: int) -> None:
+    async def _read_draft(
+        self, servers: Servers | LocalDraft, translation: Translation, writing: Writing, round: int
+    ) -> None:
         asked = server_settings(self._request.settings.draft_sampling, translation.end_ids, "draft", round)
         if not self._overlap:  # nothing is done with a part of it
             asked |= stop_settings(translation.stop)
-            writing.add(await servers.whole(writing.context, writing.room, asked, self._draft_at))
-            return
-        async with aclosing(servers.written(writing.context, writing.room, asked, self._draft_at)) as pieces:
+        written = servers.pieces(writing.context, writing.room, asked, self._draft_at, self._overlap)
+        async with aclosing(written) as pieces:
             async for piece in pieces:
                 writing.add(piece)
                 if not writing.open:
                     return
-                self._checks.look(writing.text, writing.n, lambda: writing.draft().ids)
+                if self._overlap:
+                    self._checks.look(writing.text, writing.n, lambda: writing.draft().ids)
 
     async def _read_prompt(self, context: list[int]) -> None:
         with suppress(Refused, Unavailable):  # whoever needs an answer will ask again

@@ -11,12 +11,20 @@ import torch
 
 from parse_infer.coordinator.client import Client
 from parse_infer.coordinator.launch import draft_server, launch, plain_options
+from parse_infer.coordinator.local_draft import LocalDraft
 from parse_infer.coordinator.pair import Target
 from parse_infer.coordinator.processes import READY_S, Processes
 from parse_infer.coordinator.servers import PATIENCE_S, Servers
 from parse_infer.generation import GenerationSettings
 from parse_infer.models.fingerprint import describe_config
-from parse_infer.models.loading import ServedModel, load_config, load_served_model
+from parse_infer.models.language import Language
+from parse_infer.models.loading import (
+    LanguageModel,
+    load_config,
+    load_language_model,
+    load_served_model,
+    weights_folder,
+)
 from parse_infer.models.names import resolve
 from parse_infer.promise import Calibration, apply_promise, shipped_calibration
 from parse_infer.verify.adapter_folder import AdapterFiles, read_adapter
@@ -26,34 +34,31 @@ from parse_infer.vllm.options import REJECTED_DRAFTS, engine_options
 from parse_infer.vllm.questions import Questions, TrainedQuestions, ZeroShotQuestions
 
 Urls = str | Sequence[str]
+_SMALL = 32 * 2**20  # bytes of weights in files; reading more of them for each token takes longer than a server's work
 
 
 @dataclass(frozen=True)
 class Parts:
     """
     Attributes:
-        draft: servers and language of the draft model.
+        draft: the draft model's servers, or itself; and its language.
         models: which they are, as far as names tell.
         train_problems: ids of the problems that the judge was trained on.
         calibration: what promises go by.
         threshold: the judge's own; None: it has none.
         processes: the servers that were started, if any were.
+        share_cores: both models run on the cores of this machine.
     """
 
     target: Target
-    draft: tuple[Servers, ServedModel] | None
+    draft: tuple[Servers | LocalDraft, Language] | None
     client: Client
     models: dict[str, Any]
     train_problems: frozenset[str]
     calibration: Calibration | None
     threshold: float | None
     processes: Processes | None
-
-    @property
-    def share_cores(self) -> bool:
-        """Both models run on the cores of this machine."""
-        roles = set() if self.processes is None else {process.role for process in self.processes.members}
-        return roles >= {"target", "draft"} and not torch.cuda.is_available()
+    share_cores: bool
 
 
 def find_parts(
@@ -67,6 +72,7 @@ def find_parts(
     template_options: Mapping[str, Any] | None,
     target_url: Urls,
     draft_url: Urls,
+    local_draft: bool | None,
     target_options: Mapping[str, Any] | None,
     draft_options: Mapping[str, Any] | None,
     api_key: str | None,
@@ -79,6 +85,12 @@ def find_parts(
     for url in (*target_urls, *draft_urls):
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r} is no address of a server: it begins with http:// or https://")
+    if local_draft and draft is None:
+        raise ValueError("local_draft was given, but no draft model: name one with draft")
+    if local_draft and (draft_urls or draft_options):
+        raise ValueError(
+            f"local_draft and {'draft_url' if draft_urls else 'draft_options'} were both given: choose one"
+        )
     language = load_served_model(target, template_options=template_options)
     if adapter is None and not zero_shot:
         raise ValueError("there is nothing to judge drafts with: give an adapter, or zero_shot=True")
@@ -86,7 +98,13 @@ def find_parts(
         raise ValueError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
     files = None if adapter is None else read_adapter(resolve(adapter))
     questions, own_cuts, threshold = _judge(target, files, language)
-    drafting = load_served_model(draft, template_options=template_options) if draft is not None else None
+    if local_draft is None:
+        local_draft = not draft_urls and not draft_options and draft is not None and _small_on_cpu(draft)
+    drafting: Language | None = None
+    if draft is not None and local_draft:
+        drafting = load_language_model(draft, role="draft", template_options=template_options)
+    elif draft is not None:
+        drafting = load_served_model(draft, template_options=template_options)
     models = {
         "backend": "vllm",
         "target": str(target),
@@ -109,7 +127,7 @@ def find_parts(
     if not target_urls:
         options = plain_options(target) if adapter is None else engine_options(target, adapter)
         wanted["target"] = options | dict(target_options or {})
-    if draft is not None and not draft_urls:
+    if draft is not None and not draft_urls and not local_draft:
         wanted["draft"] = draft_server(draft) | dict(draft_options or {})
     # Servers that are there are taken for such as `parse_infer.vllm.options` prints.
     guesses = adapter is not None
@@ -123,7 +141,13 @@ def find_parts(
     if patience_s is None:
         patience_s = PATIENCE_S if processes is None else READY_S
     targets = Servers("target", target_urls, client, failure, patience_s)
-    drafts = None if drafting is None else (Servers("draft", draft_urls, client, failure, patience_s), drafting)
+    drafts_here = isinstance(drafting, LanguageModel) or "draft" in wanted
+    share_cores = "target" in wanted and drafts_here and not torch.cuda.is_available()
+    drafts: tuple[Servers | LocalDraft, Language] | None = None
+    if isinstance(drafting, LanguageModel):
+        drafts = LocalDraft(drafting, share_cores), drafting
+    elif drafting is not None:
+        drafts = Servers("draft", draft_urls, client, failure, patience_s), drafting
     return Parts(
         Target(language, targets, questions, cut_policy or own_cuts, guesses),
         drafts,
@@ -133,6 +157,7 @@ def find_parts(
         promises,
         threshold,
         processes,
+        share_cores,
     )
 
 
@@ -153,8 +178,14 @@ def servable(
     return apply_promise(settings, calibration)
 
 
+def _small_on_cpu(draft: str | Path) -> bool:
+    """Whether a model in a folder here costs less than a server of it would."""
+    folder = None if torch.cuda.is_available() else weights_folder(draft)
+    return isinstance(folder, Path) and 0 < sum(f.stat().st_size for f in folder.glob("*.safetensors")) <= _SMALL
+
+
 def _judge(
-    target: str | Path, adapter: AdapterFiles | None, language: ServedModel
+    target: str | Path, adapter: AdapterFiles | None, language: Language
 ) -> tuple[Questions, CutPolicy, float | None]:
     """How the target is asked, where drafts are cut for that, and the threshold that goes with it."""
     if adapter is None:

@@ -191,6 +191,22 @@ class Servers:
         found: list[int] = await self._tried(lambda url: self._client.whole(url, body), prefer)
         return found
 
+    async def pieces(
+        self,
+        ids: Sequence[int],
+        most: int,
+        settings: dict[str, Any],
+        prefer: Server | None = None,
+        watched: bool = True,
+    ) -> AsyncGenerator[list[int], None]:
+        """The same tokens as they come if they are `watched`, else at once, which costs less."""
+        if not watched:
+            yield await self.whole(ids, most, settings, prefer)
+            return
+        async with aclosing(self.written(ids, most, settings, prefer)) as pieces:
+            async for piece in pieces:
+                yield piece
+
     async def relayed(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """What a server answers to a request of somebody else's, an object or those of a stream. Raises as `ask` does;
         a stream that has begun is not asked for again."""

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from parse_infer.models.architecture import layer_windows
+from parse_infer.models.architecture import layer_windows, output_layer
 from parse_infer.models.attention import layer_masks
+from parse_infer.models.fast_backbone import FastBackbone
 from parse_infer.models.kv_rows import KVLayer, KVRows
 from parse_infer.models.sampling import RowSampling, Sampling, uniform_numbers
 
@@ -47,15 +48,79 @@ class Contexts:
 
 
 @dataclass
-class _Run:
-    """A row while it is decoded: the token it runs next, and the slot (its position) for it."""
+class Run:
+    """A row while it is decoded.
+
+    Attributes:
+        source: the keys and values that it starts from.
+        token, slot: the token it runs next, and its position.
+        ended: it writes no more. Whoever wants no more of it may say so.
+    """
 
     row: Row
+    source: KVRows
     token: int
     slot: int
     uniform: list[float]
     ended: bool
     written: list[int] = field(default_factory=list)
+
+
+class Batch:
+    """Rows under way, each in a seat with keys and values of its own. Made by `BatchDecoder.batch`."""
+
+    def __init__(self, decoder: BatchDecoder) -> None:
+        self.seats: list[Run] = []
+        self._decoder = decoder
+        self._kv: KVRows | None = None
+
+    @property
+    def free(self) -> list[int]:
+        """Seats whose run has ended."""
+        return [seat for seat, run in enumerate(self.seats) if run.ended]
+
+    @torch.inference_mode()
+    def admit(self, runs: Sequence[Run] = ()) -> None:
+        """Seats for these: the free ones first, then more of them. Those that stay free are removed."""
+        free = self.free
+        places = [*free, *range(len(self.seats), len(self.seats) + len(runs))][: len(runs)]
+        more = len(runs) - len(free)
+        if more > 0 and self._kv is None:
+            self._kv = runs[0].source.empty(more, max(run.row.length for run in runs))
+        elif more > 0:
+            assert self._kv is not None
+            self._kv.append(more)
+        for source in {id(run.source): run.source for run in runs}.values():
+            arriving = {seat: run for seat, run in zip(places, runs, strict=True) if run.source is source}
+            contexts = [run.row.context for run in arriving.values()]
+            assert self._kv is not None
+            self._kv.load(list(arriving), source, contexts, max(run.row.length for run in arriving.values()))
+        seated = dict(zip(places, runs, strict=True))
+        self.seats = [seated.get(seat, run) for seat, run in enumerate([*self.seats, *runs[len(free) :]])]
+        kept = [seat for seat, run in enumerate(self.seats) if not run.ended]
+        if len(kept) < len(self.seats):
+            self.seats = [self.seats[seat] for seat in kept]
+            if self._kv is not None and kept:
+                self._kv.keep(kept)
+        if not self.seats:
+            self._kv = None
+        self._sampling = RowSampling([run.row.sampling for run in self.seats], self._decoder.device)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One more token for every seat; seats whose run has ended run on the spot."""
+        if self._kv is None:
+            return
+        logits = self._decoder._next(self._kv, self.seats)
+        numbers = [run.uniform[len(run.written)] if run.uniform and not run.ended else 0.0 for run in self.seats]
+        chosen = self._sampling.choose(logits, numbers).tolist()
+        self._decoder.steps += 1
+        for run, token in zip(self.seats, chosen, strict=True):
+            if not run.ended:
+                self._decoder.tokens += 1
+                run.written.append(token)
+                run.token, run.slot = token, run.slot + 1
+                run.ended = token in self._decoder.eos_ids or len(run.written) == run.row.max_new_tokens
 
 
 class BatchDecoder:
@@ -65,6 +130,7 @@ class BatchDecoder:
         model: a decoder-only `transformers` language model in evaluation mode.
         eos_ids: tokens that end a row (they are part of it).
         batch_size: rows decoded, and sequences prefilled, at a time. Bounds the memory, together with the contexts.
+        fast: the model's own, if steps are to be taken by it where it can (`Decoder.fast`).
 
     Attributes:
         steps: forwards of one token for each row so far.
@@ -74,7 +140,13 @@ class BatchDecoder:
         ValueError: the model's cache cannot be cut at a token (recurrent, chunked or shared layers).
     """
 
-    def __init__(self, model: PreTrainedModel, eos_ids: Collection[int], batch_size: int = 64) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        eos_ids: Collection[int],
+        batch_size: int = 64,
+        fast: FastBackbone | None = None,
+    ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
         self.model = model
@@ -84,6 +156,8 @@ class BatchDecoder:
         self.tokens = 0
         self._windows = layer_windows(model)
         self._backbone = getattr(model, model.base_model_prefix)
+        self._fast, self._steps_rows = fast, False
+        self._logits = output_layer(model)
 
     @property
     def device(self) -> torch.device:
@@ -130,56 +204,44 @@ class BatchDecoder:
 
         One synchronisation with the device per step: reading the chosen tokens.
         """
-        runs = [self._run(contexts, row) for row in rows]
+        runs = [self.run(contexts, row) for row in rows]
         waiting = deque(sorted((run for run in runs if not run.ended), key=lambda run: run.row.length))
-        if waiting and contexts.kv is not None:
-            seats = [waiting.popleft() for _ in range(min(self.batch_size, len(waiting)))]
-            kv = contexts.kv.select([run.row.context for run in seats], seats[-1].row.length)
-            while seats:
-                sampling = RowSampling([run.row.sampling for run in seats], self.device)
-                enough = max(1, FREE_SHARE * len(seats))
-                while sum(run.ended for run in seats) < enough:
-                    self._step(kv, seats, sampling)
-                seats = self._reseat(kv, seats, waiting, contexts.kv)
+        batch = self.batch()
+        while waiting or batch.seats:
+            room = self.batch_size - len(batch.seats) + len(batch.free)
+            batch.admit([waiting.popleft() for _ in range(min(room, len(waiting)))])
+            enough = max(1, FREE_SHARE * len(batch.seats))
+            while batch.seats and len(batch.free) < enough:
+                batch.step()
         return [run.written for run in runs]
 
-    def _run(self, contexts: Contexts, row: Row) -> _Run:
+    def batch(self) -> Batch:
+        """An empty batch, whose rows come and go as its caller likes."""
+        self._steps_rows = self._fast is not None and self._fast.steps_rows
+        return Batch(self)
+
+    def run(self, contexts: Contexts, row: Row) -> Run:
+        """A row, ready for a seat. Raises ValueError where there is no such prefix, or a sampled row has no seed."""
         ids = contexts.ids[row.context]
         if not 1 <= row.length <= len(ids):
             raise ValueError(f"a row must start after 1 to {len(ids)} tokens of its context, not {row.length}")
         # The last token is run again, for its logits.
         start = row.length - 1
         uniform = uniform_numbers(row.sampling, row.max_new_tokens)
-        return _Run(row, token=ids[start], slot=start, uniform=uniform, ended=row.max_new_tokens < 1)
+        assert contexts.kv is not None
+        return Run(row, contexts.kv, ids[start], start, uniform, ended=row.max_new_tokens < 1)
 
-    def _step(self, kv: KVRows, seats: Sequence[_Run], sampling: RowSampling) -> None:
-        """One more token for every seat; seats whose row has ended run on the spot."""
-        placed = torch.tensor([[run.token, run.slot] for run in seats], device=self.device)
-        n_keys = -(-(max(run.slot for run in seats) + 1) // KEY_MULTIPLE) * KEY_MULTIPLE
-        logits = self._forward(self.model, kv, placed[:, :1], placed[:, 1:], n_keys).logits[:, -1]
-        numbers = [run.uniform[len(run.written)] if run.uniform and not run.ended else 0.0 for run in seats]
-        chosen = sampling.choose(logits, numbers).tolist()
-        self.steps += 1
-        for run, token in zip(seats, chosen, strict=True):
-            if not run.ended:
-                self.tokens += 1
-                run.written.append(token)
-                run.token, run.slot = token, run.slot + 1
-                run.ended = token in self.eos_ids or len(run.written) == run.row.max_new_tokens
-
-    def _reseat(self, kv: KVRows, seats: list[_Run], waiting: deque[_Run], source: KVRows) -> list[_Run]:
-        """Give the seats of ended rows to waiting ones; remove seats that nobody waits for."""
-        free = [seat for seat, run in enumerate(seats) if run.ended]
-        arriving = {seat: waiting.popleft() for seat in free[: len(waiting)]}
-        if arriving:
-            runs = list(arriving.values())
-            longest = max(run.row.length for run in runs)
-            kv.load(list(arriving), source, [run.row.context for run in runs], longest)
-            seats = [arriving.get(seat, run) for seat, run in enumerate(seats)]
-        kept = [seat for seat, run in enumerate(seats) if not run.ended]
-        if len(kept) < len(seats):
-            kv.keep(kept)
-        return [seats[seat] for seat in kept]
+    def _next(self, kv: KVRows, runs: Sequence[Run]) -> Tensor:
+        """Logits [B, V] after one more token of each row."""
+        placed = torch.tensor([[run.token, run.slot] for run in runs], device=self.device)
+        n_keys = -(-(max(run.slot for run in runs) + 1) // KEY_MULTIPLE) * KEY_MULTIPLE
+        tokens, slots = placed[:, :1], placed[:, 1:]
+        if not self._steps_rows:
+            return cast("Tensor", self._forward(self.model, kv, tokens, slots, n_keys).logits[:, -1])
+        assert self._fast is not None
+        kv.place(slots, n_keys)
+        visible = torch.arange(n_keys) <= slots
+        return self._logits(self._fast.step_rows(tokens, slots, kv, visible[:, None, None])[:, 0])
 
     def _forward(self, part: torch.nn.Module, kv: KVRows, tokens: Tensor, slots: Tensor, n_keys: int) -> Any:
         """Run `tokens` [B, n] at `slots` [B, n] with `part`, the model or its backbone."""

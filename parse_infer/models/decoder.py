@@ -61,6 +61,7 @@ class Decoder:
         ids: the context; `ids[:cached]` are in the cache.
         cached: number of tokens in the cache.
         forwards: model forwards so far.
+        fast: the model's backbone without overhead, where it computes the same.
         edits: changes of the context from outside decode() so far.
         before_forward: called before every forward. What it raises ends the work at hand; the decoder stays usable.
 
@@ -78,7 +79,7 @@ class Decoder:
         self.before_forward: Callable[[], None] | None = None
         self._windows = layer_windows(model)
         self._backbone = getattr(model, model.base_model_prefix)
-        self._fast = FastBackbone.for_model(model)
+        self.fast = FastBackbone.for_model(model)
         self._layers = decoder_layers(model)
         self._output_layer = output_layer(model)
         self._cache = new_cache()
@@ -291,8 +292,8 @@ class Decoder:
             self.before_forward()
         heard = dict.fromkeys(self._taps, tokens)
         try:
-            if self._fast is not None:
-                hidden = self._fast(tokens, positions, self._cache, cast("Tensor | None", mask), heard)
+            if self.fast is not None:
+                hidden = self.fast(tokens, positions, self._cache, cast("Tensor | None", mask), heard)
             else:
                 with self._listening(heard):
                     hidden = self._backbone(
@@ -355,12 +356,12 @@ class Decoder:
         own = self.model(input_ids=tokens, use_cache=False).logits
         hidden = self._backbone(input_ids=tokens, use_cache=False).last_hidden_state
         ours = self.logits(hidden)
-        if self._fast is not None:
+        if self.fast is not None:
             cache, places = new_cache(), torch.arange(5, device=self.device)[None]
-            parts = [self._fast(tokens[:, p], places[:, p], cache, None, {}) for p in (slice(0, 4), slice(4, 5))]
+            parts = [self.fast(tokens[:, p], places[:, p], cache, None, {}) for p in (slice(0, 4), slice(4, 5))]
             bound = float(hidden.abs().max()) * (1e-4 if hidden.dtype == torch.float32 else 0.1)
             if not torch.allclose(torch.cat(parts, dim=1), hidden, rtol=0, atol=bound):
-                self._fast = None  # transformers' own forward does something more
+                self.fast = None  # transformers' own forward does something more
         tolerance = 1e-4 if own.dtype == torch.float32 else 1e-2
         if own.shape != ours.shape or not torch.allclose(own.float(), ours.float(), rtol=tolerance, atol=tolerance):
             raise ValueError(

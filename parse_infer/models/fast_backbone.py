@@ -88,8 +88,7 @@ class FastBackbone:
         Returns:
             [1, T, H].
         """
-        if not all(children[name] is module for children, name, module in self._places):
-            self._read_layers()  # somebody has wrapped linears, as peft does
+        self._check_places()
         n, past = tokens.shape[1], cache.get_seq_length()
         if past == 0:
             self._check_fused()
@@ -109,6 +108,31 @@ class FastBackbone:
             x = x + layer.down(layer.activation(layer.gate(y)).mul_(layer.up(y)))
         return _rms(self._norm, x)
 
+    @property
+    def steps_rows(self) -> bool:
+        """Whether `step_rows` may be asked. Weights that have changed are found here, and nowhere else."""
+        self._check_places()
+        self._check_fused()
+        return self._fused is not None
+
+    def step_rows(self, tokens: Tensor, slots: Tensor, rows: Cache, visible: Tensor) -> Tensor:
+        """One token for each of B texts at their own positions.
+
+        Args:
+            tokens, slots: int64 [B, 1]: which, and where.
+            rows: their keys and values, `KVRows` with these slots placed.
+            visible: bool [B, 1, 1, keys].
+
+        Returns:
+            [B, 1, H].
+        """
+        assert self._fused is not None
+        x = self._embed(tokens)
+        self._prepare_angles(visible.shape[-1], x)
+        cos, sin = self._cos[slots][:, None], self._sin[slots][:, None]
+        mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+        return self._fused(x, cos, sin, rows, {}, mask)
+
     def _attend(
         self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, mask: Tensor | None
     ) -> Tensor:
@@ -126,6 +150,10 @@ class FastBackbone:
             return out.reshape(1, 1, -1)
         out, _ = split_attention_forward(layer.attention, query, keys, values, mask, scaling=scaling)  # type: ignore[arg-type]
         return out.reshape(1, n, -1)
+
+    def _check_places(self) -> None:
+        if not all(children[name] is module for children, name, module in self._places):
+            self._read_layers()  # somebody has wrapped linears, as peft does
 
     def _read_layers(self) -> None:
         self._layers = [_layer(layer) for layer in self._backbone.layers]

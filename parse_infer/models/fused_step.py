@@ -68,33 +68,41 @@ class FusedStep:
             return None
         return cls(layers, norm, config, head_size)
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, heard: dict[int, Tensor]) -> Tensor:
-        """From a token's embedding to its final-norm state, both [1, 1, H]; the cache grows by it.
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, heard: dict[int, Tensor], mask: Tensor | None = None
+    ) -> Tensor:
+        """From the embeddings of the next tokens of B texts to their final-norm states, both [B, 1, H].
+
+        The cache grows by them.
 
         Args:
-            cos, sin: [head size], of its position; for `rotate`.
+            cos, sin: of their positions, [head size] or [B, 1, 1, head size]; for `rotate`.
             heard: gets what enters the layers that are its keys.
+            mask: added to the scores of the keys, [B, 1, 1, keys]; None: each token sees all.
         """
-        x, size = x[0], self._head_size
+        x, size = x[:, 0], self._head_size
         queries = self._kv_heads * self._groups
         rotated = queries + self._kv_heads  # heads
         for i, layer in enumerate(self._layers):
             if i in heard:
-                heard[i] = x[None]
-            parts = layer.attention(self._normed(x)).view(1, -1, 1, size)
+                heard[i] = x[:, None]
+            parts = layer.attention(self._normed(x)).view(len(x), -1, 1, size)
             turned = rotate(parts[:, :rotated], cos, sin)
             keys, values = cache.update(turned[:, queries:], parts[:, rotated:], i)
-            query = turned[:, :queries].view(1, self._kv_heads, self._groups, size)
-            out = scaled_dot_product_attention(query, keys, values, scale=layer.scaling)
-            x = x + layer.output(out.reshape(1, -1))
+            query = turned[:, :queries].view(len(x), self._kv_heads, self._groups, size)
+            out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=layer.scaling)
+            x = x + layer.output(out.reshape(len(x), -1))
             gate, up = layer.gate_up(self._normed(x)).chunk(2, dim=-1)
             x = x + layer.down(layer.activation(gate).mul_(up))
-        return self._normed(x)[None] * self._norm.weight
+        return (self._normed(x) * self._norm.weight)[:, None]
 
     def _normed(self, x: Tensor) -> Tensor:
-        """x [1, H] over its root mean square; one dot product and one product, where `rms_norm` takes ten steps."""
-        row = x[0]
-        return x * (torch.dot(row, row).item() / len(row) + self._epsilon) ** -0.5
+        """x [B, H] over the root mean square of each row; two steps for one row, where `rms_norm` takes ten."""
+        if len(x) == 1:
+            row = x[0]
+            return x * (torch.dot(row, row).item() / len(row) + self._epsilon) ** -0.5
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        return x * squares.div_(x.shape[-1]).add_(self._epsilon).rsqrt_()
 
 
 def is_hooked(module: nn.Module) -> bool:

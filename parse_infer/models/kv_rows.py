@@ -52,6 +52,10 @@ class KVRows(Cache):
         index = torch.tensor(rows, device=self.kv[0].keys.device, dtype=torch.long)
         self._replace(lambda old: old.index_select(0, index))
 
+    def append(self, n: int) -> None:
+        """`n` more rows without content."""
+        self._replace(lambda old: torch.cat([old, old.new_zeros(n, *old.shape[1:])]))
+
     def load(self, rows: Sequence[int], source: KVRows, source_rows: Sequence[int], n_slots: int) -> None:
         """Overwrite the first `n_slots` slots of `rows` with those of `source_rows` of `source`."""
         self.reserve(n_slots)

@@ -9,6 +9,7 @@ import pytest
 
 from parse_infer.coordinator.client import Client
 from parse_infer.coordinator.engine import Coordinator
+from parse_infer.coordinator.local_draft import LocalDraft
 from parse_infer.coordinator.pair import Target
 from parse_infer.coordinator.servers import Servers
 from parse_infer.engine import ParseEngine
@@ -29,7 +30,8 @@ def engine(make_engine) -> ParseEngine:
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """`connect(engine)`: a coordinator over servers with the engine's weights; them too. `keys`: theirs, and its."""
+    """`connect(engine)`: a coordinator over servers with the engine's weights; them too. `keys`: theirs, and its;
+    `local_rows`: the draft model is in its own process, with so many rows."""
     with ExitStack() as stack:
 
         def make(
@@ -38,6 +40,7 @@ def connect() -> Iterator[Connect]:
             plugin: bool = True,
             patience_s: float = 2.0,
             keys: tuple[str | None, str | None] = (None, None),
+            local_rows: int = 0,
             **options,
         ) -> tuple[Coordinator, list[FakeServer], FakeServer]:
             judge = engine.judge
@@ -62,7 +65,9 @@ def connect() -> Iterator[Connect]:
                 else TrainedQuestions.of(judge.config, ends)
             )
             servers = Servers("target", [s.url for s in targets], client, patience_s=patience_s)
-            drafts = Servers("draft", [draft.url], client, patience_s=patience_s)
+            drafts: Servers | LocalDraft = Servers("draft", [draft.url], client, patience_s=patience_s)
+            if local_rows:
+                drafts = LocalDraft(engine.draft, rows=local_rows)
             coordinator = Coordinator(
                 Target(engine.target, servers, questions, engine.segmenter.policy),
                 (drafts, engine.draft),

@@ -40,16 +40,18 @@ def same(ours: Generation, theirs: Generation) -> bool:
     return ours.token_ids == theirs.token_ids and ours.finish_reason == theirs.finish_reason and spans[0] == spans[1]
 
 
+@pytest.mark.parametrize("local_rows", [0, 3])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("options", [{}, {"resume": "hand_back"}, {"acceptance": "longest"}, {"stop": ("e",)}])
-def test_answers_are_those_of_the_local_engine(engine, connect, overlap, options):
-    coordinator, (target,), draft = connect(engine, overlap=overlap)
+def test_answers_are_those_of_the_local_engine(engine, connect, overlap, options, local_rows):
+    coordinator, (target,), draft = connect(engine, overlap=overlap, local_rows=local_rows)
     for threshold in (0.0, partial_threshold(engine), 1.01):
         settings = {"max_new_tokens": 40, "threshold": threshold, **options}
         found = coordinator.generate(PROMPTS, **settings)
         wanted = [engine.generate(prompt, exact_tail=False, **settings) for prompt in PROMPTS]
         assert all(map(same, found, wanted))
     assert coordinator.running == 0
+    assert not (local_rows and draft.bodies)
 
 
 def test_above_one_a_threshold_keeps_nothing_and_the_target_alone_is_the_same(engine, connect):

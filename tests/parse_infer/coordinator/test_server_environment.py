@@ -12,7 +12,7 @@ import torch
 from parse_infer.coordinator import launch, parts
 from parse_infer.coordinator.engine import Coordinator
 from parse_infer.coordinator.launch import command, environment
-from parse_infer.coordinator.parts import Parts
+from parse_infer.coordinator.local_draft import LocalDraft
 from parse_infer.vllm.options import REJECTED_DRAFTS
 
 
@@ -55,17 +55,6 @@ def test_servers_that_are_started_want_the_key_that_they_are_sent(monkeypatch):
     assert "VLLM_API_KEY" not in given["target"]
 
 
-@pytest.mark.parametrize(
-    ("roles", "gpu", "shared"),
-    [(None, False, False), (["target"], False, False), (["target", "draft"], False, True)]
-    + [(["target", "draft"], True, False)],
-)
-def test_servers_share_cores_where_both_are_started_on_a_cpu(monkeypatch, roles, gpu, shared):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    processes = None if roles is None else SimpleNamespace(members=[SimpleNamespace(role=role) for role in roles])
-    assert Parts(None, None, None, {}, frozenset(), None, None, processes).share_cores is shared
-
-
 class Started:
     """Servers of `launch` that nobody starts."""
 
@@ -104,11 +93,36 @@ def coordinator(monkeypatch):
 URL = "http://127.0.0.1:9"
 
 
-def test_overlap_is_off_where_both_servers_share_the_cores_of_a_cpu(coordinator):
-    assert not coordinator()._overlap
-    assert coordinator(overlap=True)._overlap
+def test_overlap_is_off_where_both_models_share_the_cores_of_a_cpu(coordinator, monkeypatch):
+    for local in (True, False):
+        assert not coordinator(local_draft=local)._overlap
+        assert coordinator(local_draft=local, overlap=True)._overlap
+        assert coordinator(local_draft=local, target_url=URL)._overlap
     assert coordinator(draft_url=URL)._overlap
     assert not coordinator(draft_url=URL, overlap=False)._overlap
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert coordinator(local_draft=False)._overlap
+
+
+def test_a_small_draft_model_needs_no_server_on_a_cpu(coordinator, monkeypatch):
+    def is_local(**options) -> bool:
+        made = coordinator(**options)
+        roles = {member.role for member in made.processes.members} if made.processes else set()
+        assert ("draft" in roles) == (not isinstance(made._drafts[0], LocalDraft) and "draft_url" not in options)
+        return isinstance(made._drafts[0], LocalDraft)
+
+    assert is_local() and is_local(target_url=URL)
+    assert not is_local(local_draft=False)
+    assert not is_local(draft_url=URL) and not is_local(draft_options={"max_model_len": 512})
+    with pytest.raises(ValueError, match="local_draft and draft_url were both given"):
+        coordinator(local_draft=True, draft_url=URL)
+    with pytest.raises(ValueError, match="no draft model: name one"):
+        Coordinator.from_pretrained("zoo:target", None, "zoo:adapter", local_draft=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(parts, "_SMALL", 1000)
+        assert not is_local() and is_local(local_draft=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not is_local()
 
 
 def test_a_target_guesses_unless_it_is_known_not_to(coordinator):

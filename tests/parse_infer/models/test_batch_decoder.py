@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.batch_decoder import BatchDecoder, Contexts, Row
+from parse_infer.models.decoder import Decoder
 from parse_infer.models.sampling import RowSampling, Sampling, seed_of, uniform_numbers
 
 EOS = set(range(0, 260, 6))  # many, or random models would seldom write one
@@ -43,13 +44,19 @@ def written_alone(model: PreTrainedModel, ids: list[int], n: int) -> list[int]:
     return written
 
 
-def test_rows_from_all_prefixes_equal_single_decoding(model: PreTrainedModel, sequences: list[list[int]]) -> None:
+@pytest.mark.parametrize("fast", [False, True])
+def test_rows_from_all_prefixes_equal_single_decoding(
+    model: PreTrainedModel, sequences: list[list[int]], fast: bool
+) -> None:
     rows = make_rows(sequences, 14)
     expected = [written_alone(model, sequences[row.context][: row.length], row.max_new_tokens) for row in rows]
     assert any(ids and ids[-1] in EOS for ids in expected)
     enable_split_attention(model)
+    backbone = Decoder(model, EOS).fast if fast else None
+    if fast and (backbone is None or not backbone.steps_rows):
+        pytest.skip("this architecture has no fused step")
     for batch_size in (1, 5, 64):
-        decoder = BatchDecoder(model, EOS, batch_size)
+        decoder = BatchDecoder(model, EOS, batch_size, backbone)
         assert decoder.decode(decoder.prefill(sequences), rows) == expected
         prompts = decoder.prefill([ids[:2] for ids in sequences[:3]])
         parents = [i % 3 for i in range(len(sequences))]
@@ -93,6 +100,25 @@ def test_contexts_run_once_and_ended_rows_leave_the_batch(
     assert decoder.tokens == sum(map(len, written))
     assert widths[0] == (8, 1) and widths[-1] == (1, 1)
     assert sum(width[0] for width in widths) == decoder.tokens  # with 8 seats no seat ever runs empty
+
+
+def test_rows_come_and_go(make_model: Callable[..., PreTrainedModel], sequences: list[list[int]]) -> None:
+    """One after the other, from contexts of different sizes, while others are under way."""
+    model = make_model("llama")
+    decoder = BatchDecoder(model, EOS)
+    batch, waiting, runs = decoder.batch(), list(sequences), []
+    batch.step()  # nobody is there
+    while waiting or batch.seats:
+        arriving = [waiting.pop() for _ in range(min(2, len(waiting)))]
+        contexts = decoder.prefill(arriving) if arriving else None
+        runs += [decoder.run(contexts, Row(i, len(ids), 6)) for i, ids in enumerate(arriving)]
+        batch.admit(runs[len(runs) - len(arriving) :])
+        if len(runs) == 2:
+            runs[0].ended = True  # nobody wants it
+        batch.step()
+    wanted = [written_alone(model, ids, 6) for ids in reversed(sequences)]
+    assert runs[0].written == []
+    assert [run.written for run in runs[1:]] == wanted[1:]
 
 
 def test_budgets_end_tokens_and_mistakes(make_model: Callable[..., PreTrainedModel]) -> None:

@@ -55,7 +55,7 @@ def test_equals_the_forward_of_transformers(model, random_ids, monkeypatch, dtyp
     model.to(dtype)
     enable_split_attention(model)
     fast, slow = Decoder(model, ()), without_it(model, monkeypatch)
-    assert fast._fast is not None and slow._fast is None
+    assert fast.fast is not None and slow.fast is None
     found: list[list[torch.Tensor]] = [[], []]
     for decoder, states in zip((fast, slow), found, strict=True):
         decoder.tap([0, 2, 3])
@@ -100,7 +100,7 @@ def test_the_fused_step_follows_weights_that_change(random_ids, monkeypatch, pac
         monkeypatch.setattr(packed_linear, "SMALL", 0)
         assert packed_linear.pack_linears(model)
     fast, slow = Decoder(model, ()), without_it(model, monkeypatch)
-    assert fast._fast is not None and fast._fast._fused is not None
+    assert fast.fast is not None and fast.fast._fused is not None
     layer = model.model.layers[1]
     changes = (
         lambda: None,
@@ -178,4 +178,4 @@ def test_wrapped_linears_and_another_number_type_are_noticed(random_ids, monkeyp
 def test_a_model_that_does_something_more_keeps_its_own_forward(random_ids):
     model = randomise(MODEL_FOR_CAUSAL_LM_MAPPING[LlamaConfig](MODELS["llama"]), seed=1)
     model.model.layers[1].register_forward_hook(lambda module, args, output: output * 1.5)
-    assert Decoder(model, ())._fast is None
+    assert Decoder(model, ()).fast is None
