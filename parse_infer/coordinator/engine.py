@@ -129,7 +129,7 @@ class Coordinator:
                 options, lies in a folder and has at most 32 MiB of weights, and there is no GPU.
             target_options, draft_options: more options of vLLM for servers that are started, by their names in
                 `vllm.LLM`.
-            overlap: None: unless both servers are started here on a CPU, whose cores the draft then needs.
+            overlap: None: unless both models run here on a CPU, whose cores the draft then needs.
             expected: settings of the requests to come: what is wrong with them is said before a server is started.
             tell: called with a line about the servers that are started.
             api_key: of the servers, also of those that are started; None: the variable VLLM_API_KEY, as vLLM has it.

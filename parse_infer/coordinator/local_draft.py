@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any
 
@@ -127,6 +128,7 @@ class LocalDraft:
                 if job is None:
                     return
                 waiting.append(job)
+            waiting = deque(job for job in waiting if job.wanted)
             try:
                 writing = self._step(batch, writing, waiting)
             except Exception as error:  # out of memory: the next drafts may fit
@@ -137,11 +139,13 @@ class LocalDraft:
 
     def _step(self, batch: Batch, writing: list[tuple[_Job, Run]], waiting: deque[_Job]) -> list[tuple[_Job, Run]]:
         """Seats for those who wait, and one more token for each. Returns those who are not ready."""
-        room = self._decoder.batch_size - len(writing)
-        arriving = [job for job in (waiting.popleft() for _ in range(min(room, len(waiting)))) if job.wanted]
-        writing += zip(arriving, self._begun(arriving), strict=True)
-        if arriving or batch.free:
-            batch.admit([run for _, run in writing[len(writing) - len(arriving) :]])
+        arriving = list(islice(waiting, self._decoder.batch_size - len(writing)))
+        runs = self._begun(arriving)
+        if runs or batch.free:
+            batch.admit(runs)
+        writing += zip(arriving, runs, strict=True)
+        for _ in arriving:
+            waiting.popleft()
         batch.step()
         for job, run in writing:
             run.ended = run.ended or run.written[-1] in job.end_ids or not job.wanted

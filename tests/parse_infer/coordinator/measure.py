@@ -127,7 +127,7 @@ def main(words: Sequence[str]) -> None:
     pair = "smollm2" if "--pair" in words and "smollm2" in words else "tiny"
     rows = [word for word in words if word in ROWS] or list(ROWS)
     target = PAIR_NAMES[pair]
-    with Coordinator.from_pretrained(target, *PAIRS[target], tell=progress) as engine:
+    with Coordinator.from_pretrained(target, *PAIRS[target], local_draft=False, tell=progress) as engine:
         for row in rows:
             print(f"{row:14}{ROWS[row](engine)}", flush=True)
 

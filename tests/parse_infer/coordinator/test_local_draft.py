@@ -71,14 +71,15 @@ def test_a_draft_that_nobody_wants_leaves(draft):
     asyncio.run(look_at_the_first_piece())
 
 
-def test_a_failure_is_told_and_the_next_draft_is_written(draft, monkeypatch):
+@pytest.mark.parametrize("step", ["prefill", "_next"])
+def test_a_failure_is_told_and_the_next_draft_is_written(draft, monkeypatch, step):
     wanted = asyncio.run(read(draft, IDS[0]))
     with monkeypatch.context() as patch:
 
         def fail(*_):
             raise torch.OutOfMemoryError("no memory")
 
-        patch.setattr(BatchDecoder, "_next", fail)
+        patch.setattr(BatchDecoder, step, fail)
         with pytest.raises(Unavailable, match="draft model has failed: no memory"):
             asyncio.run(read(draft, IDS[0]))
     assert asyncio.run(read(draft, IDS[0])) == wanted
