@@ -58,6 +58,7 @@ def test_rows_from_all_prefixes_equal_single_decoding(
     for batch_size in (1, 5, 64):
         decoder = BatchDecoder(model, EOS, batch_size, backbone)
         assert decoder.decode(decoder.prefill(sequences), rows) == expected
+        assert decoder._steps_rows == fast
         prompts = decoder.prefill([ids[:2] for ids in sequences[:3]])
         parents = [i % 3 for i in range(len(sequences))]
         suffixes = [ids[2:] for ids in sequences]
