@@ -64,7 +64,7 @@ class Cell:
     draft_tokens: int
     accepted_tokens: int
     cpu_s: float
-    """Of the coordinator's process; the servers' not included."""
+    """Of the coordinator's process, with a draft model that runs in it; the servers' not included."""
     first_s: list[float] = field(default_factory=list)
     """From the request to its first text."""
     all_s: list[float] = field(default_factory=list)

@@ -89,10 +89,10 @@ class LocalDraft:
     def place(self) -> Iterator[None]:
         yield
 
-    async def pieces(
+    async def written(
         self, ids: Sequence[int], most: int, settings: Mapping[str, Any], prefer: object = None, watched: bool = True
     ) -> AsyncGenerator[list[int], None]:
-        """As `Servers.pieces`; `stop` is the caller's, who may close this at any time. Raises Unavailable."""
+        """As `Servers.written`; `stop` is the caller's, who may close this at any time. Raises Unavailable."""
         numbers = {name: settings[name] for name in ("temperature", "top_p", "top_k")}
         sampling = Sampling(**numbers, seed=settings.get("seed", secrets.randbits(62)))
         job = _Job(list(ids), most, sampling, frozenset(settings["stop_token_ids"]), asyncio.get_running_loop())

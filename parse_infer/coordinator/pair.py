@@ -97,7 +97,7 @@ class Target:
         asked = server_settings(request.sampling, self.language.eos_ids, "target", round)
         if not watched:
             asked |= stop_settings(request.settings.stop)
-        written = self.servers.pieces(request.context, room, asked, prefer, watched)
+        written = self.servers.written(request.context, room, asked, prefer, watched)
         async with aclosing(written) as pieces:
             while True:
                 with request.timed("resume_s"):
@@ -203,7 +203,7 @@ class ServerPair:
         asked = server_settings(self._request.settings.draft_sampling, translation.end_ids, "draft", round)
         if not self._overlap:  # nothing is done with a part of it
             asked |= stop_settings(translation.stop)
-        written = servers.pieces(writing.context, writing.room, asked, self._draft_at, self._overlap)
+        written = servers.written(writing.context, writing.room, asked, self._draft_at, self._overlap)
         async with aclosing(written) as pieces:
             async for piece in pieces:
                 writing.add(piece)

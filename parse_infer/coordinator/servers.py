@@ -161,9 +161,19 @@ class Servers:
         )
 
     async def written(
-        self, ids: Sequence[int], most: int, settings: dict[str, Any], prefer: Server | None = None
+        self,
+        ids: Sequence[int],
+        most: int,
+        settings: dict[str, Any],
+        prefer: Server | None = None,
+        watched: bool = True,
     ) -> AsyncGenerator[list[int], None]:
-        """What the model writes behind `ids`, `most` tokens at most, as it comes. Raises as `ask` does."""
+        """What the model writes behind `ids`, `most` tokens at most: as it comes if it is `watched`, else at once,
+        which costs less. Raises as `ask` does."""
+        if not watched:
+            body = self._body(ids, most, settings)
+            yield await self._tried(lambda url: self._client.whole(url, body), prefer)
+            return
         got: list[int] = []
         for _ in range(ATTEMPTS):
             server = await self._well(prefer)
@@ -182,30 +192,6 @@ class Servers:
             finally:
                 server.busy -= 1
         raise self._given_up(server)
-
-    async def whole(
-        self, ids: Sequence[int], most: int, settings: dict[str, Any], prefer: Server | None = None
-    ) -> list[int]:
-        """The same tokens at once."""
-        body = self._body(ids, most, settings)
-        found: list[int] = await self._tried(lambda url: self._client.whole(url, body), prefer)
-        return found
-
-    async def pieces(
-        self,
-        ids: Sequence[int],
-        most: int,
-        settings: dict[str, Any],
-        prefer: Server | None = None,
-        watched: bool = True,
-    ) -> AsyncGenerator[list[int], None]:
-        """The same tokens as they come if they are `watched`, else at once, which costs less."""
-        if not watched:
-            yield await self.whole(ids, most, settings, prefer)
-            return
-        async with aclosing(self.written(ids, most, settings, prefer)) as pieces:
-            async for piece in pieces:
-                yield piece
 
     async def relayed(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """What a server answers to a request of somebody else's, an object or those of a stream. Raises as `ask` does;

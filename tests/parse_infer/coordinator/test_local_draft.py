@@ -29,7 +29,7 @@ def draft(engine):
 
 
 async def read(local: LocalDraft, ids, most=50, sampling=GREEDY, end_ids=frozenset()) -> list[int]:
-    pieces = local.pieces(ids, most, server_settings(sampling, end_ids, "draft", 1))
+    pieces = local.written(ids, most, server_settings(sampling, end_ids, "draft", 1))
     return [token async for piece in pieces for token in piece]
 
 
@@ -62,7 +62,7 @@ def test_sampled_drafts_follow_their_seed(draft):
 
 def test_a_draft_that_nobody_wants_leaves(draft):
     async def look_at_the_first_piece() -> None:
-        pieces = draft.pieces(IDS[0], 10_000, server_settings(Sampling(), set()))
+        pieces = draft.written(IDS[0], 10_000, server_settings(Sampling(), set()))
         await anext(pieces)
         await pieces.aclose()
         await read(draft, IDS[1], most=5)
