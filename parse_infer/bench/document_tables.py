@@ -2,7 +2,8 @@
 
 - headline: a mode a line, in words, with what matters to a reader;
 - tokens: modes by name, with what token drafters are about;
-- modes: everything, as `results.md` has it.
+- modes: everything, as `results.md` has it;
+- categories: tokens per forward of the target for each kind of prompt.
 
 And of a comparison of judges (`parse_train.validity.compare`):
 
@@ -27,6 +28,7 @@ from parse_infer.bench.mode_names import title
 from parse_infer.bench.results_file import read_results
 from parse_infer.bench.tables import (
     HEADER,
+    category_table,
     format_number,
     format_percent,
     format_points,
@@ -78,10 +80,10 @@ def table(path: Path, kind: str) -> list[str]:
     if kind not in _KINDS:
         raise ValueError(f"unknown table {kind!r}; {suggestion(kind, [*_KINDS, 'judges', 'simulation', 'splits'])}")
     results = read_results(path)
-    return [*_KINDS[kind](results["modes"]), "", _origin(results["environment"])]
+    return [*_KINDS[kind](results), "", _origin(results["environment"])]
 
 
-def _headline(modes: dict[str, dict[str, Any]]) -> list[str]:
+def _headline(results: dict[str, Any]) -> list[str]:
     cells = [
         [
             title(name),
@@ -92,12 +94,12 @@ def _headline(modes: dict[str, dict[str, Any]]) -> list[str]:
             "" if m["acceptance_rate"] is None else format_number(100 * m["acceptance_rate"], 0),
             format_number(m["target_forwards"], 1),
         ]
-        for name, m in modes.items()
+        for name, m in results["modes"].items()
     ]
     return markdown_table(_HEADLINE, cells)
 
 
-def _tokens(modes: dict[str, dict[str, Any]]) -> list[str]:
+def _tokens(results: dict[str, Any]) -> list[str]:
     cells = [
         [
             f"`{name}`",
@@ -108,13 +110,19 @@ def _tokens(modes: dict[str, dict[str, Any]]) -> list[str]:
             format_number(m["target_forwards"], 1),
             format_number(m["drafter_forwards"], 1),
         ]
-        for name, m in modes.items()
+        for name, m in results["modes"].items()
     ]
     return markdown_table(_TOKENS, cells)
 
 
-def _modes(modes: dict[str, dict[str, Any]]) -> list[str]:
-    return markdown_table(HEADER, rows(modes))
+def _modes(results: dict[str, Any]) -> list[str]:
+    return markdown_table(HEADER, rows(results["modes"]))
+
+
+def _categories(results: dict[str, Any]) -> list[str]:
+    if not results.get("categories"):
+        raise ValueError("table=categories: the prompts of these results have no category")
+    return category_table(results)
 
 
 def _simulation(rows: list[dict[str, Any]]) -> list[str]:
@@ -176,10 +184,11 @@ def _judges(judges: dict[str, dict[str, Any]]) -> list[str]:
     return markdown_table(_JUDGES, cells)
 
 
-_KINDS: dict[str, Callable[[dict[str, dict[str, Any]]], list[str]]] = {
+_KINDS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "headline": _headline,
     "tokens": _tokens,
     "modes": _modes,
+    "categories": _categories,
 }
 
 

@@ -98,6 +98,23 @@ def test_other_results_and_changed_tables_are_found(root):
     assert update(root, write=False) == ["docs/speed.png"]
 
 
+def test_categories_of_prompts_have_a_table(root):
+    found = results()
+    found["categories"] = {
+        "qa": {"n": 40, "modes": {"target": {}, "parse": {"acceptance_length": 9.5, "speedup": 4.0}}}
+    }
+    found["modes"] = {name: found["modes"][name] for name in ("target", "parse")}
+    write_results(root / "docs" / "results" / "bench.json", found)
+    page = root / "docs" / "page.md"
+    page.write_text("<!-- results: docs/results/bench.json table=categories -->\n<!-- end -->\n")
+    update(root)
+    assert "| category | prompts | `parse` |" in page.read_text()
+    assert "| qa | 40 | 9.50 (4.00×) |" in page.read_text()
+    write_results(root / "docs" / "results" / "bench.json", results())
+    with pytest.raises(ValueError, match="have no category"):
+        update(root)
+
+
 def test_a_figure_belongs_to_the_results_that_are_read_back(root):
     """What the benchmark draws from memory is what the command finds on disk."""
     from parse_infer.bench.figure import draw_figure, drawn_from
