@@ -51,8 +51,9 @@ class GenerationSettings:
     """The answer ends right after the first of these strings (the string itself is kept)."""
     max_rounds: int = 32
     """With "hand_back": after this many drafts the target writes the rest."""
-    adaptive: bool = False
-    """Let the target answer alone while that has lately been faster (`parse_infer.controller`)."""
+    adaptive: bool | None = None
+    """Let the target answer alone while that has lately been faster (`parse_infer.controller`). None: a `Coordinator`
+    does, whose requests share servers, and a `ParseEngine` does not."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop

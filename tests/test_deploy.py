@@ -118,7 +118,7 @@ def test_kubernetes_is_valid_by_its_schemas(version: str):
 def test_programs_take_their_command_lines(where: str):
     found = commands(where)
     coordinator = served(found["coordinator"])
-    assert coordinator["backend"] == "vllm" and coordinator["adaptive"] and coordinator["host"] == "0.0.0.0"
+    assert coordinator["backend"] == "vllm" and coordinator["adaptive"] is None and coordinator["host"] == "0.0.0.0"
     assert shlex.join(found["target"]).startswith(TARGET) and shlex.join(found["draft"]).startswith(API_SERVER)
     draft = shlex.join(found["draft"]).replace("=", " ")
     for option in arguments({"enable_prefix_caching": True, "stream_interval": STREAM_INTERVAL}):

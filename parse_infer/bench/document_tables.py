@@ -5,6 +5,10 @@
 - modes: everything, as `results.md` has it;
 - categories: tokens per forward of the target for each kind of prompt.
 
+Of a benchmark with several clients (`parse-infer bench --backend vllm`):
+
+- clients: a mode and number of clients a line.
+
 And of a comparison of judges (`parse_train.validity.compare`):
 
 - judges: a judge a line; what could not be worked out is left empty.
@@ -59,6 +63,16 @@ _TOKENS = (
 )
 _SIMULATION = ("true risk, from strict to lax", "problems", "broken, %", "broken if drafts were counted, %")
 _SPLITS = ("promise, %", "resume", "promised by, %", "lost on the others, %", "more than promised, %", "speed-up")
+_CLIENTS = (
+    "mode",
+    "clients",
+    "right, %",
+    "tokens/s",
+    "answers/s",
+    "median first text, s",
+    "median answer, s",
+    "99th percentile, s",
+)
 _JUDGES = ("judge", "AUROC", "AUPRC", "first-error F1", "false accepts, %", "cost of the pass")
 
 
@@ -71,6 +85,9 @@ def table(path: Path, kind: str) -> list[str]:
     if kind == "judges":
         results = read_results(path, needed=("environment", "judges", "acceptance", "oracle_acceptance"))
         return [*_judges(results["judges"]), "", _origin_of_judges(results)]
+    if kind == "clients":
+        results = read_results(path, needed=("about", "cells"))
+        return [*_clients(results["cells"]), "", _origin_of_clients(results["about"])]
     if kind == "simulation":
         results = read_results(path, needed=("environment", "rows"))
         return [*_simulation(results["rows"]), "", _origin_of_simulation(results["environment"])]
@@ -78,7 +95,7 @@ def table(path: Path, kind: str) -> list[str]:
         results = read_results(path, needed=("environment", "rows"))
         return [*_splits(results["rows"]), "", _origin_of_splits(results["environment"])]
     if kind not in _KINDS:
-        raise ValueError(f"unknown table {kind!r}; {suggestion(kind, [*_KINDS, 'judges', 'simulation', 'splits'])}")
+        raise ValueError(f"unknown table {kind!r}; {suggestion(kind, [*_KINDS, 'clients', 'judges', 'simulation', 'splits'])}")
     results = read_results(path)
     return [*_KINDS[kind](results), "", _origin(results["environment"])]
 
@@ -123,6 +140,29 @@ def _categories(results: dict[str, Any]) -> list[str]:
     if not results.get("categories"):
         raise ValueError("table=categories: the prompts of these results have no category")
     return category_table(results)
+
+
+def _clients(cells: list[dict[str, Any]]) -> list[str]:
+    rows = [
+        [
+            f"`{cell['way']}`",
+            str(cell["clients"]),
+            format_percent(cell["accuracy"]),
+            format_number(cell["tokens_per_s"], 0),
+            format_times(cell["speedup"]),
+            *(format_number(cell[figure], 1) for figure in ("first_p50_s", "p50_s", "p99_s")),
+        ]
+        for cell in cells
+    ]
+    return markdown_table(_CLIENTS, rows)
+
+
+def _origin_of_clients(about: dict[str, Any]) -> str:
+    machine = about["coordinator"]
+    return (
+        f"{about['n_problems']} problems of {about['task']}; {machine['cpu']}, {machine['cores']} cores, all on this one "
+        f"machine; `{about['command']}`, {about['date'][:10]}. Answers/s: over the target alone with as many clients."
+    )
 
 
 def _simulation(rows: list[dict[str, Any]]) -> list[str]:

@@ -107,7 +107,7 @@ class CalibrationSettings:
         return (1 - self.confidence) / len(self.resumes)
 
     def generation(self) -> GenerationSettings:
-        return GenerationSettings(self.max_new_tokens, acceptance=self.acceptance)
+        return GenerationSettings(self.max_new_tokens, acceptance=self.acceptance, adaptive=False)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ Resume = Annotated[
         help="After a rejected draft the target writes the rest, or one segment at a time; default: the engine's.",
     ),
 ]
+Adaptive = Annotated[
+    bool | None,
+    typer.Option(help="The target answers alone while that is measured to be faster; default: with --backend vllm."),
+]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 

@@ -60,6 +60,7 @@ class Coordinator:
         processes: servers that were started for this, and end with `close`.
 
     Attributes:
+        adaptive: of requests whose settings do not say.
         around: as in `ParseEngine`.
     """
 
@@ -85,6 +86,7 @@ class Coordinator:
         self.threshold = check_threshold(threshold)
         self.parallel = parallel
         self.controller = Controller()
+        self.adaptive = True
         self.around: Around = unchanged
         self.train_problems, self.calibration = train_problems, calibration
         self._models = dict(models or {})
@@ -309,7 +311,9 @@ class Coordinator:
         """
         settings = settings or GenerationSettings()
         request, drafts = self._prepare(prompt, settings, draft_text, alone)
-        return self._answered(request, drafts, settings.adaptive and draft_text is None and not alone, watched)
+        adaptive = self.adaptive if settings.adaptive is None else settings.adaptive
+        adaptive = adaptive and draft_text is None and not alone
+        return self._answered(request, drafts, adaptive, watched)
 
     async def _answered(
         self, request: Request, drafts: Drafts | None, adaptive: bool, watched: bool

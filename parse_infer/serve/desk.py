@@ -90,8 +90,8 @@ class Desk:
         """`n` jobs for each prompt, with its tokens counted. Raises ApiError for what cannot be answered."""
         settings = [body.settings(max_new_tokens, choice) for choice in range(body.choices)]
         if not body.alone and draft_text is None:
-            if self._adaptive and not body.says_adaptive:
-                settings = [each.override(adaptive=True) for each in settings]
+            if not body.says_adaptive:
+                settings = [each.override(adaptive=self._adaptive) for each in settings]
             settings = [promised(each, self._risk, self.backend.calibration) for each in settings]
         found = []
         for prompt in prompts:

@@ -44,9 +44,7 @@ def generate(
     draft_temperature: Annotated[float, typer.Option(help="The draft model's; 0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling, for both.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
-    adaptive: Annotated[
-        bool, typer.Option("--adaptive", help="The target answers alone while that is measured to be faster.")
-    ] = False,
+    adaptive: options.Adaptive = None,
     out: Annotated[
         str | None,
         typer.Option(help="With --file: folder for the answers (records.jsonl); an interrupted run goes on there."),

@@ -27,9 +27,7 @@ def serve(
     audit: Annotated[
         float, typer.Option(help="Share of the promised answers that are compared with the target's own; 0: none.")
     ] = 0.0,
-    adaptive: Annotated[
-        bool, typer.Option("--adaptive", help="The target answers alone while that is measured to be faster.")
-    ] = False,
+    adaptive: options.Adaptive = None,
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Answers that may wait; beyond it, 429 and Retry-After.")
     ] = 64,
@@ -48,7 +46,7 @@ def serve(
     Examples:
       parse-infer serve --port 8000
       parse-infer serve --calibration runs/calibration/calibration.json --risk 0.01 --audit 0.01
-      parse-infer serve --backend vllm --target-url http://gpu-1:8000 --draft-url http://gpu-2:8000 --adaptive
+      parse-infer serve --backend vllm --target-url http://gpu-1:8000 --draft-url http://gpu-2:8000
       parse-infer serve --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/qwen3-8b-0.6b/adapter \\
           --template-option enable_thinking=false --api-key secret
     """
@@ -79,6 +77,7 @@ def serve(
     else:
         backend = LocalBackend(models.load)
     try:
+        adaptive = models.served if adaptive is None else adaptive
         app = create_app(backend, limits, api_key, served_model_name, promises, traces, adaptive)
         shown, port = listening.getsockname()[:2]
         shown = f"[{shown}]" if ":" in shown else shown

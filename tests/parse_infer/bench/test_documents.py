@@ -115,6 +115,19 @@ def test_categories_of_prompts_have_a_table(root):
         update(root)
 
 
+def test_clients_have_a_table(root):
+    cell = {"way": "parse", "clients": 8, "accuracy": 0.875, "tokens_per_s": 147.3, "speedup": 1.873}
+    cell |= {"first_p50_s": 5.84, "p50_s": 5.85, "p99_s": 33.91}
+    about = {"n_problems": 32, "task": "sums", "coordinator": {"cpu": "Some CPU", "cores": 2}}
+    about |= {"command": "parse-infer bench --backend vllm", "date": "2026-01-02T03:04:05+00:00"}
+    write_results(root / "docs" / "results" / "clients.json", {"about": about, "cells": [cell]})
+    page = root / "docs" / "page.md"
+    page.write_text("<!-- results: docs/results/clients.json table=clients -->\n<!-- end -->\n")
+    update(root)
+    assert "| `parse` | 8 | 87.5 | 147 | 1.87× | 5.8 | 5.8 | 33.9 |" in page.read_text()
+    assert "32 problems of sums; Some CPU, 2 cores, all on this one machine; `parse-infer bench" in page.read_text()
+
+
 def test_a_figure_belongs_to_the_results_that_are_read_back(root):
     """What the benchmark draws from memory is what the command finds on disk."""
     from parse_infer.bench.figure import draw_figure, drawn_from

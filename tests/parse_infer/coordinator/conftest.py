@@ -76,6 +76,7 @@ def connect() -> Iterator[Connect]:
                 models={"backend": "vllm", "target": "target", "draft": "draft", "adapter": "judge"},
                 **options,
             )
+            coordinator.adaptive = False  # so that every answer has the draft that a test is about
             stack.callback(coordinator.close)
             coordinator.run(coordinator.meet())
             for server in (*targets, draft):

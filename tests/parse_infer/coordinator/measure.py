@@ -128,6 +128,7 @@ def main(words: Sequence[str]) -> None:
     rows = [word for word in words if word in ROWS] or list(ROWS)
     target = PAIR_NAMES[pair]
     with Coordinator.from_pretrained(target, *PAIRS[target], local_draft=False, tell=progress) as engine:
+        engine.adaptive = False
         for row in rows:
             print(f"{row:14}{ROWS[row](engine)}", flush=True)
 
