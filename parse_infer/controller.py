@@ -8,6 +8,8 @@ one do.
 Answers under way at the same time share the target. One with a draft makes those beside it slower, so among a mixture
 both kinds take about as long, whichever is better. Hence both are tried in bursts, and an answer counts where nearly
 all those beside it are of its own kind.
+
+A burst of drafts that are good for nothing is dear, so a few answers first show how much of them is kept.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ TRIALS = 3  # answers of either kind before they are compared
 EXPLORE = 64  # one of so many bursts goes the slower way, to notice when it has become the faster one
 MEMORY = 0.9  # weight of what was known, beside one more answer
 ALIKE = 0.8  # of the answers beside one that counts, so many are of its kind
+USELESS = 0.05  # where drafts bring a smaller share of the answers, they are not tried at a load that is new
 
 
 @dataclass
@@ -38,6 +41,24 @@ class _Pace:
     def note(self, seconds: float, tokens: int) -> None:
         self.n += 1
         self.seconds = MEMORY * self.seconds + seconds
+        self.tokens = MEMORY * self.tokens + tokens
+
+
+@dataclass
+class _Kept:
+    """Tokens of the last answers with a draft, and how many of them the draft brought, the older the less."""
+
+    n: int = 0
+    kept: float = 0.0
+    tokens: float = 0.0
+
+    @property
+    def useless(self) -> bool:
+        return self.kept < USELESS * self.tokens
+
+    def note(self, kept: int, tokens: int) -> None:
+        self.n += 1
+        self.kept = MEMORY * self.kept + kept
         self.tokens = MEMORY * self.tokens + tokens
 
 
@@ -77,6 +98,7 @@ class Controller:
 
     def __init__(self) -> None:
         self._loads: defaultdict[int, _Load] = defaultdict(_Load)
+        self._kept = _Kept()
         self._underway = {False: 0, True: 0}
         self._burst = (False, 0)  # the kind of the next answers, and how many they are
 
@@ -95,12 +117,15 @@ class Controller:
         finally:
             self._underway[answer.drafted] -= 1
 
-    def note(self, answer: Underway, seconds: float, tokens: int, load: int = 1) -> None:
+    def note(self, answer: Underway, seconds: float, tokens: int, load: int = 1, kept: int | None = None) -> None:
         """An answer is complete; called within its `with`.
 
         Args:
             load: now.
+            kept: tokens that its draft brought; None: it was there for something else.
         """
+        if answer.drafted:
+            self._kept.note(tokens if kept is None else kept, tokens)
         if answer.alike and self._among_its_kind(answer) and load.bit_length() == answer.load.bit_length():
             self._loads[load.bit_length()].paces[answer.drafted].note(seconds, tokens)
 
@@ -117,6 +142,8 @@ class Controller:
 
     def _next_burst(self, load: int) -> tuple[bool, int]:
         """A kind, and how many answers begin that way."""
+        if self._kept.n < TRIALS:
+            return self._underway[True] < TRIALS - self._kept.n, 1
         here = self._loads[load.bit_length()]
         size = TRIALS + 2 * (load - 1)  # those under way give way first
         pays = self._drafts_pay(load.bit_length())
@@ -134,7 +161,9 @@ class Controller:
             return known[bucket]
         if any(at < bucket and not pays for at, pays in known.items()):
             return False
-        return True if any(at > bucket and pays for at, pays in known.items()) else None
+        if any(at > bucket and pays for at, pays in known.items()):
+            return True
+        return False if self._kept.useless else None
 
     def _among_its_kind(self, answer: Underway) -> bool:
         return self._underway[answer.drafted] >= ALIKE * sum(self._underway.values())

@@ -372,7 +372,8 @@ class ParseEngine:
                 events = self._write_alone(self.target, "target", request, self.target_drafter)
             for event in events:
                 if isinstance(event, Done):
-                    self.controller.note(answer, event.generation.timings.work_s, len(event.generation.token_ids))
+                    done = event.generation
+                    self.controller.note(answer, done.timings.work_s, len(done.token_ids), kept=request.kept)
                 yield event
 
     def _with_draft(self, request: Request, drafter: Drafter) -> Iterator[Event]:

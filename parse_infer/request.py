@@ -46,6 +46,12 @@ class Request:
         """Prompt and answer so far, in the writer's tokens."""
         return self.prompt_ids + self.answer.ids
 
+    @property
+    def kept(self) -> int | None:
+        """Tokens that drafts brought; None where none is kept for its validity."""
+        threshold = self.settings.threshold
+        return None if threshold is not None and threshold > 1 else self.stats.accepted_tokens
+
     def accept(self, round: int, draft: Sequence[int], segments: Sequence[Segment], tail: int) -> Accepted:
         """Add the accepted segments of the draft and `tail` tokens behind them to the answer."""
         text, cut = "", 0

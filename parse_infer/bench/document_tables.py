@@ -95,7 +95,9 @@ def table(path: Path, kind: str) -> list[str]:
         results = read_results(path, needed=("environment", "rows"))
         return [*_splits(results["rows"]), "", _origin_of_splits(results["environment"])]
     if kind not in _KINDS:
-        raise ValueError(f"unknown table {kind!r}; {suggestion(kind, [*_KINDS, 'clients', 'judges', 'simulation', 'splits'])}")
+        raise ValueError(
+            f"unknown table {kind!r}; {suggestion(kind, [*_KINDS, 'clients', 'judges', 'simulation', 'splits'])}"
+        )
     results = read_results(path)
     return [*_KINDS[kind](results), "", _origin(results["environment"])]
 
@@ -158,9 +160,9 @@ def _clients(cells: list[dict[str, Any]]) -> list[str]:
 
 
 def _origin_of_clients(about: dict[str, Any]) -> str:
-    machine = about["coordinator"]
+    host = about["coordinator"]
     return (
-        f"{about['n_problems']} problems of {about['task']}; {machine['cpu']}, {machine['cores']} cores, all on this one "
+        f"{about['n_problems']} problems of {about['task']}; {host['cpu']}, {host['cores']} cores, all on this one "
         f"machine; `{about['command']}`, {about['date'][:10]}. Answers/s: over the target alone with as many clients."
     )
 

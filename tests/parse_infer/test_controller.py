@@ -12,14 +12,14 @@ from parse_infer.generation import GenerationSettings
 
 
 def simulate(
-    controller: Controller, n: int, with_draft: float, alone: float = 1.0, load: int = 1
+    controller: Controller, n: int, with_draft: float, alone: float = 1.0, load: int = 1, kept: int | None = None
 ) -> tuple[float, int]:
     """Seconds that `n` answers of 100 tokens take one after the other, and how many had a draft."""
     seconds, drafted = 0.0, 0
     for _ in range(n):
         with controller.answering(load) as answer:
             cost = with_draft if answer.drafted else alone
-            controller.note(answer, cost, 100, load)
+            controller.note(answer, cost, 100, load, kept)
         seconds, drafted = seconds + cost, drafted + answer.drafted
     return seconds, drafted
 
@@ -65,7 +65,7 @@ def serve(controller: Controller, n: int, clients: int, kept: float) -> float:
         for one in ready:
             one.read, one.write = 0, one.write - (one.read == 0)
             if not one.write:
-                controller.note(one.answer, now - one.begun, 100, clients)
+                controller.note(one.answer, now - one.begun, 100, clients, round(100 * kept))
                 one.end()
                 done += 1
                 one.begin(now, clients)
@@ -77,6 +77,22 @@ def test_answers_that_share_a_server_are_not_slower_for_drafts_that_are_useless(
     controller = Controller()
     serve(controller, 8 * clients, clients, kept=0.0)
     assert serve(NeverDrafts(), 3000, clients, kept=0.0) / serve(controller, 3000, clients, kept=0.0) > 0.97
+
+
+@pytest.mark.parametrize("clients", [8, 32])
+def test_and_hardly_slower_from_the_first_answer_on(clients):
+    alone, adaptive = (serve(way(), 8 * clients, clients, kept=0.0) for way in (NeverDrafts, Controller))
+    assert alone / adaptive > 0.9
+
+
+def test_what_is_not_kept_is_given_up_before_it_was_compared_and_looked_at_again():
+    controller = Controller()
+    assert simulate(controller, 60, with_draft=2.0, load=32, kept=4)[1] == TRIALS
+    assert simulate(controller, 66 * EXPLORE, with_draft=2.0, load=32, kept=4)[1] == 65
+    controller = Controller()
+    assert simulate(controller, 200, with_draft=0.5, load=32, kept=6)[1] > 120, "5 % and more is worth a comparison"
+    controller = Controller()
+    assert simulate(controller, 200, with_draft=0.5, load=32, kept=None)[1] > 120, "as guesses"
 
 
 @pytest.mark.parametrize("clients", [1, 8, 32])
@@ -99,7 +115,9 @@ def test_an_answer_counts_among_its_own_kind_and_at_one_load(monkeypatch, kinds,
 
 
 def test_under_load_as_many_begin_alike_as_push_the_others_out():
-    assert simulate(Controller(), 65, with_draft=1.0, load=32)[1] == 65
+    controller = Controller()
+    assert simulate(controller, TRIALS, with_draft=1.0, load=32)[1] == TRIALS
+    assert simulate(controller, 65, with_draft=1.0, load=32)[1] == 0
 
 
 def test_what_holds_at_a_low_load_is_not_tried_again_at_a_high_one():

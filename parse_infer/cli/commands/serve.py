@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from parse_infer.cli import options
 from parse_infer.cli.model_options import ModelOptions, with_models
 
 
