@@ -6,8 +6,10 @@ cpu            the coordinator's own CPU time for a request, 8 at a time
 overlap        an answer with segments verified while the draft is written, against one after the other
 verification   all cuts of a draft, from an empty cache, against one cold prefill of prompt and draft
 killed         1,000 requests, 32 at a time, each server killed once: wrong, lost, and memory before and after
+useless FILE   prompts that the draft model knows nothing about (of jsonl, as MT-Bench's): adaptive from a cold start,
+               and then in turn with the target alone, 32 and 8 at a time
 
-For speed, also where drafts are useless, see docs/vllm.md.
+For speed see docs/vllm.md.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from data_tools.tasks.by_name import load_task
 from parse_infer.cli.model_options import PAIR_NAMES, PAIRS, progress
+from parse_infer.controller import Controller
 from parse_infer.coordinator.engine import Coordinator
-from parse_infer.generation import Generation
+from parse_infer.generation import Generation, GenerationSettings
 
 TOKENS = 256
 
@@ -120,17 +124,44 @@ def killed(engine: Coordinator) -> str:
     )
 
 
+def useless(engine: Coordinator, file: str) -> str:
+    task = load_task("jsonl", path=file, check_with="none")
+    asked = [problem.prompt for problem in task.problems("test")]
+    assert engine.draft is not None
+    asked = [prompt for prompt in asked if len(engine.draft.tokenizer.encode(str(prompt))) < engine.draft.window // 2]
+    settings = GenerationSettings(96, adaptive=True)
+
+    def speed(n: int, alone: bool) -> float:
+        fresh(engine)
+        engine.parallel = n
+        start = time.perf_counter()
+        found = list(engine.each(asked[: 2 * n], settings, alone=alone))
+        return sum(len(g.token_ids) for g in found) / (time.perf_counter() - start)
+
+    lines = []
+    for n in (32, 8):
+        speed(n, alone=True)  # warm up
+        engine.controller = Controller()
+        cold = speed(n, alone=False)
+        pairs = [(speed(n, alone=False), speed(n, alone=True)) for _ in range(2)]
+        adaptive, alone = (" ".join(f"{each:.0f}" for each in column) for column in zip(*pairs, strict=True))
+        lines.append(f"{n} at a time: {cold:.0f} cold, {adaptive}, the target alone {alone} tokens/s")
+    return "; ".join(lines)
+
+
 ROWS = {"cpu": cpu, "overlap": overlap, "verification": verification, "killed": killed}
 
 
 def main(words: Sequence[str]) -> None:
     pair = "smollm2" if "--pair" in words and "smollm2" in words else "tiny"
-    rows = [word for word in words if word in ROWS] or list(ROWS)
+    rows: dict[str, Callable[[Coordinator], str]] = {word: ROWS[word] for word in words if word in ROWS}
+    if "useless" in words:
+        rows["useless"] = partial(useless, file=words[words.index("useless") + 1])
     target = PAIR_NAMES[pair]
     with Coordinator.from_pretrained(target, *PAIRS[target], local_draft=False, tell=progress) as engine:
         engine.adaptive = False
-        for row in rows:
-            print(f"{row:14}{ROWS[row](engine)}", flush=True)
+        for name, row in (rows or ROWS).items():
+            print(f"{name:14}{row(engine)}", flush=True)
 
 
 if __name__ == "__main__":
