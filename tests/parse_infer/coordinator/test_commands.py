@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -148,3 +149,23 @@ def test_behind_the_server_many_clients_get_the_engines_text(engine, connect):
         assert served.becomes_idle(5)
         refused = served.chat("Hi", parse={"mode": "exact"})
         assert refused.status_code == 400 and "mode 'exact' needs" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("options", "adaptive"),
+    [
+        (["--backend", "vllm"], True),
+        (["--backend", "vllm", "--no-adaptive"], False),
+        ([], False),
+        (["--adaptive"], True),
+    ],
+)
+def test_over_servers_the_target_may_answer_alone_unless_told_otherwise(coordinated, monkeypatch, options, adaptive):
+    asked = []
+    for place in ("local.LocalBackend", "coordinated.CoordinatedBackend"):
+        backend = SimpleNamespace(name="target", close=lambda: None)
+        monkeypatch.setattr(f"parse_infer.serve.{place}", lambda models, backend=backend: backend)
+    monkeypatch.setattr("parse_infer.serve.app.create_app", lambda *arguments: asked.append(arguments[-1]))
+    monkeypatch.setattr("parse_infer.serve.server.Server", lambda *_: SimpleNamespace(run=lambda sockets: None))
+    assert main(["serve", "--port", "0", *options]) == 0
+    assert asked == [adaptive]
