@@ -27,38 +27,20 @@ USELESS = 0.05  # where drafts bring a smaller share of the answers, they are no
 
 
 @dataclass
-class _Pace:
-    """Seconds and tokens of the last answers of one kind, the older the less."""
+class _PerToken:
+    """Something for each token of the last answers, the older the less."""
 
     n: int = 0
-    seconds: float = 0.0
+    amount: float = 0.0
     tokens: float = 0.0
 
     @property
-    def seconds_per_token(self) -> float:
-        return self.seconds / self.tokens if self.tokens else 0.0
+    def rate(self) -> float:
+        return self.amount / self.tokens if self.tokens else 0.0
 
-    def note(self, seconds: float, tokens: int) -> None:
+    def note(self, amount: float, tokens: int) -> None:
         self.n += 1
-        self.seconds = MEMORY * self.seconds + seconds
-        self.tokens = MEMORY * self.tokens + tokens
-
-
-@dataclass
-class _Kept:
-    """Tokens of the last answers with a draft, and how many of them the draft brought, the older the less."""
-
-    n: int = 0
-    kept: float = 0.0
-    tokens: float = 0.0
-
-    @property
-    def useless(self) -> bool:
-        return self.kept < USELESS * self.tokens
-
-    def note(self, kept: int, tokens: int) -> None:
-        self.n += 1
-        self.kept = MEMORY * self.kept + kept
+        self.amount = MEMORY * self.amount + amount
         self.tokens = MEMORY * self.tokens + tokens
 
 
@@ -66,7 +48,8 @@ class _Kept:
 class _Load:
     """What is known about one load, by kind: False for the target alone, True for answers with a draft."""
 
-    paces: dict[bool, _Pace] = field(default_factory=lambda: {False: _Pace(), True: _Pace()})
+    paces: dict[bool, _PerToken] = field(default_factory=lambda: {False: _PerToken(), True: _PerToken()})
+    """Seconds."""
     since: int = 0
     """Answers that have begun since the slower way was tried."""
 
@@ -75,7 +58,7 @@ class _Load:
         """None: not known."""
         if min(pace.n for pace in self.paces.values()) < TRIALS:
             return None
-        return self.paces[True].seconds_per_token <= self.paces[False].seconds_per_token
+        return self.paces[True].rate <= self.paces[False].rate
 
 
 @dataclass
@@ -98,7 +81,7 @@ class Controller:
 
     def __init__(self) -> None:
         self._loads: defaultdict[int, _Load] = defaultdict(_Load)
-        self._kept = _Kept()
+        self._kept = _PerToken()  # of answers with a draft: tokens that it brought
         self._underway = {False: 0, True: 0}
         self._burst = (False, 0)  # the kind of the next answers, and how many they are
 
@@ -131,7 +114,7 @@ class Controller:
 
     def pace(self, drafted: bool, load: int = 1) -> float:
         """Seconds for a token of the last answers; 0 where there was none."""
-        return self._loads[load.bit_length()].paces[drafted].seconds_per_token
+        return self._loads[load.bit_length()].paces[drafted].rate
 
     def _choose(self, load: int) -> bool:
         kind, left = self._burst
@@ -163,7 +146,7 @@ class Controller:
             return False
         if any(at > bucket and pays for at, pays in known.items()):
             return True
-        return False if self._kept.useless else None
+        return False if self._kept.rate < USELESS else None
 
     def _among_its_kind(self, answer: Underway) -> bool:
         return self._underway[answer.drafted] >= ALIKE * sum(self._underway.values())

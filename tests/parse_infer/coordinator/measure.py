@@ -124,9 +124,7 @@ def killed(engine: Coordinator) -> str:
     )
 
 
-def useless(engine: Coordinator, file: str) -> str:
-    task = load_task("jsonl", path=file, check_with="none")
-    asked = [problem.prompt for problem in task.problems("test")]
+def useless(engine: Coordinator, asked: Sequence[Any]) -> str:
     assert engine.draft is not None
     asked = [prompt for prompt in asked if len(engine.draft.tokenizer.encode(str(prompt))) < engine.draft.window // 2]
     settings = GenerationSettings(96, adaptive=True)
@@ -156,7 +154,12 @@ def main(words: Sequence[str]) -> None:
     pair = "smollm2" if "--pair" in words and "smollm2" in words else "tiny"
     rows: dict[str, Callable[[Coordinator], str]] = {word: ROWS[word] for word in words if word in ROWS}
     if "useless" in words:
-        rows["useless"] = partial(useless, file=words[words.index("useless") + 1])
+        file = "".join(words[words.index("useless") + 1 :][:1])
+        try:
+            task = load_task("jsonl", path=file, check_with="none")
+            rows["useless"] = partial(useless, asked=[problem.prompt for problem in task.problems("test")])
+        except (OSError, ValueError) as error:
+            sys.exit(f"useless: {error}")
     target = PAIR_NAMES[pair]
     with Coordinator.from_pretrained(target, *PAIRS[target], local_draft=False, tell=progress) as engine:
         engine.adaptive = False
