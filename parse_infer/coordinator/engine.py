@@ -331,7 +331,7 @@ class Coordinator:
                 generation = request.result()
                 if answer is not None:
                     tokens = len(generation.token_ids)
-                    self.controller.note(answer, generation.timings.work_s, tokens, self.running, request.kept)
+                    self.controller.note(answer, generation.timings.work_s, tokens, self.running, kept=request.kept)
         finally:
             self.running -= 1
         yield Done(generation)

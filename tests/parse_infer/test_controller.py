@@ -85,6 +85,23 @@ def test_and_hardly_slower_from_the_first_answer_on(clients):
     assert alone / adaptive > 0.9
 
 
+def test_at_first_a_few_answers_have_a_draft_however_many_begin():
+    controller = Controller()
+    with ExitStack() as stack:
+        begun = [stack.enter_context(controller.answering(n + 1)) for n in range(32)]
+    assert sum(answer.drafted for answer in begun) == TRIALS
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.01])
+def test_the_local_engine_tells_what_was_kept(make_engine, monkeypatch, threshold):
+    engine, told = make_engine(), []
+    monkeypatch.setattr(engine.controller, "note", lambda *_, kept=0: told.append(kept))
+    found = engine.generate(
+        "Tom has 5 apples.", max_new_tokens=20, threshold=threshold, exact_tail=False, adaptive=True
+    )
+    assert found.stats.draft_tokens and told == [None if threshold > 1 else found.stats.accepted_tokens]
+
+
 def test_what_is_not_kept_is_given_up_before_it_was_compared_and_looked_at_again():
     controller = Controller()
     assert simulate(controller, 60, with_draft=2.0, load=32, kept=4)[1] == TRIALS

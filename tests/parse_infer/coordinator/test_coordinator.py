@@ -289,6 +289,14 @@ def test_a_useless_draft_is_given_up_and_looked_at_again_now_and_then(engine, co
     assert [bool(g.stats.draft_tokens) for g in found[6:]] == [False] * 24
 
 
+def test_the_controller_is_told_what_was_kept(engine, connect, monkeypatch):
+    coordinator, _, _ = connect(engine)
+    told = []
+    monkeypatch.setattr(coordinator.controller, "note", lambda *_, kept=None: told.append(kept))
+    found = coordinator.generate(PROMPT, max_new_tokens=20, threshold=0.0, adaptive=True)
+    assert found.stats.accepted_tokens and told == [found.stats.accepted_tokens]
+
+
 def test_a_server_with_a_limit_of_its_own_is_asked_on(engine, connect, monkeypatch):
     """As vLLM has where a model's generation_config.json has max_new_tokens."""
     write = FakeServer._write
