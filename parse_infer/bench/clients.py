@@ -1,6 +1,7 @@
 """Many clients at a time over vLLM: PARSE, PARSE adaptive, and the target alone with and without vLLM's speculation.
 
 Each client sends its next problem when it has its answer. Every cell of the table has the server's cache for itself.
+The ways take turns, so that a machine whose speed changes is no advantage to one of them.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -23,6 +24,7 @@ from parse_infer.bench.figure import plain
 from parse_infer.bench.mode_names import is_adaptive, resume_of
 from parse_infer.bench.modes import BenchProblem, problems_digest
 from parse_infer.bench.statistics import wilson_interval
+from parse_infer.bench.tables import format_times
 from parse_infer.coordinator.engine import Coordinator
 from parse_infer.files import replacing, write_json, write_text
 from parse_infer.generation import Accepted, Done, GenerationSettings, Resumed
@@ -52,7 +54,7 @@ _COLOURS = ("#222222", "#999999", "#7b3294", "#c51b7d", "#1b7837", "#7fbf7b", "#
 
 @dataclass(frozen=True)
 class Cell:
-    """One way with so many clients. Lists have an entry for each answer, in seconds."""
+    """One turn of one way with so many clients. Lists have an entry for each answer, in seconds."""
 
     way: str
     clients: int
@@ -68,10 +70,11 @@ class Cell:
     first_s: list[float] = field(default_factory=list)
     """From the request to its first text."""
     all_s: list[float] = field(default_factory=list)
+    turn: int = 0
 
     @property
-    def key(self) -> tuple[str, int]:
-        return self.way, self.clients
+    def key(self) -> tuple[str, int, int]:
+        return self.way, self.clients, self.turn
 
 
 def check_ways(names: Sequence[str], target: str, starts: bool = True) -> None:
@@ -119,12 +122,17 @@ def run_clients(
     settings: GenerationSettings,
     about: Mapping[str, Any],
     tell: Callable[[str], None] = lambda line: None,
+    turns: int = 1,
+    together: bool = True,
 ) -> dict[str, Any]:
     """Measure what is not measured yet; write `clients.json`, `clients.md` and `clients.png` into the folder.
 
     Args:
         connect: a coordinator whose target server has these options; ways with the same options share one.
         about: models, task and machine; part of what a continued run must share.
+        turns: how often each way answers all problems with each number of clients.
+        together: all servers are up at the same time, and the ways follow one another with each number of clients.
+            Otherwise (a GPU has room for one) those of a server go first, through all turns.
 
     Returns:
         The content of `clients.json`: `about`, and `cells` with the figures of the table.
@@ -132,46 +140,85 @@ def run_clients(
     ways, clients = list(dict.fromkeys(ways)), list(dict.fromkeys(clients))
     config = {**about, "settings": asdict(settings), "problems": problems_digest(problems)}
     store = RecordStore(folder, config, Cell)
-    for options in map(server_options, ways):
-        todo = [(way, n) for n in clients for way in ways if server_options(way) == options]
-        todo = [cell for cell in todo if cell not in store.records]
-        if not todo:
-            continue
-        with connect(options) as coordinator:
-            for way, n in todo:
-                tell(f"{_label(way)}, {n} clients")
-                coordinator.run(_measure(coordinator, way, n, problems[: 2 * n], check, settings))  # warm up
-                store.append(coordinator.run(_measure(coordinator, way, n, problems, check, settings)))
-    cells = [store.records[way, n] for n in clients for way in ways]
-    told = {**about, "max_new_tokens": settings.max_new_tokens, "n_problems": len(problems), **describe_run()}
-    results = {"about": told, "cells": [summary(cell, cells) for cell in cells]}
+    todo = [key for key in _order(ways, clients, turns) if key not in store.records]
+    if not together:
+        todo.sort(key=lambda key: list(map(server_options, ways)).index(server_options(key[0])))
+    with ExitStack() as servers:
+        up: dict[str, Coordinator] = {}
+        warm = set()
+        for way, n, turn in todo:
+            options = server_options(way)
+            if str(options) not in up:
+                if not together:
+                    servers.close()
+                    up.clear()
+                up[str(options)] = servers.enter_context(connect(options))
+            coordinator = up[str(options)]
+            tell(f"{_label(way)}, {n} clients" + (f", turn {turn + 1} of {turns}" if turns > 1 else ""))
+            if (way, n) not in warm:
+                coordinator.run(_measure(coordinator, way, n, turn, problems[: 2 * n], check, settings))
+                warm.add((way, n))
+            store.append(coordinator.run(_measure(coordinator, way, n, turn, problems, check, settings)))
+
+    def measured(way: str, n: int) -> list[Cell]:
+        return [store.records[way, n, turn] for turn in range(turns) if way in ways]
+
+    cells = [summary(measured(way, n), measured("target", n)) for n in clients for way in ways]
+    asked = {"max_new_tokens": settings.max_new_tokens, "n_problems": len(problems), "turns": turns}
+    told = {**about, **asked, **describe_run()}
+    results = {"about": told, "cells": cells}
     write_json(Path(folder) / "clients.json", results)
     write_text(Path(folder) / "clients.md", markdown(results))
     draw(results, Path(folder) / "clients.png")
     return results
 
 
-def summary(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:
-    """Figures of one cell; `speedup` is over the target alone with as many clients, None without it."""
-    speed = cell.tokens / cell.wall_s
-    alone = next((c for c in cells if c.key == ("target", cell.clients)), None)
+def _order(ways: Sequence[str], clients: Sequence[int], turns: int) -> Iterator[tuple[str, int, int]]:
+    """Keys of cells; every other turn goes backwards through the ways, so none always comes first."""
+    for turn in range(turns):
+        for n in clients:
+            for way in reversed(ways) if turn % 2 else ways:
+                yield way, n, turn
+
+
+def summary(own: Sequence[Cell], alone: Sequence[Cell]) -> dict[str, Any]:
+    """Figures of one way with so many clients, over all its turns.
+
+    Args:
+        own: its turns.
+        alone: those of the target alone with as many clients; empty: not measured, then the speed-up is None.
+
+    Returns:
+        `speedup` is in answers/s, `speedup_range` its lowest and highest turn (None for a single one).
+    """
+    first = own[0]
+    answers, seconds = sum(cell.answers for cell in own), sum(cell.wall_s for cell in own)
+    drafted, kept = sum(cell.draft_tokens for cell in own), sum(cell.accepted_tokens for cell in own)
+    right = None if any(cell.correct is None for cell in own) else sum(cell.correct or 0 for cell in own)
     # By answers, since a way may write shorter ones.
-    speedup = None if alone is None else (cell.answers / cell.wall_s) / (alone.answers / alone.wall_s)
+    each = [_answers_per_s([cell]) / _answers_per_s([other]) for cell, other in zip(own, alone, strict=False)]
+    first_s, all_s = ([s for cell in own for s in getattr(cell, name)] for name in ("first_s", "all_s"))
     return {
-        "way": cell.way,
-        "clients": cell.clients,
-        "answers": cell.answers,
-        "accuracy": None if cell.correct is None else cell.correct / cell.answers,
-        "accuracy_ci": None if cell.correct is None else wilson_interval(cell.correct, cell.answers),
-        "tokens_per_s": speed,
-        "speedup": speedup,
-        "first_p50_s": _percentile(cell.first_s, 50),
-        "first_p99_s": _percentile(cell.first_s, 99),
-        "p50_s": _percentile(cell.all_s, 50),
-        "p99_s": _percentile(cell.all_s, 99),
-        "acceptance_rate": cell.accepted_tokens / cell.draft_tokens if cell.draft_tokens else None,
-        "coordinator_cpu_ms": 1000 * cell.cpu_s / cell.answers,
+        "way": first.way,
+        "clients": first.clients,
+        "answers": answers,
+        "accuracy": None if right is None else right / answers,
+        # The turns ask the same problems: together they tell no more about accuracy than one.
+        "accuracy_ci": None if right is None else wilson_interval(round(right / len(own)), first.answers),
+        "tokens_per_s": sum(cell.tokens for cell in own) / seconds,
+        "speedup": _answers_per_s(own) / _answers_per_s(alone) if alone else None,
+        "speedup_range": [min(each), max(each)] if len(each) > 1 else None,
+        "first_p50_s": _percentile(first_s, 50),
+        "first_p99_s": _percentile(first_s, 99),
+        "p50_s": _percentile(all_s, 50),
+        "p99_s": _percentile(all_s, 99),
+        "acceptance_rate": kept / drafted if drafted else None,
+        "coordinator_cpu_ms": 1000 * sum(cell.cpu_s for cell in own) / answers,
     }
+
+
+def _answers_per_s(cells: Sequence[Cell]) -> float:
+    return sum(cell.answers for cell in cells) / sum(cell.wall_s for cell in cells)
 
 
 def table(results: dict[str, Any]) -> Table:
@@ -220,6 +267,7 @@ async def _measure(
     coordinator: Coordinator,
     way: str,
     clients: int,
+    turn: int,
     problems: Sequence[BenchProblem],
     check: Callable[[Any, str], bool | None],
     settings: GenerationSettings,
@@ -259,6 +307,7 @@ async def _measure(
         cpu,
         [round(s, 4) for s in first_s],
         [round(s, 4) for s in all_s],
+        turn,
     )
 
 
@@ -273,7 +322,7 @@ def _row(cell: dict[str, Any]) -> list[str]:
         _label(cell["way"]),
         str(cell["clients"]),
         "" if cell["accuracy"] is None else f"{100 * cell['accuracy']:.1f} % ({100 * low:.0f}–{100 * high:.0f})",
-        "" if cell["speedup"] is None else f"{cell['speedup']:.2f}x",
+        format_times(cell["speedup"], cell["speedup_range"]),
         f"{cell['tokens_per_s']:.0f}",
         *(f"{cell[name]:.2f} s" for name in ("first_p50_s", "first_p99_s", "p50_s", "p99_s")),
         "" if cell["acceptance_rate"] is None else f"{100 * cell['acceptance_rate']:.0f} %",

@@ -151,7 +151,7 @@ def _clients(cells: list[dict[str, Any]]) -> list[str]:
             str(cell["clients"]),
             format_percent(cell["accuracy"]),
             format_number(cell["tokens_per_s"], 0),
-            format_times(cell["speedup"]),
+            format_times(cell["speedup"], cell.get("speedup_range")),
             *(format_number(cell[figure], 1) for figure in ("first_p50_s", "p50_s", "p99_s")),
         ]
         for cell in cells

@@ -17,6 +17,7 @@ from parse_infer.cli.problems import open_task, take_problems
 
 if TYPE_CHECKING:
     from parse_infer.engine import ParseEngine
+    from parse_infer.generation import GenerationSettings
 
 
 # Modes name their own guesses and judge.
@@ -40,7 +41,12 @@ def bench(
         str | None, typer.Option(metavar="A,B,…|none", help="Thresholds of the figure; default: 0.05 to 0.99.")
     ] = None,
     sweep_limit: Annotated[int, typer.Option(min=0, help="Run the figure's thresholds on this many problems.")] = 100,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs per problem and mode; the median time counts.")] = 1,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Runs per problem and mode: the median time counts. With --clients: turns of all modes."
+        ),
+    ] = 1,
     clients: Annotated[
         str | None,
         typer.Option(metavar="A,B,…", help="With --backend vllm: so many at a time; default: 1,4,16,32."),
@@ -87,17 +93,15 @@ def bench(
     loaded_task = open_task(task, task_option)
     names = None if modes is None else tuple(name.strip() for name in modes.split(","))
     if models.served:
-        if thresholds is not None or zero_shot_threshold is not None or sweep_limit != 100 or repeats != 1:
-            raise ValueError(
-                "--thresholds, --sweep-limit, --repeats and --zero-shot-threshold are for --backend local"
-            )
+        if thresholds is not None or zero_shot_threshold is not None or sweep_limit != 100:
+            raise ValueError("--thresholds, --sweep-limit and --zero-shot-threshold are for --backend local")
         problems = take_problems(loaded_task, split, seed, limit)
         name = f"{' '.join([task, *(task_option or ())])}, {split} split, seed {seed}"
         ways = names or ("target", "parse", "parse:adaptive")
-        resumed = given(resume=resume)
-        _bench_clients(
-            models, ways, clients or "1,4,16,32", problems, loaded_task.check, out, max_new_tokens, resumed, name
-        )
+        from parse_infer.generation import GenerationSettings
+
+        answered = GenerationSettings(max_new_tokens, models.threshold, **given(resume=resume))
+        _bench_clients(models, ways, clients or "1,4,16,32", problems, loaded_task.check, out, answered, repeats, name)
         return
     if clients is not None:
         raise ValueError("--clients is for --backend vllm, the local engine answers one at a time: give that too")
@@ -145,14 +149,13 @@ def _bench_clients(
     problems: Sequence[Any],
     check: Callable[[Any, str], bool | None],
     out: str,
-    max_new_tokens: int,
-    resume: dict[str, Any],
+    settings: GenerationSettings,
+    turns: int,
     task: str,
 ) -> None:
     import torch
 
     from parse_infer.bench.clients import check_ways, run_clients, table
-    from parse_infer.generation import GenerationSettings
     from parse_infer.models.machine import describe_machine
 
     parts = [part.strip() for part in clients.split(",")]
@@ -168,9 +171,11 @@ def _bench_clients(
             problems,
             check,
             out,
-            GenerationSettings(max_new_tokens, models.threshold, **resume),
+            settings,
             {**models.describe_servers(), "task": task, **machine},
             progress,
+            turns,
+            together=bool(models.target_url) or not torch.cuda.is_available(),
         )
     except KeyboardInterrupt:
         print("interrupted; the same command continues where it stopped", file=sys.stderr)

@@ -66,6 +66,61 @@ def test_every_way_answers_at_every_load_and_a_second_run_measures_nothing_again
     assert connected == [{"speculative_config": None}, {}, {}], "what is there is not measured again"
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_ways_take_turns_and_the_spread_is_told(engine, connect, tmp_path, together):
+    coordinator, _, _ = connect(engine)
+    happened: list[str] = []
+
+    class Connection:
+        def __init__(self, options: dict[str, object]) -> None:
+            self.name = "plain" if options else "guessing"
+
+        def __enter__(self):
+            happened.append(f"{self.name} up")
+            return coordinator
+
+        def __exit__(self, *_: object) -> None:
+            happened.append(f"{self.name} down")
+
+    def run(turns: int) -> dict[str, object]:
+        problems = [Problem(f"p{n}", f"Tom has {n} apples.") for n in range(4)]
+        about = {"target": "tiny"}
+        return run_clients(
+            Connection, ["target", "parse"], [2], problems, lambda problem, text: problem.id == "p1", tmp_path,
+            GenerationSettings(12, 0.5), about, happened.append, turns, together,
+        )  # fmt: skip
+
+    results = run(2)
+    first, second = "2 clients, turn 1 of 2", "2 clients, turn 2 of 2"
+    plain = [f"vLLM, target alone, {first}", f"vLLM, target alone, {second}"]
+    guessing = [f"PARSE, {first}", f"PARSE, {second}"]
+    if together:
+        assert happened == [
+            "plain up", plain[0], "guessing up", *guessing, plain[1], "guessing down", "plain down"
+        ]  # fmt: skip
+    else:
+        assert happened == ["plain up", *plain, "plain down", "guessing up", *guessing, "guessing down"]
+    target, parse = results["cells"]
+    assert parse["answers"] == 8 and parse["accuracy"] == 0.25
+    low, high = parse["speedup_range"]
+    assert low <= parse["speedup"] <= high and target["speedup_range"] == [1, 1]
+    assert parse["accuracy_ci"][0] < 0.1 < 0.6 < parse["accuracy_ci"][1], "asked twice, the problems are still four"
+    happened.clear()
+    assert len(run(3)["cells"]) == 2, "more turns go on where the others ended"
+    assert [line for line in happened if "turn" in line] == [
+        "vLLM, target alone, 2 clients, turn 3 of 3",
+        "PARSE, 2 clients, turn 3 of 3",
+    ]
+    records = (tmp_path / "records.jsonl").read_text().splitlines()
+    speeds = {(r["way"], r["turn"]): r["answers"] / r["wall_s"] for r in map(json.loads, records)}
+    ratios = [speeds["parse", turn] / speeds["target", turn] for turn in range(3)]
+    assert json.loads((tmp_path / "clients.json").read_text())["cells"][1]["speedup_range"] == [
+        min(ratios),
+        max(ratios),
+    ]
+    assert f"[{min(ratios):.2f}, {max(ratios):.2f}]" in (tmp_path / "clients.md").read_text()
+
+
 def test_ways_are_checked():
     with pytest.raises(ValueError, match="unknown mode 'eagle'"):
         check_ways(["eagle"], "zoo:target")
