@@ -66,6 +66,8 @@ def test_a_calibration_over_servers_is_kept_by_them_and_by_nobody_else(make_engi
     engine = make_engine(noise=0.15)
     coordinator, (target,), _ = connect(engine)
     problems = [Problem(f"p{i}", f"{PROMPTS[i % 3]} {i}") for i in range(6)]
+    coordinator.adaptive = True  # its default; but what is calibrated is what drafts lose, so each answer has one
+    coordinator.controller.answering = lambda running: pytest.fail("an answer of the calibration was adaptive")
     found = calibrate(coordinator, problems, lambda p, text: None, same_answer, tmp_path, SETTINGS, task="t")
     assert found.models == coordinator.describe() and found.made["timed_problems"] == 6
     here = calibrate(engine, problems, lambda p, text: None, same_answer, tmp_path / "local", SETTINGS, task="t")
@@ -73,6 +75,7 @@ def test_a_calibration_over_servers_is_kept_by_them_and_by_nobody_else(make_engi
     assert found.tried[-1].losses == here.tried[-1].losses > 0, "where all is kept, an exact tail changes nothing"
     path = tmp_path / "calibration.json"
     found.save(path)
+    coordinator.adaptive = False
     coordinator.calibration = Calibration.load(path)
     setting = found.setting(0.9).setting
     wanted = coordinator.generate(PROMPTS[0], max_new_tokens=24, threshold=setting.threshold, resume=setting.resume)

@@ -65,10 +65,11 @@ def running(
     api_key: str | None = None,
     promises: Promises | None = None,
     traces: Traces | None = None,
+    adaptive: bool = False,
 ) -> Iterator[Running]:
     listening = listen("127.0.0.1", 0)
     limits = limits or Limits()
-    app = create_app(backend, limits, api_key, promises=promises, traces=traces)
+    app = create_app(backend, limits, api_key, promises=promises, traces=traces, adaptive=adaptive)
     server = Server(app, limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()

@@ -275,6 +275,19 @@ def test_metrics_tell_what_adaptive_requests_got(make_engine):
     assert dict(told) == {"draft": "3.0", "alone": "3.0"}
 
 
+def test_a_server_decides_for_requests_that_do_not_say(make_engine):
+    with running(LocalBackend(make_engine()), make_engine(), adaptive=True) as server:
+        for fields in (
+            {},
+            {"parse": {"threshold": 0.5}},
+            {"parse": {"adaptive": False}},
+            {"parse": {"mode": "target"}},
+        ):
+            assert server.chat(PROMPTS[0], max_tokens=8, **fields).status_code == 200
+        told = re.findall(r'^parse_decisions_total\{decision="(\w+)"\} (\S+)$', server.metrics, re.MULTILINE)
+    assert dict(told) == {"draft": "2.0"}, "the other two have said it"
+
+
 def test_events_tell_what_is_drafted_and_dropped_as_it_happens(served):
     parse = {"events": True, "resume": "hand_back", "threshold": 1.01}
     body = {"messages": [{"role": "user", "content": PROMPTS[0]}], "stream": True, "max_tokens": 32, "parse": parse}
