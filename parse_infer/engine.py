@@ -240,8 +240,8 @@ class ParseEngine:
             settings: see `GenerationSettings`; `overrides` are fields of it.
             draft_text: a draft to use instead of the draft model's, one per prompt.
 
-        Raises ValueError for bad settings, an empty prompt or one beyond a context window, before any work on any of
-        the prompts.
+        Raises ValueError for bad settings, an empty prompt or one beyond the target's window, before any work on any
+        of the prompts.
         """
         settings = self._settings(settings, overrides)
         batch, is_list = as_batch(prompts)
@@ -371,7 +371,8 @@ class ParseEngine:
             else:
                 events = self._write_alone(self.target, "target", request, self.target_drafter)
             for event in events:
-                if isinstance(event, Done):
+                # An empty draft says nothing about drafts: the prompt is beyond the draft model's window.
+                if isinstance(event, Done) and (event.generation.stats.draft_tokens or not answer.drafted):
                     done = event.generation
                     self.controller.note(answer, done.timings.work_s, len(done.token_ids), kept=request.kept)
                 yield event

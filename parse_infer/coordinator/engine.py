@@ -306,7 +306,7 @@ class Coordinator:
             alone: by the target, without a draft.
             watched: False: the target's tokens come all at once, which costs less.
 
-        Raises ValueError here for bad settings, an empty prompt or one beyond a context window; later OSError where
+        Raises ValueError here for bad settings, an empty prompt or one beyond the target's window; later OSError where
         no server answers.
         """
         settings = settings or GenerationSettings()
@@ -329,7 +329,8 @@ class Coordinator:
                         async for event in events:
                             yield event
                 generation = request.result()
-                if answer is not None:
+                # An empty draft says nothing about drafts: the prompt is beyond the draft model's window.
+                if answer is not None and (generation.stats.draft_tokens or not answer.drafted):
                     tokens = len(generation.token_ids)
                     self.controller.note(answer, generation.timings.work_s, tokens, self.running, kept=request.kept)
         finally:

@@ -31,7 +31,7 @@ class Drafter(Protocol):
         ...
 
     def reset(self, prompt: Prompt, sampling: Sampling, stop: Sequence[str] = ()) -> None:
-        """Begin a new answer to `prompt`. Cheap, and no model runs: ValueError for a prompt it cannot draft for.
+        """Begin a new answer to `prompt`. Cheap, and no model runs: ValueError for a prompt that it cannot read.
 
         A draft may end at the first of the `stop` strings; the engine cuts it there in any case.
         """

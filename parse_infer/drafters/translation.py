@@ -23,7 +23,7 @@ class Translation:
         stop: a draft may end at the first of these strings.
 
     Raises:
-        ValueError: a prompt that the draft model cannot draft for.
+        ValueError: a prompt with tokens that the draft model does not know.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Translation:
             prompt = Verbatim(prompt.text)
         self.draft, self.target, self.shares_tokens, self.stop = draft, target, shares_tokens, stop
         self.end_ids = draft.eos_ids | target.eos_ids if shares_tokens else draft.eos_ids
-        self.prompt_ids = draft.render(prompt)
+        self.prompt_ids = draft.encode(prompt)  # beyond its window there is no draft, and the target answers
         self.before, self.left = open_turn(prompt), left_context(prompt, self.prompt_ids)
 
     def begin(self, answer_ids: Sequence[int], max_new_tokens: int) -> Writing | None:

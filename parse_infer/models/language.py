@@ -45,16 +45,21 @@ class Language(ABC):
         Raises ValueError if it is empty, leaves no room for an answer in the context window or has a token that the
         model does not know.
         """
-        ids = render_prompt(self.tokenizer, prompt, self.template_options)
-        size = self.n_embeddings
-        strange = next((token for token in ids if not 0 <= token < size), None)
-        if strange is not None:
-            raise ValueError(f"{strange} is no token of {self.name!r}, which has tokens 0 to {size - 1}.")
+        ids = self.encode(prompt)
         if len(ids) >= self.window:
             raise ValueError(
                 f"The prompt has {len(ids)} tokens for {self.name!r}, whose context window is {self.window}: "
                 f"shorten it or use a model with a longer window."
             )
+        return ids
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """As `render`, however long it is."""
+        ids = render_prompt(self.tokenizer, prompt, self.template_options)
+        size = self.n_embeddings
+        strange = next((token for token in ids if not 0 <= token < size), None)
+        if strange is not None:
+            raise ValueError(f"{strange} is no token of {self.name!r}, which has tokens 0 to {size - 1}.")
         return ids
 
 

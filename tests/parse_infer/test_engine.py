@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from parse_infer.controller import TRIALS
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import Accepted, Done, Drafted, GenerationSettings, Interrupted, Resumed, Verified
@@ -672,9 +673,18 @@ def test_a_bad_prompt_is_one_clear_sentence_before_any_work(engine, prompt, mess
     assert (engine.target.decoder.forwards, engine.draft.decoder.forwards) == before
 
 
-def test_a_prompt_beyond_the_draft_models_window_names_it(make_engine):
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("resume", ["finish", "hand_back"])
+def test_a_prompt_beyond_the_draft_models_window_is_the_targets_alone(make_engine, resume, adaptive):
     engine = make_engine(draft_window=10)
-    with pytest.raises(ValueError, match="'draft', whose context window is 10"):
+    for _ in range(TRIALS + 1):
+        found = engine.generate(PROMPT, max_new_tokens=20, resume=resume, adaptive=adaptive)
+        assert found.token_ids == engine.generate_target(PROMPT, max_new_tokens=20).token_ids
+        assert [span.source for span in found.spans] == ["target"] and found.stats.verification_passes == 0
+    assert engine.draft.decoder.forwards == 0
+    engine = make_engine()
+    engine.target.window = 10
+    with pytest.raises(ValueError, match="'target', whose context window is 10"):
         engine.generate(["a", PROMPT])
     assert engine.target.decoder.forwards == engine.draft.decoder.forwards == 0
 

@@ -289,6 +289,19 @@ def test_a_useless_draft_is_given_up_and_looked_at_again_now_and_then(engine, co
     assert [bool(g.stats.draft_tokens) for g in found[6:]] == [False] * 24
 
 
+@pytest.mark.parametrize("local_rows", [0, 4])
+def test_a_prompt_beyond_the_draft_models_window_is_the_targets_alone(make_engine, connect, local_rows):
+    engine = make_engine(draft_window=10)
+    coordinator, _, draft = connect(engine, local_rows=local_rows)
+    told = []
+    coordinator.controller.note = lambda *_, kept=None: told.append(kept)
+    wanted = engine.generate_target(PROMPT, max_new_tokens=20).token_ids
+    for adaptive in (False, True):
+        found = coordinator.generate(PROMPT, max_new_tokens=20, threshold=0.0, adaptive=adaptive)
+        assert found.token_ids == wanted and found.stats.draft_tokens == 0
+    assert not draft.bodies and not told, "an empty draft tells nothing about drafts"
+
+
 def test_the_controller_is_told_what_was_kept(engine, connect, monkeypatch):
     coordinator, _, _ = connect(engine)
     told = []
