@@ -160,10 +160,12 @@ def _clients(cells: list[dict[str, Any]]) -> list[str]:
 
 
 def _origin_of_clients(about: dict[str, Any]) -> str:
-    host = about["coordinator"]
+    host, turns = about["coordinator"], about.get("turns", 1)
+    brackets = f" Brackets: the lowest and the highest of {turns} turns." if turns > 1 else ""
     return (
         f"{about['n_problems']} problems of {about['task']}; {host['cpu']}, {host['cores']} cores, all on this one "
         f"machine; `{about['command']}`, {about['date'][:10]}. Answers/s: over the target alone with as many clients."
+        f"{brackets}"
     )
 
 

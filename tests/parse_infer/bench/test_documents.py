@@ -126,6 +126,12 @@ def test_clients_have_a_table(root):
     update(root)
     assert "| `parse` | 8 | 87.5 | 147 | 1.87× | 5.8 | 5.8 | 33.9 |" in page.read_text()
     assert "32 problems of sums; Some CPU, 2 cores, all on this one machine; `parse-infer bench" in page.read_text()
+    assert "Brackets" not in page.read_text()
+    turns = {"about": about | {"turns": 3}, "cells": [cell | {"speedup_range": [1.8, 1.944]}]}
+    write_results(root / "docs" / "results" / "clients.json", turns)
+    update(root)
+    assert "| 1.87× [1.80, 1.94] |" in page.read_text()
+    assert page.read_text().count("Brackets: the lowest and the highest of 3 turns.") == 1
 
 
 def test_a_figure_belongs_to_the_results_that_are_read_back(root):
