@@ -159,6 +159,7 @@ class ModelOptions:
         self,
         *,
         needs_draft: bool = True,
+        needs_judge: bool = True,
         target_options: dict[str, Any] | None = None,
         expected: GenerationSettings | None = None,
     ) -> Coordinator:
@@ -183,8 +184,8 @@ class ModelOptions:
         return Coordinator.from_pretrained(
             self.target_name,
             self.draft_name if needs_draft or self.draft is not None else None,
-            self.adapter if self.zero_shot else self.adapter_name,
-            zero_shot=self.zero_shot,
+            self.adapter_name if needs_judge and not self.zero_shot else self.adapter,
+            zero_shot=self.zero_shot or (not needs_judge and self.adapter is None),
             target_url=self.target_url or (),
             draft_url=self.draft_url or (),
             local_draft=self.local_draft,

@@ -162,10 +162,11 @@ def _bench_clients(
     if not all(part.isdecimal() and int(part) for part in parts):
         raise ValueError(f"--clients is {clients!r}; give whole numbers of at least 1, such as 1,4,16")
     check_ways(ways, models.target_name, starts=not models.target_url)
+    drafted = any(way.startswith("parse") for way in ways)
     machine = {"coordinator": describe_machine(torch.device("cpu"))}  # servers elsewhere do not tell theirs
     try:
         results = run_clients(
-            lambda options: models.coordinate(target_options=options),
+            lambda options: models.coordinate(needs_draft=drafted, needs_judge=drafted, target_options=options),
             ways,
             [int(part) for part in parts],
             problems,

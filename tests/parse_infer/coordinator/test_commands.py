@@ -169,3 +169,17 @@ def test_over_servers_the_target_may_answer_alone_unless_told_otherwise(coordina
     monkeypatch.setattr("parse_infer.serve.server.Server", lambda *_: SimpleNamespace(run=lambda sockets: None))
     assert main(["serve", "--port", "0", *options]) == 0
     assert asked == [adaptive]
+
+
+@pytest.mark.parametrize(("modes", "judged"), [("target,target+ngram", False), ("target,parse", True)])
+def test_a_benchmark_of_the_target_alone_needs_neither_draft_model_nor_judge(monkeypatch, tmp_path, modes, judged):
+    asked = []
+
+    def from_pretrained(target, draft, adapter, **options):
+        asked.append((target, draft, adapter, options["zero_shot"]))
+        raise OSError("no server here")
+
+    monkeypatch.setattr("parse_infer.coordinator.engine.Coordinator.from_pretrained", from_pretrained)
+    command = ["bench", "--backend", "vllm", "--limit", "1", "--modes", modes, "--clients", "1"]
+    assert main([*command, "--out", str(tmp_path / "own")]) == 2
+    assert asked == [("zoo:target", "zoo:draft", "zoo:adapter", False) if judged else ("zoo:target", None, None, True)]
