@@ -175,7 +175,7 @@ def _bench_clients(
             settings,
             {**models.describe_servers(), "task": task, **machine},
             progress,
-            turns,
+            turns=turns,
             together=bool(models.target_url) or not torch.cuda.is_available(),
         )
     except KeyboardInterrupt:

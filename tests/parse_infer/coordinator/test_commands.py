@@ -183,3 +183,19 @@ def test_a_benchmark_of_the_target_alone_needs_neither_draft_model_nor_judge(mon
     command = ["bench", "--backend", "vllm", "--limit", "1", "--modes", modes, "--clients", "1"]
     assert main([*command, "--out", str(tmp_path / "own")]) == 2
     assert asked == [("zoo:target", "zoo:draft", "zoo:adapter", False) if judged else ("zoo:target", None, None, True)]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "together"), [(False, [], True), (True, [], False), (True, ["--target-url", "http://x"], True)]
+)
+def test_servers_are_up_together_where_there_is_room(monkeypatch, tmp_path, gpu, options, together):
+    asked = []
+
+    def run_clients(*_, turns, together):
+        asked.append((turns, together))
+        raise OSError("enough")
+
+    monkeypatch.setattr("parse_infer.bench.clients.run_clients", run_clients)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    command = ["bench", "--backend", "vllm", "--limit", "1", "--modes", "target", "--repeats", "3", *options]
+    assert main([*command, "--out", str(tmp_path)]) == 2 and asked == [(3, together)]
