@@ -3,7 +3,7 @@
 What pays depends on the load: a target that is saturated gains less from drafts, or nothing. So answers are compared
 with those that began and ended while about as many were under way (1, 2 to 3, 4 to 7, …), and where a load is new,
 what is known of others holds: drafts that do not pay at a lower one do not pay here, and those that pay at a higher
-one do.
+one do. Drafts that make answers twice as fast at a lower load are used at first, and compared somewhat later.
 
 Answers under way at the same time share the target. One with a draft makes those beside it slower, so among a mixture
 both kinds take about as long, whichever is better. Hence both are tried in bursts, and an answer counts where nearly
@@ -19,9 +19,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-TRIALS = 3  # answers of either kind before they are compared
+TRIALS = 4  # answers of either kind before they are compared
 EXPLORE = 64  # one of so many bursts goes the slower way, to notice when it has become the faster one
-MEMORY = 0.9  # weight of what was known, beside one more answer
+EARLY = 4  # and one of so many where drafts are used because they pay clearly at a lower load
+CLEARLY = 2.0  # so many times faster
+LAST = 10  # about so many answers are remembered, or as many as a burst has
 ALIKE = 0.8  # of the answers beside one that counts, so many are of its kind
 USELESS = 0.05  # where drafts bring a smaller share of the answers, they are not tried at a load that is new
 
@@ -38,10 +40,12 @@ class _PerToken:
     def rate(self) -> float:
         return self.amount / self.tokens if self.tokens else 0.0
 
-    def note(self, amount: float, tokens: int) -> None:
+    def note(self, amount: float, tokens: int, last: int = LAST) -> None:
+        """`last`: about so many answers are remembered."""
         self.n += 1
-        self.amount = MEMORY * self.amount + amount
-        self.tokens = MEMORY * self.tokens + tokens
+        old = 1 - 1 / last
+        self.amount = old * self.amount + amount
+        self.tokens = old * self.tokens + tokens
 
 
 @dataclass
@@ -54,11 +58,12 @@ class _Load:
     """Answers that have begun since the slower way was tried."""
 
     @property
-    def drafts_pay(self) -> bool | None:
-        """None: not known."""
-        if min(pace.n for pace in self.paces.values()) < TRIALS:
+    def speedup(self) -> float | None:
+        """Of answers with a draft, over the target alone. None: not known."""
+        drafted = self.paces[True].rate
+        if not drafted or min(pace.n for pace in self.paces.values()) < TRIALS:
             return None
-        return self.paces[True].rate <= self.paces[False].rate
+        return self.paces[False].rate / drafted
 
 
 @dataclass
@@ -110,7 +115,7 @@ class Controller:
         if answer.drafted:
             self._kept.note(tokens if kept is None else kept, tokens)
         if answer.alike and self._among_its_kind(answer) and load.bit_length() == answer.load.bit_length():
-            self._loads[load.bit_length()].paces[answer.drafted].note(seconds, tokens)
+            self._loads[load.bit_length()].paces[answer.drafted].note(seconds, tokens, max(LAST, _burst(load)))
 
     def pace(self, drafted: bool, load: int = 1) -> float:
         """Seconds for a token of the last answers; 0 where there was none."""
@@ -127,26 +132,34 @@ class Controller:
         """A kind, and how many answers begin that way."""
         if self._kept.n < TRIALS:
             return self._underway[True] < TRIALS - self._kept.n, 1
-        here = self._loads[load.bit_length()]
-        size = TRIALS + 2 * (load - 1)  # those under way give way first
-        pays = self._drafts_pay(load.bit_length())
+        here, size = self._loads[load.bit_length()], _burst(load)
+        pays, patience = self._drafts_pay(load.bit_length())
         if pays is None:
             return here.paces[True].n <= here.paces[False].n, size
         here.since += 1
-        if here.since < EXPLORE * size:
+        if here.since < patience * size:
             return pays, 1
         here.since = 0
         return not pays, size
 
-    def _drafts_pay(self, bucket: int) -> bool | None:
-        known = {at: pays for at, each in self._loads.items() if (pays := each.drafts_pay) is not None}
+    def _drafts_pay(self, bucket: int) -> tuple[bool | None, int]:
+        """Whether they do, None: to be found out at once; and after how many bursts the other way is tried."""
+        known = {at: speedup for at, each in sorted(self._loads.items()) if (speedup := each.speedup) is not None}
         if bucket in known:
-            return known[bucket]
-        if any(at < bucket and not pays for at, pays in known.items()):
-            return False
-        if any(at > bucket and pays for at, pays in known.items()):
-            return True
-        return False if self._kept.rate < USELESS else None
+            return known[bucket] >= 1, EXPLORE
+        lower = [speedup for at, speedup in known.items() if at < bucket]
+        if any(speedup < 1 for speedup in lower):
+            return False, EXPLORE
+        if any(speedup >= 1 for at, speedup in known.items() if at > bucket):
+            return True, EXPLORE
+        if self._kept.rate < USELESS:
+            return False, EXPLORE
+        return (True, EARLY) if lower and lower[-1] >= CLEARLY else (None, 0)
 
     def _among_its_kind(self, answer: Underway) -> bool:
         return self._underway[answer.drafted] >= ALIKE * sum(self._underway.values())
+
+
+def _burst(load: int) -> int:
+    """So many answers begin alike: those under way give way first."""
+    return TRIALS + 2 * (load - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ import pytest
 
 from parse_infer.controller import EXPLORE, TRIALS, Controller
 from parse_infer.generation import GenerationSettings
+
+BURST = TRIALS + 2 * 31  # of 32 requests
 
 
 def simulate(
@@ -26,63 +29,77 @@ def simulate(
 
 @dataclass
 class Client:
-    """One answer of 100 tokens after the other.
+    """One answer of 40 to 300 tokens after the other.
 
     Attributes:
+        kept: share of the drafts that hold whole; of another one a part holds, of any length (0: nothing holds).
         begun, ready: when its answer began, and when the draft is written.
         read, write: what the server still has to do for it, in tokens.
         end: leaves the controller's `with`.
     """
 
     controller: Controller
+    lengths: random.Random
     kept: float
 
     def begin(self, now: float, load: int) -> None:
         with ExitStack() as stack:
             self.answer = stack.enter_context(self.controller.answering(load))
             self.end = stack.pop_all().close
-        drafted = self.answer.drafted
-        self.begun, self.ready = now, now + 0.5 * drafted
-        self.read, self.write = 200 + 100 * drafted, 1 + round(100 * (1 - self.kept * drafted))
+        drafted, self.tokens = self.answer.drafted, self.lengths.randint(40, 300)
+        part = 1.0 if self.lengths.random() < self.kept else self.lengths.random()
+        self.holds = round(self.tokens * part) if self.kept else 0
+        self.begun, self.ready = now, now + 0.005 * self.tokens * drafted
+        self.read, self.write = 200 + self.tokens * drafted, 1 + self.tokens - self.holds * drafted
 
 
-class NeverDrafts(Controller):
+class Never(Controller):
     def _choose(self, load: int) -> bool:
         return False
 
 
-def serve(controller: Controller, n: int, clients: int, kept: float) -> float:
-    """Seconds for `n` answers to so many clients. A step of the server reads what is to be read, and writes a token
-    for each of the others; a draft, of which `kept` holds, is written elsewhere."""
-    now, done = 0.0, 0
-    busy: list[Client] = []
-    for _ in range(clients):
-        busy.append(Client(controller, kept))
-        busy[-1].begin(now, len(busy))
-    while done < n:
+class Always(Controller):
+    def _choose(self, load: int) -> bool:
+        return True
+
+
+def serve(controller: Controller, n: int, clients: int, kept: float, reading: float = 0.002, seed: int = 0) -> float:
+    """Tokens a second of `n` answers to so many clients. A step of the server reads what is to be read, `reading`
+    seconds a token, and writes a token for each of the others; a draft is written elsewhere."""
+    now, done, tokens = 0.0, 0, 0
+    lengths = random.Random(seed)
+    busy = [Client(controller, lengths, kept) for _ in range(clients)]
+    for load, one in enumerate(busy, 1):
+        one.begin(now, load)
+    while True:
         ready = [one for one in busy if one.ready <= now]
-        now += 0.05 + sum(0.002 * one.read if one.read else 0.003 for one in ready)
+        now += 0.05 + sum(reading * one.read if one.read else 0.003 for one in ready)
         for one in ready:
             one.read, one.write = 0, one.write - (one.read == 0)
-            if not one.write:
-                controller.note(one.answer, now - one.begun, 100, clients, round(100 * kept))
-                one.end()
-                done += 1
-                one.begin(now, clients)
-    return now
+            if one.write:
+                continue
+            controller.note(one.answer, now - one.begun, one.tokens, clients, one.holds)
+            one.end()
+            done, tokens = done + 1, tokens + one.tokens
+            if done == n:
+                for other in busy:
+                    if other is not one:
+                        other.end()
+                return tokens / now
+            one.begin(now, clients)
 
 
 @pytest.mark.parametrize("clients", [1, 8, 32])
 def test_answers_that_share_a_server_are_not_slower_for_drafts_that_are_useless(clients):
     controller = Controller()
     serve(controller, 8 * clients, clients, kept=0.0)
-    assert serve(NeverDrafts(), 3000, clients, kept=0.0) / serve(controller, 3000, clients, kept=0.0) > 0.97
+    assert serve(controller, 3000, clients, kept=0.0) / serve(Never(), 3000, clients, kept=0.0) > 0.97
 
 
 @pytest.mark.parametrize("clients", [8, 32])
 def test_and_hardly_slower_from_the_first_answer_on(clients):
-    alone, adaptive = (serve(way(), 8 * clients, clients, kept=0.0) for way in (NeverDrafts, Controller))
-    assert alone / adaptive > 0.9
+    alone, adaptive = (serve(way(), 8 * clients, clients, kept=0.0) for way in (Never, Controller))
+    assert adaptive / alone > 0.9
 
 
 def test_at_first_a_few_answers_have_a_draft_however_many_begin():
@@ -105,7 +122,7 @@ def test_the_local_engine_tells_what_was_kept(make_engine, monkeypatch, threshol
 def test_what_is_not_kept_is_given_up_before_it_was_compared_and_looked_at_again():
     controller = Controller()
     assert simulate(controller, 60, with_draft=2.0, load=32, kept=4)[1] == TRIALS
-    assert simulate(controller, 66 * EXPLORE, with_draft=2.0, load=32, kept=4)[1] == 65
+    assert simulate(controller, (BURST + 1) * EXPLORE, with_draft=2.0, load=32, kept=4)[1] == BURST
     controller = Controller()
     assert simulate(controller, 200, with_draft=0.5, load=32, kept=6)[1] > 120, "5 % and more is worth a comparison"
     controller = Controller()
@@ -116,7 +133,31 @@ def test_what_is_not_kept_is_given_up_before_it_was_compared_and_looked_at_again
 def test_and_drafts_that_are_kept_are_found_to_pay(clients):
     controller = Controller()
     serve(controller, 8 * clients, clients, kept=1.0)
-    assert serve(NeverDrafts(), 1000, clients, kept=0.0) / serve(controller, 1000, clients, kept=1.0) > 1.3
+    assert serve(controller, 1000, clients, kept=1.0) / serve(Never(), 1000, clients, kept=0.0) > 1.3
+
+
+@pytest.mark.parametrize("kept", [0.1, 0.7])
+@pytest.mark.parametrize("clients", [1, 8, 32])
+def test_answers_of_any_length_do_not_hide_what_pays(clients, kept):
+    adaptive, always = (serve(way(), 1280, clients, kept) for way in (Controller, Always))
+    assert adaptive / always > 0.93
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_first_comparison_is_of_more_than_chance(seed):
+    drafts = serve(Always(), 320, 1, 0.1, seed=seed) / serve(Never(), 320, 1, 0.1, seed=seed)
+    assert serve(Controller(), 320, 1, 0.1, seed=seed) / serve(Never(), 320, 1, 0.1, seed=seed) > 0.9 * drafts > 1.3
+
+
+def test_drafts_that_pay_clearly_at_a_low_load_are_used_at_a_high_one_and_compared_early():
+    controller = Controller()
+    serve(controller, 64, 1, kept=0.7)
+    assert simulate(controller, 2 * BURST, with_draft=1.1, load=32)[1] == 2 * BURST
+    simulate(controller, 4 * BURST, with_draft=1.1, load=32)
+    assert simulate(controller, 2 * BURST, with_draft=1.1, load=32)[1] == 0
+    controller = Controller()
+    simulate(controller, 64, with_draft=0.6)  # 1.67 times as fast
+    assert simulate(controller, 2 * BURST, with_draft=1.1, load=32)[1] == BURST
 
 
 @pytest.mark.parametrize(
@@ -134,7 +175,7 @@ def test_an_answer_counts_among_its_own_kind_and_at_one_load(monkeypatch, kinds,
 def test_under_load_as_many_begin_alike_as_push_the_others_out():
     controller = Controller()
     assert simulate(controller, TRIALS, with_draft=1.0, load=32)[1] == TRIALS
-    assert simulate(controller, 65, with_draft=1.0, load=32)[1] == 0
+    assert simulate(controller, BURST, with_draft=1.0, load=32)[1] == 0
 
 
 def test_what_holds_at_a_low_load_is_not_tried_again_at_a_high_one():
