@@ -151,13 +151,14 @@ def test_the_first_comparison_is_of_more_than_chance(seed):
 
 def test_drafts_that_pay_clearly_at_a_low_load_are_used_at_a_high_one_and_compared_early():
     controller = Controller()
-    serve(controller, 64, 1, kept=0.7)
+    simulate(controller, 64, with_draft=0.6, load=16)
     assert simulate(controller, 2 * BURST, with_draft=1.1, load=32)[1] == 2 * BURST
     simulate(controller, 4 * BURST, with_draft=1.1, load=32)
     assert simulate(controller, 2 * BURST, with_draft=1.1, load=32)[1] == 0
-    controller = Controller()
-    simulate(controller, 64, with_draft=0.6)  # 1.67 times as fast
-    assert simulate(controller, 2 * BURST, with_draft=1.1, load=32)[1] == BURST
+    for speedup, load in ((1.4, 16), (2.0, 8)):  # not as clearly, or not at nearly as high a load
+        controller = Controller()
+        simulate(controller, 64, with_draft=1 / speedup, load=load)
+        assert simulate(controller, 2 * BURST, with_draft=1.1, load=32)[1] == BURST
 
 
 @pytest.mark.parametrize(
