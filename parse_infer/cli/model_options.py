@@ -210,7 +210,8 @@ class ModelOptions:
             "adapter": adapter,
             "adapter_weights": None if adapter is None else read_adapter(resolve(adapter)).fingerprint,
             "template_options": read_pairs(self.template_option, "--template-option"),
-            "servers": [*(self.target_url or ["started here"]), *(self.draft_url or ["started here"])],
+            "target_url": self.target_url,
+            "draft_url": self.draft_url,
             "local_draft": self.local_draft,
         }
 

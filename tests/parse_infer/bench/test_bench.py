@@ -25,6 +25,7 @@ from parse_infer.bench.run import BenchSettings, run_bench, schedule
 from parse_infer.bench.statistics import difference_interval, rate_ratio_interval, wilson_interval
 from parse_infer.bench.tables import category_table, header
 from parse_infer.bench.target_vocabulary import in_target_vocabulary
+from parse_infer.controller import TRIALS
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import GenerationSettings
 from parse_infer.guesses.draft_chain import DraftChain
@@ -289,8 +290,8 @@ def test_a_mode_may_say_what_follows_a_rejected_draft(engine):
 
 def test_a_mode_may_let_the_target_answer_alone(engine):
     (mode,) = make_modes(engine, ["parse:adaptive"], GenerationSettings(max_new_tokens=8, threshold=1.0))
-    found = [timed(engine, mode, PROBLEMS[0].prompt)[0].stats.rounds for _ in range(6)]
-    assert found == [1, 1, 1, 0, 0, 0], "both ways are tried before they are compared"
+    found = [timed(engine, mode, PROBLEMS[0].prompt)[0].stats.rounds for _ in range(2 * TRIALS)]
+    assert found == [1] * TRIALS + [0] * TRIALS, "both ways are tried before they are compared"
     assert title(mode.name) == "**PARSE** (adaptive)" and describe(mode.name).endswith(", adaptive")
 
 

@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 
+from parse_infer.controller import TRIALS
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import Done, Generation, GenerationSettings
 from parse_infer.models.prompts import Verbatim
@@ -266,13 +267,13 @@ def test_a_promise_made_for_other_models_is_found_before_anybody_asks(make_engin
 
 def test_metrics_tell_what_adaptive_requests_got(make_engine):
     with running(LocalBackend(make_engine()), make_engine()) as server:
-        for n in range(6):  # as long as nothing is known, both are tried
+        for n in range(2 * TRIALS):  # as long as nothing is known, both are tried
             assert server.chat(PROMPTS[n % 4], max_tokens=8, parse={"adaptive": True}).status_code == 200
         server.chat(PROMPTS[0], max_tokens=8)
         for decided in ({"mode": "target"}, {"draft_text": "4"}):  # there is nothing to decide
             server.chat(PROMPTS[0], max_tokens=8, parse=decided)
         told = re.findall(r'^parse_decisions_total\{decision="(\w+)"\} (\S+)$', server.metrics, re.MULTILINE)
-    assert dict(told) == {"draft": "3.0", "alone": "3.0"}
+    assert dict(told) == {"draft": str(float(TRIALS)), "alone": str(float(TRIALS))}
 
 
 def test_a_server_decides_for_requests_that_do_not_say(make_engine):
