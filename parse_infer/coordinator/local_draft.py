@@ -28,6 +28,7 @@ from parse_infer.models.sampling import Sampling
 _ROWS = 64  # drafts written at a time
 _PIECE = 16  # tokens that are handed over at a time: each piece wakes the event loop
 _NICE = 5
+_FREE = 1 / 4  # of the seats: fewer wait for the next draft, since taking seats away copies all others
 
 
 @dataclass
@@ -141,7 +142,7 @@ class LocalDraft:
         """Seats for those who wait, and one more token for each. Returns those who are not ready."""
         arriving = list(islice(waiting, self._decoder.batch_size - len(writing)))
         runs = self._begun(arriving)
-        if runs or batch.free:
+        if runs:
             batch.admit(runs)
         writing += zip(arriving, runs, strict=True)
         for _ in arriving:
@@ -154,6 +155,8 @@ class LocalDraft:
                 job.sent = len(run.written)
             if run.ended:
                 job.tell(None)
+        if len(batch.free) > _FREE * len(batch.seats):
+            batch.shrink()
         return [(job, run) for job, run in writing if not run.ended]
 
     def _begun(self, jobs: Sequence[_Job]) -> list[Run]:

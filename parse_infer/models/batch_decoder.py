@@ -81,7 +81,7 @@ class Batch:
 
     @torch.inference_mode()
     def admit(self, runs: Sequence[Run] = ()) -> None:
-        """Seats for these: the free ones first, then more of them. Those that stay free are removed."""
+        """Seats for these: the free ones first, then more of them."""
         free = self.free
         places = [*free, *range(len(self.seats), len(self.seats) + len(runs))][: len(runs)]
         more = len(runs) - len(free)
@@ -97,13 +97,19 @@ class Batch:
             self._kv.load(list(arriving), source, contexts, max(run.row.length for run in arriving.values()))
         seated = dict(zip(places, runs, strict=True))
         self.seats = [seated.get(seat, run) for seat, run in enumerate([*self.seats, *runs[len(free) :]])]
+        self._sampling = RowSampling([run.row.sampling for run in self.seats], self._decoder.device)
+
+    @torch.inference_mode()
+    def shrink(self) -> None:
+        """Remove the free seats. This copies the others' keys and values; a free seat costs a little of each step."""
         kept = [seat for seat, run in enumerate(self.seats) if not run.ended]
-        if len(kept) < len(self.seats):
-            self.seats = [self.seats[seat] for seat in kept]
-            if self._kv is not None and kept:
-                self._kv.keep(kept)
-        if not self.seats:
+        if len(kept) == len(self.seats):
+            return
+        self.seats = [self.seats[seat] for seat in kept]
+        if not kept:
             self._kv = None
+        elif self._kv is not None:
+            self._kv.keep(kept)
         self._sampling = RowSampling([run.row.sampling for run in self.seats], self._decoder.device)
 
     @torch.inference_mode()
@@ -210,6 +216,7 @@ class BatchDecoder:
         while waiting or batch.seats:
             room = self.batch_size - len(batch.seats) + len(batch.free)
             batch.admit([waiting.popleft() for _ in range(min(room, len(waiting)))])
+            batch.shrink()
             enough = max(1, FREE_SHARE * len(batch.seats))
             while batch.seats and len(batch.free) < enough:
                 batch.step()

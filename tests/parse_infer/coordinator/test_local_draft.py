@@ -12,7 +12,7 @@ import torch
 from parse_infer.coordinator.local_draft import LocalDraft
 from parse_infer.coordinator.pair import server_settings
 from parse_infer.coordinator.servers import Unavailable
-from parse_infer.models.batch_decoder import BatchDecoder
+from parse_infer.models.batch_decoder import Batch, BatchDecoder
 from parse_infer.models.sampling import Sampling
 from tests.parse_infer.coordinator.conftest import Connect
 
@@ -51,6 +51,23 @@ def test_a_draft_ends_with_the_tokens_and_the_budget_of_its_request(draft):
     end = next(i for i in range(3, len(whole)) if whole[i] not in whole[:i])
     assert asyncio.run(read(draft, IDS[0], end_ids={whole[end]})) == whole[: end + 1]
     assert asyncio.run(read(draft, IDS[0], most=7)) == whole[:7]
+
+
+def test_a_few_free_seats_wait_for_the_next_draft(engine, monkeypatch):
+    """Taking them away copies the keys and values of all others."""
+    local, shares, shrunk = LocalDraft(engine.draft, rows=8), [], []
+    step, shrink = Batch.step, Batch.shrink
+    monkeypatch.setattr(Batch, "step", lambda b: (shares.append(len(b.free) / max(1, len(b.seats))), step(b)))
+    monkeypatch.setattr(Batch, "shrink", lambda b: (shrunk.append(len(b.free)), shrink(b)))
+
+    async def all_of_them() -> list[list[int]]:
+        return await asyncio.gather(*(read(local, IDS[0], most=10 * n) for n in range(1, 9)))
+
+    lengths = [len(tokens) for tokens in asyncio.run(all_of_them())]
+    local.close()
+    assert lengths == [10 * n for n in range(1, 9)]
+    assert max(shares) == 1 / 4, "free seats were taken away at once, or too late"
+    assert sum(shrunk) == 8 and len(shrunk) < 6
 
 
 def test_sampled_drafts_follow_their_seed(draft):
