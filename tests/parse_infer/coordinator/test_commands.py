@@ -120,7 +120,7 @@ def test_the_key_of_the_servers_reaches_them(by, engine, connect, monkeypatch, c
     command = ["generate", "Hi", "--adapter", "zoo:adapter", *addresses, "--max-new-tokens", "8"]
     assert main([*command, *(["--server-key", "secret"] if by == "option" else [])]) == 2
     # The server lets it in, and turns out to be another one.
-    assert "401" not in (said := capsys.readouterr().err) and "has other tokens than" in said
+    assert "(401)" not in (said := capsys.readouterr().err) and "has other tokens than" in said
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     assert main(command) == 2 and "(401): Unauthorized: give its API key" in capsys.readouterr().err
 
