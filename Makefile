@@ -8,10 +8,15 @@ export TOKENIZERS_PARALLELISM = false
 .PHONY: help setup demo test test-vllm lint format zoo zoo-smollm2 clean
 
 help:
-	@echo "make demo   set up .venv and watch PARSE answer 20 held-out problems"
-	@echo "make test   set up .venv and run the tests"
-	@echo "make test-vllm   set up .venv-vllm with vLLM for CPUs and run the tests that need it"
-	@echo "make lint   ruff (lint and format) and type hints"
+	@echo "make setup        a fresh .venv with pinned versions"
+	@echo "make demo         set up .venv and watch PARSE answer 20 held-out problems"
+	@echo "make test         set up .venv and run the tests"
+	@echo "make test-vllm    set up .venv-vllm with vLLM for CPUs and run the tests that need it"
+	@echo "make lint         ruff (lint and format) and type hints"
+	@echo "make format       let ruff correct and format the code"
+	@echo "make zoo          train the embedded models again, from nothing (three and a half hours)"
+	@echo "make zoo-smollm2  train the SmolLM2 pair again (five hours)"
+	@echo "make clean        remove the environments and what was built"
 
 setup: $(VENV)/installed
 

@@ -1,0 +1,30 @@
+"""Answer one question: the draft model writes, the target verifies the meaning of every prefix in one forward pass.
+
+python examples/generate.py "A box holds 12 pens. How many pens are in 7 boxes?"
+"""
+
+import argparse
+
+from parse_infer import ParseEngine
+
+QUESTION = "A boy has 11 pencils. His brother has 4 fewer pencils than he has. How many pencils do they have together?"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("question", nargs="?", default=QUESTION)
+    arguments = parser.parse_args()
+
+    # Any Hugging Face id or folder works here. The adapter belongs to its target.
+    engine = ParseEngine.from_pretrained(target="zoo:target", draft="zoo:draft", adapter="zoo:adapter")
+    answer = engine.generate(arguments.question)
+    print(answer.text)
+    print()
+    for span in answer.spans:  # who wrote what; the validity is the judge's estimate that the prefix still holds
+        validity = "" if span.validity is None else f"{span.validity:.2f}"
+        print(f"{span.source:6} {validity:4} {span.text!r}")
+    print(f"{answer.stats.accepted_tokens} of {answer.stats.draft_tokens} draft tokens were accepted")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Train a validity head on your own problems: problems, drafts and labels, training, use.
+
+python examples/train.py --problems my_problems.jsonl     # rows like {"prompt": "…", "reference": "42"}
+
+Without --problems it takes a few generated ones, to show the steps. Expect useful heads from some thousand problems.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from data_tools.cli import main as parse_data
+from data_tools.tasks.gsm_symbolic import GsmSymbolic
+from parse_train.__main__ import main as parse_train
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", type=Path, help="jsonl file with prompt and reference (checked as a number)")
+    parser.add_argument("--limit", default="32", help="number of problems")
+    parser.add_argument("--out", type=Path, default=Path("runs/example"))
+    arguments, training = parser.parse_known_args()  # other options are the training's, for example --max_steps 100
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.problems is None:
+        arguments.problems = arguments.out / "problems.jsonl"
+        problems = GsmSymbolic().problems("train", seed=9, limit=int(arguments.limit))
+        rows = [json.dumps({"prompt": p.prompt, "reference": p.reference}) for p in problems]
+        arguments.problems.write_text("\n".join(rows) + "\n")
+
+    task = [
+        "--task",
+        "jsonl",
+        "--task_options",
+        json.dumps({"path": str(arguments.problems)}),
+        "--limit",
+        arguments.limit,
+    ]
+    data, run = str(arguments.out / "data"), str(arguments.out / "validity")
+    # The draft model answers, the target continues from prefixes: parse-data build recipes/data.yaml …
+    code = parse_data(["build", "recipes/data.yaml", "--output_dir", data, *task])
+    # On several GPUs: accelerate launch recipes/train.yaml --data … --output_dir …
+    options = ["--data", data, "--output_dir", run, "--report_to", "none", "--calibration_problems", "0", *training]
+    code = code or parse_train(["recipes/train.yaml", *options])
+    if code == 0:
+        print(f"Use it: parse-infer generate --adapter {run}/adapter …")
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The examples run as they stand, on less data where the whole would take minutes."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+# For each example: its options here, and what it must print.
+RUNS = {
+    "generate": ([], "draft tokens were accepted"),
+    "stream": ([], "target forwards]"),
+    "score": ([], "the first error is in step 1"),
+    "serve": ([], "draft tokens accepted:"),
+    "train": (["--limit", "24", "--max_steps", "1"], "Use it: parse-infer generate --adapter"),
+    "calibrate": (["--limit", "12"], "####"),
+}
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(RUNS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_example_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, printed = RUNS[name]
+    if name in ("train", "calibrate"):
+        options = [*options, "--out", str(tmp_path)]
+    monkeypatch.chdir(EXAMPLES.parent)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
+    try:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, capsys.readouterr().err
+    assert printed in capsys.readouterr().out
