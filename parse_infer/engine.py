@@ -203,7 +203,7 @@ class ParseEngine:
 
     @property
     def train_problems(self) -> frozenset[str]:
-        """Ids of the problems that the judge was trained on, where that is known."""
+        """Hashes of the prompts that the judge was trained on, where they are known."""
         known: frozenset[str] = getattr(self.judge, "train_problems", frozenset())
         return known
 

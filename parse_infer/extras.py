@@ -1,4 +1,4 @@
-"""The optional parts of the installation: `pip install "parse-engine[bench]"` and so on, see pyproject.toml."""
+"""The optional parts of the installation and how to install them; pyproject.toml lists what each contains."""
 
 from __future__ import annotations
 
@@ -31,9 +31,13 @@ EXTRAS = {
 }
 
 
+def install(extra: str) -> str:
+    """How to install an optional part. No package index has this project, so the command needs a checkout."""
+    return f'in a checkout of this repository, pip install -c constraints.txt ".[{extra}]"'
+
+
 def missing_package(error: ModuleNotFoundError) -> str:
-    """One sentence: what is missing, and how to get it."""
+    """One sentence that names the missing package and how to install it."""
     module = (error.name or str(error)).partition(".")[0]
     extra = EXTRAS.get(module)
-    wanted = f'"parse-engine[{extra}]"' if extra else module
-    return f"the package {module} is missing: pip install {wanted}"
+    return f"the package {module} is missing: {install(extra) if extra else f'pip install {module}'}"

@@ -51,5 +51,5 @@ def check_threshold(threshold: float) -> float:
 def check_share(value: float, name: str) -> float:
     """Return `value` if it is a number between 0 and 1, both excluded; else a ValueError that calls it `name`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a number between 0 and 1, such as 0.01")
+        raise ValueError(f"{name} is {value!r}; it must be a number between 0 and 1, such as 0.05")
     return float(value)

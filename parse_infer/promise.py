@@ -196,7 +196,7 @@ def risks(values: Sequence[float]) -> tuple[float, ...]:
     for value in values:
         check_share(value, "risk")
     if not values:
-        raise ValueError("name at least one risk, such as 0.01")
+        raise ValueError("name at least one risk, such as 0.05")
     return tuple(sorted(set(map(float, values))))
 
 

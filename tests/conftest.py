@@ -22,9 +22,12 @@ from transformers import (
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 torch.set_num_threads(1)
@@ -64,6 +67,16 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
     ),
 }
 ARCHITECTURES = tuple(_CONFIGS)
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# Mixture-of-experts models, which training supports in part.
+_CONFIGS |= {
+    "mixtral": lambda: MixtralConfig(**_SHAPE, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**_SHAPE, **_EXPERTS, num_key_value_heads=2, head_dim=8),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **_SHAPE, **_EXPERTS, num_key_value_heads=2, shared_expert_intermediate_size=16
+    ),
+}
+MOE_ARCHITECTURES = tuple(_CONFIGS)[len(ARCHITECTURES) :]
 
 
 def randomise(model: PreTrainedModel, seed: int) -> PreTrainedModel:

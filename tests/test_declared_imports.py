@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from parse_infer.extras import EXTRAS, missing_package
+from parse_infer.extras import EXTRAS, install, missing_package
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"parse_infer", "parse_train", "data_tools"}
@@ -103,7 +103,7 @@ def test_sentences_about_missing_packages_name_the_extra_that_has_them():
     modules = {module for module, _ in imported(*everything) if distribution(module) not in base}
     assert {m: next(e for e in own if distribution(m) in own[e]) for m in modules} == EXTRAS
     assert missing_package(ModuleNotFoundError(name="scipy.stats")) == (
-        'the package scipy is missing: pip install "parse-engine[bench]"'
+        'the package scipy is missing: in a checkout of this repository, pip install -c constraints.txt ".[bench]"'
     )
     assert missing_package(ModuleNotFoundError(name="tiktoken")).endswith(": pip install tiktoken")
 
@@ -138,11 +138,11 @@ def test_the_base_installation_generates_and_names_the_extra_for_what_it_cannot_
     lines = [line for line in run.stderr.splitlines() if re.fullmatch(r"\d+", line) or line.startswith("error")]
     assert [line for line in lines if line.isdecimal()] == ["0", "0", "0", "2", "2", "2", "2", "2"], run.stderr
     demo, bench, gsm8k, serve, evaluation = (line for line in lines if line.startswith("error"))
-    assert demo.endswith('the package reasoning_gym is missing: pip install "parse-engine[bench]"')
-    assert re.search(r'the package (matplotlib|scipy|PIL) is missing: pip install "parse-engine\[bench\]"', bench)
-    assert serve.endswith('the package fastapi is missing: pip install "parse-engine[serve]"')
-    assert re.search(r'(datasets|lm_eval) is missing: pip install "parse-engine\[(data|eval)\]"', evaluation)
-    assert gsm8k.endswith('pip install "parse-engine[bench]"') or gsm8k.endswith('pip install "parse-engine[data]"')
+    assert demo.endswith(f"the package reasoning_gym is missing: {install('bench')}")
+    assert re.search(rf"the package (matplotlib|scipy|PIL) is missing: {re.escape(install('bench'))}$", bench)
+    assert serve.endswith(f"the package fastapi is missing: {install('serve')}")
+    assert re.search(r'(datasets|lm_eval) is missing: .* "\.\[(data|eval)\]"$', evaluation)
+    assert gsm8k.endswith((install("bench"), install("data")))
 
 
 @pytest.mark.parametrize(
@@ -157,4 +157,20 @@ def test_without_their_extras_data_and_training_say_so(module: str, arguments: l
     code += f"from {module} import main; sys.exit(main({arguments}))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 2 and len(run.stderr.strip().splitlines()) == 1, run.stderr
-    assert re.search(rf"error: the package ({missing}) is missing: pip install \"parse-engine\[\w+\]\"", run.stderr)
+    assert re.search(rf'error: the package ({missing}) is missing: .* "\.\[\w+\]"$', run.stderr.strip())
+
+
+def test_no_page_or_message_installs_this_package_from_an_index():
+    """Nobody owns its name there: only a checkout or a wheel of one can be installed."""
+    patterns = (
+        "parse_*/**/*.py",
+        "data_tools/**/*.py",
+        "tests/**/*.py",
+        "docs/*.md",
+        "README.md",
+        "recipes/**/*.yaml",
+    )
+    pages = [path for pattern in (*patterns, "deploy/*", "Makefile", ".ci/run") for path in ROOT.glob(pattern)]
+    named = re.compile(r"\binstall\b[^\n]*[ \"']" + re.escape(PROJECT["name"]))
+    wrong = [f"{path.relative_to(ROOT)}: {line}" for path in pages for line in named.findall(path.read_text("utf-8"))]
+    assert len(pages) > 200 and not wrong, wrong

@@ -16,12 +16,15 @@ import pytest
 
 from data_tools.cli import main as parse_data
 from parse_infer.bench.documents import main as documents
+from parse_infer.calibration.measure import CalibrationSettings
+from parse_infer.calibration.risk import p_value
 from parse_infer.calibration.simulate import main as simulate
 from parse_infer.calibration.splits import main as splits
 from parse_infer.cli.app import main as parse_infer
 from parse_train.__main__ import main as parse_train
 from parse_train.recipe import load_recipe
 from parse_train.validity.compare import main as compare
+from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.step_cost import main as step_cost
 
 REPOSITORY = Path(__file__).parents[1]
@@ -150,3 +153,16 @@ def test_what_has_moved_is_not_named_any_more() -> None:
     for page in pages:
         for name in re.findall(named, page.read_text(encoding="utf-8")):
             assert (REPOSITORY / name).exists(), f"{page.relative_to(REPOSITORY)} names {name}"
+
+
+def test_the_risks_of_examples_can_be_shown() -> None:
+    """By the calibration that ends a training, also when a few requests are lost."""
+    n = ValidityTrainingConfig.calibration_problems
+    level = CalibrationSettings().level
+    sources = [*PAGES, *REPOSITORY.glob("parse_infer/**/*.py"), *REPOSITORY.glob("recipes/**/*.yaml")]
+    examples = [
+        (path, float(risk)) for path in sources for risk in re.findall(r"(?:--risk |risk=)(0\.\d+)", path.read_text())
+    ]
+    assert len(examples) > 5
+    hopeless = {str(path): risk for path, risk in examples if p_value([1.0] * 3 + [0.0] * (n - 3), risk) > level}
+    assert not hopeless, hopeless

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+from parse_infer.held_out import prompt_hash
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -39,7 +39,7 @@ class Task(Protocol):
 
 def prompt_id(prompt: Any) -> str:
     """Identifies a problem that has no id of its own, in whichever file it stands."""
-    return "prompt-" + hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()[:16]
+    return f"prompt-{prompt_hash(prompt)}"
 
 
 def check_split(split: str) -> None:

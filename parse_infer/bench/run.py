@@ -25,6 +25,7 @@ from parse_infer.bench.tables import markdown
 from parse_infer.engine import ParseEngine
 from parse_infer.files import write_text
 from parse_infer.generation import GenerationSettings, Resume
+from parse_infer.held_out import leave_out_learnt
 from parse_infer.models.machine import describe_run
 from parse_infer.policy import check_threshold
 from parse_infer.record_store import RecordStore
@@ -84,7 +85,7 @@ def run_bench(
 
     Args:
         engine: with target, draft model and adapter, as far as the modes need them.
-        problems: with different ids.
+        problems: with different ids; those that the adapter was trained on are left out, see `leave_out_learnt`.
         check: whether a text answers a problem; None where nothing tells.
         folder: results and records; an interrupted run continues there.
         task: what the problems are, for the report.
@@ -94,7 +95,8 @@ def run_bench(
         The content of `results.json`; see `parse_infer.bench.report`.
 
     Raises:
-        ValueError: no problems, two with one id, a mode that lacks a part, or a folder with another benchmark.
+        ValueError: no problems, two with one id, mostly training problems of the adapter, a mode that lacks a part,
+            or a folder with another benchmark.
     """
     settings = settings or BenchSettings()
     if not problems:
@@ -102,6 +104,7 @@ def run_bench(
     name, count = Counter(p.id for p in problems).most_common(1)[0]
     if count > 1:
         raise ValueError(f"{count} problems have the id {name!r}: give each its own")
+    problems = leave_out_learnt(problems, engine.train_problems)
     if len({check(problem, "") is None for problem in problems}) > 1:
         raise ValueError("some problems have references and others have none: run them as two benchmarks")
     modes = make_modes(

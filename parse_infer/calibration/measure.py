@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, get_args
@@ -20,6 +20,7 @@ from parse_infer.calibration.order import RESUMES, strict_to_lax
 from parse_infer.calibration.replay import Replay, ReplayedEngine
 from parse_infer.calibration.risk import least_problems, n_passing, p_value, upper_bound
 from parse_infer.generation import GenerationSettings, Resume
+from parse_infer.held_out import leave_out_learnt
 from parse_infer.models.machine import describe_run
 from parse_infer.models.prompts import Prompt
 from parse_infer.models.sampling import Sampling
@@ -36,7 +37,7 @@ class CalibratedEngine(ReplayedEngine, Protocol):
 
     @property
     def train_problems(self) -> frozenset[str]:
-        """Ids of the problems that the judge was trained on."""
+        """Hashes of the prompts that the judge was trained on, see `leave_out_learnt`."""
         ...
 
     @property
@@ -145,17 +146,19 @@ def calibrate(
 
     Args:
         engine: with target, draft model and judge.
-        problems: with different ids, none of which the judge was trained on.
+        problems: with different ids; those that the judge was trained on are left out, see `leave_out_learnt`.
         check: whether a text answers a problem; None where nothing tells (then only loss "disagreement" is possible).
         same: whether two texts give the same final answer.
         task: what the problems are.
 
     Raises:
-        ValueError: too few problems for a risk, a target that is never right, a pair that cannot keep any of the risks
-            even where it accepts nothing, or a folder with another calibration.
+        ValueError: too few problems for a risk, mostly training problems of the judge, a target that is never right, a
+            pair that cannot keep any of the risks even where it accepts nothing, or a folder with another calibration.
     """
     settings = settings or CalibrationSettings()
-    check_problems(problems, settings, engine.train_problems)
+    check_problems(problems, settings)
+    problems = leave_out_learnt(problems, engine.train_problems)
+    check_problems(problems, settings)
     models = engine.describe()
     if not (models.get("draft") and models.get("adapter")):
         raise ValueError("a calibration needs a draft model, and a judge: an adapter, or zero_shot=True")
@@ -213,25 +216,13 @@ def speedup(outcomes: Sequence[Outcome], i: int, j: int) -> float:
     return sum(alone for alone, _ in timed) / sum(seconds for _, seconds in timed)
 
 
-def check_problems(
-    problems: Sequence[CalibrationProblem], settings: CalibrationSettings, learnt: Collection[str] = ()
-) -> None:
-    """ValueError unless the problems can show what is to be promised.
-
-    Args:
-        learnt: ids of the problems that the judge was trained on.
-    """
+def check_problems(problems: Sequence[CalibrationProblem], settings: CalibrationSettings) -> None:
+    """Raise ValueError unless the problems can show what is to be promised."""
     if not problems:
         raise ValueError("there are no problems to calibrate on: choose another task, split or limit")
     name, count = Counter(p.id for p in problems).most_common(1)[0]
     if count > 1:
         raise ValueError(f"{count} problems have the id {name!r}: give each its own")
-    known = [problem.id for problem in problems if problem.id in learnt]
-    if known:
-        raise ValueError(
-            f"{len(known)} of the {len(problems)} problems are among those that the adapter was trained on (first: "
-            f"{known[0]}), where it is better than on others: choose another split or seed"
-        )
     needed = least_problems(settings.risks[0], settings.level)
     if len(problems) < needed:
         shared = " (the ways to resume share the error budget)" if len(settings.resumes) > 1 else ""

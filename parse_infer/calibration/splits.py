@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             risks = tuple(float(part) for part in arguments.risk.split(","))
         except ValueError:
-            raise ValueError(f"--risk is {arguments.risk!r}; give numbers such as 0.01,0.05") from None
+            raise ValueError(f"--risk is {arguments.risk!r}; give numbers such as 0.05,0.1") from None
         settings = CalibrationSettings(risks, arguments.confidence, config["loss"], tuple(config["resumes"]))
         result = split(config, outcomes, settings, arguments.splits)
     except (OSError, ValueError) as error:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from parse_infer.coordinator.engine import Coordinator
     from parse_infer.engine import ParseEngine
     from parse_infer.generation import GenerationSettings
+    from parse_infer.verify.adapter_folder import AdapterFiles
 
 NOBODY = "none"
 # The embedded targets, each with the draft model and the adapter made for it.
@@ -198,17 +199,27 @@ class ModelOptions:
             tell=progress,
         )
 
-    def describe_servers(self) -> dict[str, Any]:
-        """What answers over vLLM, and where, as far as can be told before any server is there."""
+    @property
+    def train_problems(self) -> frozenset[str]:
+        """Hashes of the prompts that the adapter was trained on, as far as it lists them."""
+        files = self._adapter_files()
+        return frozenset() if files is None else files.train_problems
+
+    def _adapter_files(self) -> AdapterFiles | None:
         from parse_infer.models.names import resolve
         from parse_infer.verify.adapter_folder import read_adapter
 
         adapter = None if self.zero_shot else self.adapter or PAIRS.get(self.target_name, (None, None))[1]
+        return None if adapter is None else read_adapter(resolve(adapter))
+
+    def describe_servers(self) -> dict[str, Any]:
+        """What answers over vLLM, and where, as far as can be told before any server is there."""
+        files = self._adapter_files()
         return {
             "target": self.target_name,
             "draft": self.draft or PAIRS.get(self.target_name, (None, None))[0],
-            "adapter": adapter,
-            "adapter_weights": None if adapter is None else read_adapter(resolve(adapter)).fingerprint,
+            "adapter": None if files is None else self.adapter_name,
+            "adapter_weights": None if files is None else files.fingerprint,
             "template_options": read_pairs(self.template_option, "--template-option"),
             "target_url": self.target_url,
             "draft_url": self.draft_url,

@@ -55,7 +55,7 @@ class Coordinator:
         overlap: verify segments while the draft is written; changes no answer.
         parallel: how many answers `generate` and `each` keep under way.
         models: which they are; see `describe`.
-        train_problems: ids of the problems that the judge was trained on.
+        train_problems: hashes of the prompts that the judge was trained on, see `leave_out_learnt`.
         calibration: what `risk` in a request's settings goes by; made over servers too.
         processes: servers that were started for this, and end with `close`.
 

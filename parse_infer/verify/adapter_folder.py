@@ -100,7 +100,7 @@ def write_adapter(
     Args:
         peft_config, tensors: both empty where there is no probe; then no peft files are written.
         figures: PNG files by name, shown in the model card.
-        train_problems: ids of the problems that were learnt from, so that no promise is tested on them.
+        train_problems: hashes of the prompts that were learnt from, so that no promise is tested on them.
 
     Raises:
         ValueError: `folder` exists and holds something else than an adapter.
@@ -120,8 +120,7 @@ def write_adapter(
         for name, png in figures.items():
             (beside / f"{name}.png").write_bytes(png)
         if train_problems:
-            lines = sorted(" ".join(problem.split()) for problem in train_problems)
-            (beside / PROBLEMS).write_text("\n".join(lines) + "\n", encoding="utf-8")
+            (beside / PROBLEMS).write_text("\n".join(sorted(train_problems)) + "\n", encoding="utf-8")
         (beside / CARD).write_text(model_card(validity_config, list(figures)), encoding="utf-8")
     return folder
 

@@ -99,7 +99,7 @@ class ValidityAdapter:
             without a probe, which alone is updated.
         peft_config: content of adapter_config.json; empty without a probe.
         tensors: content of adapter_model.safetensors, by peft's names; empty without a probe.
-        train_problems: ids of the problems that it was trained on, where that is known.
+        train_problems: hashes of the prompts that it was trained on, where they are known.
     """
 
     config: ValidityConfig

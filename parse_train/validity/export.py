@@ -46,7 +46,7 @@ def export_adapter(
         metrics: held-out figures for the model card.
         risk: where the threshold comes from; without it, none is written.
         figures: saved as NAME.png and shown in the model card.
-        train_problems: ids of the problems that were learnt from.
+        train_problems: `prompt_hash` of every prompt that was learnt from.
         probability: as in `ValidityConfig`; metrics and threshold are those of the validities that it gives.
 
     Raises:

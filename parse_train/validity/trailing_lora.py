@@ -7,11 +7,13 @@ format stay peft's.
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.lora.variants import ALoraLinearVariant
@@ -64,9 +66,10 @@ def attach_trailing_lora(
     """Wrap `target` with a fresh activated LoRA (its update is zero at first) and freeze everything else.
 
     Raises:
-        ValueError: no layer with one of the names in `target_modules` (peft's own sentence).
+        ValueError: no layer with one of the names in `target_modules` (peft's own sentence), or layers that see
+            flattened tokens.
     """
-    names = list(target_modules)
+    names, (ordered, flattened) = list(target_modules), token_layouts(target)
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -77,10 +80,53 @@ def attach_trailing_lora(
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for an attribute by its older name
-        model = get_peft_model(target, config)
-    switch = TrailingLora()
-    for layer in model.modules():
+        try:
+            model = get_peft_model(target, config)
+        except ValueError as error:
+            if not flattened:
+                raise
+            # peft has no activated LoRA for routers and fused experts, and says so without naming them.
+            raise ValueError(_refusal(f"peft refuses {', '.join(names)} here", ordered, flattened)) from error
+    switch, adapted = TrailingLora(), set()
+    for name, layer in model.get_base_model().named_modules():
         if isinstance(layer, LoraLayer):
+            adapted.add(name)
             layer.lora_variant[ADAPTER] = switch
             layer.cast_input_dtype_enabled = False  # only the slice is cast, above
+    if wrong := [name for name in flattened if name in adapted]:
+        raise ValueError(_refusal("the update would reach other tokens than the probe's", ordered, wrong))
     return model, switch
+
+
+@torch.no_grad()
+def token_layouts(target: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Names of the modules with weights that see hidden states as [batch, tokens, features], and of those that see
+    them flattened to [batch · tokens, features], as in a mixture of experts. One forward of six tokens tells."""
+    ordered: list[str] = []
+    flattened: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
+                (ordered if args[0].ndim > 2 else flattened).append(name)
+
+        return hook
+
+    weighted = [(n, m) for n, m in target.named_modules() if any(p.ndim > 1 for p in m.parameters(recurse=False))]
+    hooks = [module.register_forward_pre_hook(note(name)) for name, module in weighted]
+    try:
+        getattr(target, target.base_model_prefix)(torch.zeros(2, 3, dtype=torch.long, device=target.device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return ordered, flattened
+
+
+def _refusal(reason: str, ordered: Sequence[str], flattened: Sequence[str]) -> str:
+    """The sentence about a mixture of experts: which modules, and what to adapt instead."""
+    modules = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in flattened)
+    attention = dict.fromkeys(name.rpartition(".")[2] for name in ordered if "attn" in name or "attention" in name)
+    return (
+        f"{', '.join(modules)} see tokens flattened, as in a mixture of experts, and {reason}: adapt the attention "
+        f"layers only, lora_target_modules: [{', '.join(attention)}]"
+    )

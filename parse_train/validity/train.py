@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
+from parse_infer.held_out import prompt_hash
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_infer.verify.adapter_folder import PROMISE
@@ -57,7 +58,7 @@ def main(config: ValidityTrainingConfig) -> None:
     tracking.start(config)
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=ValidityCollator(pad_id(lm)))
     checkpoints.train(trainer, start)
-    learnt = {example.problem for example in train.examples if example.problem}
+    learnt = {prompt_hash(example.prompt) for example in train.examples}
     finish(config, lm, trainer, evaluation, facts, learnt, kl_judge)
     del lm, model, trainer, kl_judge  # make room for the pair; a Trainer is full of cycles
     gc.collect()
@@ -209,7 +210,7 @@ def finish(
     """Evaluate on held-out problems, choose the threshold, compare with the baselines, export.
 
     Args:
-        learnt: ids of the training problems.
+        learnt: `prompt_hash` of every training prompt.
     """
     trainer.model.round_adapter(getattr(torch, config.adapter_dtype))
     raw = trainer.score(evaluation)

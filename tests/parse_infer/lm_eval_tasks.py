@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-lm_eval = pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install "parse-engine[eval]"')
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra eval)")
 
 from lm_eval.tasks import TaskManager  # noqa: E402
 

@@ -156,6 +156,7 @@ def _bench_clients(
     import torch
 
     from parse_infer.bench.clients import check_ways, run_clients, table
+    from parse_infer.held_out import leave_out_learnt
     from parse_infer.models.machine import describe_machine
 
     parts = [part.strip() for part in clients.split(",")]
@@ -163,6 +164,7 @@ def _bench_clients(
         raise ValueError(f"--clients is {clients!r}; give whole numbers of at least 1, such as 1,4,16")
     check_ways(ways, models.target_name, starts=not models.target_url)
     drafted = any(way.startswith("parse") for way in ways)
+    problems = leave_out_learnt(problems, models.train_problems if drafted else ())
     machine = {"coordinator": describe_machine(torch.device("cpu"))}  # servers elsewhere do not tell theirs
     try:
         results = run_clients(

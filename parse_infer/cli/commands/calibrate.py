@@ -64,17 +64,17 @@ def calibrate(
     max_new_tokens: options.MaxNewTokens = 256,
     out: Annotated[str, typer.Option(metavar="DIR", help="Records; a run continues there.")] = "runs/calibration",
 ) -> None:
-    """Find the fastest settings that keep a promise: "at most 1 in 100 requests is lost, with 90 % confidence".
+    """Find the fastest settings that keep a promise: "at most 5 in 100 requests are lost, with 90 % confidence".
 
     Answers every problem with the target alone and with PARSE under every threshold, which costs little more than a
     few answers: drafts, validities and continuations are computed once. Writes calibration.json into --out and,
-    for the local engine, into the adapter's folder where that is on this machine; `parse-infer generate --risk 0.01`
+    for the local engine, into the adapter's folder where that is on this machine; `parse-infer generate --risk 0.05`
     goes by it.
 
     \b
     Examples:
       parse-infer calibrate --limit 500
-      parse-infer calibrate --adapter runs/validity/adapter --risk 0.01 --limit 1000
+      parse-infer calibrate --adapter runs/validity/adapter --risk 0.05 --limit 1000
       parse-infer calibrate --task jsonl --task-option path=prompts.jsonl --task-option check_with=none \\
           --loss disagreement
     """

@@ -57,7 +57,7 @@ def generate(
     \b
     Examples:
       parse-infer generate "A box holds 12 pens. How many pens are in 7 boxes?" --stream
-      parse-infer generate "…" --adapter runs/validity/adapter --risk 0.01
+      parse-infer generate "…" --adapter runs/validity/adapter --risk 0.05
       parse-infer generate --file prompts.jsonl --json > answers.jsonl
       parse-infer generate --file prompts.jsonl --backend vllm --out runs/answers
       parse-infer generate "…" --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/qwen3-8b-0.6b/adapter \\

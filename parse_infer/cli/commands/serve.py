@@ -46,7 +46,7 @@ def serve(
     \b
     Examples:
       parse-infer serve --port 8000
-      parse-infer serve --calibration runs/calibration/calibration.json --risk 0.01 --audit 0.01
+      parse-infer serve --calibration runs/calibration/calibration.json --risk 0.05 --audit 0.01
       parse-infer serve --backend vllm --target-url http://gpu-1:8000 --draft-url http://gpu-2:8000
       parse-infer serve --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/qwen3-8b-0.6b/adapter \\
           --template-option enable_thinking=false --api-key secret

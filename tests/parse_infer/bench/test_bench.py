@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from parse_infer.engine import ParseEngine
 from parse_infer.generation import GenerationSettings
 from parse_infer.guesses.draft_chain import DraftChain
 from parse_infer.guesses.lookup import LookupDrafter
+from parse_infer.held_out import prompt_hash
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.names import ZOO
 from parse_infer.models.token_map import token_map
@@ -391,6 +392,19 @@ def test_problems_must_be_there_and_differ(engine, tmp_path: Path):
     with pytest.raises(ValueError, match="some problems have references and others have none"):
         run_bench(engine, PROBLEMS[:2], lambda p, t: None if p.id == "p0" else True, tmp_path)
     assert engine.target.decoder.forwards == before
+
+
+def test_problems_that_the_adapter_was_trained_on_are_not_measured(engine, tmp_path: Path):
+    judge, settings = engine.judge, BenchSettings(("target", "parse"), 4, thresholds=())
+    engine.judge = replace(judge, train_problems=frozenset({prompt_hash(PROBLEMS[1].prompt)}))
+    results = run_bench(engine, PROBLEMS, lambda p, t: True, tmp_path / "some", settings)
+    assert results["records"]["problems"] == ["p0", "p2", "p3"]
+    assert results["environment"]["problems"] == 3
+    engine.judge = replace(judge, train_problems=frozenset(prompt_hash(p.prompt) for p in PROBLEMS))
+    before = engine.target.decoder.forwards
+    with pytest.raises(ValueError, match="4 of the 4 problems are among those that the adapter was trained on"):
+        run_bench(engine, PROBLEMS, lambda p, t: True, tmp_path / "all", settings)
+    assert engine.target.decoder.forwards == before and not (tmp_path / "all").exists()
 
 
 def test_a_head_that_was_trained_again_is_measured_again(engine, tmp_path: Path):

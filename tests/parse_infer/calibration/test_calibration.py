@@ -22,6 +22,7 @@ from parse_infer.calibration.replay import Replay
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import GenerationSettings
 from parse_infer.guesses.registry import load_token_drafter
+from parse_infer.held_out import prompt_hash
 from parse_infer.models.sampling import Sampling
 from parse_infer.promise import Calibration, Setting, Tried
 from parse_infer.verify.verifier import Verifier
@@ -283,6 +284,22 @@ def test_what_cannot_be_promised_is_said_before_any_work(engine: ParseEngine, tm
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
             replace(SETTINGS, **changes)
+
+
+def test_training_problems_show_nothing_whatever_their_ids(engine: ParseEngine, tmp_path: Path):
+    """They are known by their prompts: most of them are refused, a few are left out."""
+    judge, before = engine.judge, engine.target.decoder.forwards
+    prompts = [f"{PROMPTS[i % 3]} {i}" for i in range(12)]
+    engine.judge = replace(judge, train_problems=frozenset(map(prompt_hash, prompts[:7])))
+    with pytest.raises(ValueError, match=r"7 of the 12 problems are among those that the adapter was trained on"):
+        run(engine, tmp_path / "refused")
+    assert engine.target.decoder.forwards == before and not (tmp_path / "refused").exists()
+    engine.judge = replace(judge, train_problems=frozenset(map(prompt_hash, prompts[:1])))
+    found = run(engine, tmp_path / "left_out")
+    records = [json.loads(line)["problem_id"] for line in (tmp_path / "left_out" / "records.jsonl").open()]
+    assert found.n_problems == 11 and records == [f"p{i}" for i in range(1, 12)]
+    with pytest.raises(ValueError, match="takes at least 12 problems, and there are 11"):
+        run(engine, tmp_path / "few", replace(SETTINGS, risks=(0.18,)))
 
 
 def test_a_target_that_is_never_right_has_nothing_to_lose(engine: ParseEngine, tmp_path: Path):

