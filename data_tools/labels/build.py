@@ -80,6 +80,11 @@ class _Case:
     cuts: list[int]
     search: PrefixSearch
 
+    @property
+    def open_ids(self) -> list[int]:
+        """The draft up to its last prefix that may need rollouts."""
+        return self.draft.ids[: self.cuts[self.search.n_open - 1]]
+
 
 class Labeller:
     """Turns problems into labelled rows, a group at a time.
@@ -150,9 +155,7 @@ class Labeller:
         ]
 
         open_cases = [case for case in cases if case.search.pending()]
-        rollouts.add_drafts(
-            [(case.problem, case.draft.ids[: case.cuts[case.search.n_open - 1]]) for case in open_cases]
-        )
+        rollouts.add_drafts([(case.problem, case.open_ids) for case in open_cases])
         while wanted := [(i, *each) for i, case in enumerate(open_cases) for each in case.search.pending()]:
             self.activity(f"{len(wanted)} prefixes")
             found = rollouts.tallies([Place(i, open_cases[i].cuts[k], total) for i, k, total in wanted])

@@ -106,8 +106,8 @@ class BuildConfig:
     exclude_seeds: dict[str, Any] = field(
         default_factory=dict,
         metadata={
-            "help": "Skip problems whose prompt other seeds of the split give too, for example because a model learnt from "
-            "them: {seed: number of its problems}."
+            "help": "Skip problems whose prompts other seeds of the split give too, for example because a model "
+            "learnt from them: {seed: number of its problems}."
         },
     )
 
@@ -128,8 +128,8 @@ class BuildConfig:
     max_rollouts: int = field(
         default=0,
         metadata={
-            "help": "Most rollouts from a prefix, and the number from the bare prompt; 0: 8 times rollouts, or 1 if they "
-            "are greedy."
+            "help": "Most rollouts from a prefix, and the number from the bare prompt; 0: 8 times rollouts, or 1 if "
+            "they are greedy."
         },
     )
     rollout_temperature: float = field(default=0.0, metadata={"help": "Temperature of rollouts; 0 is greedy."})
@@ -138,8 +138,8 @@ class BuildConfig:
     margin: float = field(
         default=0.0,
         metadata={
-            "help": "A prefix is valid if it keeps at least the share 1 - margin of the target's chance, and not valid if "
-            "it keeps at most the share margin; for sampled rollouts."
+            "help": "A prefix is valid if it keeps at least the share 1 - margin of the target's chance, and not "
+            "valid if it keeps at most the share margin; for sampled rollouts."
         },
     )
     max_label_error: float = field(
@@ -168,8 +168,8 @@ class BuildConfig:
         for seed, number in self.exclude_seeds.items():
             if not str(seed).isdigit() or not isinstance(number, int) or number < 1 or int(seed) == self.seed:
                 raise ValueError(
-                    f"exclude_seeds has {seed}: {number!r}; write another seed than the build's own, {self.seed}, and the "
-                    "number of its problems, for example {0: 50000}"
+                    f"exclude_seeds has {seed}: {number!r}; write another seed than the build's own, {self.seed}, and "
+                    "the number of its problems, for example {0: 50000}"
                 )
         self._check("limit", self.limit is None or self.limit >= 1, "at least 1")
         self._check("margin", 0 <= self.margin < 0.5, "at least 0 and below 0.5")
@@ -210,7 +210,8 @@ class BuildConfig:
             return
         if self.margin == 0:
             raise ValueError(
-                "margin is 0, and sampled rollouts cannot show that a prefix loses nothing: set it, for example to 0.25"
+                "margin is 0, but no number of sampled rollouts shows that a prefix loses nothing: set it, for "
+                "example to 0.25"
             )
         if self.max_rollouts < (fewest := fewest_rollouts(self.margin, self.max_label_error)):
             raise ValueError(

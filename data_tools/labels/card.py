@@ -96,8 +96,9 @@ def _text(config: BuildConfig, summary: Summary, n_problems: int) -> str:
 # Drafts of {config.draft}, labelled by rollouts of {config.target}
 
 Problems of the task `{config.task}` (split `{config.split}`), answered by a draft model and cut into segments. A label
-says whether the prefix that ends there is valid: {_rule(config)} The last prefix of a finished draft is labelled by its
-own answer. A perfect judge, which goes by the labels, keeps what stands before the first prefix that is not valid.
+says whether the prefix that ends there is valid: {_rule(config)}
+The last prefix of a finished draft is labelled by its own answer. A perfect judge, which goes by the labels, keeps
+what stands before the first prefix that is not valid.
 Columns are those of TRL's stepwise supervision, but a label is about the whole prefix, not about its last step alone.
 
 ```python
@@ -128,7 +129,7 @@ def _rule(config: BuildConfig) -> str:
     if config.rollout_sampling.greedy:
         return "the target, resuming from it greedily, ends right, or is wrong from the bare prompt too."
     return (
-        f"the target, resuming from it, keeps at least {1 - config.margin:.0%} of the chance of a right answer that it has "
-        f"from the bare prompt. It is not valid if at most {config.margin:.0%} is left. A sequential test on rollouts "
-        f"decides between the two, with errors of at most {config.max_label_error:.0%}."
+        f"the target, resuming from it, keeps at least {1 - config.margin:.0%} of the chance of a right answer that "
+        f"it has from the bare prompt. It is not valid if at most {config.margin:.0%} is left. A sequential test on "
+        f"rollouts decides between the two, with errors of at most {config.max_label_error:.0%}."
     )

@@ -14,7 +14,6 @@ from parse_infer.models.detokenizer import decode
 from parse_infer.models.language import Language
 from parse_infer.models.sampling import Sampling, seed_of
 
-
 _Prefix = tuple[int, tuple[int, ...]]  # problem and token ids of the draft
 
 
@@ -30,9 +29,9 @@ class Place:
 class PrefixRollouts:
     """Rollouts for the drafts of one group of problems; everything known about the group is used.
 
-    The prompts are prefilled once, the drafts behind them once. Equal prefixes of different drafts share their rollouts,
-    and further ones add to those that are known. A greedy rollout is also the rollout of every longer prefix that lies
-    on its path, so those cost nothing.
+    The prompts are prefilled once, the drafts behind them once. Equal prefixes of different drafts share their
+    rollouts, and further ones add to those that are known. A greedy rollout is also the rollout of every longer prefix
+    that lies on its path, so those cost nothing.
 
     Args:
         target: the model that rolls out.

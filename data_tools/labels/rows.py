@@ -15,7 +15,7 @@ from parse_infer.models.prompts import Message
 
 @dataclass(frozen=True)
 class LabelledDraft:
-    """One row of a build, checked. `completions`, `labels`, `values`, `confidence` and `cuts` have one entry per segment.
+    """One row of a build, checked. `completions`, `labels`, `values`, `confidence`, `cuts`: one entry per segment.
 
     `confidence` is the probability that a label is right, from 0.5 to 1; `undecided` counts the prefixes that have no
     label, and therefore no cut. What a row of another set does not have is None: `draft_ids` (in target tokens) and

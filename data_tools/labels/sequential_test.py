@@ -1,10 +1,10 @@
 """Whether a prefix keeps the target's chance of a right answer: a sequential test on counts of rollouts.
 
-Let p be the target's chance from the bare prompt. A prefix *keeps* it if its own chance is at least (1 - margin) p, and
-has *lost* it if its own chance is at most margin p. Wald's sequential probability ratio test (1945) compares these two
-limits after every round of rollouts: it stops where one hypothesis is likely enough, and draws another round where
-neither is. Nobody knows p itself, so both likelihoods are averaged over what the prompt's rollouts say about it (uniform
-prior). A chance between the limits belongs to neither hypothesis and mostly stays undecided.
+Let p be the target's chance from the bare prompt. A prefix *keeps* it if its own chance is at least (1 - margin) p,
+and has *lost* it if its own chance is at most margin p. Wald's sequential probability ratio test (1945) compares these
+two limits after every round of rollouts: it stops where one hypothesis is likely enough, and draws another round where
+neither is. As p itself is unknown, both likelihoods are averaged over its posterior distribution, given the prompt's
+rollouts and a uniform prior. A chance between the limits belongs to neither hypothesis and mostly stays undecided.
 """
 
 from __future__ import annotations

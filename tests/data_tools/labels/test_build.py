@@ -141,10 +141,8 @@ def test_sampled_labels_are_certain_enough_and_undecided_prefixes_have_none(
         assert set(row["cuts"]) <= of_rule and n + row["undecided"] >= len(of_rule)
         for k in range(n - row["finished"]):
             assert row["confidence"][k] >= 0.9
-            sure = [
-                probability_kept(prompt, Tally(round(row["values"][k] * total), total), 0.25)
-                for total in (4, 8, 12, 16)
-            ]
+            tallies = [Tally(round(row["values"][k] * total), total) for total in (4, 8, 12, 16)]
+            sure = [probability_kept(prompt, tally, 0.25) for tally in tallies]
             expected = row["confidence"][k] if row["labels"][k] else 1 - row["confidence"][k]
             assert min(abs(kept - expected) for kept in sure) < 1e-3, (row["target_value"], row["values"][k], sure)
             found.add(row["labels"][k])
@@ -449,7 +447,7 @@ _NEEDED = ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm8
         ("seed: [", [], "is not valid YAML in line"),
         ("limit: 0", _NEEDED, "limit is 0"),
         ("rollouts: 3", _NEEDED, "temperature 0"),
-        ("rollout_temperature: 0.7", [*_NEEDED, "--rollouts", "4"], "margin is 0, and sampled rollouts"),
+        ("rollout_temperature: 0.7", [*_NEEDED, "--rollouts", "4"], "margin is 0, but no number"),
         ("rollout_temperature: 0.7", [*_NEEDED, "--margin", "0.45"], "no label is certain enough before 15 rollouts"),
         ("{margin: 0.25, max_rollouts: 3}", [*_NEEDED, "--rollouts", "4"], "it must be at least rollouts, 4"),
         ("{seed: 2, exclude_seeds: {2: 50}}", _NEEDED, "write another seed than the build's own, 2"),

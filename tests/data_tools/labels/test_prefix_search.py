@@ -97,7 +97,7 @@ class Doubtful:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 13])
 def test_the_search_goes_around_what_cannot_be_decided(n: int) -> None:
-    """Valid, then undecided, then invalid prefixes: no label contradicts them, and most of the undecided cost nothing."""
+    """Valid, then undecided, then invalid prefixes: no label contradicts them, and few questions are asked."""
     rule: LabelRule = Doubtful()
     for valid in range(n + 1):
         for invalid in range(valid, n + 1):
