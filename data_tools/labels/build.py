@@ -22,7 +22,7 @@ from data_tools.labels.sequential_test import Tally
 from data_tools.labels.summary import Summary, summarise
 from data_tools.labels.writers import Writer, load_writer
 from data_tools.tasks.by_name import load_task
-from data_tools.tasks.task import Problem, Split, Task, prompt_id
+from data_tools.tasks.task import Problem, Split, Task
 from parse_infer.verify.segments import Segmenter
 
 __all__ = ["BuildConfig", "Labeller", "build"]
@@ -52,8 +52,6 @@ def build(config: BuildConfig) -> Summary:
             )
         labeller: Labeller | None = None
         with BuildProgress(config.output_dir, total=config.limit, done=groups.n_problems) as progress:
-            if config.exclude_seeds:
-                progress.note("reading the problems of exclude_seeds")
             for group, problems in _groups(task, config):
                 _check_same_problems(groups, group, problems)
                 if groups.has(group):
@@ -202,24 +200,11 @@ class Labeller:
 
 def _groups(task: Task, config: BuildConfig) -> Iterator[tuple[range, list[Problem]]]:
     """Problems in groups of `problems_per_group`, each with their numbers."""
-    problems = islice(_new_problems(task, config), config.limit)
+    problems = task.problems(cast(Split, config.split), config.seed, config.limit)
     start = 0
     while group := list(islice(problems, config.problems_per_group)):
         yield range(start, start + len(group)), group
         start += len(group)
-
-
-def _new_problems(task: Task, config: BuildConfig) -> Iterator[Problem]:
-    """The problems of the split, without those whose prompts are among the excluded ones."""
-    split = cast(Split, config.split)
-    excluded = {
-        prompt_id(problem.prompt)
-        for seed, number in config.exclude_seeds.items()
-        for problem in task.problems(split, int(seed), number)
-    }
-    for problem in task.problems(split, config.seed, None if excluded else config.limit):
-        if not excluded or prompt_id(problem.prompt) not in excluded:
-            yield problem
 
 
 def _check_same_problems(groups: GroupFolder, group: range, problems: Sequence[Problem]) -> None:

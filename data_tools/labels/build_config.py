@@ -103,13 +103,6 @@ class BuildConfig:
         default=None, metadata={"help": "Number of problems; by default all there are. A larger one adds to a build."}
     )
     seed: int = field(default=0, metadata={"help": "Seed of problems, drafts and rollouts."})
-    exclude_seeds: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "help": "Skip problems whose prompts other seeds of the split give too, for example because a model "
-            "learnt from them: {seed: number of its problems}."
-        },
-    )
 
     temperatures: list[float] = field(
         default_factory=lambda: [0.0, 0.7, 1.0], metadata={"help": "Temperatures of the drafts; 0 is greedy."}
@@ -165,12 +158,6 @@ class BuildConfig:
                 raise ValueError(f"the recipe needs the key {key}")
         for key in _AT_LEAST_ONE:
             self._check(key, getattr(self, key) >= 1, "at least 1")
-        for seed, number in self.exclude_seeds.items():
-            if not str(seed).isdigit() or not isinstance(number, int) or number < 1 or int(seed) == self.seed:
-                raise ValueError(
-                    f"exclude_seeds has {seed}: {number!r}; write another seed than the build's own, {self.seed}, and "
-                    "the number of its problems, for example {0: 50000}"
-                )
         self._check("limit", self.limit is None or self.limit >= 1, "at least 1")
         self._check("margin", 0 <= self.margin < 0.5, "at least 0 and below 0.5")
         self._check("max_label_error", 0 < self.max_label_error < 0.5, "above 0 and below 0.5")

@@ -25,7 +25,7 @@ from parse_infer.models.fingerprint import same_weights
 FORMAT = 2
 _WAY_OUT = "choose another folder"
 # How folders were begun when there was no choice.
-_BEFORE = {"backend": "local", "wire": "ids", "max_rollouts": 1, "max_label_error": 0.05, "exclude_seeds": {}}
+_BEFORE = {"backend": "local", "wire": "ids", "max_rollouts": 1, "max_label_error": 0.05}
 
 
 class GroupFolder:

@@ -172,7 +172,7 @@ def test_a_build_begun_before_there_was_a_confidence_is_continued(make_config: M
     build(config)
     folder = Path(config.output_dir)
     begun = json.loads((folder / "build.json").read_text())
-    for key in ("max_rollouts", "max_label_error", "exclude_seeds"):
+    for key in ("max_rollouts", "max_label_error"):
         del begun["config"][key]
     (folder / "build.json").write_text(json.dumps(begun))
     first = folder / "data" / "train-000000-000002.jsonl"
@@ -187,20 +187,6 @@ def test_unsolved_problems_can_be_left_out(make_config: Make) -> None:
     summary = build(config)
     assert summary.unsolved == 0 < summary.problems < config.limit
     assert "| problems | 12 |" in Path(config.output_dir, "README.md").read_text()
-
-
-def test_problems_that_other_seeds_give_too_are_left_out(make_config: Make) -> None:
-    """Where a file has all problems, its seeds only shuffle them: what is left is what the others do not reach."""
-    config = make_config(seed=3, limit=5, exclude_seeds={0: 10, "1": 30})
-    build(config)
-    task = load_task(config.task, **config.task_options)
-    excluded = {p.prompt for seed, n in ((0, 10), (1, 30)) for p in task.problems("train", seed, n)}
-    left = [p.id for p in task.problems("train", 3) if p.prompt not in excluded]
-    assert {row["problem_id"] for row in rows_of(config.output_dir)} == set(left[:5])
-    plain = [p.id for p in task.problems("train", 3, 5)]
-    assert set(left[:5]) != set(plain)
-    with pytest.raises(ValueError, match="exclude_seeds"):
-        build(make_config(seed=3, limit=5, exclude_seeds={0: 10}))
 
 
 def test_a_prompt_beyond_a_window_is_left_out(
@@ -450,8 +436,6 @@ _NEEDED = ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm8
         ("rollout_temperature: 0.7", [*_NEEDED, "--rollouts", "4"], "margin is 0, but no number"),
         ("rollout_temperature: 0.7", [*_NEEDED, "--margin", "0.45"], "no label is certain enough before 15 rollouts"),
         ("{margin: 0.25, max_rollouts: 3}", [*_NEEDED, "--rollouts", "4"], "it must be at least rollouts, 4"),
-        ("{seed: 2, exclude_seeds: {2: 50}}", _NEEDED, "write another seed than the build's own, 2"),
-        ("exclude_seeds: {one: 50}", _NEEDED, "exclude_seeds has one: 50"),
         ("margin: .nan", _NEEDED, "margin is nan"),
         ("{}", ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm9k"], "did you mean 'gsm8k'"),
         ("{}", ["--output_dir", "x", "--target", "zoo:tagret", "--draft", "d", "--task", "gsm8k", "--limit", "1"], ""),
