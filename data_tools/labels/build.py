@@ -16,8 +16,9 @@ from data_tools.labels.drafts import DraftSampler, SampledDraft, readable, segme
 from data_tools.labels.group_folder import GroupFolder
 from data_tools.labels.prefix_search import PrefixSearch
 from data_tools.labels.progress import BuildProgress
-from data_tools.labels.rollouts import Place, PrefixValues, is_right
+from data_tools.labels.rollouts import Place, PrefixRollouts, is_right
 from data_tools.labels.rows import read_rows
+from data_tools.labels.sequential_test import Tally
 from data_tools.labels.summary import Summary, summarise
 from data_tools.labels.writers import Writer, load_writer
 from data_tools.tasks.by_name import load_task
@@ -77,6 +78,11 @@ class _Case:
     cuts: list[int]
     search: PrefixSearch
 
+    @property
+    def open_ids(self) -> list[int]:
+        """The draft up to its last prefix that may need rollouts."""
+        return self.draft.ids[: self.cuts[self.search.n_open - 1]]
+
 
 class Labeller:
     """Turns problems into labelled rows, a group at a time.
@@ -126,54 +132,60 @@ class Labeller:
         config = self.config
         problems = readable(problems, [writer.model for writer in self.writers.values()], self.note)
         self.activity("target value")
-        values = PrefixValues(
+        rollouts = PrefixRollouts(
             self.target,
             self.decoder,
             self.task,
             problems,
             sampling=config.rollout_sampling,
-            n_rollouts=config.rollouts,
+            from_prompt=config.max_rollouts,  # every prefix of every draft is compared with them
             max_new_tokens=config.max_rollout_tokens,
             seed=config.seed,
         )
-        kept = [i for i, value in enumerate(values.target_values) if value > 0 or not config.drop_unsolved]
+        kept = [i for i, tally in enumerate(rollouts.prompts) if tally.right or not config.drop_unsolved]
 
         self.activity("drafts")
         drafts = self.sampler.sample([problems[i] for i in kept])
         cases = [
-            self._case(i, problems[i], draft, values.target_values[i])
+            self._case(i, problems[i], draft, rollouts.prompts[i])
             for i, of_problem in zip(kept, drafts, strict=True)
             for draft in of_problem
         ]
 
         open_cases = [case for case in cases if case.search.pending()]
-        values.add_drafts([(case.problem, case.draft.ids[: case.cuts[case.search.n_open - 1]]) for case in open_cases])
-        while wanted := [(i, k) for i, case in enumerate(open_cases) for k in case.search.pending()]:
+        rollouts.add_drafts([(case.problem, case.open_ids) for case in open_cases])
+        while wanted := [(i, *each) for i, case in enumerate(open_cases) for each in case.search.pending()]:
             self.activity(f"{len(wanted)} prefixes")
-            found = values.values([Place(i, open_cases[i].cuts[k]) for i, k in wanted])
-            for (i, k), value in zip(wanted, found, strict=True):
-                open_cases[i].search.record(k, value)
-        self.rollouts += values.rollouts
+            found = rollouts.tallies([Place(i, open_cases[i].cuts[k], total) for i, k, total in wanted])
+            for (i, k, _), tally in zip(wanted, found, strict=True):
+                open_cases[i].search.record(k, tally)
+        self.rollouts += rollouts.rollouts
 
-        return [self._row(case, problems[case.problem], values.target_values[case.problem]) for case in cases]
+        return [self._row(case, problems[case.problem], rollouts.prompts[case.problem]) for case in cases]
 
-    def _case(self, index: int, problem: Problem, draft: SampledDraft, target_value: float) -> _Case:
+    def _case(self, index: int, problem: Problem, draft: SampledDraft, prompt: Tally) -> _Case:
         cuts = self.segmenter.cuts(draft.ids)
         own_answer = is_right(self.target, self.task, problem, draft.ids) if draft.finished else None
-        search = PrefixSearch(len(cuts), target_value, own_answer, self.config.margin, self.config.exhaustive)
+        search = PrefixSearch(len(cuts), self.config.label_rule(prompt), own_answer, self.config.exhaustive)
         return _Case(index, draft, cuts, search)
 
-    def _row(self, case: _Case, problem: Problem, target_value: float) -> dict[str, Any]:
+    def _row(self, case: _Case, problem: Problem, prompt: Tally) -> dict[str, Any]:
         result, draft = case.search.result(), case.draft
+        # A prefix without a label has no cut: its segment joins the next one, or is dropped at the draft's end.
+        decided = [k for k, label in enumerate(result.labels) if label is not None]
+        cuts = [case.cuts[k] for k in decided]
+        ids = draft.ids[: cuts[-1]] if cuts else []
         return {
             "prompt": problem.prompt,
-            "completions": segment_texts(self.target, draft.ids, case.cuts),
-            "labels": result.labels,
-            "values": result.values,
-            "target_value": target_value,
-            "n_rollouts": self.config.rollouts,
-            "draft_ids": draft.ids,
-            "cuts": case.cuts,
+            "completions": segment_texts(self.target, ids, cuts),
+            "labels": [result.labels[k] for k in decided],
+            "values": [result.values[k] for k in decided],
+            "confidence": [round(result.confidence[k], 4) for k in decided],
+            "undecided": len(case.cuts) - len(cuts),
+            "target_value": prompt.share,
+            "n_rollouts": prompt.total,
+            "draft_ids": ids,
+            "cuts": cuts,
             "finished": draft.finished,
             "draft_correct": bool(case.search.own_answer),
             "task": self.task.name,

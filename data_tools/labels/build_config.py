@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from data_tools.labels.sequential_test import GreedyRule, LabelRule, SequentialTest, Tally, fewest_rollouts
 from data_tools.tasks.task import SPLITS
 from parse_infer.models.sampling import Sampling
 from parse_infer.verify.segments import CutPolicy
@@ -116,12 +117,27 @@ class BuildConfig:
         metadata={"help": "How drafts are cut: kind (step, sentence, tokens), every, max_cuts."},
     )
 
-    rollouts: int = field(default=1, metadata={"help": "Target rollouts per prefix."})
+    rollouts: int = field(default=1, metadata={"help": "Target rollouts from a prefix in one round."})
+    max_rollouts: int = field(
+        default=0,
+        metadata={
+            "help": "Most rollouts from a prefix, and the number from the bare prompt; 0: 8 times rollouts, or 1 if "
+            "they are greedy."
+        },
+    )
     rollout_temperature: float = field(default=0.0, metadata={"help": "Temperature of rollouts; 0 is greedy."})
     rollout_top_p: float = field(default=1.0, metadata={"help": "Nucleus (top-p) of rollouts."})
     max_rollout_tokens: int = field(default=256, metadata={"help": "A longer rollout counts as wrong."})
     margin: float = field(
-        default=0.0, metadata={"help": "A prefix is valid if its value is at least target_value - margin."}
+        default=0.0,
+        metadata={
+            "help": "A prefix is valid if it keeps at least the share 1 - margin of the target's chance, and not "
+            "valid if it keeps at most the share margin; for sampled rollouts."
+        },
+    )
+    max_label_error: float = field(
+        default=0.05,
+        metadata={"help": "Largest probability of a wrong label; prefixes that are still less certain have none."},
     )
     exhaustive: bool = field(
         default=False, metadata={"help": "Roll out from every prefix instead of searching for the first error."}
@@ -143,7 +159,8 @@ class BuildConfig:
         for key in _AT_LEAST_ONE:
             self._check(key, getattr(self, key) >= 1, "at least 1")
         self._check("limit", self.limit is None or self.limit >= 1, "at least 1")
-        self._check("margin", math.isfinite(self.margin) and 0 <= self.margin < 1, "at least 0 and below 1")
+        self._check("margin", 0 <= self.margin < 0.5, "at least 0 and below 0.5")
+        self._check("max_label_error", 0 < self.max_label_error < 0.5, "above 0 and below 0.5")
         self._check("temperatures", len(self.temperatures) > 0, "a list of at least one")
         for key in ("base_url", "draft_base_url"):
             setattr(self, key, [_url(key, part) for text in getattr(self, key) for part in text.split(",") if part])
@@ -156,11 +173,6 @@ class BuildConfig:
         self._check("max_outage", 0 <= self.max_outage < math.inf, "a number of seconds of at least 0")
         if self.split not in SPLITS:
             raise ValueError(f"split is {self.split!r}; choose one of {', '.join(SPLITS)}")
-        if self.rollouts > 1 and self.rollout_temperature == 0:
-            raise ValueError(
-                f"{self.rollouts} rollouts at temperature 0 would all be the same: set rollouts to 1, or "
-                "rollout_temperature above 0"
-            )
         self.temperatures = [float(temperature) for temperature in self.temperatures]
         for kind in ("draft_sampling", "rollout_sampling"):
             try:
@@ -168,6 +180,37 @@ class BuildConfig:
             except ValueError as error:
                 raise ValueError(f"{kind.replace('_', ' ')}: {error}") from error
         CutPolicy.from_dict(self.cut_policy)  # names a wrong key or value
+        self._settle_rollouts()
+
+    def _settle_rollouts(self) -> None:
+        """Fill in `max_rollouts`; ValueError where rollouts could not decide about any prefix."""
+        greedy = self.rollout_sampling.greedy
+        if self.max_rollouts == 0:
+            self.max_rollouts = self.rollouts if greedy else 8 * self.rollouts
+        self._check("max_rollouts", self.max_rollouts >= self.rollouts, f"at least rollouts, {self.rollouts}")
+        if greedy:
+            if self.max_rollouts > 1:
+                raise ValueError(
+                    f"{self.max_rollouts} rollouts at temperature 0 would all be the same: set rollouts to 1, or "
+                    "rollout_temperature above 0"
+                )
+            return
+        if self.margin == 0:
+            raise ValueError(
+                "margin is 0, but no number of sampled rollouts shows that a prefix loses nothing: set it, for "
+                "example to 0.25"
+            )
+        if self.max_rollouts < (fewest := fewest_rollouts(self.margin, self.max_label_error)):
+            raise ValueError(
+                f"max_rollouts is {self.max_rollouts}; with margin {self.margin:g} and max_label_error "
+                f"{self.max_label_error:g} no label is certain enough before {fewest} rollouts"
+            )
+
+    def label_rule(self, prompt: Tally) -> LabelRule:
+        """How prefixes are labelled of a problem whose bare prompt gave these rollouts."""
+        if self.rollout_sampling.greedy:
+            return GreedyRule(prompt)
+        return SequentialTest(prompt, self.margin, self.max_label_error, self.rollouts, self.max_rollouts)
 
     def _check(self, key: str, fine: bool, wanted: str) -> None:
         if not fine:

@@ -14,8 +14,16 @@ from data_tools.labels.summary import BINS, Summary
 from parse_infer.files import write_text
 
 # Column types are declared: a column that starts with thousands of nulls would be guessed wrongly.
-_LISTS = {"completions": "string", "labels": "bool", "values": "float64", "draft_ids": "int64", "cuts": "int64"}
+_LISTS = {
+    "completions": "string",
+    "labels": "bool",
+    "values": "float64",
+    "confidence": "float64",
+    "draft_ids": "int64",
+    "cuts": "int64",
+}
 _SCALARS = {
+    "undecided": "int64",
     "target_value": "float64",
     "n_rollouts": "int64",
     "finished": "bool",
@@ -35,8 +43,10 @@ _COLUMNS = """\
 | `completions` | segments of the draft; their concatenation is its text |
 | `labels` | for each segment, whether the prefix that ends with it is valid |
 | `values` | share of target rollouts from that prefix that end right; null where the label was inferred |
-| `target_value` | the same from the bare prompt |
-| `n_rollouts` | rollouts per prefix |
+| `confidence` | probability that the label is right |
+| `undecided` | prefixes that could not be labelled; they have no cut, their segments join the next ones |
+| `target_value` | share of target rollouts from the bare prompt that end right |
+| `n_rollouts` | rollouts from the bare prompt, and the most from a prefix |
 | `draft_ids`, `cuts` | the draft in target tokens, and where its segments end |
 | `finished`, `draft_correct` | whether the draft came to its end, and whether its answer is right |
 | `reference`, `task`, `problem_id` | what was asked, and the right answer |
@@ -86,10 +96,10 @@ def _text(config: BuildConfig, summary: Summary, n_problems: int) -> str:
 # Drafts of {config.draft}, labelled by rollouts of {config.target}
 
 Problems of the task `{config.task}` (split `{config.split}`), answered by a draft model and cut into segments. A label
-says whether the prefix that ends there is valid: the target, resuming from it, is as likely to end right as from the
-bare prompt (`value >= target_value - margin`). The last prefix of a finished draft is labelled by its own answer.
-A perfect judge, which goes by the labels, keeps what stands before the first prefix that is not valid.
-Columns follow TRL's stepwise supervision.
+says whether the prefix that ends there is valid: {_rule(config)}
+The last prefix of a finished draft is labelled by its own answer. A perfect judge, which goes by the labels, keeps
+what stands before the first prefix that is not valid.
+Columns are those of TRL's stepwise supervision, but a label is about the whole prefix, not about its last step alone.
 
 ```python
 datasets.load_dataset("path/to/this/folder", split="{config.split}")
@@ -113,3 +123,13 @@ Written by `parse-data build` with
 {settings}
 ```
 """
+
+
+def _rule(config: BuildConfig) -> str:
+    if config.rollout_sampling.greedy:
+        return "the target, resuming from it greedily, ends right, or is wrong from the bare prompt too."
+    return (
+        f"the target, resuming from it, keeps at least {1 - config.margin:.0%} of the chance of a right answer that "
+        f"it has from the bare prompt. It is not valid if at most {config.margin:.0%} is left. A sequential test on "
+        f"rollouts decides between the two, with errors of at most {config.max_label_error:.0%}."
+    )

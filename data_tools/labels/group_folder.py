@@ -24,7 +24,8 @@ from parse_infer.models.fingerprint import same_weights
 
 FORMAT = 2
 _WAY_OUT = "choose another folder"
-_BEFORE = {"backend": "local", "wire": "ids"}  # how folders were begun when there was no choice
+# How folders were begun when there was no choice.
+_BEFORE = {"backend": "local", "wire": "ids", "max_rollouts": 1, "max_label_error": 0.05}
 
 
 class GroupFolder:

@@ -90,12 +90,15 @@ def histogram(title: str, bars: Iterable[tuple[str, int]]) -> Table:
 
 
 def example_panel(row: LabelledDraft) -> Panel:
-    """One draft: segments in green while the prefix is valid, in red from the first error on, with their values."""
+    """One draft: segments in green while the prefix is valid, in red from the first error on, with their values, and
+    with the label's confidence where that is below 1."""
     text = Text()
-    for segment, label, value in zip(row.completions, row.labels, row.values, strict=True):
+    columns = zip(row.completions, row.labels, row.values, row.confidence, strict=True)
+    for segment, label, value, confidence in columns:
         body = segment.rstrip("\n")
         text.append(body, style=_VALID if label else _INVALID)
-        text.append(f"  {'✓' if label else '✗'}" + ("" if value is None else f" {value:g}"), style="dim")
+        note = f"  {'✓' if label else '✗'}" + ("" if value is None else f" {value:g}")
+        text.append(note + (f" ({confidence:.1%} sure)" if confidence < 1 else ""), style="dim")
         text.append("\n")
     text.rstrip()
     head = Text(_prompt_text(row.prompt), style="bold")
@@ -112,6 +115,8 @@ def _subtitle(row: LabelledDraft) -> str:
         parts.append(f"temperature {row.temperature:g}")
     if row.finished is False:
         parts.append("unfinished")
+    if row.undecided:
+        parts.append(f"{row.undecided} prefixes undecided")
     return ", ".join(parts)
 
 

@@ -1,89 +1,118 @@
-"""From values of prefixes to labels, asking for as few values as possible.
+"""From rollouts to the labels of one draft's prefixes, asking for as few rollouts as possible.
 
-The value of a prefix is the share of target rollouts from it that end right. A prefix is valid if it has not lowered
-the target's chance: `value >= target_value - margin`, where `target_value` is the value of the bare prompt. Two cases
-need no rollout: the last prefix of a finished draft is judged by its own answer, and a draft whose answer is right is
-valid throughout. In any other draft the first error is found by binary search, as in OmegaPRM (Luo et al. 2024,
-arXiv 2406.06592): prefixes before a valid one count as valid, prefixes after an invalid one as invalid.
+A prefix is valid if it keeps the target's chance of a right answer; a `LabelRule` says so from counts of right
+rollouts. Two cases need no rollout: the last prefix of a finished draft is judged by its own answer, and a draft whose
+answer is right is valid throughout. In any other draft the first error is found by binary search, as in OmegaPRM (Luo
+et al. 2024, arXiv 2406.06592): prefixes before a valid one count as valid, prefixes after an invalid one as invalid.
+Around prefixes that the rule cannot decide the search goes on at both sides: for the last valid prefix before them and
+for the first invalid one after them. What lies between these two stays undecided.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-_ROUNDING = 1e-9  # shares are sums and quotients of small integers
+from data_tools.labels.sequential_test import LabelRule, Tally, Verdict
+
+
+class Wanted(NamedTuple):
+    """A prefix, by index, and the number of rollouts from it that are needed, the earlier ones included."""
+
+    prefix: int
+    rollouts: int
 
 
 @dataclass(frozen=True)
 class PrefixLabels:
-    """One label for each of the K prefixes; the value too where it is known, None where the label was inferred."""
+    """One entry for each of the K prefixes.
 
-    labels: list[bool]
+    labels      None where the rollouts did not decide
+    values      share of right rollouts; None where the label was inferred
+    confidence  probability that the label is right; an inferred label has that of the prefix it was inferred from
+    """
+
+    labels: list[bool | None]
     values: list[float | None]
+    confidence: list[float]
 
 
 class PrefixSearch:
-    """Labels the K prefixes of one draft: `pending()` names those whose value is needed, `record()` takes it.
+    """Labels the K prefixes of one draft: `pending()` names those that need rollouts, `record()` takes the counts.
 
     Args:
         n_prefixes: K, at least 1.
-        target_value: value of the bare prompt.
+        rule: decides about a prefix.
         own_answer: whether the draft's answer is right; None for a draft that is not finished, which has none.
-        margin: a value may lie below `target_value` by this much and still count as valid.
-        exhaustive: ask for the value of every prefix (the last one of a finished draft has one without rollouts).
+        exhaustive: ask about every prefix (the last one of a finished draft needs no rollouts).
 
     Attributes:
-        n_open: prefixes that may need a value: all but one that its own answer decides.
+        n_open: prefixes that may need rollouts: all but one that its own answer decides.
     """
 
-    def __init__(
-        self,
-        n_prefixes: int,
-        target_value: float,
-        own_answer: bool | None,
-        margin: float = 0.0,
-        exhaustive: bool = False,
-    ) -> None:
+    def __init__(self, n_prefixes: int, rule: LabelRule, own_answer: bool | None, exhaustive: bool = False) -> None:
         if n_prefixes < 1:
             raise ValueError("a draft without a prefix has nothing to label")
-        self.threshold = target_value - margin
-        self.own_answer = own_answer
-        self.exhaustive = exhaustive
-        self._values: list[float | None] = [None] * n_prefixes
-        self.n_open = n_prefixes
-        if own_answer is not None:
-            self._values[-1] = float(own_answer)
-            self.n_open -= 1
+        self.rule, self.own_answer, self.exhaustive = rule, own_answer, exhaustive
+        self.n_open = n_prefixes - (own_answer is not None)
+        self._tallies: dict[int, Tally] = {}
+        self._verdicts: dict[int, Verdict] = {}
         self._valid = 0  # prefixes known to be valid, counted from the start
         self._invalid = self.n_open  # index of the first prefix known to be invalid
-        if own_answer or self.threshold <= _ROUNDING:  # no value can lie below a chance of zero
-            self._valid = self.n_open
+        self._foregone = Verdict(True, 1.0) if own_answer else rule.foregone
 
-    def pending(self) -> list[int]:
-        """Indices of the prefixes whose values are needed next; empty when the labels are known."""
+    def pending(self) -> list[Wanted]:
+        """The prefixes that need rollouts next; empty when the search is over."""
         if self.exhaustive:
-            return [k for k in range(self.n_open) if self._values[k] is None]
-        return [(self._valid + self._invalid) // 2] if self._valid < self._invalid else []
-
-    def record(self, prefix: int, value: float) -> None:
-        """Take the value of a prefix that `pending` has named."""
-        self._values[prefix] = value
-        if self._holds(value):
-            self._valid = max(self._valid, prefix + 1)
+            prefixes = [k for k in range(self.n_open) if k not in self._verdicts]
         else:
+            candidates = self._candidates()
+            prefixes = [candidates[len(candidates) // 2]] if candidates else []
+        return [Wanted(k, self._rollouts(k)) for k in prefixes]
+
+    def record(self, prefix: int, tally: Tally) -> None:
+        """Take the rollouts from a prefix that `pending` has named."""
+        self._tallies[prefix] = tally
+        verdict = self.rule.decide(tally)
+        if verdict.valid is None and tally.total < self.rule.limit:
+            return
+        self._verdicts[prefix] = verdict
+        if verdict.valid:
+            self._valid = max(self._valid, prefix + 1)
+        elif verdict.valid is False:
             self._invalid = min(self._invalid, prefix)
 
     def result(self) -> PrefixLabels:
         """The labels, once nothing is pending."""
-        if self.pending():
-            raise RuntimeError(f"values of prefixes {self.pending()} are still missing")
-        if self.exhaustive:
-            labels = [self._holds(value) for value in self._values[: self.n_open] if value is not None]
-        else:
-            labels = [k < self._valid for k in range(self.n_open)]
+        if pending := self.pending():
+            raise RuntimeError(f"rollouts from prefixes {[k for k, _ in pending]} are still missing")
+        verdicts = [self._verdict(k) for k in range(self.n_open)]
+        values = [self._tallies[k].share if k in self._tallies else None for k in range(self.n_open)]
         if self.own_answer is not None:
-            labels.append(self.own_answer)
-        return PrefixLabels(labels, list(self._values))
+            verdicts.append(Verdict(self.own_answer, 1.0))
+            values.append(float(self.own_answer))
+        return PrefixLabels([v.valid for v in verdicts], values, [v.confidence for v in verdicts])
 
-    def _holds(self, value: float) -> bool:
-        return value >= self.threshold - _ROUNDING
+    def _candidates(self) -> range:
+        """Where the next prefix to ask about lies."""
+        if self._foregone:
+            return range(0)
+        undecided = [k for k, v in self._verdicts.items() if v.valid is None and self._valid <= k < self._invalid]
+        if not undecided:
+            return range(self._valid, self._invalid)
+        return range(self._valid, min(undecided)) or range(max(undecided) + 1, self._invalid)
+
+    def _rollouts(self, prefix: int) -> int:
+        known = self._tallies.get(prefix, Tally(0, 0)).total
+        return min(known + self.rule.step, self.rule.limit)
+
+    def _verdict(self, prefix: int) -> Verdict:
+        if self.exhaustive:
+            return self._verdicts[prefix]
+        if self._foregone:
+            return self._foregone
+        if prefix < self._valid:
+            return max(v for k, v in self._verdicts.items() if v.valid and k >= prefix)
+        if prefix >= self._invalid:
+            return max(v for k, v in self._verdicts.items() if v.valid is False and k <= prefix)
+        return Verdict(None, self._verdicts[prefix].confidence if prefix in self._verdicts else 0.5)

@@ -15,10 +15,11 @@ from parse_infer.models.prompts import Message
 
 @dataclass(frozen=True)
 class LabelledDraft:
-    """One row of a build, checked. `completions`, `labels`, `values` and `cuts` have one entry per segment.
+    """One row of a build, checked. `completions`, `labels`, `values`, `confidence`, `cuts`: one entry per segment.
 
-    What a row of a plain stepwise-supervision set does not have is None: `draft_ids` (in target tokens) and `cuts`,
-    and what is known about problem and draft. `where` says where the row stands, for error messages.
+    `confidence` is the probability that a label is right, from 0.5 to 1; `undecided` counts the prefixes that have no
+    label, and therefore no cut. What a row of another set does not have is None: `draft_ids` (in target tokens) and
+    `cuts`, and what is known about problem and draft. `where` says where the row stands, for error messages.
     """
 
     where: str
@@ -26,6 +27,8 @@ class LabelledDraft:
     completions: list[str]
     labels: list[bool]
     values: list[float | None]
+    confidence: list[float]
+    undecided: int = 0
     draft_ids: list[int] | None = None
     cuts: list[int] | None = None
     problem_id: str | None = None
@@ -117,6 +120,9 @@ def check_row(row: Any, where: str) -> LabelledDraft:
     values = row.get("values") or [None] * len(labels)
     if len(values) != len(labels) or not all(v is None or (_number(v) and 0 <= v <= 1) for v in values):
         raise refuse(f"values must be {len(labels)} numbers from 0 to 1, or null, got {values!r}")
+    confidence = row.get("confidence") or [1.0] * len(labels)  # sets from before there was a choice have none
+    if len(confidence) != len(labels) or not all(_number(c) and 0.5 <= c <= 1 for c in confidence):
+        raise refuse(f"confidence must be {len(labels)} numbers from 0.5 to 1, got {confidence!r}")
     ids, cuts = row.get("draft_ids"), row.get("cuts")
     if (ids is None) != (cuts is None):
         raise refuse("draft_ids and cuts belong together; one of them is missing")
@@ -137,6 +143,8 @@ def check_row(row: Any, where: str) -> LabelledDraft:
         completions,
         labels,
         values,
+        confidence,
+        undecided=row.get("undecided") or 0,
         draft_ids=ids,
         cuts=cuts,
         problem_id=None if row.get("problem_id") is None else str(row["problem_id"]),

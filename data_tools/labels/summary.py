@@ -34,6 +34,12 @@ class Summary:
     valid: int = 0
     measured: int = 0
     """Prefixes with a value of their own; the labels of the others were inferred."""
+    undecided: int = 0
+    """Prefixes without a label, which are not among `prefixes`."""
+    confidence: float = 0.0
+    """Sum over the labels."""
+    without_label: int = 0
+    """Drafts of which no prefix could be decided; they count as nothing else."""
     correct: int = 0
     unfinished: int = 0
     with_error: int = 0
@@ -48,10 +54,15 @@ class Summary:
 
     def add(self, row: LabelledDraft) -> None:
         """Count one row."""
+        self.undecided += row.undecided
+        if row.undecided and not row.labels:
+            self.without_label += 1
+            return
         self.rows += 1
         self.prefixes += len(row.labels)
         self.valid += sum(row.labels)
         self.measured += sum(value is not None for value in row.values)
+        self.confidence += sum(row.confidence)
         self.correct += bool(row.draft_correct)
         self.unfinished += row.finished is False
         error = row.first_error
@@ -88,10 +99,14 @@ class Summary:
             ("prefixes", f"{self.prefixes:,}"),
             ("valid prefixes", _share(self.valid, self.prefixes)),
             ("prefixes with a value", _share(self.measured, self.prefixes)),
+            ("undecided prefixes, left out", _share(self.undecided, self.prefixes + self.undecided)),
+            ("mean confidence of a label", f"{self.confidence / self.prefixes:.3f}" if self.prefixes else "-"),
             ("drafts without error", _share(self.rows - self.with_error, self.rows)),
             ("drafts with a right answer", _share(self.correct, self.rows)),
             ("unfinished drafts", _share(self.unfinished, self.rows)),
         ]
+        if self.without_label:
+            table.append(("drafts without any label, left out", f"{self.without_label:,}"))
         if self.target_value is not None:
             table.append(("mean target value", f"{self.target_value:.3f}"))
             table.append(("problems with target value 0", _share(self.unsolved, self.problems)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -25,12 +25,15 @@ class GsmSymbolic:
         max_number: no number in question, worked answer or intermediate result is larger; None for no bound.
         max_question_chars / max_solution_chars: longer ones are skipped.
         in_parts: work sums, differences, products and quotients out digit by digit: `52 - 26 = 52 - 20 - 6 = 32 - 6`.
+        exclude_seeds: {seed: number} leaves the prompts of the first `number` problems of another seed out of the train
+            split. The train splits of different seeds share prompts; other splits share none with them.
     """
 
     max_number: float | None = 300
     max_question_chars: int = 360
     max_solution_chars: int = 330
     in_parts: bool = False
+    exclude_seeds: dict[int, int] = field(default_factory=dict)
     name: str = "gsm_symbolic"
 
     _REQUEST = " Give the result as your final answer. Do not include units."
@@ -44,6 +47,7 @@ class GsmSymbolic:
         except ModuleNotFoundError as error:
             raise ValueError(f"task gsm_symbolic: {missing_package(error)}") from error
         check_split(split)
+        excluded = self._prompts_of_other_seeds(seed) if split == "train" else set()
         # 2**40 seeds a split, 2**24 (four thousand chunks) a seed: ranges of different splits and seeds never meet.
         base = (SPLITS.index(split) << 40) + (seed << 24)
         count, chunk, seen = 0, 0, set()
@@ -54,12 +58,27 @@ class GsmSymbolic:
                 if limit is not None and count >= limit:
                     return
                 problem = self._problem(generator[index], generator.task_indices[index], start + index, split)
-                if problem is None or (split != "train" and problem.metadata["key"] in seen):
+                if problem is None or problem.prompt in excluded:
+                    continue
+                if split != "train" and problem.metadata["key"] in seen:
                     continue
                 seen.add(problem.metadata["key"]) if split != "train" else None
                 count += 1
                 yield problem
             chunk += 1
+
+    def _prompts_of_other_seeds(self, seed: int) -> set[str]:
+        try:
+            others = {int(other): int(number) for other, number in self.exclude_seeds.items()}  # JSON keys are texts
+        except (TypeError, ValueError):
+            others = {seed: 0}
+        if seed in others:
+            raise ValueError(
+                f"option exclude_seeds of task gsm_symbolic is {self.exclude_seeds!r}; it must map seeds other than "
+                f"{seed} to numbers of problems, for example {{0: 50000}}"
+            )
+        task = replace(self, exclude_seeds={})
+        return {p.prompt for other, number in others.items() for p in task.problems("train", other, number)}
 
     def _problem(self, entry: dict[str, Any], template: int, seed: int, split: Split) -> Problem | None:
         question = _drop_zero_decimals(entry["question"].removesuffix(self._REQUEST)).strip()

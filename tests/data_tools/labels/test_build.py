@@ -28,11 +28,13 @@ from data_tools.labels.card import write_card
 from data_tools.labels.group_folder import GroupFolder
 from data_tools.labels.progress import BuildProgress
 from data_tools.labels.rows import read_rows
+from data_tools.labels.sequential_test import Tally, probability_kept
 from data_tools.labels.summary import summarise
 from data_tools.labels.writers import LocalWriter
 from data_tools.recipe_parser import parse_recipe
 from data_tools.tasks.by_name import load_task
 from parse_infer.models.loading import LanguageModel, load_language_model
+from parse_infer.verify.segments import Segmenter
 from tests.parse_infer.language_models import word_tokenizer
 
 Make = Callable[..., BuildConfig]
@@ -105,18 +107,79 @@ def test_exhaustive_builds_measure_every_prefix(make_config: Make) -> None:
         assert all(s in (None, f) for s, f in zip(some["values"], full["values"], strict=True))
 
 
+SAMPLED = {"rollouts": 4, "max_rollouts": 16, "rollout_temperature": 1.0, "margin": 0.25}
+
+
 def test_sampled_rollouts_are_shares_and_do_not_depend_on_batches(make_config: Make) -> None:
-    options = {"rollouts": 4, "rollout_temperature": 1.0, "margin": 0.25, "limit": 6}
+    options = SAMPLED | {"limit": 6}
     one, other = make_config("a", **options), make_config("b", **options, batch_size=3, problems_per_group=2)
     build(one)
     build(other)
     assert content(one.output_dir) == content(other.output_dir)
     rows = rows_of(one.output_dir)
-    assert {row["target_value"] * 4 % 1 for row in rows} == {0.0}
+    assert {row["target_value"] * 16 % 1 for row in rows} == {0.0}
     assert any(0 < value < 1 for row in rows for value in row["values"] if value is not None)
     build_again = make_config("c", **options, seed=1)
     build(build_again)
     assert content(one.output_dir) != content(build_again.output_dir)
+
+
+def test_sampled_labels_are_certain_enough_and_undecided_prefixes_have_none(
+    make_config: Make, target: LanguageModel
+) -> None:
+    config = make_config(**SAMPLED, max_label_error=0.1, exhaustive=True)
+    summary = build(config)
+    rows, segmenter = rows_of(config.output_dir), Segmenter(target.tokenizer, config.policy)
+    found = set()
+    for row in rows:
+        prompt = Tally(round(16 * row["target_value"]), 16)
+        n = len(row["cuts"])
+        assert len(row["labels"]) == len(row["values"]) == len(row["confidence"]) == len(row["completions"]) == n
+        assert row["draft_ids"] == [] if not n else row["cuts"][-1] == len(row["draft_ids"])
+        assert target.tokenizer.decode(row["draft_ids"], skip_special_tokens=True) == "".join(row["completions"])
+        of_rule = set(segmenter.cuts(row["draft_ids"])) if n else set()
+        assert set(row["cuts"]) <= of_rule and n + row["undecided"] >= len(of_rule)
+        for k in range(n - row["finished"]):
+            assert row["confidence"][k] >= 0.9
+            tallies = [Tally(round(row["values"][k] * total), total) for total in (4, 8, 12, 16)]
+            sure = [probability_kept(prompt, tally, 0.25) for tally in tallies]
+            expected = row["confidence"][k] if row["labels"][k] else 1 - row["confidence"][k]
+            assert min(abs(kept - expected) for kept in sure) < 1e-3, (row["target_value"], row["values"][k], sure)
+            found.add(row["labels"][k])
+        if row["finished"]:
+            assert (row["confidence"][-1], row["values"][-1]) == (1.0, float(row["draft_correct"]))
+    assert True in found  # this target finds its way back from any draft
+    assert summary.undecided == sum(row["undecided"] for row in rows) > 0
+    assert summary.prefixes == sum(len(row["labels"]) for row in rows)
+    assert summary.without_label == sum(not row["labels"] for row in rows) > 0
+    card = Path(config.output_dir, "README.md").read_text()
+    assert "keeps at least 75% of the chance" in card and "| undecided prefixes, left out |" in card
+
+
+def test_greedy_labels_are_those_of_one_rollout(make_config: Make) -> None:
+    """Nothing is undecided, and everything certain."""
+    config = make_config(exhaustive=True)
+    build(config)
+    for row in rows_of(config.output_dir):
+        assert (row["undecided"], row["confidence"]) == (0, [1.0] * len(row["labels"]))
+        open_prefixes = len(row["labels"]) - row["finished"]
+        expected = [value >= row["target_value"] for value in row["values"][:open_prefixes]]
+        assert row["labels"] == expected + [row["draft_correct"]] * row["finished"]
+
+
+def test_a_build_begun_before_there_was_a_confidence_is_continued(make_config: Make) -> None:
+    config = make_config(limit=4, problems_per_group=2)
+    build(config)
+    folder = Path(config.output_dir)
+    begun = json.loads((folder / "build.json").read_text())
+    for key in ("max_rollouts", "max_label_error"):
+        del begun["config"][key]
+    (folder / "build.json").write_text(json.dumps(begun))
+    first = folder / "data" / "train-000000-000002.jsonl"
+    old = [{k: v for k, v in row.items() if k not in ("confidence", "undecided")} for row in rows_of(folder)]
+    first.write_text("".join(json.dumps(row) + "\n" for row in old[: len(first.read_text().splitlines())]))
+    summary = build(make_config(limit=6, problems_per_group=2))
+    assert (summary.undecided, summary.confidence) == (0, summary.prefixes)
 
 
 def test_unsolved_problems_can_be_left_out(make_config: Make) -> None:
@@ -173,8 +236,9 @@ def test_messages_and_a_draft_with_another_tokenizer(
 _RUN = "import json, sys; from data_tools.labels.build import *; build(BuildConfig(**json.loads(sys.argv[1])))"
 
 
-def test_a_killed_build_continues_as_if_nothing_had_happened(make_config: Make) -> None:
-    whole, killed = (make_config(name, limit=14, problems_per_group=2) for name in ("whole", "killed"))
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_killed_build_continues_as_if_nothing_had_happened(make_config: Make, options: dict[str, Any]) -> None:
+    whole, killed = (make_config(name, limit=14, problems_per_group=2, **options) for name in ("whole", "killed"))
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     process = subprocess.Popen([sys.executable, "-c", _RUN, json.dumps(asdict(killed))], env=environment)
     data = Path(killed.output_dir, "data")
@@ -207,7 +271,8 @@ def test_a_finished_build_can_be_extended_but_not_changed(make_config: Make, pai
     assert list(files(full.output_dir)) == [f"train-{name}.jsonl" for name in _NAMES]
 
     for change, message in (
-        ({"margin": 0.5}, "margin 0.0, not 0.5"),
+        ({"margin": 0.25}, "margin 0.0, not 0.25"),
+        ({"max_label_error": 0.1}, "max_label_error 0.05, not 0.1"),
         ({"temperatures": [0.0]}, "temperatures"),
         ({"cut_policy": {"kind": "tokens", "every": 4}}, "cut_policy"),
         ({"limit": 9}, "more than the limit of 9"),
@@ -351,6 +416,9 @@ def test_the_recipes_of_the_project_are_read(name: str, target: str) -> None:
     assert config.policy.kind == "step"
 
 
+_NEEDED = ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm8k"]
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
@@ -363,9 +431,12 @@ def test_the_recipes_of_the_project_are_read(name: str, target: str) -> None:
         ("seed: 3", [], "the recipe needs the key output_dir"),
         ("- seed", [], "must be a YAML mapping"),
         ("seed: [", [], "is not valid YAML in line"),
-        ("limit: 0", ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm8k"], "limit is 0"),
-        ("rollouts: 3", ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm8k"], "temperature 0"),
-        ("margin: .nan", ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm8k"], "margin is nan"),
+        ("limit: 0", _NEEDED, "limit is 0"),
+        ("rollouts: 3", _NEEDED, "temperature 0"),
+        ("rollout_temperature: 0.7", [*_NEEDED, "--rollouts", "4"], "margin is 0, but no number"),
+        ("rollout_temperature: 0.7", [*_NEEDED, "--margin", "0.45"], "no label is certain enough before 15 rollouts"),
+        ("{margin: 0.25, max_rollouts: 3}", [*_NEEDED, "--rollouts", "4"], "it must be at least rollouts, 4"),
+        ("margin: .nan", _NEEDED, "margin is nan"),
         ("{}", ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm9k"], "did you mean 'gsm8k'"),
         ("{}", ["--output_dir", "x", "--target", "zoo:tagret", "--draft", "d", "--task", "gsm8k", "--limit", "1"], ""),
     ],
