@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from accelerate.utils import HfDeepSpeedConfig
 from transformers import TrainingArguments
 
 from parse_infer.models.devices import multiplies_in_16_bits
@@ -26,6 +28,11 @@ class TrainingConfig(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        if name := sharding(self.fsdp, self.deepspeed):
+            raise ValueError(
+                f"{name} shards the model's weights, which no training here supports: use plain DDP "
+                "(recipes/accelerate/gpu-ddp.yaml) or DeepSpeed ZeRO-2 (recipes/accelerate/gpu-deepspeed-zero2.yaml)"
+            )
         # transformers refuses bf16 on a machine without an accelerator unless it is told to use the CPU.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.use_cpu:  # DeepSpeed (which peft imports wherever it is installed) would guess, and warn
@@ -43,6 +50,24 @@ class TrainingConfig(TrainingArguments):
                 f"one process has {self.n_gpu} GPUs: start one for each with `accelerate launch`, or name one in "
                 "CUDA_VISIBLE_DEVICES"
             )
+
+
+def sharding(fsdp: Any, deepspeed: Any) -> str | None:
+    """What would shard the model's weights: "FSDP" or "ZeRO-3", asked for by `TrainingArguments` or by `accelerate
+    launch`, which sets environment variables. None otherwise.
+
+    Args:
+        fsdp, deepspeed: the fields of `TrainingArguments`; a DeepSpeed configuration is a mapping, a file or its text.
+    """
+    if fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        return "FSDP"
+    stage = 0
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        deepspeed = deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+        stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage))
+    if deepspeed:
+        stage = HfDeepSpeedConfig(deepspeed).get_value("zero_optimization.stage", 0)
+    return "ZeRO-3" if stage == 3 else None
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import linear, rms_norm, silu
 from transformers import PreTrainedModel
 
 from parse_infer.models.architecture import output_layer
@@ -78,15 +78,21 @@ class TokenDoubt(nn.Module):
         """Doubt [..., T] in float32, from the final-norm states before T tokens, the tokens' embeddings (both
         [..., T, H]) and their `Surprise.features`
         [..., T, 3]."""
-        a = self.expected(rms_norm(self.dropout(expected.float()), expected.shape[-1:]))
-        b = self.written(rms_norm(written.float(), written.shape[-1:]))
-        return self.out(silu(self.weigh(torch.cat([a, b, a * b, surprise / 3], dim=-1))))[..., 0]
+        a = _in_float32(self.expected, rms_norm(self.dropout(expected.float()), expected.shape[-1:]))
+        b = _in_float32(self.written, rms_norm(written.float(), written.shape[-1:]))
+        weighed = silu(_in_float32(self.weigh, torch.cat([a, b, a * b, surprise / 3], dim=-1)))
+        return _in_float32(self.out, weighed)[..., 0]
 
     @staticmethod
     def of_prefixes(doubt: Tensor, ends: Tensor) -> Tensor:
         """Pool the doubt [..., T] of tokens over prefixes of `ends` [..., K] tokens: log of the sum of exp, [..., K];
         0 for an empty prefix."""
         return doubt.logcumsumexp(-1).gather(-1, (ends - 1).clamp_min(0)) * (ends > 0)
+
+
+def _in_float32(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Apply `layer` in float32. DeepSpeed keeps the weights in bfloat16 during training; float32 is not copied."""
+    return linear(x, layer.weight.float(), None if layer.bias is None else layer.bias.float())
 
 
 _CACHED_LOGITS = 2**20  # they are read five times over: few enough for a CPU's cache

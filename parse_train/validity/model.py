@@ -63,7 +63,7 @@ class ValidityModel(nn.Module):
         self.backbone_name = target.base_model_prefix
         self._output_layer = output_layer(target)  # the adapter leaves it as it is
         vocabulary = None if head.tokens is None else head.tokens.vocabulary
-        self._part = None if vocabulary is None else PartOfVocabulary.of(target, vocabulary.to(target.device))
+        self._part = None if vocabulary is None else _part_of_vocabulary(target, vocabulary)
         self.target: PreTrainedModel | PeftModel
         if probe.ids:
             self.target, self._lora = attach_trailing_lora(
@@ -260,6 +260,12 @@ class ValidityModel(nn.Module):
             for parameter in self.peft_model.parameters():
                 if parameter.requires_grad:
                     parameter.copy_(parameter.to(dtype))
+
+
+def _part_of_vocabulary(target: PreTrainedModel, tokens: Tensor) -> PartOfVocabulary:
+    """The output layer for `tokens`, whose copied rows keep their number type when DeepSpeed casts the target."""
+    part, dtype = PartOfVocabulary.of(target, tokens.to(target.device)), target.get_output_embeddings().weight.dtype
+    return PartOfVocabulary(part.tokens, lambda hidden: part.logits(hidden.to(dtype)))
 
 
 def _drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from parse_infer.models.devices import multiplies_in_16_bits
 from parse_infer.models.loading import load_language_model
 from parse_train.own_answers import AnswerConfig, write_answers
 
@@ -53,6 +54,17 @@ def assert_same_adapter(one: Path, other: Path, tolerance: float) -> None:
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def losses(output: Path) -> list[float]:
+    """Of every step, from the last checkpoint."""
+    history = json.loads((output / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def update(output: Path) -> torch.Tensor:
+    """All that the adapter adds: zero before the training."""
+    return torch.cat([value.flatten() for name, value in sorted(weights(output).items()) if "lora_B" in name])
 
 
 @pytest.fixture(scope="module")
@@ -122,16 +134,22 @@ def test_another_recipe_does_not_continue_a_training(uninterrupted: Path, traini
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles its CPU communication with g++")
-def test_deepspeed_learns_the_same_and_resumes(uninterrupted: Path, training_folder: Path) -> None:
+def test_deepspeed_in_bfloat16_learns_the_same_and_resumes(uninterrupted: Path, training_folder: Path) -> None:
+    """As the recipe for GPUs runs it: DeepSpeed keeps all parameters in bfloat16, and what is learnt differs by
+    rounding. (On a CPU without instructions for bfloat16 the training itself falls back to float32.)"""
     output = training_folder / "zero2"
     arguments = (training_folder / "recipe.yaml", "--output_dir", output)
-    options = ("--per_device_train_batch_size", "2", "--baselines", "false")
+    options = ("--per_device_train_batch_size", "2", "--baselines", "false", "--bf16", "true")
     result = launch("deepspeed-zero2.yaml", *arguments, *options)
     assert result.returncode == 0, result.stderr
-    assert_same_adapter(output, uninterrupted, tolerance=2e-4)
+    assert losses(output) == pytest.approx(losses(uninterrupted), rel=0.03)
+    ours, exact = update(output), update(uninterrupted)
+    assert (ours - exact).norm() / exact.norm() < 0.1, "other gradients than those of one process"
     frozen = sum(path.stat().st_size for path in (training_folder / "target").glob("*.safetensors"))
     saved = torch.load(output / "checkpoint-4" / "global_step4" / "mp_rank_00_model_states.pt", weights_only=False)
     assert sum(t.numel() * 4 for t in saved["module"].values()) < frozen
+    kind = torch.bfloat16 if multiplies_in_16_bits(torch.device("cpu")) else torch.float32
+    assert {tensor.dtype for tensor in saved["module"].values()} == {kind}
 
     before = weights(output)
     shutil.rmtree(output / "checkpoint-6")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -131,3 +132,51 @@ def test_the_recipes_of_the_repository_are_programs(path: Path) -> None:
     assert config.learning_rate == float(given["learning_rate"])
     sizes = given.keys() & {"lora_rank", "token_rank", "max_length"}
     assert sizes and all(getattr(config, key) == given[key] for key in sizes)
+
+
+ZERO_3 = {"zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "options"),
+    [
+        ("ZeRO-3", {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, {}),
+        ("ZeRO-3", {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "FILE"}, {}),
+        ("ZeRO-3", {}, {"deepspeed": "FILE"}),
+        ("ZeRO-3", {}, {"deepspeed": json.dumps(ZERO_3)}),
+        ("ZeRO-3", {}, {"deepspeed": ZERO_3}),
+        ("FSDP", {"ACCELERATE_USE_FSDP": "true"}, {}),
+        ("FSDP", {}, {"fsdp": "full_shard"}),
+    ],
+    ids=["accelerate", "accelerate, file", "file", "text", "mapping", "accelerate, FSDP", "FSDP"],
+)
+def test_what_shards_the_target_is_refused_before_any_work(
+    name: str, environment: dict[str, str], options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the processes meet, whether `accelerate launch` or a key of the recipe asks for it."""
+    (tmp_path / "zero.json").write_text(json.dumps(ZERO_3))
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value.replace("FILE", str(tmp_path / "zero.json")))
+    options = {k: str(tmp_path / "zero.json") if v == "FILE" else v for k, v in options.items()}
+    monkeypatch.setattr(ValidityTrainingConfig, "device", property(lambda config: pytest.fail("the processes meet")))
+    with pytest.raises(ValueError, match=f"{name} shards .*recipes/accelerate/gpu-ddp.yaml") as refused:
+        ValidityTrainingConfig(target="t", data="d", output_dir="o", report_to="none", use_cpu=True, **options)
+    assert "\n" not in str(refused.value)
+
+
+def test_gpus_are_started_as_cpus_are_in_the_tests() -> None:
+    """What cannot be run here differs from what is run in device, number type and number of processes alone."""
+    folder = REPOSITORY / "recipes" / "accelerate"
+    for gpu, cpu in (("gpu-ddp", "cpu-2"), ("gpu-deepspeed-zero2", "deepspeed-zero2")):
+        ours, tested = (yaml.safe_load((folder / f"{name}.yaml").read_text()) for name in (gpu, cpu))
+        assert (ours.pop("use_cpu"), ours.pop("mixed_precision"), ours.pop("num_processes")) == (False, "bf16", 8)
+        assert (tested.pop("use_cpu"), tested.pop("mixed_precision"), tested.pop("num_processes")) == (True, "no", 2)
+        assert ours == tested, gpu
+
+
+def test_pages_and_recipes_name_plain_ddp_before_deepspeed() -> None:
+    for path in [REPOSITORY / "docs" / "training.md", *(REPOSITORY / "recipes" / "real").glob("*.yaml")]:
+        text = path.read_text()
+        ddp, zero = text.find("gpu-ddp.yaml"), text.find("gpu-deepspeed-zero2.yaml")
+        assert zero < 0 or 0 <= ddp < zero, path
+    assert "gpu-ddp.yaml" in (REPOSITORY / "recipes" / "real" / "train.yaml").read_text()

@@ -441,6 +441,38 @@ def test_the_real_recipe_builds_on_a_tiny_model_of_its_kind(
     assert torch.isfinite(loss)
 
 
+@pytest.mark.parametrize(
+    ("probe", "vocabulary"),
+    [(PROBE, None), (NONE, None), (PROBE, torch.arange(2, 259, 3))],
+    ids=["probe", "none", "part of the vocabulary"],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_it_trains_with_all_parameters_in_bfloat16(
+    make_model: Callable[..., PreTrainedModel],
+    batch: dict[str, Tensor],
+    probe: Probe,
+    vocabulary: Tensor | None,
+    autocast: bool,
+) -> None:
+    """As DeepSpeed casts them: the logits are in float32, and those of a float32 model but for rounding."""
+    validity = trained(make_model("llama"), probe, vocabulary).train()
+    real = batch["visible"] > 0
+    inputs = {name: batch[name] for name in ("input_ids", "visible", "cuts")}
+    with torch.no_grad():
+        expected = validity(**inputs)["logits"][real]
+        for parameter in validity.parameters():
+            parameter.data = parameter.data.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = validity(**inputs)["logits"][real]
+    assert logits.dtype == torch.float32
+    distance = (logits - expected).abs().max() / (expected.max() - expected.min())
+    assert distance < 0.15, f"{logits} against {expected}"
+    logits.tanh().sum().backward()
+    for name, parameter in validity.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None and 0 < parameter.grad.abs().max() < torch.inf, name
+
+
 @pytest.mark.parametrize("architecture", MOE_ARCHITECTURES)
 def test_layers_that_see_flattened_tokens_are_refused_before_training(
     architecture: str,
