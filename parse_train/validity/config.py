@@ -15,7 +15,7 @@ NOT_SUPPORTED = {
     "activation_checkpointing": "the context runs without gradient, so there is nothing to recompute",
     "auto_find_batch_size": "a resumed run would see other batches",
     "push_to_hub": "the adapter folder is exported to adapter_dir; upload that",
-    "label_smoothing_factor": "the head learns yes or no; soft_labels learns the share of rollouts that ended right",
+    "label_smoothing_factor": "the head learns yes or no; uncertain labels weigh less instead",
     "neftune_noise_alpha": "the target is frozen",
     "bf16_full_eval": "the head computes in float32; target_dtype is the target's own",
     "prediction_loss_only": "the threshold is chosen from predictions",
@@ -113,10 +113,6 @@ class ValidityTrainingConfig(TrackedTrainingConfig):
         },
     )
 
-    soft_labels: bool = field(
-        default=False,
-        metadata={"help": "Learn the share of rollouts that ended right (`values`), where known, not the label."},
-    )
     class_weighting: str = field(
         default="none",
         metadata={

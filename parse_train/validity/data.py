@@ -18,14 +18,15 @@ from parse_train.validity.config import ValidityTrainingConfig
 
 @dataclass(frozen=True)
 class ValidityExample:
-    """Token ids of one labelled draft. `cuts` are token offsets in the draft; `targets` lie in 0..1. `prompt` is the
-    text or the messages behind `context_ids`, `problem` what drafts of one problem have in common."""
+    """Token ids of one labelled draft. `cuts` are token offsets in the draft, `weights` how much the loss at each cut
+    counts, from 0 (the label is a guess) to 1 (it is certain). `prompt` is the text or the messages behind
+    `context_ids`, `problem` what drafts of one problem have in common."""
 
     context_ids: list[int]
     draft_ids: list[int]
     cuts: list[int]
     labels: list[bool]
-    targets: list[float]
+    weights: list[float]
     temperature: float | None = None
     prompt: Prompt = ""
     problem: str = ""
@@ -63,10 +64,9 @@ class Encoder:
         *,
         separator: str = "\n",
         template_options: dict[str, Any] | None = None,
-        soft_labels: bool = False,
     ) -> None:
         self.tokenizer, self.vocab_size, self.separator = tokenizer, vocab_size, separator
-        self.template_options, self.soft_labels = template_options, soft_labels
+        self.template_options = template_options
         self._contexts: dict[str, list[int]] = {}
         self._compared = self._alike = 0
 
@@ -83,10 +83,11 @@ class Encoder:
             ids, cuts, kept = self._tokenise(row.completions)
         if not cuts:
             return None
-        hard = [row.labels[i] for i in kept]
-        values = [row.values[i] if self.soft_labels else None for i in kept]
-        targets = [float(label if value is None else value) for label, value in zip(hard, values, strict=True)]
-        return ValidityExample(self._context(row), ids, cuts, hard, targets, row.temperature, row.prompt, row.problem)
+        labels = [row.labels[i] for i in kept]
+        # A label that is right with probability c has, on average, 2c - 1 times the gradient of a certain one.
+        weights = [2 * row.confidence[i] - 1 for i in kept]
+        context = self._context(row)
+        return ValidityExample(context, ids, cuts, labels, weights, row.temperature, row.prompt, row.problem)
 
     def _check_tokens(self, row: LabelledDraft, ids: list[int]) -> None:
         """Whether the tokens can be the target's: in its vocabulary, and (for the first rows) spelling the text."""

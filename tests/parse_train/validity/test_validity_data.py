@@ -41,6 +41,8 @@ def test_a_build_loads_shard_by_shard(training_folder: Path, build_rows: list[di
         ({"labels": [True, True]}, "labels must be 3 times"),
         ({"labels": [1, 1, 0]}, "labels must be 3 times"),
         ({"values": [0.5, 2, None]}, "values must be 3 numbers"),
+        ({"confidence": [1.0, 0.4, 1.0]}, "confidence must be 3 numbers from 0.5 to 1"),
+        ({"confidence": [1.0]}, "confidence must be 3 numbers"),
         ({"cuts": [1, 2, 3]}, "draft_ids and cuts belong together"),
         ({"draft_ids": [5, 6, 7], "cuts": [1, 1, 3]}, "rising offsets that end at 3"),
         ({"draft_ids": [5, 6, 7], "cuts": [1, 2, 4]}, "rising offsets that end at 3"),
@@ -123,17 +125,19 @@ def test_segments_of_a_plain_set_are_tokenised_one_by_one(tokenizer: PreTrainedT
         "one\ntwo\nthree",
     ]
     assert tokenizer.decode(example.context_ids) == "<|user|>1+1?<|assistant|>"
-    assert example.targets == [1.0, 1.0, 0.0]
+    assert example.labels == [True, True, False]
+    assert example.weights == [1.0, 1.0, 1.0]
 
 
-def test_soft_labels_are_the_values_where_known(
+def test_a_label_weighs_by_how_far_it_is_from_a_guess(
     tokenizer: PreTrainedTokenizerFast, build_rows: list[dict[str, Any]]
 ) -> None:
-    row = next(row for row in build_rows if len(set(row["labels"])) == 2)
-    example = Encoder(tokenizer, 260, soft_labels=True)(check_row(row, "here"))
-    assert example is not None
-    assert example.labels == row["labels"]
-    assert example.targets == [0.75 if label else 0.0 for label in row["labels"]]
+    """A set without confidence, as all were once, is certain of its labels."""
+    row = next(row for row in build_rows if len(row["labels"]) == 3)
+    for confidence, weights in (([1.0, 0.95, 0.5], [1.0, 0.9, 0.0]), (None, [1.0] * 3)):
+        example = Encoder(tokenizer, 260)(check_row(row | {"confidence": confidence}, "here"))
+        assert example is not None and example.labels == row["labels"]
+        assert example.weights == pytest.approx(weights)
 
 
 def test_drafts_of_another_tokenizer_are_refused(
@@ -159,8 +163,9 @@ def test_long_rows_are_left_out(tokenizer: PreTrainedTokenizerFast, build_rows: 
 
 
 def test_a_batch_is_padded_on_the_right(tokenizer: PreTrainedTokenizerFast, build_rows: list[dict[str, Any]]) -> None:
-    encoder = Encoder(tokenizer, 260, soft_labels=True)
-    examples = [example for row in build_rows[:4] if (example := encoder(check_row(row, "here"))) is not None]
+    encoder = Encoder(tokenizer, 260)
+    rows = [check_row(row | {"confidence": [0.9] * len(row["labels"])}, "here") for row in build_rows[:4]]
+    examples = [example for row in rows if (example := encoder(row)) is not None]
     batch = ValidityCollator(pad_id=258)(examples)
     longest, most = max(e.length for e in examples), max(len(e.cuts) for e in examples)
     assert batch["input_ids"].shape == (4, longest)
@@ -172,7 +177,8 @@ def test_a_batch_is_padded_on_the_right(tokenizer: PreTrainedTokenizerFast, buil
         assert batch["visible"][i].tolist() == [context + cut for cut in example.cuts] + [0] * (most - k)
         assert batch["visible"][i, k - 1] == example.length
         assert batch["labels"][i].tolist() == [int(x) for x in example.labels] + [IGNORED] * (most - k)
-        torch.testing.assert_close(batch["targets"][i, :k], torch.tensor(example.targets))
+        torch.testing.assert_close(batch["weights"][i, :k], torch.tensor(example.weights))
+        assert not batch["weights"][i, k:].any()
 
 
 def test_a_build_says_how_it_was_made(make_model: Callable[..., Any], tmp_path: Path) -> None:
@@ -182,6 +188,7 @@ def test_a_build_says_how_it_was_made(make_model: Callable[..., Any], tmp_path: 
         "config": {
             "cut_policy": {"kind": "sentence"},
             "rollouts": 4,
+            "max_rollouts": 32,
             "margin": 0.25,
             "template_options": {"a": 1},
             "draft": "d",
@@ -191,7 +198,7 @@ def test_a_build_says_how_it_was_made(make_model: Callable[..., Any], tmp_path: 
     (tmp_path / "build.json").write_text(json.dumps(content))
     info = read_build_info(str(tmp_path))
     assert (info.cut_policy, info.template_options) == ({"kind": "sentence"}, {"a": 1})
-    assert info.label == {"rollouts": 4, "margin": 0.25}
+    assert info.label == {"rollouts": 4, "max_rollouts": 32, "margin": 0.25}
     assert info.draft == {"name": "d", "fingerprint": "w1:0"}
     info.check_target(model, "here")
     with pytest.raises(ValueError, match="here was labelled by rollouts of"):
