@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from data_tools.labels.layouts import LAYOUTS
 from parse_infer.verify.segments import CutPolicy
 from parse_train.training_config import TrackedTrainingConfig
 
@@ -44,12 +45,22 @@ class ValidityTrainingConfig(TrackedTrainingConfig):
         default="",
         metadata={
             "help": "Labelled drafts: a folder written by `parse-data build`, a .jsonl file, or the Hub id of "
-            "a stepwise-supervision set (prompt, completions, labels) (required)."
+            "a process-supervision set (required)."
+        },
+    )
+    layout: str = field(
+        default="build",
+        metadata={
+            "help": "Layout of the rows in `data`: build, or that of a public set, whose labels are about steps.",
+            "choices": list(LAYOUTS),
         },
     )
     eval_data: str | None = field(
         default=None,
         metadata={"help": "Labelled drafts for evaluation; else a share of the problems of `data` is held out."},
+    )
+    eval_layout: str | None = field(
+        default=None, metadata={"help": "Layout of `eval_data`; by default that of `data`.", "choices": list(LAYOUTS)}
     )
     eval_share: float = field(default=0.1, metadata={"help": "Share of the problems held out for evaluation."})
     max_length: int = field(default=1024, metadata={"help": "Longer rows (prompt and draft, tokens) are left out."})

@@ -54,7 +54,8 @@ class Encoder:
     """Turns checked rows into token ids of the target.
 
     Rows of a build bring their own tokens. Segments of other sets are tokenised one by one, so that each cut is
-    exact; `separator` follows a segment that has no line break of its own, except the last.
+    exact; `separator` follows a segment that has no line break of its own, except the last. `end_token` ends the last
+    segment of a finished solution.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class Encoder:
         vocab_size: int,
         *,
         separator: str = "\n",
+        end_token: int | None = None,
         template_options: dict[str, Any] | None = None,
     ) -> None:
         self.tokenizer, self.vocab_size, self.separator = tokenizer, vocab_size, separator
+        self.end_token = end_token
         self.template_options = template_options
         self._contexts: dict[str, list[int]] = {}
         self._compared = self._alike = 0
@@ -80,7 +83,7 @@ class Encoder:
             ids, cuts, kept = row.draft_ids, row.cuts, list(range(len(row.cuts)))
             self._check_tokens(row, ids)
         else:
-            ids, cuts, kept = self._tokenise(row.completions)
+            ids, cuts, kept = self._tokenise(row.completions, finished=bool(row.finished))
         if not cuts:
             return None
         labels = [row.labels[i] for i in kept]
@@ -108,7 +111,7 @@ class Encoder:
                     "target's tokenizer; the data was built for another target"
                 )
 
-    def _tokenise(self, segments: Sequence[str]) -> tuple[list[int], list[int], list[int]]:
+    def _tokenise(self, segments: Sequence[str], finished: bool) -> tuple[list[int], list[int], list[int]]:
         ids: list[int] = []
         cuts: list[int] = []
         kept: list[int] = []
@@ -117,6 +120,8 @@ class Encoder:
             text = segment if last or segment.endswith("\n") else segment + self.separator
             # Behind a line break, as a SentencePiece tokenizer begins a text with a space.
             ids += encode_continuation(self.tokenizer, segments[i - 1] if i else "", text)
+            if last and finished and self.end_token is not None:
+                ids.append(self.end_token)
             if len(ids) > (cuts[-1] if cuts else 0):  # an empty segment has no cut of its own
                 cuts.append(len(ids))
                 kept.append(i)
@@ -140,11 +145,11 @@ def load_datasets(
     Raises:
         ValueError, FileNotFoundError: see `read_rows`; or nothing is left after `max_length`.
     """
-    rows = list(read_rows(config.data))
+    rows = list(read_rows(config.data, config.layout))
     if config.eval_data is None:
         train_rows, eval_rows = split_by_problem(rows, config.eval_share, config.seed)
     else:
-        eval_rows = list(read_rows(config.eval_data))
+        eval_rows = list(read_rows(config.eval_data, config.eval_layout or config.layout))
         held_out = {row.prompt_key for row in eval_rows}  # not by id, as every file may number its own
         train_rows = [row for row in rows if row.prompt_key not in held_out]
     train, dropped = encode_rows(train_rows, encoder, config.max_length)

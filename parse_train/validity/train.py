@@ -100,6 +100,7 @@ def encoder_for(config: ValidityTrainingConfig, lm: LanguageModel) -> Encoder:
         lm.tokenizer,
         embeddings.num_embeddings,
         separator=config.step_separator,
+        end_token=lm.end_token,
         template_options=config.template_options,
     )
 

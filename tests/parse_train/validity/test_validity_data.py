@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data_tools.labels.rows import LabelledDraft, check_row, read_rows
 from parse_infer.models.fingerprint import describe_target
+from parse_train.__main__ import main
 from parse_train.training_config import IGNORED
 from parse_train.validity.build_info import BuildInfo, read_build_info
 from parse_train.validity.collator import ValidityCollator
@@ -22,12 +23,12 @@ from parse_train.validity.data import Encoder, encode_rows, load_datasets, split
 PLAIN = {"prompt": "1+1?", "completions": ["one", "two\n", "three"], "labels": [True, True, False]}
 
 
-def list_rows(source: str) -> list[LabelledDraft]:
-    return list(read_rows(source))
+def list_rows(source: str, layout: str = "trl") -> list[LabelledDraft]:
+    return list(read_rows(source, layout))
 
 
 def test_a_build_loads_shard_by_shard(training_folder: Path, build_rows: list[dict[str, Any]]) -> None:
-    rows = list_rows(str(training_folder / "data"))
+    rows = list_rows(str(training_folder / "data"), "build")
     assert [row.cuts for row in rows] == [row["cuts"] for row in build_rows]
     assert rows[0].values == build_rows[0]["values"]
 
@@ -101,6 +102,7 @@ def test_files_that_number_their_problems_alike_are_not_the_same(
         target="any",
         data=str(data),
         eval_data=str(eval_data),
+        layout="trl",
         output_dir=str(tmp_path),
         report_to="none",
         use_cpu=True,
@@ -127,6 +129,50 @@ def test_segments_of_a_plain_set_are_tokenised_one_by_one(tokenizer: PreTrainedT
     assert tokenizer.decode(example.context_ids) == "<|user|>1+1?<|assistant|>"
     assert example.labels == [True, True, False]
     assert example.weights == [1.0, 1.0, 1.0]
+
+
+def test_the_last_prefix_of_a_finished_solution_has_the_end_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    """As in a build; the end is a part of the last step, and all there is of an empty one."""
+    end = tokenizer.eos_token_id
+    encoder = Encoder(tokenizer, 260, end_token=end)
+    plain = encoder(check_row(PLAIN, "here"))
+    finished = encoder(check_row(PLAIN | {"finished": True}, "here"))
+    assert plain is not None and finished is not None
+    assert finished.draft_ids == [*plain.draft_ids, end]
+    assert finished.cuts == [*plain.cuts[:-1], plain.cuts[-1] + 1]
+    empty = encoder(check_row(PLAIN | {"completions": ["one", "two", ""], "finished": True}, "here"))
+    assert empty is not None and empty.draft_ids[-1] == end and empty.labels == [True, True, False]
+
+
+def test_a_public_set_is_trained_on_and_another_one_evaluated_on(
+    training_folder: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    shepherd, bench = [], []
+    for i in range(8):
+        text = f"{i} + 1? Step 1: {i + 1} ки\nStep 2: The answer is: {i + 1 + i % 2} ки"
+        signs = text.replace("ки", "+", 1).replace("ки", "-" if i % 2 else "+")
+        shepherd.append({"input": text, "label": signs, "task": "GSM8K"})
+        problem = {"problem": f"{i} + 2?", "steps": [f"{i}+2", f"{i + 2}"], "final_answer_correct": True}
+        bench.append(problem | {"id": f"gsm8k-{i}", "generator": "g", "label": -1 if i % 2 else 0})
+    data, evaluation = write_jsonl(tmp_path / "a.jsonl", shepherd), write_jsonl(tmp_path / "b.jsonl", bench)
+    options = ["--layout", "math_shepherd", "--eval_data", str(evaluation), "--eval_layout", "processbench"]
+    options += ["--data", str(data), "--output_dir", str(tmp_path / "out"), "--max_steps", "1", "--baselines", "false"]
+    assert main([str(training_folder / "recipe.yaml"), *options]) == 0
+    config = json.loads((tmp_path / "out" / "adapter" / "validity_config.json").read_text())
+    assert (config["provenance"]["train_drafts"], config["provenance"]["eval_drafts"]) == (8, 8)
+    assert main([str(training_folder / "recipe.yaml"), "--data", str(data)]) == 2
+
+
+def test_a_set_on_the_hub_without_a_training_split_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    splits = {"gsm8k": [PLAIN], "math": [PLAIN, PLAIN]}
+    monkeypatch.setattr("datasets.load_dataset", lambda name: splits)
+    assert [row.where for row in list_rows("some/set")] == [
+        "some/set, split gsm8k, row 1",
+        "some/set, split math, row 1",
+        "some/set, split math, row 2",
+    ]
+    splits["train"] = [PLAIN]
+    assert [row.where for row in list_rows("some/set")] == ["some/set, split train, row 1"]
 
 
 def test_a_label_weighs_by_how_far_it_is_from_a_guess(
