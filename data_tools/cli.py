@@ -44,7 +44,8 @@ _INSPECT_HELP = """Print class balance, where the errors are, and examples in co
 \b
 Examples:
   parse-data inspect data/validity
-  parse-data inspect data/validity --examples 10 --seed 1"""
+  parse-data inspect data/validity --examples 10 --seed 1
+  parse-data inspect phase2_train.jsonl --layout prm800k"""
 
 
 _OVERRIDES = {
@@ -78,10 +79,13 @@ def inspect(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The output_dir of a build, or other rows.")],
     examples: Annotated[int, typer.Option(min=0, help="Number of drafts shown.")] = 3,
     seed: Annotated[int, typer.Option(help="Which drafts are shown.")] = 0,
+    layout: Annotated[
+        str, typer.Option(help="Layout of the rows: build, trl, prm800k, math_shepherd or processbench.")
+    ] = "build",
 ) -> None:
     from data_tools.labels.inspect import inspect_folder
 
-    inspect_folder(folder, examples, seed)
+    inspect_folder(folder, examples, seed, layout=layout)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

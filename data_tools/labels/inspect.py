@@ -19,7 +19,9 @@ BAR_WIDTH = 32
 _VALID, _INVALID = "green", "red"
 
 
-def inspect_folder(folder: str | Path, n_examples: int = 3, seed: int = 0, console: Console | None = None) -> Summary:
+def inspect_folder(
+    folder: str | Path, n_examples: int = 3, seed: int = 0, console: Console | None = None, layout: str = "build"
+) -> Summary:
     """Print what a folder of labelled drafts holds; the counts are returned too.
 
     Half of the examples, rounded up, are drafts with an error. The same seed shows the same ones.
@@ -31,7 +33,7 @@ def inspect_folder(folder: str | Path, n_examples: int = 3, seed: int = 0, conso
     summary = Summary()
     with_error = _Sample((n_examples + 1) // 2, seed)
     without = _Sample(n_examples, seed)
-    for row in read_rows(folder):
+    for row in read_rows(folder, layout):
         summary.add(row)
         (without if row.first_error is None else with_error).offer(row)
     examples = with_error.rows + without.rows[: n_examples - len(with_error.rows)]

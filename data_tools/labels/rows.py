@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_tools.labels.layouts import LAYOUTS, prefix_rows
 from data_tools.tasks.task import prompt_id
 from parse_infer.files import read_jsonl
 from parse_infer.models.prompts import Message
+from parse_infer.suggest import suggestion
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,19 @@ class LabelledDraft:
         return self.prompt if isinstance(self.prompt, str) else json.dumps([dict(m) for m in self.prompt])
 
 
-def read_rows(source: str | Path) -> Iterator[LabelledDraft]:
-    """Rows of `source` one after the other: all .jsonl files in a folder, a .jsonl file, or the training split of a
-    data set on the Hugging Face Hub.
+def read_rows(source: str | Path, layout: str = "build") -> Iterator[LabelledDraft]:
+    """Rows of `source` one after the other: all .jsonl files in a folder, a .jsonl file, or a data set on the Hugging
+    Face Hub: its training split, or all splits where there is none of that name.
+
+    Args:
+        layout: a key of `layouts.LAYOUTS`: "build", or that of a public process-supervision set.
 
     Raises:
         FileNotFoundError: nothing there, or no .jsonl file in the folder.
-        ValueError: a row that is not as it should be, named by file and line.
+        ValueError: an unknown layout, or a row that is not as it should be, named by file and line.
     """
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}; {suggestion(layout, LAYOUTS)}")
     path, name = Path(source), str(source)
     if path.is_dir():
         files = sorted(path.rglob("*.jsonl"))
@@ -83,20 +90,26 @@ def read_rows(source: str | Path) -> Iterator[LabelledDraft]:
         files = []
     places = (found for file in files for found in read_jsonl(file)) if files else _hub_rows(name)
     for where, row in places:
-        yield check_row(row, where)
+        try:
+            drafts = list(prefix_rows(row, layout)) if isinstance(row, dict) else [row]
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        for draft in drafts:
+            yield check_row(draft, where)
 
 
 def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
     from datasets import load_dataset
 
     try:
-        dataset = load_dataset(name, split="train")
+        splits = load_dataset(name)
     except Exception as error:  # datasets raises many kinds: no such set, no network, no such split
         raise FileNotFoundError(
             f"{name} is neither a local folder or file nor a data set on the Hugging Face Hub: {error}"
         ) from error
-    for number, row in enumerate(dataset, start=1):
-        yield f"{name}, row {number}", row
+    for split in ["train"] if "train" in splits else splits:
+        for number, row in enumerate(splits[split], start=1):
+            yield f"{name}, split {split}, row {number}", row
 
 
 def check_row(row: Any, where: str) -> LabelledDraft:

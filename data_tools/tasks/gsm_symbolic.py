@@ -25,8 +25,8 @@ class GsmSymbolic:
         max_number: no number in question, worked answer or intermediate result is larger; None for no bound.
         max_question_chars / max_solution_chars: longer ones are skipped.
         in_parts: work sums, differences, products and quotients out digit by digit: `52 - 26 = 52 - 20 - 6 = 32 - 6`.
-        exclude_seeds: {seed: number} leaves the prompts of the first `number` problems of another seed out of the train
-            split. The train splits of different seeds share prompts; other splits share none with them.
+        exclude_seeds: {seed: number} leaves the prompts of the first `number` problems of another seed out of the
+            train split. The train splits of different seeds share prompts; other splits share none with them.
     """
 
     max_number: float | None = 300

@@ -19,7 +19,7 @@ class BuildInfo:
     cut_policy: dict[str, Any] = field(default_factory=dict)
     template_options: dict[str, Any] = field(default_factory=dict)
     label: dict[str, Any] = field(default_factory=dict)
-    """How labels were made: rollouts, their temperature, the margin."""
+    """How labels were made: rollouts, their temperature, margin and error of the sequential test."""
     target: dict[str, Any] = field(default_factory=dict)
     """`describe_target` of the model whose rollouts gave the labels."""
     draft: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +51,8 @@ def read_build_info(source: str) -> BuildInfo:
     config, models = content.get("config"), content.get("models", {})
     if not isinstance(config, dict) or not isinstance(models, dict):
         raise ValueError(f"{path} is damaged, it does not say how the data was built: build the data again")
-    label = {key: config[key] for key in ("rollouts", "rollout_temperature", "margin") if key in config}
+    keys = ("rollouts", "max_rollouts", "rollout_temperature", "margin", "max_label_error")
+    label = {key: config[key] for key in keys if key in config}
     return BuildInfo(
         config.get("cut_policy") or {},
         config.get("template_options") or {},

@@ -20,7 +20,7 @@ class ValidityCollator:
     visible    int64 [B, K]    tokens in front of each probe; 0 marks a probe that only pads
     cuts       int64 [B, K]    the same counted from the start of the draft; -100 in padding
     labels     int64 [B, K]    1 valid, 0 not valid, -100 padding
-    targets    float32 [B, K]  what the loss compares with, 0 in padding
+    weights    float32 [B, K]  how much each label counts in the loss, 0 in padding
 
     Padding stands to the right of every visible token, so the causal pattern hides it and no mask is needed.
     """
@@ -32,12 +32,12 @@ class ValidityCollator:
         input_ids = torch.full((size, longest), self.pad_id)
         visible = torch.zeros(size, most, dtype=torch.long)
         cuts, labels = (torch.full((size, most), IGNORED) for _ in range(2))
-        targets = torch.zeros(size, most)
+        weights = torch.zeros(size, most)
         for i, example in enumerate(examples):
             k = len(example.cuts)
             input_ids[i, : example.length] = torch.tensor(example.context_ids + example.draft_ids)
             cuts[i, :k] = torch.tensor(example.cuts)
             visible[i, :k] = cuts[i, :k] + len(example.context_ids)
             labels[i, :k] = torch.tensor(example.labels, dtype=torch.long)
-            targets[i, :k] = torch.tensor(example.targets)
-        return {"input_ids": input_ids, "visible": visible, "cuts": cuts, "labels": labels, "targets": targets}
+            weights[i, :k] = torch.tensor(example.weights)
+        return {"input_ids": input_ids, "visible": visible, "cuts": cuts, "labels": labels, "weights": weights}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from data_tools.labels.layouts import LAYOUTS
 from parse_infer.verify.segments import CutPolicy
 from parse_train.training_config import TrackedTrainingConfig
 
@@ -15,7 +16,7 @@ NOT_SUPPORTED = {
     "activation_checkpointing": "the context runs without gradient, so there is nothing to recompute",
     "auto_find_batch_size": "a resumed run would see other batches",
     "push_to_hub": "the adapter folder is exported to adapter_dir; upload that",
-    "label_smoothing_factor": "the head learns yes or no; soft_labels learns the share of rollouts that ended right",
+    "label_smoothing_factor": "the head learns yes or no; uncertain labels weigh less instead",
     "neftune_noise_alpha": "the target is frozen",
     "bf16_full_eval": "the head computes in float32; target_dtype is the target's own",
     "prediction_loss_only": "the threshold is chosen from predictions",
@@ -44,12 +45,22 @@ class ValidityTrainingConfig(TrackedTrainingConfig):
         default="",
         metadata={
             "help": "Labelled drafts: a folder written by `parse-data build`, a .jsonl file, or the Hub id of "
-            "a stepwise-supervision set (prompt, completions, labels) (required)."
+            "a process-supervision set (required)."
+        },
+    )
+    layout: str = field(
+        default="build",
+        metadata={
+            "help": "Layout of the rows in `data`: build, or that of a public set, whose labels are about steps.",
+            "choices": list(LAYOUTS),
         },
     )
     eval_data: str | None = field(
         default=None,
         metadata={"help": "Labelled drafts for evaluation; else a share of the problems of `data` is held out."},
+    )
+    eval_layout: str | None = field(
+        default=None, metadata={"help": "Layout of `eval_data`; by default that of `data`.", "choices": list(LAYOUTS)}
     )
     eval_share: float = field(default=0.1, metadata={"help": "Share of the problems held out for evaluation."})
     max_length: int = field(default=1024, metadata={"help": "Longer rows (prompt and draft, tokens) are left out."})
@@ -113,10 +124,6 @@ class ValidityTrainingConfig(TrackedTrainingConfig):
         },
     )
 
-    soft_labels: bool = field(
-        default=False,
-        metadata={"help": "Learn the share of rollouts that ended right (`values`), where known, not the label."},
-    )
     class_weighting: str = field(
         default="none",
         metadata={

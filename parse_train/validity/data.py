@@ -18,14 +18,15 @@ from parse_train.validity.config import ValidityTrainingConfig
 
 @dataclass(frozen=True)
 class ValidityExample:
-    """Token ids of one labelled draft. `cuts` are token offsets in the draft; `targets` lie in 0..1. `prompt` is the
-    text or the messages behind `context_ids`, `problem` what drafts of one problem have in common."""
+    """Token ids of one labelled draft. `cuts` are token offsets in the draft, `weights` how much the loss at each cut
+    counts, from 0 (the label is a guess) to 1 (it is certain). `prompt` is the text or the messages behind
+    `context_ids`, `problem` what drafts of one problem have in common."""
 
     context_ids: list[int]
     draft_ids: list[int]
     cuts: list[int]
     labels: list[bool]
-    targets: list[float]
+    weights: list[float]
     temperature: float | None = None
     prompt: Prompt = ""
     problem: str = ""
@@ -53,7 +54,8 @@ class Encoder:
     """Turns checked rows into token ids of the target.
 
     Rows of a build bring their own tokens. Segments of other sets are tokenised one by one, so that each cut is
-    exact; `separator` follows a segment that has no line break of its own, except the last.
+    exact; `separator` follows a segment that has no line break of its own, except the last. `end_token` ends the last
+    segment of a finished solution.
     """
 
     def __init__(
@@ -62,11 +64,12 @@ class Encoder:
         vocab_size: int,
         *,
         separator: str = "\n",
+        end_token: int | None = None,
         template_options: dict[str, Any] | None = None,
-        soft_labels: bool = False,
     ) -> None:
         self.tokenizer, self.vocab_size, self.separator = tokenizer, vocab_size, separator
-        self.template_options, self.soft_labels = template_options, soft_labels
+        self.end_token = end_token
+        self.template_options = template_options
         self._contexts: dict[str, list[int]] = {}
         self._compared = self._alike = 0
 
@@ -80,13 +83,14 @@ class Encoder:
             ids, cuts, kept = row.draft_ids, row.cuts, list(range(len(row.cuts)))
             self._check_tokens(row, ids)
         else:
-            ids, cuts, kept = self._tokenise(row.completions)
+            ids, cuts, kept = self._tokenise(row.completions, finished=bool(row.finished))
         if not cuts:
             return None
-        hard = [row.labels[i] for i in kept]
-        values = [row.values[i] if self.soft_labels else None for i in kept]
-        targets = [float(label if value is None else value) for label, value in zip(hard, values, strict=True)]
-        return ValidityExample(self._context(row), ids, cuts, hard, targets, row.temperature, row.prompt, row.problem)
+        labels = [row.labels[i] for i in kept]
+        # A label that is right with probability c has, on average, 2c - 1 times the gradient of a certain one.
+        weights = [2 * row.confidence[i] - 1 for i in kept]
+        context = self._context(row)
+        return ValidityExample(context, ids, cuts, labels, weights, row.temperature, row.prompt, row.problem)
 
     def _check_tokens(self, row: LabelledDraft, ids: list[int]) -> None:
         """Whether the tokens can be the target's: in its vocabulary, and (for the first rows) spelling the text."""
@@ -107,7 +111,7 @@ class Encoder:
                     "target's tokenizer; the data was built for another target"
                 )
 
-    def _tokenise(self, segments: Sequence[str]) -> tuple[list[int], list[int], list[int]]:
+    def _tokenise(self, segments: Sequence[str], finished: bool) -> tuple[list[int], list[int], list[int]]:
         ids: list[int] = []
         cuts: list[int] = []
         kept: list[int] = []
@@ -116,6 +120,8 @@ class Encoder:
             text = segment if last or segment.endswith("\n") else segment + self.separator
             # Behind a line break, as a SentencePiece tokenizer begins a text with a space.
             ids += encode_continuation(self.tokenizer, segments[i - 1] if i else "", text)
+            if last and finished and self.end_token is not None:
+                ids.append(self.end_token)
             if len(ids) > (cuts[-1] if cuts else 0):  # an empty segment has no cut of its own
                 cuts.append(len(ids))
                 kept.append(i)
@@ -139,11 +145,11 @@ def load_datasets(
     Raises:
         ValueError, FileNotFoundError: see `read_rows`; or nothing is left after `max_length`.
     """
-    rows = list(read_rows(config.data))
+    rows = list(read_rows(config.data, config.layout))
     if config.eval_data is None:
         train_rows, eval_rows = split_by_problem(rows, config.eval_share, config.seed)
     else:
-        eval_rows = list(read_rows(config.eval_data))
+        eval_rows = list(read_rows(config.eval_data, config.eval_layout or config.layout))
         held_out = {row.prompt_key for row in eval_rows}  # not by id, as every file may number its own
         train_rows = [row for row in rows if row.prompt_key not in held_out]
     train, dropped = encode_rows(train_rows, encoder, config.max_length)

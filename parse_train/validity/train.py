@@ -101,8 +101,8 @@ def encoder_for(config: ValidityTrainingConfig, lm: LanguageModel) -> Encoder:
         lm.tokenizer,
         embeddings.num_embeddings,
         separator=config.step_separator,
+        end_token=lm.end_token,
         template_options=config.template_options,
-        soft_labels=config.soft_labels,
     )
 
 
@@ -172,7 +172,7 @@ def describe(
     if not config.probe_text:
         del provenance["lora_rank"], provenance["lora_alpha"]
     provenance["parse_engine"] = importlib.metadata.version("parse-engine") if _installed() else "source"
-    label = {"kind": "soft" if config.soft_labels else "hard", **label, "class_weighting": config.class_weighting}
+    label = {"kind": "hard", **label, "class_weighting": config.class_weighting}
     return AdapterFacts(
         target,
         _words(config) if config.probe_text else None,

@@ -69,14 +69,15 @@ class ValidityTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Mean weighted cross-entropy per cut; `num_items_in_batch` counts those of the whole optimiser step."""
+        """Mean cross-entropy per cut, weighted by confidence and class; `num_items_in_batch` counts the cuts of the
+        whole optimiser step."""
         outputs = model(inputs["input_ids"], inputs["visible"], inputs["cuts"])
         labels = inputs["labels"]
         real = labels != IGNORED
-        targets = inputs["targets"].float()
-        weights = self.class_weights.to(labels.device)
-        weight = (targets * weights[1] + (1 - targets) * weights[0]) * real
-        loss = binary_cross_entropy_with_logits(outputs["logits"].float(), targets, weight, reduction="sum")
+        valid = labels == 1
+        of_class = self.class_weights.to(labels.device)[valid.long()]
+        weight = inputs["weights"].float() * of_class  # 0 in padding
+        loss = binary_cross_entropy_with_logits(outputs["logits"].float(), valid.float(), weight, reduction="sum")
         if num_items_in_batch is None:
             loss = loss / real.sum()
         else:

@@ -363,7 +363,8 @@ def test_load_dataset_knows_the_columns(make_config: Make, tmp_path: Path, monke
     datasets = pytest.importorskip("datasets")
     config = make_config("labelled", split="validation")
     rows: list[dict[str, Any]] = [
-        {"prompt": "p", "completions": ["a", "b"], "labels": [True, False], "values": [None, None]},
+        {"prompt": "p", "completions": ["a", "b"], "labels": [True, False], "values": [None, None]}
+        | {"confidence": [1.0, 0.75], "undecided": 1},
         {"prompt": "p", "completions": ["a"], "labels": [True], "values": [0.5], "target_value": 1.0},
     ]
     for prompt in ("text", [{"role": "user", "content": "text"}]):
@@ -372,7 +373,9 @@ def test_load_dataset_knows_the_columns(make_config: Make, tmp_path: Path, monke
         with groups.held(config.identity()):
             groups.write(range(1), [])  # skipped problems
             for i, row in enumerate(rows, start=1):
-                groups.write(range(i, i + 1), [row | {"prompt": prompt, "problem_id": str(i)}])
+                cuts = list(range(1, len(row["labels"]) + 1))
+                known = {"prompt": prompt, "problem_id": str(i), "draft_ids": cuts, "cuts": cuts}
+                groups.write(range(i, i + 1), [row | known])
             groups.write(range(3, 4), [])
             write_card(folder, config, summarise(read_rows(folder)), groups.n_problems)
         loaded = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))
@@ -383,6 +386,8 @@ def test_load_dataset_knows_the_columns(make_config: Make, tmp_path: Path, monke
         assert data["labels"] == [[True, False], [True]]
         assert data["values"] == [[None, None], [0.5]]
         assert data.features["values"].feature.dtype == "float64"
+        assert data["confidence"] == [[1.0, 0.75], None]
+        assert data["undecided"] == [1, None]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

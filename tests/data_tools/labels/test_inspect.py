@@ -12,7 +12,7 @@ from rich.console import Console
 
 from data_tools.cli import main
 from data_tools.labels.inspect import inspect_folder
-from data_tools.labels.rows import LabelledDraft, check_row
+from data_tools.labels.rows import LabelledDraft, check_row, read_rows
 from data_tools.labels.summary import summarise
 
 
@@ -37,12 +37,12 @@ def folder(tmp_path: Path) -> Path:
 def printed(folder: Path, *, colour: bool = False, **options: Any) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=120, force_terminal=colour, color_system="standard" if colour else None)
-    inspect_folder(folder, console=console, **options)
+    inspect_folder(folder, console=console, **{"layout": "trl"} | options)
     return stream.getvalue()
 
 
 def test_counts_balance_and_error_positions(folder: Path) -> None:
-    summary = inspect_folder(folder, console=Console(file=io.StringIO()))
+    summary = inspect_folder(folder, console=Console(file=io.StringIO()), layout="trl")
     assert (summary.rows, summary.problems, summary.prefixes, summary.valid) == (10, 5, 46, 33)
     assert (summary.measured, summary.correct, summary.unfinished, summary.with_error) == (1, 6, 1, 4)
     assert summary.error_position == [3, 0, 0, 0, 0, 0, 0, 0, 0, 1]
@@ -80,6 +80,25 @@ def test_examples_are_coloured_by_label_and_repeatable(folder: Path) -> None:
     assert printed(folder, n_examples=99).count("How many?") == 10
 
 
+def test_undecided_prefixes_and_the_confidence_of_labels_are_shown(tmp_path: Path) -> None:
+    tokens = {"draft_ids": [1, 2, 3], "cuts": [1, 3], "finished": True}
+    sampled = row([True, False], **tokens, values=[0.75, 0.0], confidence=[0.96, 1.0], undecided=3)
+    nothing = row([], draft_ids=[], cuts=[], undecided=5, finished=False)
+    greedy = row([True, True], **tokens)  # from before there was a confidence
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (sampled, nothing, greedy)))
+    text = printed(tmp_path, layout="build")
+    summary = summarise(read_rows(tmp_path))
+    lines = dict(summary.lines())
+    assert (summary.rows, summary.prefixes, summary.undecided) == (2, 4, 8)
+    assert lines["undecided prefixes, left out"] == "8 (66.7%)"
+    assert lines["mean confidence of a label"] == "0.990"
+    assert lines["drafts without any label, left out"] == "1"
+    assert lines["drafts without error"] == "1 (50.0%)"
+    assert all(name in text and figure in text for name, figure in lines.items())
+    assert "✓ 0.75 (96.0% sure)" in text and "✗ 0 (" not in text
+    assert "3 prefixes undecided" in text
+
+
 def test_markup_in_the_data_is_text(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row([True]) | {"prompt": "[bold]x[/nope]"}) + "\n")
     assert "[bold]x[/nope]" in printed(tmp_path)
@@ -101,7 +120,7 @@ def test_markup_in_the_data_is_text(tmp_path: Path) -> None:
 )
 def test_malformed_rows_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row([True])) + "\n" + line + "\n")
-    assert main(["inspect", str(tmp_path)]) == 2
+    assert main(["inspect", str(tmp_path), "--layout", "trl"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error
 

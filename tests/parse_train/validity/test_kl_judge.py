@@ -46,7 +46,7 @@ def pair(
 @pytest.fixture
 def example(pair: tuple[LanguageModel, LanguageModel], random_ids: Callable[..., list[int]]) -> ValidityExample:
     context = pair[0].render(PROMPT)
-    return ValidityExample(context, [*random_ids(19, seed=4), 258], [6, 20], [True, False], [1.0, 0.0], prompt=PROMPT)
+    return ValidityExample(context, [*random_ids(19, seed=4), 258], [6, 20], [True, False], [1.0, 1.0], prompt=PROMPT)
 
 
 def logits_of(model: PreTrainedModel, context: list[int], draft: list[int]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data_tools.labels.rows import LabelledDraft, check_row, read_rows
 from parse_infer.models.fingerprint import describe_target
+from parse_train.__main__ import main
 from parse_train.training_config import IGNORED
 from parse_train.validity.build_info import BuildInfo, read_build_info
 from parse_train.validity.collator import ValidityCollator
@@ -22,12 +23,12 @@ from parse_train.validity.data import Encoder, encode_rows, load_datasets, split
 PLAIN = {"prompt": "1+1?", "completions": ["one", "two\n", "three"], "labels": [True, True, False]}
 
 
-def list_rows(source: str) -> list[LabelledDraft]:
-    return list(read_rows(source))
+def list_rows(source: str, layout: str = "trl") -> list[LabelledDraft]:
+    return list(read_rows(source, layout))
 
 
 def test_a_build_loads_shard_by_shard(training_folder: Path, build_rows: list[dict[str, Any]]) -> None:
-    rows = list_rows(str(training_folder / "data"))
+    rows = list_rows(str(training_folder / "data"), "build")
     assert [row.cuts for row in rows] == [row["cuts"] for row in build_rows]
     assert rows[0].values == build_rows[0]["values"]
 
@@ -41,6 +42,8 @@ def test_a_build_loads_shard_by_shard(training_folder: Path, build_rows: list[di
         ({"labels": [True, True]}, "labels must be 3 times"),
         ({"labels": [1, 1, 0]}, "labels must be 3 times"),
         ({"values": [0.5, 2, None]}, "values must be 3 numbers"),
+        ({"confidence": [1.0, 0.4, 1.0]}, "confidence must be 3 numbers from 0.5 to 1"),
+        ({"confidence": [1.0]}, "confidence must be 3 numbers"),
         ({"cuts": [1, 2, 3]}, "draft_ids and cuts belong together"),
         ({"draft_ids": [5, 6, 7], "cuts": [1, 1, 3]}, "rising offsets that end at 3"),
         ({"draft_ids": [5, 6, 7], "cuts": [1, 2, 4]}, "rising offsets that end at 3"),
@@ -99,6 +102,7 @@ def test_files_that_number_their_problems_alike_are_not_the_same(
         target="any",
         data=str(data),
         eval_data=str(eval_data),
+        layout="trl",
         output_dir=str(tmp_path),
         report_to="none",
         use_cpu=True,
@@ -123,17 +127,63 @@ def test_segments_of_a_plain_set_are_tokenised_one_by_one(tokenizer: PreTrainedT
         "one\ntwo\nthree",
     ]
     assert tokenizer.decode(example.context_ids) == "<|user|>1+1?<|assistant|>"
-    assert example.targets == [1.0, 1.0, 0.0]
+    assert example.labels == [True, True, False]
+    assert example.weights == [1.0, 1.0, 1.0]
 
 
-def test_soft_labels_are_the_values_where_known(
+def test_the_last_prefix_of_a_finished_solution_has_the_end_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    """As in a build; the end is a part of the last step, and all there is of an empty one."""
+    end = tokenizer.eos_token_id
+    encoder = Encoder(tokenizer, 260, end_token=end)
+    plain = encoder(check_row(PLAIN, "here"))
+    finished = encoder(check_row(PLAIN | {"finished": True}, "here"))
+    assert plain is not None and finished is not None
+    assert finished.draft_ids == [*plain.draft_ids, end]
+    assert finished.cuts == [*plain.cuts[:-1], plain.cuts[-1] + 1]
+    empty = encoder(check_row(PLAIN | {"completions": ["one", "two", ""], "finished": True}, "here"))
+    assert empty is not None and empty.draft_ids[-1] == end and empty.labels == [True, True, False]
+
+
+def test_a_public_set_is_trained_on_and_another_one_evaluated_on(
+    training_folder: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    shepherd, bench = [], []
+    for i in range(8):
+        text = f"{i} + 1? Step 1: {i + 1} ки\nStep 2: The answer is: {i + 1 + i % 2} ки"
+        signs = text.replace("ки", "+", 1).replace("ки", "-" if i % 2 else "+")
+        shepherd.append({"input": text, "label": signs, "task": "GSM8K"})
+        problem = {"problem": f"{i} + 2?", "steps": [f"{i}+2", f"{i + 2}"], "final_answer_correct": True}
+        bench.append(problem | {"id": f"gsm8k-{i}", "generator": "g", "label": -1 if i % 2 else 0})
+    data, evaluation = write_jsonl(tmp_path / "a.jsonl", shepherd), write_jsonl(tmp_path / "b.jsonl", bench)
+    options = ["--layout", "math_shepherd", "--eval_data", str(evaluation), "--eval_layout", "processbench"]
+    options += ["--data", str(data), "--output_dir", str(tmp_path / "out"), "--max_steps", "1", "--baselines", "false"]
+    assert main([str(training_folder / "recipe.yaml"), *options]) == 0
+    config = json.loads((tmp_path / "out" / "adapter" / "validity_config.json").read_text())
+    assert (config["provenance"]["train_drafts"], config["provenance"]["eval_drafts"]) == (8, 8)
+    assert main([str(training_folder / "recipe.yaml"), "--data", str(data)]) == 2
+
+
+def test_a_set_on_the_hub_without_a_training_split_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    splits = {"gsm8k": [PLAIN], "math": [PLAIN, PLAIN]}
+    monkeypatch.setattr("datasets.load_dataset", lambda name: splits)
+    assert [row.where for row in list_rows("some/set")] == [
+        "some/set, split gsm8k, row 1",
+        "some/set, split math, row 1",
+        "some/set, split math, row 2",
+    ]
+    splits["train"] = [PLAIN]
+    assert [row.where for row in list_rows("some/set")] == ["some/set, split train, row 1"]
+
+
+def test_a_label_weighs_by_how_far_it_is_from_a_guess(
     tokenizer: PreTrainedTokenizerFast, build_rows: list[dict[str, Any]]
 ) -> None:
-    row = next(row for row in build_rows if len(set(row["labels"])) == 2)
-    example = Encoder(tokenizer, 260, soft_labels=True)(check_row(row, "here"))
-    assert example is not None
-    assert example.labels == row["labels"]
-    assert example.targets == [0.75 if label else 0.0 for label in row["labels"]]
+    """A set without confidence, as all were once, is certain of its labels."""
+    row = next(row for row in build_rows if len(row["labels"]) == 3)
+    for confidence, weights in (([1.0, 0.95, 0.5], [1.0, 0.9, 0.0]), (None, [1.0] * 3)):
+        example = Encoder(tokenizer, 260)(check_row(row | {"confidence": confidence}, "here"))
+        assert example is not None and example.labels == row["labels"]
+        assert example.weights == pytest.approx(weights)
 
 
 def test_drafts_of_another_tokenizer_are_refused(
@@ -159,8 +209,9 @@ def test_long_rows_are_left_out(tokenizer: PreTrainedTokenizerFast, build_rows: 
 
 
 def test_a_batch_is_padded_on_the_right(tokenizer: PreTrainedTokenizerFast, build_rows: list[dict[str, Any]]) -> None:
-    encoder = Encoder(tokenizer, 260, soft_labels=True)
-    examples = [example for row in build_rows[:4] if (example := encoder(check_row(row, "here"))) is not None]
+    encoder = Encoder(tokenizer, 260)
+    rows = [check_row(row | {"confidence": [0.9] * len(row["labels"])}, "here") for row in build_rows[:4]]
+    examples = [example for row in rows if (example := encoder(row)) is not None]
     batch = ValidityCollator(pad_id=258)(examples)
     longest, most = max(e.length for e in examples), max(len(e.cuts) for e in examples)
     assert batch["input_ids"].shape == (4, longest)
@@ -172,7 +223,8 @@ def test_a_batch_is_padded_on_the_right(tokenizer: PreTrainedTokenizerFast, buil
         assert batch["visible"][i].tolist() == [context + cut for cut in example.cuts] + [0] * (most - k)
         assert batch["visible"][i, k - 1] == example.length
         assert batch["labels"][i].tolist() == [int(x) for x in example.labels] + [IGNORED] * (most - k)
-        torch.testing.assert_close(batch["targets"][i, :k], torch.tensor(example.targets))
+        torch.testing.assert_close(batch["weights"][i, :k], torch.tensor(example.weights))
+        assert not batch["weights"][i, k:].any()
 
 
 def test_a_build_says_how_it_was_made(make_model: Callable[..., Any], tmp_path: Path) -> None:
@@ -182,6 +234,7 @@ def test_a_build_says_how_it_was_made(make_model: Callable[..., Any], tmp_path: 
         "config": {
             "cut_policy": {"kind": "sentence"},
             "rollouts": 4,
+            "max_rollouts": 32,
             "margin": 0.25,
             "template_options": {"a": 1},
             "draft": "d",
@@ -191,7 +244,7 @@ def test_a_build_says_how_it_was_made(make_model: Callable[..., Any], tmp_path: 
     (tmp_path / "build.json").write_text(json.dumps(content))
     info = read_build_info(str(tmp_path))
     assert (info.cut_policy, info.template_options) == ({"kind": "sentence"}, {"a": 1})
-    assert info.label == {"rollouts": 4, "margin": 0.25}
+    assert info.label == {"rollouts": 4, "max_rollouts": 32, "margin": 0.25}
     assert info.draft == {"name": "d", "fingerprint": "w1:0"}
     info.check_target(model, "here")
     with pytest.raises(ValueError, match="here was labelled by rollouts of"):

@@ -263,7 +263,7 @@ def test_a_probe_that_closes_the_turn_does_not_show_the_end_twice(
     """It sees a finished draft as one that stops just before its end token; the tokens' doubt counts that token."""
     example = examples[0]
     finished = ValidityExample(
-        example.context_ids, [*example.draft_ids, 258], [*example.cuts[:-1], 16], example.labels, example.targets
+        example.context_ids, [*example.draft_ids, 258], [*example.cuts[:-1], 16], example.labels, example.weights
     )
 
     def agree(validity: ValidityModel) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,3 +57,25 @@ def test_without_a_probe_the_target_runs_in_the_first_epoch_only(
     learnt = (tmp_path / "adapter" / PROBLEMS).read_text().split()
     assert learnt == sorted(learnt) and len(learnt) == provenance["train_problems"] == 12
     assert set(learnt) < {prompt_hash(f"Sum {n}?") for n in range(16)}
+
+
+def test_labels_that_are_no_better_than_a_guess_teach_nothing(
+    training_folder: Path, build_rows: list[dict[str, Any]], tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    """Training on doubtful labels and on their opposites gives the same adapter; on sure ones it does not."""
+    learnt = {}
+    for name, confidence, flip in (("a", 0.5, False), ("b", 0.5, True), ("sure", 1.0, True)):
+        rows = []
+        for number, row in enumerate(build_rows):
+            labels = row["labels"]
+            doubtful = number % 3 == 0  # others keep the label's gradient alive
+            if doubtful and flip:
+                labels = [not label for label in labels]
+            rows.append(row | {"labels": labels, "confidence": [confidence if doubtful else 1.0] * len(labels)})
+        data = write_jsonl(tmp_path / name / "rows.jsonl", rows)
+        options = ["--data", str(data), "--output_dir", str(tmp_path / name), "--max_steps", "2"]
+        assert main([str(training_folder / "recipe.yaml"), *options, "--baselines", "false"]) == 0
+        learnt[name] = load_file(tmp_path / name / "adapter" / "validity_head.safetensors")
+    for key, weight in learnt["a"].items():
+        assert torch.equal(weight, learnt["b"][key]), key
+    assert any(not torch.equal(weight, learnt["sure"][key]) for key, weight in learnt["a"].items())
