@@ -53,7 +53,8 @@ class GenerationSettings:
     """With "hand_back": after this many drafts the target writes the rest."""
     adaptive: bool | None = None
     """Let the target answer alone while that has lately been faster (`parse_infer.controller`). None: a `Coordinator`
-    does, whose requests share servers, and a `ParseEngine` does not."""
+    does, whose requests share servers, and a `ParseEngine` does not. Lossless speculation (a threshold above 1 where
+    the draft model guesses tokens) has no draft to do without, so nothing is chosen there."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
