@@ -6,7 +6,7 @@ The heart is `parse_infer.rounds.rounds`; here are the models that it runs. Refe
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -546,12 +546,15 @@ class _LocalPair:
     def own_choice(self, draft: Sequence[int], verdict: Verification, cut: int) -> int:
         return self._engine.verifier.greedy_match(draft, verdict, cut) if self._wants_tail else 0
 
+    def compact(self, verdict: Verification, kept: Collection[int]) -> Verification:
+        return verdict.compact(kept)
+
     def settle(self, draft: Sequence[int], verdict: Verification, kept: int) -> None:
         """The cache is cut back; the first token of a resume comes out of the verification pass."""
         decoder = self._engine.target.decoder
         decoder.seek(self._request.context)
         if draft:
-            decoder.set_next_logits(decoder.logits(verdict.hidden[kept]))
+            decoder.set_next_logits(decoder.logits(verdict.state(kept)))
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         guesses = self._engine.target_drafter
