@@ -44,7 +44,8 @@ class GenerationSettings:
     later: behind the segment in which the target first chooses another token. Applies only while `resume_sampling` is
     greedy."""
     resume: Resume = "finish"
-    """"finish": the target writes the rest. "hand_back": it writes one segment, then the draft model goes on."""
+    """"finish": the target writes the rest. "hand_back": it writes one segment, to the end of a character, and
+    then the draft model goes on."""
     draft_sampling: Sampling = field(default_factory=Sampling)
     resume_sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()

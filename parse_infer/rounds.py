@@ -113,7 +113,8 @@ async def rounds(pair: Pair[V], request: Request) -> AsyncGenerator[Event, None]
                 yield Resumed(round, answer.add([token], "target"), token)
                 if not answer.open:
                     return
-                if hands_back and pair.segmenter.first_segment_end(resumed):
+                # Inside a character another tokenizer has nothing to go on from.
+                if hands_back and answer.complete and pair.segmenter.first_segment_end(resumed):
                     break
 
 
