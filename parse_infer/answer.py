@@ -61,6 +61,11 @@ class Answer:
         return self._detokenizer.text[: self._text_end]
 
     @property
+    def complete(self) -> bool:
+        """Whether the last token ends a character, so that `text` is the text of all tokens."""
+        return self._detokenizer.complete
+
+    @property
     def spans(self) -> list[Span]:
         """One span per accepted segment and per stretch by the target; their texts concatenate to `text`."""
         starts = [0] + [piece.text_end for piece in self._pieces]

@@ -91,9 +91,13 @@ class Controller:
         self._underway = {False: 0, True: 0}
         self._burst = (False, 0)  # the kind of the next answers, and how many they are
 
+    def begin(self) -> Underway:
+        """Decide how an answer begins that no other one runs beside; a dropped answer leaves no trace."""
+        return Underway(self._choose(1), 1, alike=True)
+
     @contextmanager
     def answering(self, load: int = 1) -> Iterator[Underway]:
-        """Around an answer: decides how it begins.
+        """Around an answer that others may run beside: decides how it begins.
 
         Args:
             load: requests under way, this one included.
@@ -107,7 +111,7 @@ class Controller:
             self._underway[answer.drafted] -= 1
 
     def note(self, answer: Underway, seconds: float, tokens: int, load: int = 1, kept: int | None = None) -> None:
-        """An answer is complete; called within its `with`.
+        """An answer is complete; called within its `with`, if it has one.
 
         Args:
             load: now.

@@ -6,8 +6,8 @@ The heart is `parse_infer.rounds.rounds`; here are the models that it runs. Refe
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import RLock
@@ -97,7 +97,6 @@ class ParseEngine:
         self.around: Around = unchanged
         self._checked: Calibration | None = None
         self._current: Request | None = None
-        self._answering = ExitStack()  # of the last adaptive request
         self._turn = RLock()
 
     @classmethod
@@ -359,25 +358,30 @@ class ParseEngine:
 
     def _serve(self, request: Request, drafter: Drafter) -> Generator[Event]:
         """All events of a request: with a draft, or by the target alone where that has been faster."""
-        if not request.settings.adaptive or drafter is not self.drafter:
+        adaptive = request.settings.adaptive and drafter is self.drafter
+        if not adaptive or not self._writes_draft(request.settings, drafter):
             yield from self._with_draft(request, drafter)
             return
-        with ExitStack() as own:
-            self._answering.close()  # a stream that this request has ended may never be closed
-            self._answering = own
-            answer = own.enter_context(self.controller.answering())
-            if answer.drafted:
-                events = self._with_draft(request, drafter)
-            else:
-                events = self._write_alone(self.target, "target", request, self.target_drafter)
-            for event in events:
-                # An empty draft says nothing about drafts: the prompt is beyond the draft model's window.
-                if isinstance(event, Done) and (event.generation.stats.draft_tokens or not answer.drafted):
-                    done = event.generation
-                    self.controller.note(answer, done.timings.work_s, len(done.token_ids), kept=request.kept)
-                yield event
+        answer = self.controller.begin()
+        if answer.drafted:
+            events = self._with_draft(request, drafter)
+        else:
+            events = self._write_alone(self.target, "target", request, self.target_drafter)
+        for event in events:
+            # An empty draft says nothing about drafts: the prompt is beyond the draft model's window.
+            if isinstance(event, Done) and (event.generation.stats.draft_tokens or not answer.drafted):
+                done = event.generation
+                self.controller.note(answer, done.timings.work_s, len(done.token_ids), kept=request.kept)
+            yield event
 
-    def _with_draft(self, request: Request, drafter: Drafter) -> Iterator[Event]:
+    def _writes_draft(self, settings: GenerationSettings, drafter: Drafter) -> bool:
+        """Whether the drafter is asked. Above a threshold of 1 a draft model that guesses tokens for the target writes
+        no draft as well: the answer is lossless speculation, `adaptive` or not."""
+        guesses_too = drafter is self.drafter and isinstance(self.target_drafter, DraftChain)
+        assert settings.threshold is not None  # `_prepare` has put in the engine's own
+        return settings.mode == "exact" or settings.threshold <= 1 or not guesses_too
+
+    def _with_draft(self, request: Request, drafter: Drafter) -> Generator[Event]:
         """All events of a request, with its costs counted."""
         settings, stats, target = request.settings, request.stats, self.target.decoder
         target_before, drafter_before = target.forwards, self._drafter_forwards()
@@ -395,7 +399,11 @@ class ParseEngine:
         yield Done(request.result())
 
     def _in_turn(self, events: Generator[Event]) -> Iterator[Event]:
-        """The same events, each step while no other thread uses the models."""
+        """The same events, each step while no other thread uses the models.
+
+        A stream may be dropped anywhere, in an event loop or by the garbage collector, so its end waits for nobody.
+        That is safe: between two steps it holds nothing but objects of its own.
+        """
         try:
             while True:
                 with self._turn:
@@ -404,8 +412,7 @@ class ParseEngine:
                     return
                 yield event
         finally:
-            with self._turn:
-                events.close()
+            events.close()
 
     def _prepare(
         self, prompt: Prompt, settings: GenerationSettings, draft_text: str | None
@@ -417,6 +424,8 @@ class ParseEngine:
             raise ValueError("risk and draft_text were both given: a promise covers only what the draft model writes")
         if draft_text is None and self.drafter is None:
             raise ValueError("This engine has no draft model: pass draft=… to from_pretrained, or give a draft_text.")
+        if settings.threshold is None:
+            settings = settings.override(threshold=self.threshold)
         request = Request(prompt, self.target, settings, settings.resume_sampling)
         drafter = self.drafter if draft_text is None else TextDrafter(draft_text, self.target, prompt)
         assert drafter is not None
@@ -513,14 +522,13 @@ class _LocalPair:
     def __init__(self, engine: ParseEngine, request: Request, drafter: Drafter) -> None:
         settings = request.settings
         self.segmenter = engine.segmenter
-        self.threshold = engine.threshold if settings.threshold is None else settings.threshold
+        assert settings.threshold is not None
+        self.threshold = settings.threshold
         self._engine, self._request, self._drafter = engine, request, drafter
         # Whether draft tokens that equal the target's greedy choice are used behind the accepted cut.
         self._exact = settings.mode == "exact"
         self._wants_tail = self._exact or (settings.exact_tail and settings.resume_sampling.greedy)
-        # Lossless speculation is faster than a draft of which nothing may be kept.
-        guesses_itself = drafter is engine.drafter and isinstance(engine.target_drafter, DraftChain)
-        self._drafts = self._exact or self.threshold <= 1 or not guesses_itself
+        self._drafts = engine._writes_draft(settings, drafter)
 
     def room(self) -> int:
         """The budget, and what the window holds besides context and one probe."""
@@ -538,12 +546,15 @@ class _LocalPair:
     def own_choice(self, draft: Sequence[int], verdict: Verification, cut: int) -> int:
         return self._engine.verifier.greedy_match(draft, verdict, cut) if self._wants_tail else 0
 
+    def compact(self, verdict: Verification, kept: Collection[int]) -> Verification:
+        return verdict.compact(kept)
+
     def settle(self, draft: Sequence[int], verdict: Verification, kept: int) -> None:
         """The cache is cut back; the first token of a resume comes out of the verification pass."""
         decoder = self._engine.target.decoder
         decoder.seek(self._request.context)
         if draft:
-            decoder.set_next_logits(decoder.logits(verdict.hidden[kept]))
+            decoder.set_next_logits(decoder.logits(verdict.state(kept)))
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         guesses = self._engine.target_drafter

@@ -44,7 +44,8 @@ class GenerationSettings:
     later: behind the segment in which the target first chooses another token. Applies only while `resume_sampling` is
     greedy."""
     resume: Resume = "finish"
-    """"finish": the target writes the rest. "hand_back": it writes one segment, then the draft model goes on."""
+    """"finish": the target writes the rest. "hand_back": it writes one segment, to the end of a character, and
+    then the draft model goes on."""
     draft_sampling: Sampling = field(default_factory=Sampling)
     resume_sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
@@ -53,7 +54,8 @@ class GenerationSettings:
     """With "hand_back": after this many drafts the target writes the rest."""
     adaptive: bool | None = None
     """Let the target answer alone while that has lately been faster (`parse_infer.controller`). None: a `Coordinator`
-    does, whose requests share servers, and a `ParseEngine` does not."""
+    does, whose requests share servers, and a `ParseEngine` does not. Lossless speculation (a threshold above 1 where
+    the draft model guesses tokens) has no draft to do without, so nothing is chosen there."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop

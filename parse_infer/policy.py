@@ -33,6 +33,28 @@ def maximal_valid_prefix(validity: Sequence[float], threshold: float, rule: Acce
     raise ValueError(f"unknown acceptance rule {rule!r}: choose one of {', '.join(get_args(Acceptance))}")
 
 
+def reachable_prefixes(validity: Sequence[float], rule: Acceptance = "first_failure") -> list[int]:
+    """The numbers of cuts that `maximal_valid_prefix` returns for some threshold, in order.
+
+    A cut can be the last accepted one where the next one is worse than all before it ("first_failure"), or where it is
+    better than all behind it ("longest"). NaN passes no threshold; for it a number too many may be listed.
+    """
+    k = len(validity)
+    if rule == "first_failure":
+        lowest, found = math.inf, []
+        for i, value in enumerate(validity):
+            if not value >= lowest:
+                found.append(i)
+                lowest = value
+        return [*found, k]
+    highest, found = -math.inf, []
+    for i in range(k, 0, -1):
+        if not validity[i - 1] <= highest:
+            found.append(i)
+            highest = validity[i - 1]
+    return [0, *reversed(found)]
+
+
 def check_threshold(threshold: float) -> float:
     """Return the threshold if it is a finite number of at least 0. Above 1 it accepts nothing, which is allowed.
 

@@ -7,7 +7,7 @@ methods never wait, so that `without_waiting` needs no event loop; or servers (`
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -53,6 +53,11 @@ class Pair(Protocol, Generic[V]):
     def own_choice(self, draft: Sequence[int], verdict: V, cut: int) -> int:
         """How many tokens behind the cut equal the target's own (greedy) choice and are to be kept for that; 0 where
         nobody knows."""
+        ...
+
+    def compact(self, verdict: V, kept: Collection[int]) -> V:
+        """The verdict for a caller that keeps many: `settle` takes it for these numbers of kept tokens only, and
+        `own_choice` not at all."""
         ...
 
     def settle(self, draft: Sequence[int], verdict: V, kept: int) -> None:
@@ -108,7 +113,8 @@ async def rounds(pair: Pair[V], request: Request) -> AsyncGenerator[Event, None]
                 yield Resumed(round, answer.add([token], "target"), token)
                 if not answer.open:
                     return
-                if hands_back and pair.segmenter.first_segment_end(resumed):
+                # Inside a character another tokenizer has nothing to go on from.
+                if hands_back and answer.complete and pair.segmenter.first_segment_end(resumed):
                     break
 
 

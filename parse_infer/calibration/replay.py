@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol
 
 from parse_infer.generation import Generation, GenerationSettings
 from parse_infer.models.prompts import Prompt
+from parse_infer.policy import reachable_prefixes
 from parse_infer.request import Request
 from parse_infer.rounds import Around, Pair, V
 
@@ -98,7 +99,8 @@ class _RememberingPair(Generic[V]):
     """A `Pair` that asks another one for what is not known yet."""
 
     def __init__(self, pair: Pair[V], request: Request, memory: Memory) -> None:
-        self.segmenter, self.threshold, self.room = pair.segmenter, pair.threshold, pair.room
+        self.segmenter, self.threshold = pair.segmenter, pair.threshold
+        self.room, self.compact = pair.room, pair.compact
         self._pair, self._request, self._memory = pair, request, memory
         self._settled: tuple[Sequence[int], V, int] | None = None
 
@@ -111,17 +113,35 @@ class _RememberingPair(Generic[V]):
         return self._memory.parts[key][0]
 
     async def verify(self, draft: Sequence[int]) -> V:
-        key = ("verdict", tuple(self._request.context), tuple(draft))
+        # The rule decides at which cuts an answer may go on, and so what is kept of a verdict.
+        key = ("verdict", tuple(self._request.context), tuple(draft), self._request.settings.acceptance)
         if not self._memory.knows(key):
             started = time.perf_counter()
-            self._memory.parts[key] = await self._pair.verify(draft), time.perf_counter() - started
+            verdict = await self._pair.verify(draft)
+            verified = time.perf_counter()
+            if draft:
+                verdict = self._look_everywhere(draft, verdict)
+            self._memory.parts[key] = verdict, verified - started
+            self._memory.spared_s -= time.perf_counter() - verified  # no part of this answer
         return self._memory.parts[key][0]
 
+    def _look_everywhere(self, draft: Sequence[int], verdict: V) -> V:
+        """Ask for the target's own choice behind each cut that may be the last accepted one. Then a few states of the
+        verdict are all that is needed of a model, and the others need not be kept."""
+        found: dict[int, tuple[int, float]] = {}
+        for accepted in reachable_prefixes(verdict.validity, self._request.settings.acceptance):
+            cut, started = verdict.cuts[accepted - 1] if accepted else 0, time.perf_counter()
+            found[cut] = self._pair.own_choice(draft, verdict, cut), time.perf_counter() - started
+        compact = self._pair.compact(verdict, {cut + tail for cut, (tail, _) in found.items()})
+        for cut, part in found.items():
+            self._memory.parts["own choice", id(compact), cut] = part
+        return compact
+
     def own_choice(self, draft: Sequence[int], verdict: V, cut: int) -> int:
+        if not draft:
+            return 0
         key = ("own choice", id(verdict), cut)  # the memory keeps every verdict alive
-        if not self._memory.knows(key):
-            started = time.perf_counter()
-            self._memory.parts[key] = self._pair.own_choice(draft, verdict, cut), time.perf_counter() - started
+        self._memory.knows(key)
         return self._memory.parts[key][0]
 
     def settle(self, draft: Sequence[int], verdict: V, kept: int) -> None:

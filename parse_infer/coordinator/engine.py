@@ -400,7 +400,8 @@ class Coordinator:
                     if not request.answer.open:
                         return
             return
-        threshold = self.threshold if request.settings.threshold is None else request.settings.threshold
+        threshold = request.settings.threshold
+        assert threshold is not None  # `_prepare` has put in the coordinator's own
         with drafts[0].place() if isinstance(drafts, tuple) else nullcontext() as draft_at:
             # What stands in between may give parts of this answer to a request with other settings, so the draft is
             # to be whole, and each of the target's tokens has a time.
@@ -421,6 +422,8 @@ class Coordinator:
         if settings.risk is not None and draft_text is not None:
             raise ValueError("risk and draft_text were both given: a promise covers only what the draft model writes")
         settings = servable(settings, self.calibration, self._models)
+        if settings.threshold is None:
+            settings = settings.override(threshold=self.threshold)
         request = Request(prompt, self.target, settings, settings.resume_sampling)
         if alone:
             return request, None

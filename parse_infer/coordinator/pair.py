@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -167,6 +167,9 @@ class ServerPair:
 
     def own_choice(self, draft: Sequence[int], verdict: Judged, cut: int) -> int:
         return 0  # over HTTP the target's choices cost one more answer for every token
+
+    def compact(self, verdict: Judged, kept: Collection[int]) -> Judged:
+        return verdict
 
     def settle(self, draft: Sequence[int], verdict: Judged, kept: int) -> None:
         pass  # the next prompt says it all, and the server finds the blocks that it has

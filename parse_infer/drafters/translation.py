@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from parse_infer.answer import Answer
 from parse_infer.drafters.drafter import Draft
-from parse_infer.models.detokenizer import complete_text, encode_continuation
+from parse_infer.models.detokenizer import decode, encode_continuation
 from parse_infer.models.language import Language
 from parse_infer.models.prompts import Prompt, Verbatim, left_context, open_turn
 
@@ -40,14 +40,16 @@ class Translation:
         """What the draft model goes on from; None where it cannot."""
         written = list(answer_ids)
         if not self.shares_tokens:
-            text = complete_text(self.target.tokenizer, answer_ids)
+            text = decode(self.target.tokenizer, answer_ids)
+            if text.endswith("\ufffd"):  # inside a character, which the target has to finish
+                return None
             written = encode_continuation(self.draft.tokenizer, self.before, text)
         elif max(written, default=0) >= self.draft.n_embeddings:  # padding ids, which only untrained models write
             return None
         if written and written[-1] in self.end_ids:  # an end to the draft model, though none to the target
             return None
         room = min(max_new_tokens, self.draft.window - len(self.prompt_ids) - len(written))
-        return Writing(self, written, room) if room > 0 else None
+        return Writing(self, written, room, begun=bool(answer_ids)) if room > 0 else None
 
 
 class Writing:
@@ -56,12 +58,15 @@ class Writing:
     Attributes:
         context: of the draft model, in its own tokens.
         room: tokens that it may write.
+
+    Args:
+        begun: the target has written something already.
     """
 
-    def __init__(self, translation: Translation, written: list[int], room: int) -> None:
+    def __init__(self, translation: Translation, written: list[int], room: int, begun: bool) -> None:
         self.context = translation.prompt_ids + written
         self.room = room
-        self._translation = translation
+        self._translation, self._begun = translation, begun
         self._n_before = len(written)
         tokenizer = translation.draft.tokenizer
         size = len(written) + room
@@ -98,7 +103,9 @@ class Writing:
         ids, ended = self.own_ids, answer.finish_reason == "eos"
         if not self._translation.shares_tokens:
             text = self.text.rstrip("\ufffd")  # a budget may end inside a character
-            ids = encode_continuation(target.tokenizer, self._translation.before + self._before, text)
+            # A first token without text, such as a "▁" that the decoder strips, has begun the answer all the same.
+            before = self._translation.before + self._before or "\n" * self._begun
+            ids = encode_continuation(target.tokenizer, before, text)
         else:
             size = target.n_embeddings
             if max(ids, default=0) >= size:

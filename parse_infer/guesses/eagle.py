@@ -26,7 +26,7 @@ class EagleDrafter:
 
     Args:
         head: trained for `model`.
-        model: the guided model; its decoder keeps the features from now on.
+        model: the guided model; its decoder captures the features from now on.
         tokens: length of a chain or block, depth of a tree.
         top_k: children of a node, and nodes that are expanded on each level; 1: a chain.
         tree_tokens: of a tree, the most likely nodes that are kept.
@@ -46,14 +46,14 @@ class EagleDrafter:
         self.forwards = 0
         self._token_ids = head.token_ids
         self._past: tuple[Tensor, Tensor] | None = None
-        model.decoder.tap(head.config.eagle_aux_hidden_state_layer_ids)
+        self._features = model.decoder.capture_hidden(head.config.eagle_aux_hidden_state_layer_ids)
 
     @torch.inference_mode()
     def guess(self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
         size = min(self.tokens, limit)
         if self.model.decoder.cached != len(ids) - 1:
             return Guess.chain(())  # the model has still to read its context, which costs a forward in any case
-        start, features = self.model.decoder.drain()
+        start, features = self._features.pop_hidden()
         self._crop(start)
         if features is None:
             return Guess.chain(())

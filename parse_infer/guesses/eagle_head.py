@@ -178,7 +178,7 @@ class EagleHead(nn.Module):
         """One pass of the layer.
 
         Args:
-            hidden: [B, T, H], fused features (`fc` of the tapped states) or the head's own output for them.
+            hidden: [B, T, H], fused features (`fc` of the captured states) or the head's own output for them.
             embeddings: [B, T, H], of the token after each.
             positions: [B, T].
             mask: bool [B, 1, T, past + T]; None where all see all.

@@ -138,7 +138,7 @@ class MedusaDrafter:
 
     Args:
         head: trained for `model`.
-        model: the guided model; its decoder keeps its last states from now on.
+        model: the guided model; its decoder captures its last states from now on.
         tokens: depth of the tree or length of the chain; all heads by default.
         top_k: children of a node; 1: a chain.
         tree_tokens: the most likely nodes that are kept.
@@ -159,14 +159,15 @@ class MedusaDrafter:
             enable_split_attention(model.model)  # trees need it
         self.head, self.model, self.top_k, self.tree_tokens = head, model, top_k, tree_tokens
         self.forwards = 0
-        model.decoder.tap([model.model.config.get_text_config(decoder=True).num_hidden_layers])
+        last = model.model.config.get_text_config(decoder=True).num_hidden_layers
+        self._states = model.decoder.capture_hidden([last])
 
     @torch.inference_mode()
     def guess(self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
         size = min(self.tokens, limit)
         if size < 1 or self.model.decoder.cached != len(ids) - 1:
             return Guess.chain(())  # the model has still to read its context, which costs a forward in any case
-        _, states = self.model.decoder.drain()
+        _, states = self._states.pop_hidden()
         if states is None:
             return Guess.chain(())
         logits = self.head(states[-1])[:size]

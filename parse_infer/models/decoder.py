@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from parse_infer.models.architecture import decoder_layers, layer_windows, output_layer, text_config
 from parse_infer.models.attention import SPLIT_ATTENTION, layer_masks
 from parse_infer.models.fast_backbone import FastBackbone
+from parse_infer.models.hidden_capture import HiddenCapture
 from parse_infer.models.kv_buffer import new_cache
 from parse_infer.models.sampling import Sampling, choose
 
@@ -85,9 +87,7 @@ class Decoder:
         self._cache = new_cache()
         self._next_logits: Tensor | None = None
         self._guessed: list[int] = []  # between look_ahead() and keep()
-        self._taps: tuple[int, ...] = ()
-        self._tapped: list[Tensor] = []  # of the tokens from _tapped_from to cached
-        self._tapped_from = 0
+        self._captures: WeakSet[HiddenCapture] = WeakSet()
         self.edits = 0  # counts changes of the context from outside decode()
         self._check_logits()
 
@@ -211,9 +211,9 @@ class Decoder:
         self._guessed = tokens
         return hidden[len(hidden) - len(tokens) - 1 :]
 
-    def tap(self, layers: Sequence[int]) -> None:
-        """From now on keep what enters these layers for every token read, until `drain`. The number behind the last
-        layer stands for the final-norm state. (As `hidden_states` of transformers count.)
+    def capture_hidden(self, layers: Sequence[int]) -> HiddenCapture:
+        """Capture what enters these layers for every token read, as long as the caller holds the result. The number
+        behind the last layer stands for the final-norm state. (As `hidden_states` of transformers count.)
 
         The cache is emptied, so that no token of a context is missing.
 
@@ -227,17 +227,9 @@ class Decoder:
                 f"{type(self.model).__name__} has layers 0 to {deepest}, so layer {wrong[0]} is not there"
             )
         self.seek([])
-        self._taps = tuple(layers)
-
-    def drain(self) -> tuple[int, Tensor | None]:
-        """What `tap` kept since the last call: position of the first token, and [n, len(layers) * H] (None: nothing).
-
-        Tokens that have left the context are not among them; a first position below the one that the last call ended
-        at says that the context was cut back to there.
-        """
-        start, kept = self._tapped_from, self._tapped
-        self._tapped_from, self._tapped = self.cached, []
-        return start, torch.cat(kept) if kept else None
+        capture = HiddenCapture(layers)
+        self._captures.add(capture)
+        return capture
 
     @torch.inference_mode()
     def keep(self, path: Sequence[int]) -> None:
@@ -249,9 +241,8 @@ class Decoder:
             for layer in cast("list[Any]", self._cache.layers):
                 for kept in (layer.keys, layer.values):
                     kept.index_copy_(2, start + places, kept.index_select(2, start + nodes))
-            if self._tapped:  # the path first, so that the crop drops the rest
-                rows, first = torch.cat(self._tapped), start - self._tapped_from
-                self._tapped = [rows.index_copy(0, first + places, rows[first + nodes])]
+            for capture in self._captures:  # the path first, so that the crop drops the rest
+                capture.move(start, path)
         self.ids.extend(self._guessed[node] for node in path)
         self._crop(len(self.ids))
         self._next_logits = None
@@ -290,7 +281,8 @@ class Decoder:
         """One forward of the backbone, [1, T] -> [1, T, H]; the cache grows by T tokens."""
         if self.before_forward is not None:
             self.before_forward()
-        heard = dict.fromkeys(self._taps, tokens)
+        captures = list(self._captures)
+        heard = {layer: tokens for capture in captures for layer in capture.layers}
         try:
             if self.fast is not None:
                 hidden = self.fast(tokens, positions, self._cache, cast("Tensor | None", mask), heard)
@@ -305,18 +297,19 @@ class Decoder:
                     ).last_hidden_state
         except BaseException:  # interrupted or out of memory: some layers may have grown, others not
             self._cache, self.cached = new_cache(), 0
-            self._tapped, self._tapped_from = [], 0
+            for capture in captures:
+                capture.crop(0)
             raise
         self.forwards += 1
         self.cached += tokens.shape[1]
-        if self._taps:
-            heard[len(self._layers)] = hidden
-            self._tapped.append(torch.cat([heard[layer][0] for layer in self._taps], dim=-1))
+        heard[len(self._layers)] = hidden
+        for capture in captures:
+            capture.add(heard)
         return hidden
 
     @contextmanager
     def _listening(self, heard: dict[int, Tensor]) -> Iterator[None]:
-        """Puts what enters the tapped layers during the block into `heard`; no other state is kept."""
+        """Puts what enters the layers that are keys of `heard` during the block there; no other state is kept."""
 
         def note(layer: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
@@ -324,7 +317,7 @@ class Decoder:
 
             return hook
 
-        inner = [layer for layer in self._taps if layer < len(self._layers)]
+        inner = [layer for layer in heard if layer < len(self._layers)]
         handles = [self._layers[i].register_forward_pre_hook(note(i), with_kwargs=True) for i in inner]
         try:
             yield
@@ -338,14 +331,8 @@ class Decoder:
             self._cache = new_cache()
         elif length < self.cached:
             self._cache.crop(length - self.cached)  # transformers counts the tokens to remove, as a negative number
-        dropped = self.cached - length
-        while dropped > 0 and self._tapped:
-            left = len(self._tapped[-1]) - dropped
-            if left > 0:
-                self._tapped[-1] = self._tapped[-1][:left]
-                break
-            dropped -= len(self._tapped.pop())
-        self._tapped_from = min(self._tapped_from, length)
+        for capture in self._captures:
+            capture.crop(length)
         self.cached = length
 
     @torch.inference_mode()

@@ -21,10 +21,13 @@ class Detokenizer:
 
     Args:
         before: tokens in front of the text, which is continued.
+
+    Attributes:
+        complete: whether the last token ends a character, so that no text is held back.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()) -> None:
-        self.text = ""
+        self.text, self.complete = "", True
         self._tokenizer = tokenizer
         self._ids = list(before)
         self._context = 0  # ids[context:released] is the left context of what comes next
@@ -46,8 +49,11 @@ class Detokenizer:
         return other
 
     def _release(self, final: bool) -> str:
-        before = self._decode(self._ids[self._context : self._released])
         n = len(self._ids)
+        if n == self._released:
+            return ""
+        self.complete = False
+        before = self._decode(self._ids[self._context : self._released])
         # A character has at most four bytes, so at most four tokens: with several tokens at once, all but its own
         # can be released.
         for end in range(n, n - 1 if final else max(self._released, n - 4), -1):
@@ -62,7 +68,7 @@ class Detokenizer:
         if len(now) > len(before):  # tokens without text (special ones) join the left context of what follows
             self._context, self._released = self._released, end
         new = now[len(before) :]
-        self.text += new
+        self.text, self.complete = self.text + new, end == n
         return new
 
     def _decode(self, ids: list[int]) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 from weakref import WeakSet
 
@@ -48,14 +48,25 @@ class Verification:
         validity: K probabilities; validity[k] belongs to the prefix draft[:cuts[k]].
         hidden: [1 + len(draft), H]; entry i is the target's final-norm state that predicts draft token i, the last one
             what follows the whole draft; [0, H] for an empty draft. `decoder.logits(hidden[cut])` resumes at a cut
-            without a forward.
+            without a forward. It holds its own memory: the states of prompt and probes are freed.
         own_choice: for each draft token whether it is the target's greedy choice; None where that was not needed.
+        offsets: the rows that `compact` has left in `hidden`; None: all of them.
     """
 
     cuts: list[int]
     validity: list[float]
     hidden: Tensor
     own_choice: list[bool] | None = None
+    offsets: list[int] | None = None
+
+    def state(self, offset: int) -> Tensor:
+        """Row `offset` of all rows, [H]. ValueError for one that `compact` has dropped."""
+        return self.hidden[offset if self.offsets is None else self.offsets.index(offset)]
+
+    def compact(self, offsets: Collection[int]) -> Verification:
+        """The same without the states of all rows but these, so that many verifications may be kept."""
+        kept = sorted(set(offsets))
+        return replace(self, hidden=self.hidden[kept], offsets=kept)
 
 
 class Verifier:
@@ -114,18 +125,19 @@ class Verifier:
         with lora.applied(probed) if lora is not None and probed else nullcontext():
             behind = probes(self._probe.ids, visible, start + len(draft_ids), self.decoder.device) if probed else None
             output = self.decoder.forward(draft_ids, behind)
+        hidden = output.hidden.clone()  # it views the states of prompt and probes too
         if judge is None or not cuts:
-            return Verification(cuts, [], output.hidden)
+            return Verification(cuts, [], hidden)
         asked = output.trailing[readout_index(len(cuts), len(self._probe.ids))] if probed else None
         tokens = judge.head.tokens
         if tokens is None:
-            return Verification(cuts, self._validity(judge.head(asked)).tolist(), output.hidden)
-        doubt, own_choice = self._doubt(tokens, draft_ids, output.hidden[:-1], cuts)
+            return Verification(cuts, self._validity(judge.head(asked)).tolist(), hidden)
+        doubt, own_choice = self._doubt(tokens, draft_ids, hidden[:-1], cuts)
         validity = self._validity(judge.head(asked, doubt))
         if own_choice is None:
-            return Verification(cuts, validity.tolist(), output.hidden)
+            return Verification(cuts, validity.tolist(), hidden)
         found = torch.cat([validity, own_choice.to(validity.dtype)]).tolist()
-        return Verification(cuts, found[: len(cuts)], output.hidden, [value > 0 for value in found[len(cuts) :]])
+        return Verification(cuts, found[: len(cuts)], hidden, [value > 0 for value in found[len(cuts) :]])
 
     def _validity(self, logits: Tensor) -> Tensor:
         """Probabilities; a trained judge may say how its logits become some (`ValidityConfig.probability`)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.loading import LanguageModel, load_language_model
+from parse_infer.models.prompts import render_prompt
 from parse_train.zoo.vocabulary_pruning import pruned
 
 
@@ -38,6 +41,24 @@ def resembling(
         for mine, its in zip(other.parameters(), target.parameters(), strict=True):
             mine.copy_(its + noise * its.std() * torch.randn(its.shape, generator=generator))
     return other
+
+
+def cycling(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: str, prompt: str) -> PreTrainedModel:
+    """Make a model answer `prompt` with `text` again and again. Its tokens must differ: each has one successor."""
+    ids = encode_continuation(tokenizer, "\n", text)
+    following = [render_prompt(tokenizer, prompt)[-1], *ids]
+    assert len(set(following)) == len(following), f"{text!r} has a token twice"
+    with torch.no_grad():
+        for layer in model.model.layers:  # nothing but the last token counts
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.norm.weight.fill_(1.0)
+        embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        embeddings /= embeddings.norm(dim=-1, keepdim=True)
+        output.zero_()
+        for token, successor in zip(following, [*ids, ids[0]], strict=True):
+            output[successor] += embeddings[token]
+    return model
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
@@ -71,6 +92,17 @@ def llama_tokenizer(text: str = "Once upon a time there was 38 so they share 19.
     core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     trainer = trainers.BpeTrainer(special_tokens=["?", "</s>"], show_progress=False)
     core.train_from_iterator([text] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+
+
+def sentencepiece_tokenizer(text: str = "Once upon a time there was 38 so they share 19.") -> PreTrainedTokenizerFast:
+    """As `llama_tokenizer`, with a token for each byte of what it does not know."""
+    state = json.loads(llama_tokenizer(text).backend_tokenizer.to_str())
+    vocabulary = state["model"]["vocab"]
+    vocabulary |= {f"<0x{byte:02X}>": len(vocabulary) + byte for byte in range(256)}
+    core = Tokenizer.from_str(json.dumps(state | {"model": state["model"] | {"byte_fallback": True}}))
+    spaces, *fuse_and_strip = decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    core.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), *fuse_and_strip])
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
 
 

@@ -7,7 +7,7 @@ import random
 from parse_infer.answer import Answer
 from parse_infer.models.detokenizer import Detokenizer, complete_text, encode_continuation
 from parse_infer.models.prompts import Verbatim, left_context
-from tests.parse_infer.language_models import llama_tokenizer, word_tokenizer
+from tests.parse_infer.language_models import llama_tokenizer, sentencepiece_tokenizer, word_tokenizer
 
 
 def test_text_is_exact_however_the_tokens_arrive(tokenizer):
@@ -31,6 +31,17 @@ def test_a_character_is_held_back_until_it_is_complete(tokenizer):
     assert [detokenizer.add([i]) for i in ids] == ["a", "", "", "数", "b"]
     assert Detokenizer(tokenizer).add(ids[:3]) == "a"  # several tokens at once: what is complete comes out
     assert complete_text(tokenizer, ids[:3]) == "a"
+
+
+def test_an_answer_is_complete_where_its_last_character_is(tokenizer):
+    for words in (tokenizer, word_tokenizer(), sentencepiece_tokenizer()):
+        ids = [*words.encode("aé数 🙂", add_special_tokens=False), words.eos_token_id]
+        for end in range(len(ids) + 1):
+            answer = Answer(words, {-1}, (), 99)
+            answer.add(ids[:end], "draft")
+            text = words.decode(ids[:end], skip_special_tokens=True)
+            assert answer.complete == (not text.endswith("\ufffd")), repr(text)
+            assert answer.text == text or not answer.complete
 
 
 def test_bytes_that_are_no_text_are_not_held_back_for_long():

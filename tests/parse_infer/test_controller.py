@@ -10,6 +10,7 @@ import pytest
 
 from parse_infer.controller import EXPLORE, TRIALS, Controller
 from parse_infer.generation import GenerationSettings
+from parse_infer.guesses.registry import load_token_drafter
 
 BURST = TRIALS + 2 * 31  # of 32 requests
 
@@ -226,6 +227,28 @@ def test_the_local_engine_gives_up_a_useless_draft(make_engine):
     before = controller.pace(drafted=False)
     engine.generate("Tom has 5 apples.", settings)
     assert controller.pace(drafted=False) != pytest.approx(before)
+
+
+@pytest.mark.parametrize("own_threshold", [None, 1.01])
+@pytest.mark.parametrize("resume", ["finish", "hand_back"])
+def test_lossless_speculation_leaves_nothing_to_choose(make_engine, monkeypatch, own_threshold, resume):
+    """Where the draft model guesses tokens and no draft is written, both ways of the controller are the same one."""
+    engine = make_engine(threshold=own_threshold)
+    engine.target_drafter = load_token_drafter("draft", engine.target, engine.draft)
+    threshold = 1.01 if own_threshold is None else None
+    settings = GenerationSettings(20, threshold, resume=resume, adaptive=True)
+    lossless = engine.generate_target("Tom has 5 apples.", settings, guided=True)
+    begun = []
+    monkeypatch.setattr(engine.controller, "_choose", lambda load: begun.append(load) or True)
+    for _ in range(TRIALS + 1):
+        found = engine.generate("Tom has 5 apples.", settings)
+        assert found.token_ids == lossless.token_ids and found.stats.draft_tokens == 0
+        assert found.stats.target_forwards <= lossless.stats.target_forwards
+    assert not begun, "the controller explores what it can never learn"
+    kept = engine.generate("Tom has 5 apples.", settings, threshold=0.0)
+    assert kept.stats.draft_tokens and len(begun) == 1, "where drafts are written there is a choice"
+    exact = engine.generate("Tom has 5 apples.", settings, mode="exact", threshold=1.01)
+    assert exact.stats.draft_tokens and len(begun) == 2
 
 
 def test_a_stream_that_is_left_open_does_not_count(make_engine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 
@@ -641,6 +642,33 @@ def test_a_dropped_stream_leaves_the_engine_usable(engine):
     stream.close()
     expected = engine.generate_target(PROMPT, max_new_tokens=10).token_ids
     assert engine.generate(PROMPT, max_new_tokens=10, threshold=1.5).token_ids == expected
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("ending", ["close", "collected"])
+def test_a_dropped_stream_waits_for_nobody(engine, ending, adaptive):
+    """Another thread holds the models for as long as it likes; an event loop or the garbage collector goes on."""
+    streams = [engine.stream(PROMPT, max_new_tokens=20, threshold=1.5, exact_tail=False, adaptive=adaptive)]
+    next(event for event in streams[0] if isinstance(event, Resumed))
+    working, dropped = Event(), Event()
+
+    def hold() -> bool:
+        working.set()
+        return not dropped.wait(20)  # interrupts the work below where nothing is dropped
+
+    def drop() -> None:
+        streams[0].close() if ending == "close" else streams.clear()
+        dropped.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        with engine.interruptible(hold):
+            other = pool.submit(engine.generate, "Other.", max_new_tokens=6, threshold=1.5, adaptive=adaptive)
+            assert working.wait(20)
+            pool.submit(drop)
+            found = other.result()  # Interrupted: the drop has waited for the models
+        assert found.token_ids == engine.generate_target("Other.", max_new_tokens=6).token_ids
+    expected = engine.generate_target(PROMPT, max_new_tokens=10).token_ids
+    assert engine.generate(PROMPT, max_new_tokens=10, threshold=1.5, adaptive=adaptive).token_ids == expected
 
 
 # Bad input is found before any work

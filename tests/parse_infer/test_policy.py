@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from parse_infer.policy import check_threshold, maximal_valid_prefix
+from parse_infer.policy import ACCEPT_NOTHING, check_threshold, maximal_valid_prefix, reachable_prefixes
 
 
 def test_first_failure_stops_at_the_first_cut_below_the_threshold():
@@ -36,6 +36,15 @@ def test_the_rules_agree_exactly_where_passing_cuts_come_first():
         assert all(v >= 0.5 for v in validity[:first])
         assert all(v < 0.5 for v in validity[longest:])
         assert (first == longest) == (list(validity) == sorted(validity, reverse=True))
+
+
+@pytest.mark.parametrize("rule", ["first_failure", "longest"])
+def test_reachable_prefixes_are_those_that_some_threshold_accepts(rule):
+    for validity in itertools.product([0.0, 0.4, 0.7, 1.0], repeat=4):
+        accepted = {maximal_valid_prefix(validity, t, rule) for t in (*validity, 0.0, ACCEPT_NOTHING)}
+        assert reachable_prefixes(validity, rule) == sorted(accepted), validity
+    assert reachable_prefixes([], rule) == [0]
+    assert set(reachable_prefixes([0.5, float("nan"), 0.3], rule)) >= {0, 1}
 
 
 @pytest.mark.parametrize("threshold", [-0.1, float("nan"), float("inf"), "0.5", None, True])

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -48,8 +48,9 @@ def middle_thresholds(engine: ParseEngine, prompt: str) -> list[float]:
     return [(a + b) / 2 for a, b in zip(seen, seen[1:], strict=False)]
 
 
+@pytest.mark.parametrize("acceptance", ["first_failure", "longest"])
 @pytest.mark.parametrize("guesses", [None, "draft"])
-def test_replayed_answers_are_the_engines(engine: ParseEngine, guesses: str | None):
+def test_replayed_answers_are_the_engines(engine: ParseEngine, guesses: str | None, acceptance: str):
     """Whatever the order of the settings, and whoever asked before; and most of it is not computed again."""
     if guesses:  # then nothing is drafted above a threshold of 1
         engine.target_drafter = load_token_drafter(guesses, engine.target, engine.draft)
@@ -58,7 +59,7 @@ def test_replayed_answers_are_the_engines(engine: ParseEngine, guesses: str | No
         wanted = {}
         for resume in ("finish", "hand_back"):
             for threshold in thresholds:
-                settings = GenerationSettings(40, threshold, resume=resume)
+                settings = GenerationSettings(40, threshold, resume=resume, acceptance=acceptance)
                 wanted[settings] = engine.generate(prompt, settings)
         assert len({g.text for g in wanted.values()}) > 2, "the settings must differ for the test to say something"
         with Replay(engine) as replay:
@@ -84,10 +85,38 @@ def test_the_time_of_a_replay_is_that_of_its_parts(engine: ParseEngine):
     settings = GenerationSettings(40, 1.1)
     with Replay(engine) as replay:
         first = replay.answer(PROMPTS[0], settings)[1]
-        assert replay.memory.spared_s == 0
+        assert replay.memory.spared_s <= 0, "nothing is known yet"
         second = replay.answer(PROMPTS[0], settings)[1]
     assert replay.memory.spared_s == pytest.approx(first, rel=0.5)
     assert second >= replay.memory.spared_s
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors in a value of plain containers and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if is_dataclass(value):
+        return tensors(list(vars(value).values()))
+    if isinstance(value, dict):
+        return tensors(list(value.values()))
+    return [found for part in value for found in tensors(part)] if isinstance(value, (list, tuple)) else []
+
+
+def test_a_replay_keeps_the_states_at_which_an_answer_may_go_on_and_no_others(engine: ParseEngine):
+    """One for each prefix that some threshold accepts; the prompt's and the rest of the draft's are gone."""
+    prompt = PROMPTS[0] * 20
+    with Replay(engine) as replay:
+        replay.forget()
+        for resume in ("finish", "hand_back"):
+            for threshold in (*THRESHOLDS[::6], 0.0):
+                replay.answer(prompt, GenerationSettings(40, threshold, resume=resume))
+        verdicts = [part for key, (part, _) in replay.memory.parts.items() if key[0] == "verdict"]
+        found = tensors(list(vars(replay.memory).values()))
+    drafted = sum(len(key[2]) for key in replay.memory.parts if key[0] == "verdict")
+    cuts = sum(len(verdict.cuts) + 1 for verdict in verdicts)
+    states = sum(t.untyped_storage().nbytes() for t in found) / (4 * engine.target.model.config.hidden_size)
+    assert len(verdicts) > 2 and 2 * cuts < drafted, "the test must have something to count"
+    assert states <= cuts, f"{states:.0f} states are kept for {cuts} cuts of {len(verdicts)} drafts"
 
 
 @pytest.mark.parametrize("part", ["verify", "greedy_match"])

@@ -31,7 +31,7 @@ def lm(make_model, tokenizer):
     return language_model(model, tokenizer, "target")
 
 
-def make_head(lm, parallel: bool = False, vocabulary: int = 200) -> EagleHead:
+def make_head(lm, parallel: bool = False, vocabulary: int = 200, layers: tuple[int, ...] = LAYERS) -> EagleHead:
     own = lm.model.config
     torch.manual_seed(0)
     head = EagleHead(
@@ -43,7 +43,7 @@ def make_head(lm, parallel: bool = False, vocabulary: int = 200) -> EagleHead:
             head_dim=8,
             vocab_size=own.vocab_size,
             draft_vocab_size=vocabulary,
-            eagle_aux_hidden_state_layer_ids=LAYERS,
+            eagle_aux_hidden_state_layer_ids=layers,
             parallel_drafting=parallel,
             ptd_token_id=7 if parallel else None,
         )
@@ -68,30 +68,30 @@ def whole(lm, head: EagleHead, ids: list[int]) -> tuple[torch.Tensor, torch.Tens
     return features, output[0]
 
 
-def test_tapped_features_follow_the_context_through_seeks_and_trees(lm, random_ids):
+def test_captured_features_follow_the_context_through_seeks_and_trees(lm, random_ids):
     head, ids = make_head(lm), random_ids(20)
     decoder = lm.decoder
-    decoder.tap(LAYERS)
+    capture = decoder.capture_hidden(LAYERS)
     features, _ = whole(lm, head, ids)
     decoder.seek(ids[:12])
     decoder.forward()
-    start, found = decoder.drain()
+    start, found = capture.pop_hidden()
     assert start == 0
     torch.testing.assert_close(found, features[:12], atol=1e-4, rtol=0)
-    assert decoder.drain() == (12, None)
+    assert capture.pop_hidden() == (12, None)
     decoder.forward(ids[12:18])
     decoder.seek(ids[:15])
-    start, found = decoder.drain()
+    start, found = capture.pop_hidden()
     assert start == 11  # a pass reads the last context token again if it has no other
     torch.testing.assert_close(found, features[11:15], atol=1e-4, rtol=0)
     # A tree whose kept path is 15, 16, 17 among wrong branches.
     decoder.look_ahead(branches([3, ids[15], ids[16], 9, ids[17]], [-1, -1, 1, 1, 2], 15, decoder.device))
     decoder.keep([1, 2, 4])
-    start, found = decoder.drain()
+    start, found = capture.pop_hidden()
     assert (start, decoder.ids) == (14, ids[:18])
     torch.testing.assert_close(found, features[14:18], atol=1e-4, rtol=0)
     decoder.seek(ids[:5])
-    assert decoder.drain() == (5, None)
+    assert capture.pop_hidden() == (5, None)
 
 
 def test_chain_tree_and_block_guess_what_the_head_says_without_a_cache(lm, random_ids):
@@ -368,10 +368,10 @@ def test_only_the_layers_that_a_head_reads_are_kept(lm, random_ids):
     handle = lm.model.model.register_forward_pre_hook(
         lambda module, args, kwargs: asked.append(kwargs.get("output_hidden_states")), with_kwargs=True
     )
-    lm.decoder.tap((0, 2))
+    capture = lm.decoder.capture_hidden((0, 2))
     lm.decoder.seek(random_ids(9))
     lm.decoder.forward()
-    _, kept = lm.decoder.drain()
+    _, kept = capture.pop_hidden()
     handle.remove()
     assert kept.shape == (9, 2 * lm.model.config.hidden_size) and not any(asked)
     assert not any(layer._forward_pre_hooks for layer in lm.model.model.layers)  # nor is anything left behind

@@ -58,7 +58,7 @@ def test_equals_the_forward_of_transformers(model, random_ids, monkeypatch, dtyp
     assert fast.fast is not None and slow.fast is None
     found: list[list[torch.Tensor]] = [[], []]
     for decoder, states in zip((fast, slow), found, strict=True):
-        decoder.tap([0, 2, 3])
+        capture = decoder.capture_hidden([0, 2, 3])
         decoder.seek(random_ids(250))
         states.append(decoder.forward().hidden)
         for seed in range(9):  # past the 256 tokens of room that a cache has at first
@@ -70,7 +70,7 @@ def test_equals_the_forward_of_transformers(model, random_ids, monkeypatch, dtyp
         states.append(decoder.look_ahead(tree))
         decoder.keep([0, 2])
         states.append(decoder.forward(random_ids(3, seed=5)).hidden)
-        states.append(decoder.drain()[1])
+        states.append(capture.pop_hidden()[1])
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
     for i, (ours, theirs) in enumerate(zip(*found, strict=True)):
         assert ours.shape == theirs.shape

@@ -130,6 +130,15 @@ def test_the_context_is_the_base_models(model, make_verifier, random_ids):
     assert torch.allclose(verifier.decoder.logits(result.hidden), output.logits[0, 29:], atol=1e-5, rtol=1e-5)
 
 
+def test_a_verification_keeps_the_drafts_states_and_no_others(model, make_verifier, random_ids):
+    """Neither those of a long prompt that the same forward has read, nor those of the probes."""
+    verifier = make_verifier(model)
+    verifier.decoder.seek(random_ids(300))
+    hidden = verifier.verify(random_ids(22, seed=1)).hidden
+    kept, needed = hidden.untyped_storage().nbytes(), hidden.numel() * hidden.element_size()
+    assert kept == needed, f"{kept} bytes are kept alive for {needed}"
+
+
 def test_resuming_at_a_cut_equals_a_fresh_start(model, make_verifier, random_ids):
     verifier = make_verifier(model, eos=())
     context, draft = random_ids(30), random_ids(22, seed=1)

@@ -1,0 +1,88 @@
+"""Where a draft model with other tokens takes over: no character is doubled, lost or broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import permutations
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from parse_infer.drafters.translation import Translation
+from parse_infer.engine import ParseEngine
+from parse_infer.generation import Accepted, Drafted, Resumed
+from parse_infer.models.detokenizer import decode, encode_continuation
+from parse_infer.models.loading import LanguageModel, load_tokenizer
+from parse_infer.verify.segments import CutPolicy
+from tests.parse_infer.language_models import cycling, language_model, sentencepiece_tokenizer, word_tokenizer
+
+TEXT = "It costs 5€ more:\n\n12 × 38 = 456; “naïve” 日本語 🙂🙈, étéé."
+PROMPT = "How much?"
+CYCLE = "5€ü🙈 "  # bytes that all differ
+KINDS = ("bytes", "words", "sentencepiece", "smollm2")
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tokenizer) -> dict[str, PreTrainedTokenizerFast]:
+    """Byte-level without merges, with merges, as SmolLM2's with single digits; and SentencePiece with bytes."""
+    made = (tokenizer, word_tokenizer(), sentencepiece_tokenizer(), load_tokenizer("zoo:smollm2"))
+    return dict(zip(KINDS, made, strict=True))
+
+
+@pytest.fixture
+def reads(make_model, tokenizers) -> Callable[[str], LanguageModel]:
+    def make(kind: str) -> LanguageModel:
+        own = tokenizers[kind]
+        return language_model(make_model(vocab_size=len(own), eos_token_id=own.eos_token_id), own, kind)
+
+    return make
+
+
+@pytest.mark.parametrize(("target", "draft"), permutations(KINDS, 2))
+def test_the_answer_and_a_draft_behind_any_token_are_the_text_that_the_draft_model_meant(reads, target, draft):
+    target, draft = reads(target), reads(draft)
+    ids = target.tokenizer.encode(TEXT, add_special_tokens=False)
+    drafted = 0
+    for end in range(len(ids) + 1):
+        writing = Translation(draft, target, False, "Hi").begin(ids[:end], 500)
+        so_far = decode(target.tokenizer, ids[:end])
+        whole = TEXT.startswith(so_far)
+        meant = TEXT[len(so_far) if whole else len(so_far.rstrip("\ufffd")) :]
+        continued = []
+        if writing is not None:
+            writing.add(encode_continuation(draft.tokenizer, so_far, meant))
+            continued = writing.draft().ids
+        joined = decode(target.tokenizer, ids[:end] + continued)
+        if whole:
+            assert joined == TEXT, f"behind {so_far!r}"
+            drafted += 1
+        else:
+            assert joined in (TEXT, so_far), f"behind {so_far!r}, inside a character"
+    assert drafted > 30
+
+
+@pytest.mark.parametrize(
+    "kinds", [("bytes", "words"), ("words", "bytes"), ("sentencepiece", "words"), ("bytes", "smollm2")]
+)
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@pytest.mark.parametrize("threshold", [0.0, 0.6, 1.5])
+def test_handing_back_goes_on_behind_whole_characters(make_model, tokenizers, random_adapter, kinds, every, threshold):
+    def model(kind: str) -> LanguageModel:
+        own = tokenizers[kind]
+        made = make_model(vocab_size=len(own), eos_token_id=own.eos_token_id, hidden_size=64)
+        return language_model(cycling(made, own, CYCLE, PROMPT), own, kind)
+
+    target, draft = (model(kind) for kind in kinds)
+    adapter = random_adapter(target.model, token_rank=0)
+    engine = ParseEngine(target, draft, adapter, cut_policy=CutPolicy("tokens", every))
+    settings = {"threshold": threshold, "resume": "hand_back", "exact_tail": False, "max_new_tokens": 40}
+    answer, drafts = "", 0
+    for event in engine.stream(PROMPT, **settings):
+        if isinstance(event, Drafted) and event.n_tokens:
+            joined = (answer + event.text).rstrip("\ufffd")  # the budget may end inside a character
+            assert (CYCLE * 20).startswith(joined), f"a draft behind {answer!r} is {event.text!r}"
+            drafts += 1
+        elif isinstance(event, (Accepted, Resumed)):
+            answer += event.text
+    assert (CYCLE * 20).startswith(answer.rstrip("\ufffd")) and len(answer) > 8
+    assert drafts > 2 or threshold < 1, "the draft model must have taken over several times"
