@@ -54,6 +54,7 @@ class DraftChain:
         if size < 1 or not context:
             return Guess.chain(())
         decoder, tokens, drawn_from = self.draft.decoder, [], []
+        decoder.reserve(len(context), limit)
         decoder.seek(context)
         before = decoder.forwards
         for _ in range(size):

@@ -52,6 +52,7 @@ def speculate(
     if generator is None:
         generator = sampling.generator(decoder.device)
     room = max_new_tokens
+    decoder.reserve(len(decoder.ids), room)
     # The first choice needs no guess where its logits are known already, as after a verification pass.
     logits = decoder.next_logits()[None] if room > 0 and decoder.knows_next else None
     while room > 0:
