@@ -301,11 +301,11 @@ class Decoder:
             stop = min(start + self.prefill_chunk, len(text))
             last = trailing if stop == len(text) else None
             tokens, positions = text[start:stop], torch.arange(past + start, past + stop, device=self.device)
-            mask, within = None, nullcontext()
+            mask = None
             if last is not None:
                 tokens, positions = [*tokens, *last.ids], torch.cat([positions, last.positions])
-                mask, within = layer_masks(self._windows, last.mask), last.within()
-            with within:
+                mask = layer_masks(self._windows, last.mask)
+            with nullcontext() if last is None else last.within():
                 hidden = self._step(torch.tensor([tokens], device=self.device), positions[None], mask)[0]
             if stop > unused:
                 kept.append(hidden[max(0, unused - start) :])
