@@ -65,7 +65,7 @@ def speculate(
         if guess.tokens:
             decoder.keep(path)
         new = [*(guess.tokens[node] for node in path), last]
-        decoder.seek([*decoder.ids, last])
+        decoder.append(last)
         edits = decoder.edits
         for token in new[:room]:
             yield token

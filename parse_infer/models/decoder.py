@@ -121,6 +121,27 @@ class Decoder:
         self._next_logits = None
         self.edits += 1
 
+    def append(self, token_id: int) -> None:
+        """Put one token behind the context: `seek([*ids, token_id])` in constant time."""
+        if self.cached > len(self.ids):  # an interrupted look_ahead()
+            self._crop(len(self.ids))
+        self.ids.append(token_id)
+        self._next_logits = None
+        self.edits += 1
+
+    @torch.inference_mode()
+    def advance(self, token_id: int, token: Tensor) -> Tensor:
+        """Append a token and read it: logits [V] of what follows. Nothing is sent to the device.
+
+        Args:
+            token: the same token where the model is, int64 [].
+        """
+        self.append(token_id)
+        if self.cached == len(self.ids) - 1:
+            position = torch.full((1, 1), self.cached, device=self.device)
+            self._next_logits = self.logits(self._step(token.view(1, 1), position)[0, 0])
+        return self.next_logits()
+
     def reserve(self, context: int, new: int) -> None:
         """Expect a context of this size, so that its cache gets memory once. Nothing is allocated now.
 
