@@ -527,20 +527,23 @@ class _LocalPair:
         self._engine, self._request, self._drafter = engine, request, drafter
         # Whether draft tokens that equal the target's greedy choice are used behind the accepted cut.
         self._exact = settings.mode == "exact"
+        self._probe_len = 0 if self._exact else len(engine._require_judge().probe.ids)
         self._wants_tail = self._exact or (settings.exact_tail and settings.resume_sampling.greedy)
         self._drafts = engine._writes_draft(settings, drafter)
 
     def room(self) -> int:
         """The budget, and what the window holds besides context and one probe."""
-        probe_len = 0 if self._exact else len(self._engine._require_judge().probe.ids)
-        return min(self._request.answer.room, self._engine.target.window - probe_len - len(self._request.context))
+        behind = self._engine.target.window - self._probe_len - len(self._request.context)
+        return min(self._request.answer.room, behind)
 
     async def propose(self, round: int) -> Sequence[int]:
         return self._drafter.propose(self._request.answer.ids, self.room()).ids if self._drafts else ()
 
     async def verify(self, draft: Sequence[int]) -> Verification:
         """One target forward over [uncached context, draft, probes]; context and draft stay in the cache."""
-        self._engine.target.decoder.seek(self._request.context)
+        decoder, context = self._engine.target.decoder, self._request.context
+        decoder.reserve(len(context), self._request.answer.room + self._probe_len * self.segmenter.policy.max_cuts)
+        decoder.seek(context)
         return self._engine.verifier.verify(draft, cuts=[] if self._exact else None)
 
     def own_choice(self, draft: Sequence[int], verdict: Verification, cut: int) -> int:

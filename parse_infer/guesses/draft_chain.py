@@ -54,19 +54,25 @@ class DraftChain:
         if size < 1 or not context:
             return Guess.chain(())
         decoder, tokens, drawn_from = self.draft.decoder, [], []
+        decoder.reserve(len(context), limit)
         decoder.seek(context)
+        if max(decoder.ids[decoder.cached :], default=0) >= self.draft.n_embeddings:
+            return Guess.chain(())  # padding ids, which only untrained models write
         before = decoder.forwards
-        for _ in range(size):
-            logits = decoder.next_logits()[both.of_draft]
-            q = logits.float().softmax(-1) if sampling.greedy else distribution(logits, sampling)
-            choice = int(q.argmax() if sampling.greedy else draw(q, generator))
+        logits = decoder.next_logits()
+        while True:
+            scores = logits[both.of_draft]
+            q = scores.float().softmax(-1) if sampling.greedy else distribution(scores, sampling)
+            drawn = q.argmax() if sampling.greedy else draw(q, generator)
+            doubtful = q.gather(-1, drawn[None])[0] < self.confidence
+            choice, ends = torch.stack([drawn, doubtful.to(drawn.dtype)]).tolist()  # a token's one synchronisation
             token = both.draft_ids[choice]
             tokens.append(both.target_ids[choice])
             if not sampling.greedy:
                 drawn_from.append(both.in_target(q))
-            if token in decoder.eos_ids or q[choice] < self.confidence:
+            if ends or token in decoder.eos_ids or len(tokens) == size:
                 break
-            decoder.seek([*decoder.ids, token])
+            logits = decoder.advance(token, both.draft_token(drawn))
         self.forwards += decoder.forwards - before
         return Guess.chain(tokens, torch.stack(drawn_from) if drawn_from else None)
 
@@ -80,7 +86,7 @@ class _Vocabularies:
     """
 
     def __init__(self, tokens: TokenMap, draft: LanguageModel, model: LanguageModel) -> None:
-        self._n_draft, self._n_target = draft.n_embeddings, model.model.config.get_text_config(decoder=True).vocab_size
+        self._n_target = model.model.config.get_text_config(decoder=True).vocab_size
         self.draft_ids, self.target_ids = tokens.draft_ids, tokens.target_ids
         self.of_draft: slice | torch.Tensor
         self._of_target: slice | torch.Tensor
@@ -96,10 +102,12 @@ class _Vocabularies:
             self._translated = TranslatedContext(tokens)
 
     def context(self, ids: Sequence[int]) -> Sequence[int]:
-        """The target's context in the draft model's tokens; empty where it has none for one of them."""
-        if self._translated is not None:
-            return self._translated.follow(ids)
-        return ids if max(ids, default=0) < self._n_draft else ()  # padding ids, which only untrained models write
+        """The target's context in the draft model's tokens."""
+        return ids if self._translated is None else self._translated.follow(ids)
+
+    def draft_token(self, choice: torch.Tensor) -> torch.Tensor:
+        """The draft model's id of one of the k tokens, both int64 [] on its device."""
+        return choice if isinstance(self.of_draft, slice) else self.of_draft.gather(0, choice[None])[0]
 
     def in_target(self, q: torch.Tensor) -> torch.Tensor:
         """A distribution over the tokens, [k], as one over the target's vocabulary, [V]."""

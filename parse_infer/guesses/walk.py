@@ -52,6 +52,7 @@ def speculate(
     if generator is None:
         generator = sampling.generator(decoder.device)
     room = max_new_tokens
+    decoder.reserve(len(decoder.ids), room)
     # The first choice needs no guess where its logits are known already, as after a verification pass.
     logits = decoder.next_logits()[None] if room > 0 and decoder.knows_next else None
     while room > 0:
@@ -64,7 +65,7 @@ def speculate(
         if guess.tokens:
             decoder.keep(path)
         new = [*(guess.tokens[node] for node in path), last]
-        decoder.seek([*decoder.ids, last])
+        decoder.append(last)
         edits = decoder.edits
         for token in new[:room]:
             yield token

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -73,17 +74,12 @@ def _causal(
     past = n_keys - n_queries
     if window is not None and window >= n_keys:
         window = None  # it reaches back to the first key
+    if query.device.type == "cuda" and window is None:
+        return causal_on_gpu(query, key, value, dropout, scaling)
     if n_queries == 1 or (past == 0 and window is None):
         first = 0 if window is None else n_keys - window
         key, value = key[:, :, first:], value[:, :, first:]
         return sdpa_attention_forward(module, query, key, value, None, dropout, scaling, is_causal=True)[0]
-    if query.device.type == "cuda" and window is None:
-        groups = getattr(module, "num_key_value_groups", 1)
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-        out = nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=causal_lower_right(n_queries, n_keys), dropout_p=dropout, scale=scaling
-        )
-        return out.transpose(1, 2)
     parts, size = [], max(1, CHUNK_ROWS * key.shape[1] // query.shape[1])
     for start in range(0, n_queries, size):
         stop = min(start + size, n_queries)
@@ -95,8 +91,30 @@ def _causal(
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, scaling: float | None) -> Tensor:
-    """Attention of a few rows under a mask [B, 1, n, keys]: [B, n, heads, D].
+def causal_on_gpu(query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None) -> Tensor:
+    """Causal attention aligned to the end of the keys ([B, T, heads, D]) by a fused CUDA kernel.
+
+    Flash attention reads the keys and values of grouped heads where they are. Memory-efficient attention, which takes
+    over in float32 and on old GPUs, needs them repeated. Given groups, torch would pass it over for the math kernel,
+    which repeats them too and holds all T x T scores besides.
+    """
+    (n_queries, n_keys), groups = (query.shape[2], key.shape[2]), query.shape[1] // key.shape[1]
+    if n_queries == 1:
+        return _masked(query, key, value, None, dropout, scaling)
+    grouped = groups > 1 and can_use_flash_attention(SDPAParams(query, key, value, None, dropout, False, True))
+    if not grouped:
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    mask = causal_lower_right(n_queries, n_keys)
+    out = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+    )
+    return out.transpose(1, 2)
+
+
+def _masked(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None
+) -> Tensor:
+    """Attention of a few rows under a mask [B, 1, n, keys] (None: one row, which sees all keys): [B, n, heads, D].
 
     The heads that share keys and values count as so many rows of one head, so that no key or value is copied.
     """
@@ -106,7 +124,7 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: fl
         query.reshape(batch, kv_heads, groups * n, size),
         key,
         value,
-        attn_mask=mask if groups == 1 else mask.repeat(1, 1, groups, 1),
+        attn_mask=mask if groups == 1 or mask is None else mask.repeat(1, 1, groups, 1),
         dropout_p=dropout,
         scale=scaling,
     )

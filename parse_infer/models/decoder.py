@@ -7,7 +7,7 @@ layers, whose window then comes from the mask), so that cropping back to any tok
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakSet
@@ -15,6 +15,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from parse_infer.models.architecture import decoder_layers, layer_windows, output_layer, text_config
 from parse_infer.models.attention import SPLIT_ATTENTION, layer_masks
@@ -22,6 +23,9 @@ from parse_infer.models.fast_backbone import FastBackbone
 from parse_infer.models.hidden_capture import HiddenCapture
 from parse_infer.models.kv_buffer import new_cache
 from parse_infer.models.sampling import Sampling, choose
+
+_MOST_RESERVED = 4096  # new tokens: few answers are longer, whatever their budget
+_BEHIND = 64  # tokens read behind a context and dropped again: a tree of guesses
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,13 @@ class Trailing:
         ids: n token ids.
         positions: int64 [n].
         mask: for the sliding window of a layer (None: it has none), what they see: bool [1, 1, n, context + n].
+        within: entered for the forward that reads them, and for no other: what applies to these tokens alone.
     """
 
     ids: Sequence[int]
     positions: Tensor
     mask: Callable[[int | None], Tensor]
+    within: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,8 @@ class Decoder:
         fast: the model's backbone without overhead, where it computes the same.
         edits: changes of the context from outside decode() so far.
         before_forward: called before every forward. What it raises ends the work at hand; the decoder stays usable.
+        prefill_chunk: the most context tokens that one forward reads. It bounds the memory of a forward, and how long
+            `before_forward` waits.
 
     Raises:
         ValueError: the cache of this model cannot be cropped exactly, or its logits are not
@@ -79,12 +87,14 @@ class Decoder:
         self.cached = 0
         self.forwards = 0
         self.before_forward: Callable[[], None] | None = None
+        self.prefill_chunk = 2048
         self._windows = layer_windows(model)
         self._backbone = getattr(model, model.base_model_prefix)
         self.fast = FastBackbone.for_model(model)
         self._layers = decoder_layers(model)
         self._output_layer = output_layer(model)
-        self._cache = new_cache()
+        self._reserved = 0  # tokens
+        self._cache = self._new_cache()
         self._next_logits: Tensor | None = None
         self._guessed: list[int] = []  # between look_ahead() and keep()
         self._captures: WeakSet[HiddenCapture] = WeakSet()
@@ -111,6 +121,36 @@ class Decoder:
         self._next_logits = None
         self.edits += 1
 
+    def append(self, token_id: int) -> None:
+        """Put one token behind the context: `seek([*ids, token_id])` in constant time."""
+        if self.cached > len(self.ids):  # an interrupted look_ahead()
+            self._crop(len(self.ids))
+        self.ids.append(token_id)
+        self._next_logits = None
+        self.edits += 1
+
+    @torch.inference_mode()
+    def advance(self, token_id: int, token: Tensor) -> Tensor:
+        """Append a token and read it: logits [V] of what follows. Nothing is sent to the device.
+
+        Args:
+            token: the same token where the model is, int64 [].
+        """
+        self.append(token_id)
+        if self.cached == len(self.ids) - 1:
+            position = torch.full((1, 1), self.cached, device=self.device)
+            self._next_logits = self.logits(self._step(token.view(1, 1), position)[0, 0])
+        return self.next_logits()
+
+    def reserve(self, context: int, new: int) -> None:
+        """Expect a context of this size, so that its cache gets memory once. Nothing is allocated now.
+
+        Args:
+            context: number of tokens that are known.
+            new: the most tokens that may follow them; beyond 4,096 memory grows as it is needed.
+        """
+        self._reserved = context + min(new, _MOST_RESERVED) + _BEHIND
+
     @torch.inference_mode()
     def decode(
         self, max_new_tokens: int, sampling: Sampling | None = None, generator: torch.Generator | None = None
@@ -132,6 +172,7 @@ class Decoder:
             generator = sampling.generator(self.device)
         if max_new_tokens <= 0:
             return
+        self.reserve(len(self.ids), max_new_tokens)
         logits = self.next_logits()
         position = torch.tensor([[len(self.ids)]], device=self.device)
         self.edits += 1
@@ -155,7 +196,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, extra_ids: Sequence[int] = (), trailing: Trailing | None = None) -> PassOutput:
-        """One forward over [context tokens not cached yet, extra_ids, trailing tokens].
+        """One forward over [context tokens not cached yet, extra_ids, trailing tokens]; several for a long context.
 
         Afterwards `ids` ends with `extra_ids`, all of it is cached, and the trailing tokens are gone from the cache.
 
@@ -168,10 +209,8 @@ class Decoder:
                 (`enable_split_attention`).
         """
         hidden = self._run(extra_ids, trailing)
-        n = 0 if trailing is None else len(trailing.ids)
         self._crop(len(self.ids))
-        text, behind = hidden[: len(hidden) - n], hidden[len(hidden) - n :]
-        return PassOutput(text[len(text) - 1 - len(extra_ids) :], behind)
+        return PassOutput(hidden[: 1 + len(extra_ids)], hidden[1 + len(extra_ids) :])
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -209,7 +248,7 @@ class Decoder:
             hidden, tokens = self._run(guessed), list(guessed)
             del self.ids[len(self.ids) - len(tokens) :]
         self._guessed = tokens
-        return hidden[len(hidden) - len(tokens) - 1 :]
+        return hidden
 
     def capture_hidden(self, layers: Sequence[int]) -> HiddenCapture:
         """Capture what enters these layers for every token read, as long as the caller holds the result. The number
@@ -253,29 +292,39 @@ class Decoder:
         self._next_logits = logits
 
     def _run(self, extra_ids: Sequence[int], trailing: Trailing | None = None) -> Tensor:
-        """One forward over [context tokens not cached yet, extra_ids, trailing tokens]; hidden states of all, [T, H].
+        """Read [context tokens not cached yet, extra_ids, trailing tokens], a chunk at a time.
 
         `extra_ids` join the context. The trailing tokens stay in the cache behind it until it is cropped.
+
+        Returns:
+            [1 + extra + n, H]: the states of the last context token, of the extra and of the trailing tokens.
         """
         if not self.ids:
             raise ValueError("the context is empty: seek() to a prompt of at least one token first")
+        if trailing is not None and text_config(self.model)._attn_implementation != SPLIT_ATTENTION:
+            raise ValueError("probes and trees need split attention: call enable_split_attention(model) first")
         if self.cached >= len(self.ids):
             self._crop(len(self.ids) - 1)  # the last context token's hidden state is asked for
         past, text = self.cached, [*self.ids[self.cached :], *extra_ids]
-        behind = () if trailing is None else trailing.ids
-        tokens = torch.tensor([[*text, *behind]], device=self.device)
-        positions = torch.arange(past, past + len(text), device=self.device)
-        mask = None
-        if trailing is not None:
-            if text_config(self.model)._attn_implementation != SPLIT_ATTENTION:
-                raise ValueError("probes and trees need split attention: call enable_split_attention(model) first")
-            positions = torch.cat([positions, trailing.positions])
-            mask = layer_masks(self._windows, trailing.mask)
-        hidden = self._step(tokens, positions[None], mask)[0]
+        if len(text) > self.prefill_chunk:  # the memory for all chunks at once
+            self._reserved = max(self._reserved, past + len(text) + (0 if trailing is None else len(trailing.ids)))
+        kept, unused = [], len(text) - 1 - len(extra_ids)
+        for start in range(0, len(text), self.prefill_chunk):
+            stop = min(start + self.prefill_chunk, len(text))
+            last = trailing if stop == len(text) else None
+            tokens, positions = text[start:stop], torch.arange(past + start, past + stop, device=self.device)
+            mask = None
+            if last is not None:
+                tokens, positions = [*tokens, *last.ids], torch.cat([positions, last.positions])
+                mask = layer_masks(self._windows, last.mask)
+            with nullcontext() if last is None else last.within():
+                hidden = self._step(torch.tensor([tokens], device=self.device), positions[None], mask)[0]
+            if stop > unused:
+                kept.append(hidden[max(0, unused - start) :])
         self.ids.extend(extra_ids)
         self._next_logits = None
         self.edits += 1
-        return hidden
+        return torch.cat(kept)
 
     def _step(self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor] | None = None) -> Tensor:
         """One forward of the backbone, [1, T] -> [1, T, H]; the cache grows by T tokens."""
@@ -296,7 +345,7 @@ class Decoder:
                         use_cache=True,
                     ).last_hidden_state
         except BaseException:  # interrupted or out of memory: some layers may have grown, others not
-            self._cache, self.cached = new_cache(), 0
+            self._cache, self.cached = self._new_cache(), 0
             for capture in captures:
                 capture.crop(0)
             raise
@@ -328,12 +377,15 @@ class Decoder:
     def _crop(self, length: int) -> None:
         """Drop everything after the first `length` tokens from the cache."""
         if length == 0 and self.cached:
-            self._cache = new_cache()
+            self._cache = self._new_cache()
         elif length < self.cached:
             self._cache.crop(length - self.cached)  # transformers counts the tokens to remove, as a negative number
         for capture in self._captures:
             capture.crop(length)
         self.cached = length
+
+    def _new_cache(self) -> Cache:
+        return new_cache(lambda: self._reserved)
 
     @torch.inference_mode()
     def _check_logits(self) -> None:

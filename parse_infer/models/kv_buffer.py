@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-_FIRST = 256  # tokens of room at first; doubled whenever it is used up
+_FIRST = 256  # tokens of capacity at first, where nothing is reserved
 
 
-def new_cache() -> Cache:
-    """An empty cache, for one sequence."""
-    return Cache(layer_class_to_replicate=KVBuffer)
+def new_cache(reserved: Callable[[], int] = lambda: 0) -> Cache:
+    """An empty cache, for one sequence.
+
+    Args:
+        reserved: tokens that the cache is expected to hold; read whenever a layer needs more memory.
+    """
+    return Cache(layer_class_to_replicate=partial(KVBuffer, reserved=reserved))  # type: ignore[arg-type]
 
 
 class KVBuffer(CacheLayerMixin):
     """Keys and values of one layer: the first `length` tokens of a larger buffer, [1, kv heads, length, head size].
 
-    Every token is kept, also in sliding-window layers, whose window then comes from the mask.
+    Every token is kept, also in sliding-window layers, whose window then comes from the mask. The buffer grows to what
+    is reserved, and where more is needed it doubles.
     """
 
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, reserved: Callable[[], int], **_: Any) -> None:
         super().__init__()
+        self._reserved = reserved
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -55,10 +63,12 @@ class KVBuffer(CacheLayerMixin):
         self.keys, self.values = self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
     def _grow(self, used: int) -> None:
-        room = max(_FIRST, 2 * self._keys.shape[2], self.length)
+        capacity = self._reserved()
+        if capacity < self.length:
+            capacity = max(_FIRST, 2 * self._keys.shape[2], self.length)
         for name in ("_keys", "_values"):
             old = getattr(self, name)
-            new = old.new_empty(*old.shape[:2], room, old.shape[3])
+            new = old.new_empty(*old.shape[:2], capacity, old.shape[3])
             new[:, :, :used] = old[:, :, :used]
             setattr(self, name, new)
 

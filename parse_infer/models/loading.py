@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
+from transformers.utils import is_accelerate_available, logging
 
 from parse_infer.files import first_sentence, replacing_folder
 from parse_infer.models.attention import enable_split_attention
@@ -105,8 +105,9 @@ def load_language_model(
     source = _open(name)
     _check_folder(source.base)
     tokenizer = _tokenizer(source, trust_remote_code)
-    model = _weights(source, numbers, trust_remote_code).eval()
-    model.to(place)  # type: ignore[arg-type]
+    model = _weights(source, numbers, trust_remote_code, place).eval()
+    if model.device != place:
+        model.to(place)  # type: ignore[arg-type]
     if role == "target":
         enable_split_attention(model)
     if not trainable:
@@ -230,7 +231,7 @@ def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bo
 
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
@@ -320,10 +321,13 @@ def _tokenizer(source: _Source, trust_remote_code: bool) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def _weights(source: _Source, dtype: str | torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def _weights(
+    source: _Source, dtype: str | torch.dtype, trust_remote_code: bool, device: torch.device | None = None
+) -> PreTrainedModel:
+    """On `device` where they can be read to it, else on the CPU, where LoRAs are merged."""
     _check_folder(source.base)
     if not source.loras:
-        model = _base_weights(source, dtype, trust_remote_code)
+        model = _base_weights(source, dtype, trust_remote_code, device)
     else:
         # Rounding comes last: the base is read as it is stored, or in float32 where that is wanted.
         stored = dtype if dtype == torch.float32 else "auto"
@@ -338,12 +342,20 @@ def _weights(source: _Source, dtype: str | torch.dtype, trust_remote_code: bool)
     return model
 
 
-def _base_weights(source: _Source, dtype: str | torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def _base_weights(
+    source: _Source, dtype: str | torch.dtype, trust_remote_code: bool, device: torch.device | None = None
+) -> PreTrainedModel:
+    # Straight to a GPU, without a copy of all weights in the host's memory. Transformers needs accelerate for this.
+    direct = device is not None and device.type != "cpu" and is_accelerate_available()
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its report on missing tensors is a page; the sentence below says it
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.base, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+            source.base,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            device_map={"": device} if direct else None,
+            output_loading_info=True,
         )
     except SafetensorError as error:
         raise ValueError(

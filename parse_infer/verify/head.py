@@ -95,7 +95,9 @@ def _in_float32(layer: nn.Linear, x: Tensor) -> Tensor:
     return linear(x, layer.weight.float(), None if layer.bias is None else layer.bias.float())
 
 
-_CACHED_LOGITS = 2**20  # they are read five times over: few enough for a CPU's cache
+# The output layer runs on this many tokens at a time, which bounds the memory; a GPU wants few launches.
+_ROWS, _ROWS_ON_CPU = 512, 128
+_CACHED_LOGITS = 2**20  # on a CPU; they are read five times over: few enough for its cache
 
 
 class Surprise(NamedTuple):
@@ -134,16 +136,18 @@ def surprise(
     tokens: Tensor,
     logits: Callable[[Tensor], Tensor],
     part: PartOfVocabulary | None = None,
-    rows: int = 128,
+    rows: int | None = None,
 ) -> Surprise:
     """Compare each token with what the target expected in its place.
 
     Args:
         hidden: [T, H], the final-norm states before the tokens.
         tokens: int64 [T].
-        logits: the output layer, [n, H] -> [n, V]; it runs on `rows` tokens at a time, which bounds the memory.
+        logits: the output layer, [n, H] -> [n, V].
         part: compare with these tokens only. A token that is not among them is compared with all.
+        rows: tokens that the output layer runs on at a time; by default 512, on a CPU 128.
     """
+    rows = rows or (_ROWS_ON_CPU if hidden.device.type == "cpu" else _ROWS)
     if part is None:
         return _surprise(hidden, tokens, logits, rows)
     place = torch.searchsorted(part.tokens, tokens).clamp_max(len(part.tokens) - 1)
@@ -160,7 +164,7 @@ def _surprise(hidden: Tensor, tokens: Tensor, logits: Callable[[Tensor], Tensor]
     parts, chosen = [], []
     for states, ids in zip(hidden.split(rows), tokens.split(rows), strict=True):
         scores = logits(states)
-        few = max(1, _CACHED_LOGITS // scores.shape[-1])
+        few = max(1, _CACHED_LOGITS // scores.shape[-1]) if scores.device.type == "cpu" else rows
         for some, id in zip(scores.split(few), ids.split(few), strict=True):
             x = some.float()
             top, best = x.max(-1)

@@ -49,11 +49,10 @@ class ProbeLoRA:
                 raise ValueError(f"the adapter changes {update.path}, which is no Linear layer")
             if layer is model.get_output_embeddings():
                 raise ValueError(f"the adapter changes the output layer {update.path}, which a probe never reaches")
-            weight = layer.weight
-            dtype = weight.dtype if weight.is_floating_point() else model.dtype  # quantised layers compute in it
-            if weight.device.type == "cpu":  # small products in bfloat16 are slower there
-                dtype = torch.float32
-            updates.append((layer, update.a.to(weight.device, dtype), update.b.to(weight.device, dtype)))
+            device = layer.weight.device
+            # On a CPU small products in bfloat16 are slower.
+            dtype = torch.float32 if device.type == "cpu" else _compute_dtype(layer.weight.dtype, model.dtype)
+            updates.append((layer, update.a.to(device, dtype), update.b.to(device, dtype)))
         return cls(updates)
 
     @contextmanager
@@ -76,6 +75,12 @@ class ProbeLoRA:
                     module.__dict__.pop("forward", None)
                 else:  # somebody else's, such as accelerate's offloading
                     module.__dict__["forward"] = forward
+
+
+def _compute_dtype(*candidates: torch.dtype) -> torch.dtype:
+    """The first floating-point type of at least 16 bits, else bfloat16. A quantised layer computes in its model's."""
+    wide = (dtype for dtype in candidates if dtype.is_floating_point and dtype.itemsize >= 2)
+    return next(wide, torch.bfloat16)
 
 
 def _with_update(forward: Callable[[Tensor], Tensor], a: Tensor, b: Tensor, n: int) -> Callable[[Tensor], Tensor]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, cast
 from weakref import WeakSet
 
@@ -96,7 +96,8 @@ class Verifier:
 
     @torch.inference_mode()
     def verify(self, draft_ids: Sequence[int], cuts: Sequence[int] | None = None) -> Verification:
-        """Judge a draft that follows the decoder's context. One forward, one device synchronisation at the end.
+        """Judge a draft that follows the decoder's context. One forward (several for a long text), and one device
+        synchronisation at the end.
 
         Nothing is run for an empty draft. Else the decoder's context is context + draft afterwards, all of it cached:
         resume with `decoder.seek(context + draft[:cut])` and `decoder.set_next_logits(decoder.logits(hidden[cut]))`.
@@ -122,10 +123,11 @@ class Verifier:
         visible = [start + cut - self._repeats_end(draft_ids, cut) for cut in cuts]
         probed = len(cuts) * len(self._probe.ids)
         lora = None if judge is None else judge.lora
-        with lora.applied(probed) if lora is not None and probed else nullcontext():
-            behind = probes(self._probe.ids, visible, start + len(draft_ids), self.decoder.device) if probed else None
-            output = self.decoder.forward(draft_ids, behind)
-        hidden = output.hidden.clone()  # it views the states of prompt and probes too
+        behind = probes(self._probe.ids, visible, start + len(draft_ids), self.decoder.device) if probed else None
+        if behind is not None and lora is not None:
+            behind = replace(behind, within=partial(lora.applied, probed))
+        output = self.decoder.forward(draft_ids, behind)
+        hidden = output.hidden.clone()  # it views the probes' states too
         if judge is None or not cuts:
             return Verification(cuts, [], hidden)
         asked = output.trailing[readout_index(len(cuts), len(self._probe.ids))] if probed else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
@@ -15,6 +16,7 @@ from parse_infer.engine import ParseEngine
 from parse_infer.generation import Accepted, Done, Drafted, GenerationSettings, Interrupted, Resumed, Verified
 from parse_infer.guesses.registry import load_token_drafter
 from parse_infer.models.decoder import Decoder
+from parse_infer.models.kv_buffer import KVBuffer
 from parse_infer.models.prompts import Verbatim
 from parse_infer.models.sampling import Sampling
 from parse_infer.policy import maximal_valid_prefix
@@ -137,6 +139,31 @@ def test_an_interruption_ends_the_work_before_the_next_forward(engine, at):
     assert engine.target.decoder.forwards + engine.draft.decoder.forwards == before + at
     again = engine.generate(PROMPT, max_new_tokens=24, threshold=1.01, exact_tail=False)
     assert again.token_ids == own.token_ids
+
+
+@pytest.mark.parametrize(
+    ("drafter", "settings"),
+    [
+        (None, {"resume": "hand_back", "max_rounds": 4, "threshold": 1.0}),
+        (None, {"mode": "exact"}),
+        ("draft", {"threshold": 2.0}),
+        ("draft", None),
+    ],
+)
+def test_a_request_takes_the_memory_of_its_caches_once(engine, monkeypatch, drafter, settings):
+    """For each layer of a model: no buffer grows, and nothing is copied, within the budget."""
+    engine.target_drafter = load_token_drafter(drafter, engine.target, engine.draft) if drafter else None
+    allocated, grow = [], KVBuffer._grow
+    monkeypatch.setattr(KVBuffer, "_grow", lambda layer, used: [allocated.append(layer), grow(layer, used)])
+    for again in range(2):  # and none at all for the next request that begins alike
+        allocated.clear()
+        if settings is None:
+            found = engine.generate_target(PROMPT, max_new_tokens=280, guided=drafter is not None)
+        else:
+            found = engine.generate(PROMPT, max_new_tokens=280, **settings)
+        assert len(found.token_ids) == 280
+        times = Counter(map(id, allocated))
+        assert not times if again else times and set(times.values()) == {1}, times
 
 
 def test_threads_take_turns(engine):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.bias import CausalVariant
+from torch.overrides import TorchFunctionMode
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -147,6 +149,67 @@ def test_a_plain_causal_prefill_uses_no_mask_at_all(make_model, random_ids, mask
     decoder.seek(random_ids(100))
     decoder.forward(random_ids(50, seed=1), probes([3], [120, 150], len(decoder.ids) + 50, decoder.device))
     assert mask_rows == [4] * 2  # the two probe rows for each of two grouped heads, once per layer
+
+
+@pytest.mark.parametrize("kernel", ["flash", "no flash"])
+@pytest.mark.parametrize("past", [0, 1, 40])
+def test_a_gpu_reads_the_cache_where_it_is_if_the_kernel_can_group_heads(monkeypatch, kernel, past):
+    """Of torch's two kernels for this pattern on CUDA flash attention groups heads, and takes 16 bits only;
+    memory-efficient attention does not group: given grouped heads it would leave the work to the slow math kernel."""
+    asked, calls = [], []
+
+    def can_use_flash(params):
+        asked.append((params.query.shape, params.key.shape, params.attn_mask, params.is_causal, params.enable_gqa))
+        return kernel == "flash"
+
+    class Recording(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is nn.functional.scaled_dot_product_attention:
+                calls.append((args[1], kwargs["enable_gqa"], kwargs["attn_mask"].variant))
+            return function(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(attention, "can_use_flash_attention", can_use_flash)
+    dtype = torch.bfloat16 if kernel == "flash" else torch.float32
+    torch.manual_seed(0)
+    query = torch.randn(1, HEADS, 16, HEAD_DIM).to(dtype)
+    key, value = (torch.randn(1, 2, past + 16, HEAD_DIM).to(dtype) for _ in range(2))
+    with Recording():
+        out = attention.causal_on_gpu(query, key, value, 0.0, 0.4)
+    (seen, grouped, variant), *more = calls
+    assert not more and variant == CausalVariant.LOWER_RIGHT
+    assert asked == [(query.shape, key.shape, None, False, True)]
+    assert grouped == (kernel == "flash")
+    assert (seen.data_ptr() == key.data_ptr()) == grouped and seen.shape[1] == (2 if grouped else HEADS)
+    dense = reference(query, key, value, torch.ones(16, past + 16, dtype=torch.bool).tril(past), 0.4)
+    tolerance = 3e-2 if kernel == "flash" else 1e-5
+    assert torch.allclose(out.float(), dense, atol=tolerance, rtol=tolerance)
+
+
+def test_which_attention_a_gpu_gets(monkeypatch):
+    """Layers without a window, whatever is in the cache; a window still needs chunks with a mask."""
+
+    class OnGPU(torch.Tensor):
+        device = torch.device("cuda")
+
+    taken, out = [], torch.zeros(1, 16, HEADS, HEAD_DIM)
+    monkeypatch.setattr(attention, "causal_on_gpu", lambda query, key, *_: taken.append(key.shape[2]) or out)
+    monkeypatch.setattr(attention, "_band", lambda *_: None)
+    monkeypatch.setattr(attention, "_masked", lambda *_: out)
+    for past in (0, 40):
+        query, key = (torch.zeros(1, heads, n, HEAD_DIM).as_subclass(OnGPU) for heads, n in ((4, 16), (2, past + 16)))
+        mask = torch.empty(1, 1, 0, past + 16, dtype=torch.bool)
+        for window in (None, 1000, 5):
+            split_attention_forward(Groups(2), query, key, key, mask, scaling=0.4, sliding_window=window)
+    assert taken == [16, 16, 56, 56]
+
+
+def test_one_token_and_heads_of_their_own_need_no_choice_of_kernel(monkeypatch):
+    monkeypatch.setattr(attention, "can_use_flash_attention", lambda params: pytest.fail("not to be asked"))
+    torch.manual_seed(0)
+    for n, kv_heads in ((1, 2), (16, HEADS)):
+        query, key, value = (torch.randn(1, heads, n, HEAD_DIM) for heads in (HEADS, kv_heads, kv_heads))
+        dense = reference(query, key, value, torch.ones(n, n, dtype=torch.bool).tril(), 0.4)
+        assert torch.allclose(attention.causal_on_gpu(query, key, value, 0.0, 0.4), dense, atol=1e-5)
 
 
 def test_plain_forwards_compute_what_sdpa_computes(model, random_ids):

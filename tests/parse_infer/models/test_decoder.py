@@ -18,6 +18,7 @@ from parse_infer.models.decoder import Decoder
 from parse_infer.models.kv_buffer import KVBuffer
 from parse_infer.models.sampling import RowSampling, Sampling, choose
 from parse_infer.verify.packing import probes
+from tests.parse_infer.language_models import TokenCount
 
 EOS = 258
 
@@ -165,6 +166,132 @@ def test_forward_gives_the_base_models_states(model, random_ids):
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, 29:]
     assert torch.allclose(decoder.logits(output.hidden), logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_long_context_is_read_in_chunks(model, random_ids, split):
+    """The same states as in one forward, of which none reads more than a chunk; each may be interrupted before."""
+    if split:
+        enable_split_attention(model)
+    decoder, asked, ids = Decoder(model, ()), [], random_ids(75)
+    decoder.prefill_chunk, decoder.before_forward = 16, lambda: asked.append(decoder.cached)
+    expected = plain_hidden(model, ids)
+    with TokenCount(model) as count:
+        decoder.seek(ids[:40])
+        first = decoder.next_logits()
+        output = decoder.forward(ids[40:])
+    assert count.widths == [16, 16, 8, 16, 16, 4] and asked == [0, 16, 32, 39, 55, 71]
+    assert torch.allclose(first, decoder.logits(expected[39]), atol=1e-4, rtol=1e-5)
+    assert output.hidden.shape == (36, 32)
+    assert torch.allclose(output.hidden, expected[39:], atol=1e-5, rtol=1e-5)
+    # One token more than a chunk, and a chain of guesses behind an unread context.
+    for length, guesses in ((17, []), (40, ids[40:60])):
+        decoder.seek([])
+        decoder.seek(ids[:length])
+        found = decoder.look_ahead(guesses)
+        assert torch.allclose(found, expected[length - 1 : length + len(guesses)], atol=1e-5, rtol=1e-5)
+
+
+def test_a_tree_behind_a_long_context_is_read_with_its_last_chunk(make_model, random_ids):
+    model = make_model("llama_gqa")
+    enable_split_attention(model)
+    ids, tokens, parents = random_ids(45), random_ids(5, seed=1), [-1, -1, 1, 1, 2]
+    found = []
+    for chunk in (16, 1000):
+        decoder = Decoder(model, ())
+        decoder.prefill_chunk = chunk
+        decoder.seek(ids)
+        with TokenCount(model) as count:
+            found.append(decoder.look_ahead(branches(tokens, parents, len(ids), decoder.device)))
+        assert count.widths == ([16, 16, 13 + 5] if chunk == 16 else [50])
+        decoder.keep([1, 2, 4])
+        found.append(decoder.forward(random_ids(3, seed=2)).hidden)
+    for chunked, whole in zip(found[:2], found[2:], strict=True):
+        assert torch.allclose(chunked, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_tapped_states_of_all_chunks_are_kept(make_model, random_ids):
+    found = []
+    for chunk in (16, 1000):
+        decoder = Decoder(make_model("llama_gqa"), ())
+        decoder.tap([0, 1, 2])
+        decoder.prefill_chunk = chunk
+        decoder.seek(random_ids(40))
+        decoder.forward(random_ids(30, seed=1))
+        found.append(decoder.drain())
+    assert found[0][0] == found[1][0] == 0 and found[0][1].shape == (70, 96)
+    assert torch.allclose(found[0][1], found[1][1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("forward", range(6))
+def test_interrupted_between_chunks(make_model, random_ids, forward):
+    """In the context or in what is read behind it: the decoder stays usable, and nothing is lost or doubled."""
+    model = make_model("llama_gqa")
+    decoder, calls, ids = Decoder(model, ()), [], random_ids(75)
+    decoder.prefill_chunk = 16
+
+    def interrupt():
+        calls.append(1)
+        if len(calls) == forward + 1:
+            raise KeyboardInterrupt
+
+    decoder.seek(ids[:40])
+    decoder.before_forward = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        decoder.forward(ids[40:])
+        decoder.seek(ids[:20])
+        decoder.forward(ids[20:60])
+    decoder.before_forward = None
+    for context in (decoder.ids, ids[:50]):
+        decoder.seek(context)
+        expected = plain_hidden(model, [*context, 5, 6])[len(context) - 1 :]
+        assert torch.allclose(decoder.forward([5, 6]).hidden, expected, atol=1e-5, rtol=1e-5)
+
+
+class Allocations:
+    """Counts how often each layer's buffer gets new memory, and for how many tokens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        grow = KVBuffer._grow
+
+        def counting(layer, used):
+            grow(layer, used)
+            self.sizes.append(layer._keys.shape[2])
+
+        monkeypatch.setattr(KVBuffer, "_grow", counting)
+
+
+def test_a_known_budget_is_reserved_at_once(make_model, random_ids, monkeypatch):
+    """No growth within it; only a larger one makes the buffer grow, and a huge one is not taken at its word."""
+    model = make_model("llama_gqa", max_position_embeddings=200_000)
+    decoder, layers = Decoder(model, ()), model.config.num_hidden_layers
+    allocated = Allocations(monkeypatch)
+    decoder.seek(random_ids(250))
+    list(decoder.decode(600))
+    assert len(allocated.sizes) == layers and 850 <= allocated.sizes[0] <= 950, allocated.sizes
+    decoder.seek(decoder.ids[:300])  # the same memory for the next turn
+    list(decoder.decode(500))
+    assert len(allocated.sizes) == layers
+    list(decoder.decode(700))
+    assert len(allocated.sizes) == 2 * layers and 1500 <= allocated.sizes[-1] <= 1600, allocated.sizes
+    decoder.seek([])
+    decoder.seek(random_ids(10))
+    allocated.sizes.clear()
+    list(zip(range(3), decoder.decode(150_000), strict=False))
+    assert len(allocated.sizes) == layers and allocated.sizes[0] < 5000, allocated.sizes
+
+
+def test_a_long_context_gets_its_memory_at_once(make_model, random_ids, monkeypatch):
+    """Although it is read in chunks, and no budget is known."""
+    decoder = Decoder(make_model("llama_gqa"), ())
+    allocated, decoder.prefill_chunk = Allocations(monkeypatch), 64
+    decoder.seek(random_ids(1000))
+    decoder.forward(random_ids(200, seed=1))
+    assert len(allocated.sizes) == 2 and 1200 <= allocated.sizes[0] <= 1300, allocated.sizes
+    for token in range(100):
+        decoder.forward([token])
+    assert len(allocated.sizes) == 4, "doubled once"
 
 
 def test_the_context_must_not_change_under_a_running_decode(decoder, random_ids):

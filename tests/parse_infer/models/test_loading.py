@@ -84,6 +84,42 @@ def test_the_dtype_is_that_of_the_files_unless_given_or_slow(saved, tmp_path, mo
     assert again.model.dtype == (torch.bfloat16 if fast else torch.float32)
 
 
+class Asked(Exception):
+    """Carries what transformers is asked for."""
+
+
+@pytest.mark.parametrize(
+    ("device", "accelerate", "expected"),
+    [("cuda:0", True, {"": torch.device("cuda:0")}), ("cuda:0", False, None), ("cpu", True, None)],
+)
+def test_weights_for_a_gpu_are_read_to_it(saved, monkeypatch, device, accelerate, expected):
+    """Not through a copy in the host's memory, where accelerate, which this takes, is installed."""
+
+    def ask(folder, **options):
+        raise Asked(options)
+
+    monkeypatch.setattr(loading, "_device", lambda device: torch.device(device))
+    monkeypatch.setattr(loading, "is_accelerate_available", lambda: accelerate)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", ask)
+    with pytest.raises(Asked) as asked:
+        load_language_model(saved / "target", role="target", device=device)
+    assert asked.value.args[0]["device_map"] == expected
+
+
+def test_a_model_read_to_its_device_has_no_hooks(saved, monkeypatch):
+    """A device map with several entries would leave some, and the decoder its fast forward."""
+    whole, read = loading.AutoModelForCausalLM.from_pretrained, []
+
+    def to_the_device(folder, **options):
+        read.append(folder)
+        return whole(folder, **options | {"device_map": {"": torch.device("cpu")}})
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", to_the_device)
+    model = load_language_model(saved / "target", role="target", device="cpu")
+    assert read and model.decoder.fast is not None
+    assert not any(hasattr(module, "_hf_hook") for module in model.model.modules())
+
+
 @pytest.mark.parametrize("device", ["warp", "cuda:99"])
 def test_a_device_that_is_not_there(saved, device):
     with pytest.raises(ValueError, match=f"'{device}'"):

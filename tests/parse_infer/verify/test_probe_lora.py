@@ -78,6 +78,43 @@ def test_bfloat16(make_model, random_ids):
     assert (found - expected).float().norm() / expected.float().norm() < 0.05
 
 
+class Float8Linear(nn.Linear):
+    """As transformers' FP8Linear: the weight has 8 bits, what goes in and comes out has 16."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False)
+        self.weight = nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype))
+
+
+@pytest.mark.parametrize("first", ["embedding in 16 bits", "all weights in 8 bits"])
+def test_weights_of_8_bits_get_an_update_of_16(make_model, random_adapter, first):
+    """The type is chosen on another device (a CPU takes float32 for all updates); the products are compared here."""
+    model = make_model("llama_gqa", dtype=torch.bfloat16)
+    adapter = random_adapter(model)
+    for part in [part for layer in model.model.layers for part in (layer.self_attn, layer.mlp)]:
+        for name, linear in [(n, m) for n, m in part.named_children() if isinstance(m, nn.Linear)]:
+            setattr(part, name, Float8Linear(linear))
+    if first == "all weights in 8 bits":
+        embedding = model.get_input_embeddings()
+        embedding.weight = nn.Parameter(embedding.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+        assert model.dtype == torch.float8_e4m3fn
+    elsewhere = ProbeLoRA.from_peft(adapter.peft_config, adapter.tensors, copy.deepcopy(model).to("meta"))
+    chosen = {matrix.dtype for _, a, b in elsewhere._updates for matrix in (a, b)}
+    assert chosen == {torch.bfloat16}, chosen
+    x = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    exact = ProbeLoRA.from_peft(adapter.peft_config, adapter.tensors, model)
+    rounded = ProbeLoRA([(layer, a.bfloat16(), b.bfloat16()) for layer, a, b in exact._updates])
+    layer, found = model.model.layers[0].mlp.up_proj, []
+    for lora in (exact, rounded):
+        with torch.no_grad(), lora.applied(3):
+            found.append((layer(x) - Float8Linear.forward(layer, x))[:, -3:].float())
+    error = float((found[0] - found[1]).norm() / found[0].norm())
+    assert error < 0.02, f"relative error {error:.3f}"
+
+
 def test_the_folder_loads_in_peft(make_model, random_adapter, random_ids, tmp_path):
     model = make_model("qwen3")
     adapter = random_adapter(model, probe_ids=tuple(PROBE))

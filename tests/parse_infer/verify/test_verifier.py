@@ -77,6 +77,26 @@ def test_packed_equals_separate(model, make_verifier, random_ids, cached):
     assert max(expected) - min(expected) > 0.05  # the probes differ, so a mix-up would show
 
 
+def test_a_pass_in_chunks_applies_the_adapter_to_the_probes_alone(model, make_verifier, random_ids):
+    """Prompt and draft are read in several forwards, the probes with the last of them."""
+    context, draft = random_ids(45), random_ids(38, seed=1)
+    whole, chunked = make_verifier(model), make_verifier(model)
+    chunked.decoder.prefill_chunk = 16
+    found = []
+    for verifier in (whole, chunked):
+        verifier.decoder.seek(context)
+        with TokenCount(model) as count:
+            found.append(verifier.verify(draft))
+    probed = 2 * len(found[0].cuts)
+    assert count.widths == [16] * 5 + [3 + probed]
+    assert found[0].cuts == found[1].cuts
+    assert found[1].validity == pytest.approx(found[0].validity, abs=1e-5)
+    assert torch.allclose(found[1].hidden, found[0].hidden, atol=1e-5, rtol=1e-5)
+    assert found[1].own_choice == found[0].own_choice
+    following = [verifier.decoder.forward([5, 6, 7]).hidden for verifier in (whole, chunked)]
+    assert torch.allclose(following[1], following[0], atol=1e-5, rtol=1e-5)
+
+
 def test_token_doubt_alone_reads_the_draft_and_no_probe(model, make_verifier, random_adapter, random_ids):
     verifier = make_verifier(model, random_adapter(model, probe_ids=()))
     context, draft = random_ids(30), random_ids(22, seed=1)
