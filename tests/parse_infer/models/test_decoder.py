@@ -210,15 +210,15 @@ def test_a_tree_behind_a_long_context_is_read_with_its_last_chunk(make_model, ra
         assert torch.allclose(chunked, whole, atol=1e-5, rtol=1e-5)
 
 
-def test_tapped_states_of_all_chunks_are_kept(make_model, random_ids):
+def test_captured_states_of_all_chunks_are_kept(make_model, random_ids):
     found = []
     for chunk in (16, 1000):
         decoder = Decoder(make_model("llama_gqa"), ())
-        decoder.tap([0, 1, 2])
+        capture = decoder.capture_hidden([0, 1, 2])
         decoder.prefill_chunk = chunk
         decoder.seek(random_ids(40))
         decoder.forward(random_ids(30, seed=1))
-        found.append(decoder.drain())
+        found.append(capture.pop_hidden())
     assert found[0][0] == found[1][0] == 0 and found[0][1].shape == (70, 96)
     assert torch.allclose(found[0][1], found[1][1], atol=1e-5, rtol=1e-5)
 
