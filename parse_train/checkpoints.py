@@ -26,7 +26,18 @@ STATE = "trainer_state.json"
 # another training.
 HARMLESS = (
     # where things go, and what is shown
-    *("output_dir", "adapter_dir", "answers", "run_name", "project", "report_to", "trackio_", "log_", "logging_"),
+    *(
+        "output_dir",
+        "adapter_dir",
+        "answers",
+        "run_name",
+        "project",
+        "artifacts",
+        "report_to",
+        "trackio_",
+        "log_",
+        "logging_",
+    ),
     *("disable_tqdm", "debug", "skip_memory_metrics", "push_to_hub", "push_to_hub_", "hub_"),
     # when the training is looked at, and what is made of its result
     *("save_", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_accumulation_steps", "do_"),

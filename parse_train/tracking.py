@@ -1,21 +1,33 @@
-"""Weights & Biases: online with a key, offline without; never a prompt, and never the reason a training stops."""
+"""Weights & Biases: online with a key, offline without; never a prompt, and never the reason a training stops.
+
+A training is one run, however often it is interrupted. Files are sent only where `artifacts: upload` asks for it.
+"""
 
 from __future__ import annotations
 
 import io
 import netrc
 import os
-from collections.abc import Mapping
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Literal
 from urllib.parse import urlparse
 
-from parse_train.training_config import TrainingConfig
+from parse_train.training_config import TrackedTrainingConfig, TrainingConfig
+
+RUN_ID = "wandb_run_id"  # file in output_dir
 
 
-def start(config: TrainingConfig) -> None:
+def start(config: TrackedTrainingConfig, resumed: bool = False) -> None:
     """Begin a run on the main process if the recipe reports to wandb; transformers' callback then uses it.
 
     What cannot work (no package, no network) is said once and taken out of `config.report_to`.
+
+    Args:
+        resumed: the training continues from a checkpoint, and so does its run.
     """
     if "wandb" not in _trackers(config):
         return
@@ -33,6 +45,7 @@ def start(config: TrainingConfig) -> None:
     if modes[0] == "online" and not has_key():
         modes = ["offline"]
         print(f"wandb has no API key: logging offline to {folder}/wandb (`wandb login` sends runs to the server)")
+    id = _run_id(folder, resumed)
     for mode in modes:
         # Offline, wandb's own messages would only repeat the notice.
         settings = wandb.Settings(silent=mode != "online", init_timeout=30)
@@ -40,6 +53,8 @@ def start(config: TrainingConfig) -> None:
             wandb.init(
                 project=config.project,
                 name=config.run_name,
+                id=id,
+                resume="allow",
                 dir=folder,
                 mode=mode,  # type: ignore[arg-type]  # one of wandb's words, or the user's own mistake
                 settings=settings,
@@ -68,23 +83,95 @@ def runs() -> bool:
 
 
 def log_images(pictures: Mapping[str, bytes], step: int) -> None:
-    """Send pictures (PNG) to the current run, if there is one."""
-    run = _run()
-    if run is None:
-        return
-    import wandb
-    from PIL import Image
+    """Add pictures (PNG) to the current run, if there is one."""
+    with _current_run("figures") as run:
+        if run is None:
+            return
+        import wandb
+        from PIL import Image
 
-    images = {name: wandb.Image(Image.open(io.BytesIO(content))) for name, content in pictures.items()}
-    run.log({**images, "train/global_step": step})
+        images = {name: wandb.Image(Image.open(io.BytesIO(content))) for name, content in pictures.items()}
+        run.log({**images, "train/global_step": step})
 
 
-def finish(summary: Mapping[str, float]) -> None:
-    """Put the final figures into the run's summary and end it."""
-    run = _run()
-    if run is not None:
-        run.summary.update(dict(summary))
-        run.finish()
+def log_curve(name: str, columns: tuple[str, str, str, *tuple[str, ...]], rows: Sequence[tuple[Any, ...]]) -> None:
+    """Add a table to the current run, and a chart of its second column over its first, a line for each value of the
+    third."""
+    with _current_run(name) as run:
+        if run is None:
+            return
+        import wandb
+
+        x, y, line = columns[:3]
+        table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+        chart = wandb.plot.line(table, x, y, stroke=line, title=f"{y} against {x}")
+        run.log({f"{name}/table": table, f"{name}/chart": chart})
+
+
+def log_artifact(
+    config: TrackedTrainingConfig,
+    kind: Literal["dataset", "model"],
+    name: str,
+    source: str | Path,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Add what was learnt from, or what came of it, to the current run; see `TrackedTrainingConfig.artifacts`.
+
+    Args:
+        source: a file, a folder (hidden files are left out), or the Hub id of a data set, always a reference.
+    """
+    with _current_run(f"the artifact {name}") as run:
+        if run is None or config.artifacts == "none":
+            return
+        import wandb
+
+        artifact = wandb.Artifact(re.sub(r"[^\w.-]+", "-", name), kind, metadata=dict(metadata or {}))
+        path = Path(source).absolute()
+        if kind == "dataset" and not path.exists():
+            artifact.add_reference(f"https://huggingface.co/datasets/{source}", name="data", checksum=False)
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
+            inside = file.relative_to(path) if path.is_dir() else Path(file.name)
+            if file.is_file() and not any(part.startswith(".") for part in inside.parts):
+                if config.artifacts == "upload":
+                    artifact.add_file(str(file), name=str(inside))
+                else:
+                    artifact.add_reference(f"file://{file}", name=str(inside))
+        # Offline wandb knows no inputs of a run.
+        log = run.use_artifact if kind == "dataset" and not run.offline else run.log_artifact
+        log(artifact)
+
+
+def summarise(figures: Mapping[str, float]) -> None:
+    """Put final figures into the summary of the current run."""
+    with _current_run("the summary") as run:
+        if run is not None:
+            run.summary.update(dict(figures))
+
+
+def finish() -> None:
+    """End the current run."""
+    with _current_run("the end of the run") as run:
+        if run is not None:
+            run.finish()
+
+
+@contextmanager
+def _current_run(what: str) -> Iterator[Any]:
+    """The run of this process, or None. What goes wrong with it is said, and the training goes on."""
+    try:
+        yield _run()
+    except Exception as error:
+        print(f"wandb could not log {what}: {error}")
+
+
+def _run_id(folder: Path, resumed: bool) -> str | None:
+    """The id kept in `folder`; a new one unless a training is `resumed`. None: wandb takes the user's own."""
+    if os.environ.get("WANDB_RUN_ID"):
+        return None
+    kept = folder / RUN_ID
+    if not (resumed and kept.is_file()):
+        kept.write_text(secrets.token_hex(4))
+    return kept.read_text()
 
 
 def _trackers(config: TrainingConfig) -> list[str]:

@@ -76,3 +76,11 @@ class TrackedTrainingConfig(TrainingConfig):
 
     report_to: None | str | list[str] = field(default="wandb", metadata={"help": "Where metrics go, or none."})
     project: str = field(default="parse", metadata={"help": "Project of the tracker."})
+    artifacts: str = field(
+        default="reference",
+        metadata={
+            "help": "Data set and result in the tracker: reference (their paths and hashes), upload (the files too), "
+            "none.",
+            "choices": ["reference", "upload", "none"],
+        },
+    )

@@ -186,7 +186,8 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadM
     start_from_output(model.head, lm, commonest_tokens(train, model.head.config.vocab_size, len(model.head.token_ids)))
     model.head.to(lm.model.device)
     start = checkpoints.prepare(config, len(train))
-    tracking.start(config)
+    tracking.start(config, resumed=start.checkpoint is not None)
+    tracking.log_artifact(config, "dataset", f"{folder.name}-answers", answers)
     trainer = HeadTrainer(
         model,
         config,
@@ -202,7 +203,9 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadM
         head.save_pretrained(folder / "head")
         print(", ".join(f"{k.removeprefix('eval_')} {v:.3f}" for k, v in metrics.items() if "acc" in k))
         print(f"head written to {folder / 'head'}")
-        tracking.finish(metrics)
+        tracking.summarise(metrics)
+        tracking.log_artifact(config, "model", f"{folder.name}-head", folder / "head")
+        tracking.finish()
 
 
 def check_held_out(config: HeadTrainingConfig) -> None:

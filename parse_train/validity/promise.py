@@ -9,9 +9,22 @@ from data_tools.tasks.by_name import load_task
 from data_tools.tasks.checkers import same_answer
 from parse_infer.calibration.measure import CalibrationSettings, calibrate
 from parse_infer.engine import ParseEngine
-from parse_infer.promise import FILE
+from parse_infer.promise import FILE, Calibration
+from parse_train import tracking
 from parse_train.validity.build_info import BuildInfo
 from parse_train.validity.config import ValidityTrainingConfig
+
+CURVE = ("risk (upper bound)", "speed-up", "resume", "threshold", "lost")
+
+
+def log(found: Calibration) -> None:
+    """Add speed-up against risk, a point for each setting, and the promises to the tracker's run."""
+    points = [
+        (t.bound, t.speedup, t.setting.resume, t.setting.threshold, t.losses / found.n_problems) for t in found.tried
+    ]
+    tracking.log_curve("calibration", CURVE, points)
+    kept = {risk: found.tried[place].speedup for risk, place in found.promises.items() if place is not None}
+    tracking.summarise({f"promise/{risk:g}/speedup": speedup for risk, speedup in kept.items()})
 
 
 def promise(config: ValidityTrainingConfig, build: BuildInfo) -> None:
@@ -43,6 +56,7 @@ def promise(config: ValidityTrainingConfig, build: BuildInfo) -> None:
         print(f"no promise about requests: {error}")
         return
     found.save(adapter / FILE)
+    log(found)
     for risk, place in found.promises.items():
         kept = "not shown" if place is None else f"{found.tried[place].speedup:.2f} times as fast"
         print(f"at most {risk:.2%} of requests lost, {found.confidence:.0%} confidence: {kept}")

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +56,9 @@ def main(config: ValidityTrainingConfig) -> None:
         if reason:
             print(reason)
     start = checkpoints.prepare(config, len(train))
-    tracking.start(config)
+    tracking.start(config, resumed=start.checkpoint is not None)
+    for data in filter(None, (config.data, config.eval_data)):
+        tracking.log_artifact(config, "dataset", f"{Path(data).name}-drafts", data, counts)
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=ValidityCollator(pad_id(lm)))
     checkpoints.train(trainer, start)
     learnt = {prompt_hash(example.prompt) for example in train.examples}
@@ -65,6 +68,9 @@ def main(config: ValidityTrainingConfig) -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     promise(config, build)
+    adapter = str(config.adapter_dir)
+    tracking.log_artifact(config, "model", f"{Path(str(config.output_dir)).name}-adapter", adapter)
+    tracking.finish()
 
 
 def prepare(
@@ -244,7 +250,7 @@ def finish(
         )
         pictures = {f"final/{name}": png(figure) for name, figure in figures.items()}
         tracking.log_images(pictures, trainer.state.global_step)
-        tracking.finish(metrics)
+        tracking.summarise(metrics)
         print(report(drafts, config.risk_alpha, risk))
         print(f"adapter exported to {folder}")
     trainer.accelerator.wait_for_everyone()

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from safetensors.torch import load_file
 from parse_infer.models.devices import multiplies_in_16_bits
 from parse_infer.models.loading import load_language_model
 from parse_train.own_answers import AnswerConfig, write_answers
+from parse_train.tracking import RUN_ID
+from tests.parse_train.wandb_runs import offline_runs
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "recipes" / "accelerate"
@@ -33,6 +36,7 @@ def run(arguments: Sequence[str | Path], timeout: int = 600) -> subprocess.Compl
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     environment["PYTHONPATH"] = str(REPOSITORY)
     environment["OMP_NUM_THREADS"] = "1"
+    environment["WANDB_DATA_DIR"] = tempfile.gettempdir()  # copies of artifacts, else in the user's home
     return subprocess.run(
         [str(a) for a in arguments], env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )
@@ -116,12 +120,16 @@ def test_a_recipe_is_a_program_that_goes_on_where_it_was_interrupted(
     output.mkdir()
     shutil.copytree(uninterrupted / "checkpoint-2", output / "checkpoint-2")
     shutil.copytree(uninterrupted / "checkpoint-4", output / "checkpoint-4")
+    shutil.copy(uninterrupted / RUN_ID, output)
     half_written = output / "checkpoint-4" / "model.safetensors"
     half_written.write_bytes(half_written.read_bytes()[:1000])
-    result = launch("cpu.yaml", "--no_python", training_folder / "recipe.yaml", "--output_dir", output)
+    tracked = ("--output_dir", output, "--report_to", "wandb")
+    result = launch("cpu.yaml", "--no_python", training_folder / "recipe.yaml", *tracked)
     assert result.returncode == 0, result.stderr
     assert re.search("resuming from .*checkpoint-2", result.stdout)
     assert_same_adapter(output, uninterrupted, tolerance=0)
+    [(first, _)], [(second, _)] = offline_runs(uninterrupted), offline_runs(output)
+    assert first == second, "W&B takes the rest of the training for another run"
 
 
 def test_another_recipe_does_not_continue_a_training(uninterrupted: Path, training_folder: Path) -> None:

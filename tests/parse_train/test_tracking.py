@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import pytest
 
 from parse_train import tracking
 from parse_train.validity.config import ValidityTrainingConfig
+from tests.parse_train import wandb_runs
+from tests.parse_train.wandb_runs import offline_runs
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ValidityTrainingConfig:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     return ValidityTrainingConfig(target="t", data="d", output_dir=str(tmp_path / "out"), report_to="wandb")
@@ -36,6 +39,73 @@ def test_without_a_key_it_logs_offline_and_says_so(
     assert modes == ["offline"]
     assert capsys.readouterr().out.count("wandb has no API key") == 1
     assert config.report_to == ["wandb"]
+
+
+def test_a_resumed_training_goes_on_in_its_run(
+    config: ValidityTrainingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The id is kept in output_dir. A training that begins anew is another run, and a user's own id is respected."""
+    wandb = pytest.importorskip("wandb")
+    asked: list[tuple[str | None, str]] = []
+    monkeypatch.setattr(wandb, "init", lambda **options: asked.append((options["id"], options["resume"])))
+    for resumed in (False, True, True, False):
+        tracking.start(config, resumed=resumed)
+    ids = [id for id, _ in asked]
+    assert ids[0] == ids[1] == ids[2] != ids[3] and all(ids)
+    assert {resume for _, resume in asked} == {"allow"}
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    tracking.start(config, resumed=True)
+    assert asked[-1] == (None, "allow"), "wandb reads it itself"
+
+
+@pytest.mark.parametrize("artifacts", ["none", "reference", "upload"])
+def test_files_leave_the_machine_only_where_that_is_asked_for(
+    config: ValidityTrainingConfig, artifacts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline: what `wandb sync` would send. A reference is a name and a hash."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staging"))
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "my shard.jsonl").write_text("{}\n")
+    (tmp_path / "rows" / ".cache").mkdir()
+    (tmp_path / "rows" / ".cache" / "rows.arrow").write_text("{}\n")
+    config.artifacts = artifacts
+    tracking.start(config)
+    tracking.log_artifact(config, "dataset", "my rows", tmp_path / "rows", {"rows": 1})
+    tracking.log_artifact(config, "dataset", "hub", "someone/drafts")
+    tracking.log_artifact(config, "model", "one file", tmp_path / "rows" / "my shard.jsonl")
+    tracking.finish()
+    [(_, records)] = offline_runs(tmp_path / "out")
+    found = wandb_runs.artifacts(records, "dataset")
+    if artifacts == "none":
+        assert not found and not wandb_runs.artifacts(records, "model")
+        return
+    [model] = wandb_runs.artifacts(records, "model")
+    assert [entry.path for entry in model.manifest.contents] == ["my shard.jsonl"]
+    rows, hub = found
+    assert (rows.name, json.loads(rows.metadata)) == ("my-rows", {"rows": 1})
+    [entry] = rows.manifest.contents
+    assert entry.path == "my shard.jsonl" and entry.digest and entry.size == 3
+    assert bool(entry.local_path) == (artifacts == "upload") and bool(entry.ref) == (artifacts == "reference")
+    [entry] = hub.manifest.contents
+    assert entry.ref == "https://huggingface.co/datasets/someone/drafts", "what is on the Hub is never sent"
+
+
+def test_a_tracker_that_fails_later_stops_nothing(
+    config: ValidityTrainingConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("connection lost")
+
+    monkeypatch.setattr(tracking, "_run", Broken)
+    tracking.log_images({}, 0)
+    tracking.summarise({"auroc": 1.0})
+    tracking.log_curve("calibration", ("x", "y", "line"), [(1.0, 2.0, "a")])
+    tracking.log_artifact(config, "dataset", "rows", "someone/drafts")
+    tracking.finish()
+    assert capsys.readouterr().out.count("connection lost") == 5
 
 
 def test_a_key_is_found_where_login_puts_it(
@@ -70,7 +140,8 @@ def test_a_tracker_that_cannot_start_stops_nothing(
     assert config.report_to == []
     assert "metrics go to the log only" in capsys.readouterr().out
     tracking.log_images({}, 0)
-    tracking.finish({"auroc": 1.0})
+    tracking.summarise({"auroc": 1.0})
+    tracking.finish()
 
 
 def test_without_the_package_training_goes_on(

@@ -14,9 +14,11 @@ from parse_infer.held_out import prompt_hash
 from parse_infer.models.names import ZOO
 from parse_infer.promise import FILE, Calibration
 from parse_infer.verify.adapter_folder import PROBLEMS
+from parse_train import tracking
 from parse_train.validity.build_info import BuildInfo, read_build_info
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.promise import promise
+from tests.parse_train.wandb_runs import logged, offline_runs
 
 
 @pytest.fixture
@@ -33,7 +35,8 @@ def config(tmp_path: Path) -> ValidityTrainingConfig:
     )
 
 
-def test_the_exported_adapter_carries_a_promise(config: ValidityTrainingConfig, tmp_path: Path, capsys):
+def test_the_exported_adapter_carries_a_promise(config: ValidityTrainingConfig, tmp_path: Path, capsys, monkeypatch):
+    pytest.importorskip("wandb")
     build = tmp_path / "build"
     build.mkdir()
     made = {"config": {"task": "gsm_symbolic", "draft": "zoo:draft", "max_draft_tokens": 200}, "models": {}}
@@ -44,12 +47,27 @@ def test_the_exported_adapter_carries_a_promise(config: ValidityTrainingConfig, 
     prompts = [p.prompt for p in load_task("gsm_symbolic").problems("validation", limit=7)]
     learnt = tmp_path / "out" / "adapter" / PROBLEMS
     learnt.write_text(prompt_hash(prompts[0]) + "\n")
+    config.report_to = ["wandb"]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staging"))
+    tracking.start(config)
     promise(config, info)
+    tracking.finish()
     out = capsys.readouterr().out
     found = Calibration.load(tmp_path / "out" / "adapter" / FILE)
     assert found.n_problems == 6 and set(found.promises) == {0.4, 0.5} and found.max_new_tokens == 200
     assert "at most 50.00% of requests lost, 90% confidence: " in out
     assert found.tried[0].losses == 0 and found.tried[0].speedup > 1, "accepting nothing is lossless speculation"
+
+    # The run has the curve of speed-up against risk, a point for each setting, and the promises in its summary.
+    [(_, records)] = offline_runs(Path(config.output_dir))
+    [table] = Path(config.output_dir).glob("wandb/offline-run-*/files/media/table/calibration/*.json")
+    curve = json.loads(table.read_text())
+    assert curve["columns"] == ["risk (upper bound)", "speed-up", "resume", "threshold", "lost"]
+    setting = found.tried[0].setting
+    assert curve["data"][0] == [found.tried[0].bound, found.tried[0].speedup, setting.resume, setting.threshold, 0.0]
+    assert len(curve["data"]) == len(found.tried)
+    assert float(logged(records, "summary")["promise/0.5/speedup"]) == found.tried[found.promises[0.5]].speedup
 
     learnt.write_text("".join(prompt_hash(prompt) + "\n" for prompt in prompts))
     promise(config, info)

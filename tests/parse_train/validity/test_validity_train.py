@@ -13,9 +13,12 @@ from safetensors.torch import load_file
 
 from parse_infer.held_out import prompt_hash
 from parse_infer.verify.adapter_folder import PROBLEMS
+from parse_train import tracking
 from parse_train.__main__ import main
+from parse_train.validity import train
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.trainer import ValidityTrainer
+from tests.parse_train.wandb_runs import artifacts, logged, offline_runs
 
 
 def test_what_is_evaluated_is_what_is_exported(training_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -35,6 +38,29 @@ def test_what_is_evaluated_is_what_is_exported(training_folder: Path, tmp_path: 
     assert len(scored[0]) == len(exported) and any(weights.any() for weights in scored[0])
     for weights in scored[0]:
         assert torch.equal(weights, weights.bfloat16().float()), "other weights were scored than were exported"
+
+
+def test_the_run_lasts_until_the_promise_and_has_data_and_adapter(
+    training_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One W&B run from the first step to the calibration, ended once, with artifacts that send nothing."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staging"))
+    while_promising = []
+    monkeypatch.setattr(train, "promise", lambda config, build: while_promising.append(tracking.runs()))
+    recipe = str(training_folder / "recipe.yaml")
+    options = ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--baselines", "false"]
+    assert main([recipe, *options, "--report_to", "wandb"]) == 0
+    assert while_promising == [True] and not tracking.runs()
+    [(_, records)] = offline_runs(tmp_path / "out")
+    assert [record.WhichOneof("record_type") for record in records].count("exit") == 1
+    assert {"train/loss", "final/acceptance/path"} <= set(logged(records, "history"))
+    assert "auroc" in logged(records, "summary")
+    [data], [adapter] = artifacts(records, "dataset"), artifacts(records, "model")
+    assert {entry.path for entry in data.manifest.contents} == {"shard-0.jsonl", "shard-1.jsonl"}
+    assert {"validity_config.json", "adapter_model.safetensors"} <= {e.path for e in adapter.manifest.contents}
+    assert all(e.ref and not e.local_path for a in (data, adapter) for e in a.manifest.contents)
 
 
 def test_without_a_probe_the_target_runs_in_the_first_epoch_only(
