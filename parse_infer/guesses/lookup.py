@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from parse_infer.guesses.token_drafter import Guess
+from parse_infer.models.decoder import common_prefix
 from parse_infer.models.sampling import Sampling
 
 
@@ -30,14 +31,49 @@ class LookupDrafter:
                 f"min_ngram={min_ngram}, max_ngram={max_ngram}"
             )
         self.tokens, self.max_ngram, self.min_ngram = tokens, max_ngram, min_ngram
+        self._context = _IndexedContext(range(max_ngram, min_ngram - 1, -1))
 
     def guess(self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
         size = min(self.tokens, limit)
-        if size > 0:
-            text = torch.tensor(ids)
-            for n in range(min(self.max_ngram, len(ids) - 1), self.min_ngram - 1, -1):
-                places = (text[:-1].unfold(0, n, 1) == text[-n:]).all(-1).nonzero()
-                if len(places):
-                    start = int(places[-1]) + n
-                    return Guess.chain(list(ids[start : start + size]))
-        return Guess.chain(())
+        if size <= 0:
+            return Guess.chain(())
+        self._context.follow(ids)
+        end = self._context.earlier_end()
+        return Guess.chain(() if end is None else list(ids[end : end + size]))
+
+
+class _IndexedContext:
+    """A context with an index of its n-grams. Following it costs a fixed amount for each token that has changed.
+
+    Args:
+        lengths: of the n-grams, the longest first.
+    """
+
+    def __init__(self, lengths: range) -> None:
+        self._lengths = lengths
+        self._ids: list[int] = []
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # rising, for each n-gram
+
+    def follow(self, ids: Sequence[int]) -> None:
+        """Make `ids` the context."""
+        common = common_prefix(self._ids, ids)
+        while len(self._ids) > common:
+            for ngram in self._tails():
+                ends = self._ends[ngram]
+                ends.pop()
+                if not ends:
+                    del self._ends[ngram]
+            self._ids.pop()
+        for token in ids[common:]:
+            self._ids.append(token)
+            for ngram in self._tails():
+                self._ends.setdefault(ngram, []).append(len(self._ids))
+
+    def earlier_end(self) -> int | None:
+        """Where the longest tail of the context that stands in it once more ends there, the latest such place."""
+        ends = (self._ends[ngram] for ngram in self._tails())
+        return next((of_one[-2] for of_one in ends if len(of_one) > 1), None)
+
+    def _tails(self) -> list[tuple[int, ...]]:
+        """The n-grams that end with the context."""
+        return [tuple(self._ids[-n:]) for n in self._lengths if n <= len(self._ids)]

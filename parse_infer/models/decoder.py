@@ -58,6 +58,14 @@ class PassOutput:
     trailing: Tensor
 
 
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """With how many tokens both begin."""
+    n = min(len(one), len(other))
+    if list(one[:n]) == list(other[:n]):  # much faster than token by token
+        return n
+    return next(i for i in range(n) if one[i] != other[i])
+
+
 class Decoder:
     """Decodes with `model` over a context of token ids (batch size 1), reusing whatever the cache already holds.
 
@@ -113,10 +121,7 @@ class Decoder:
         ids = list(ids)
         if ids == self.ids and self.cached <= len(ids):  # more in the cache: an interrupted look_ahead()
             return
-        common = min(self.cached, len(self.ids), len(ids))
-        if ids[:common] != self.ids[:common]:
-            common = next(i for i in range(common) if ids[i] != self.ids[i])
-        self._crop(common)
+        self._crop(min(self.cached, common_prefix(self.ids, ids)))
         self.ids = ids
         self._next_logits = None
         self.edits += 1

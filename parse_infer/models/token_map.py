@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from parse_infer.models.decoder import common_prefix
 from parse_infer.models.loading import same_tokenizer
 
 
@@ -65,9 +66,7 @@ class TranslatedContext:
 
     def follow(self, ids: Sequence[int]) -> list[int]:
         """The draft tokens of the context `ids`."""
-        common = min(len(self._read), len(ids))
-        if self._read[:common] != list(ids[:common]):
-            common = next(i for i in range(common) if self._read[i] != ids[i])
+        common = common_prefix(self._read, ids)
         del self._read[common:], self._ends[common:]
         del self._ids[self._ends[-1] if common else 0 :]
         for token in ids[common:]:
