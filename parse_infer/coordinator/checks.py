@@ -25,6 +25,7 @@ class Checks:
     """Of one draft.
 
     Args:
+        choose: of all cuts of a draft those that are worth asking about while it is written.
         threshold: the first cut below it ends the draft; None: no cut does.
         start: makes a task.
 
@@ -38,13 +39,15 @@ class Checks:
         self,
         ask: Ask,
         segmenter: Segmenter,
+        choose: Callable[[Sequence[int]], list[int]],
         threshold: float | None,
         start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self.draft: list[int] = []
         self.broken_at: int | None = None
         self.stop: Callable[[], object] = lambda: None
-        self._ask, self._segmenter, self._threshold, self._start = ask, segmenter, threshold, start
+        self._ask, self._segmenter, self._choose = ask, segmenter, choose
+        self._threshold, self._start = threshold, start
         self._may_end = _MAY_END[segmenter.policy.kind]
         self._looked = 0  # characters
         self._least = segmenter.policy.every if segmenter.policy.kind == "tokens" else 0
@@ -66,7 +69,7 @@ class Checks:
             return
         self._looked, self._looked_tokens = max(0, len(text.rstrip()) - _OVERLAP), n
         self._follow(list(draft()))
-        self._complete = self._segmenter.cuts(self.draft)[:-1]
+        self._complete = self._choose(self._segmenter.cuts(self.draft))[:-1]
         if self._asking is None or self._asking.done():
             self._asking = self._start(self._ask_on())
 

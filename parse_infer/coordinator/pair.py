@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from parse_infer.coordinator.checks import Checks
@@ -42,7 +43,7 @@ class Target:
     """The servers of a target, and how they are asked.
 
     Attributes:
-        segmenter: of drafts. It leaves no cut out, however many there are.
+        segmenter: of drafts. It leaves no cut out; `affordable` does.
         probe_room: tokens that the window must have behind a draft: the probe, and the one that carries its answer.
         guesses: its servers guess what they write from a draft that they have read, so a draft is worth reading beyond
             the cut that breaks it.
@@ -62,6 +63,12 @@ class Target:
         self.segmenter = Segmenter(language.tokenizer, replace(cut_policy, max_cuts=sys.maxsize))
         self.guesses = guesses
         self.probe_room = 0 if questions is None else len(questions.suffix(0, None)) + 1
+
+    def affordable(self, context: Sequence[int], cuts: Sequence[int], singly: bool = False) -> list[int]:
+        """The cuts of a draft behind `context` that the server is asked about (`Questions.affordable`)."""
+        if self.questions is None or not cuts:
+            return list(cuts)
+        return self.questions.affordable(len(context), cuts, self.language.window, singly=singly)
 
     async def validities(
         self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], prefer: Server | None = None
@@ -162,7 +169,7 @@ class ServerPair:
         return writing.draft().ids
 
     async def verify(self, draft: Sequence[int]) -> Judged:
-        cuts = self.segmenter.cuts(draft)
+        cuts = self._target.affordable(self._request.context, self.segmenter.cuts(draft))
         return Judged(cuts, await self._checks.of(draft, cuts) if cuts else [])
 
     def own_choice(self, draft: Sequence[int], verdict: Judged, cut: int) -> int:
@@ -195,7 +202,8 @@ class ServerPair:
         hands_back = settings.resume == "hand_back" and round < settings.max_rounds
         breaks = settings.acceptance == "first_failure" and (hands_back or not self._target.guesses)
         threshold = self.threshold if breaks else None
-        return Checks(ask, self.segmenter, threshold, self._start)
+        choose = partial(self._target.affordable, context, singly=True)
+        return Checks(ask, self.segmenter, choose, threshold, self._start)
 
     async def _read_draft(
         self, servers: Servers | LocalDraft, translation: Translation, writing: Writing, round: int
