@@ -8,6 +8,7 @@ same as if each step had waited for the one before.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing, suppress
@@ -18,14 +19,18 @@ from typing import Any
 from parse_infer.coordinator.checks import Checks
 from parse_infer.coordinator.client import Refused
 from parse_infer.coordinator.local_draft import LocalDraft
-from parse_infer.coordinator.servers import Server, Servers, Unavailable
+from parse_infer.coordinator.health import Server
+from parse_infer.coordinator.servers import Failing, Place, Replaced, Servers, Unavailable
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.drafters.translation import Translation, Writing
+from parse_infer.generation import Fallback
 from parse_infer.models.language import Language
 from parse_infer.models.sampling import Sampling, seed_of
 from parse_infer.request import Request
 from parse_infer.verify.segments import CutPolicy, Segmenter
 from parse_infer.vllm.questions import Questions
+
+log = logging.getLogger("parse_infer.coordinator")
 
 PREFILL = 256  # tokens of a prompt that is worth a request of its own while the draft is written
 
@@ -71,15 +76,27 @@ class Target:
         return self.questions.affordable(len(context), cuts, self.language.window, singly=singly)
 
     async def validities(
-        self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], prefer: Server | None = None
+        self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], place: Place | None = None
     ) -> list[float]:
-        """One call about all cuts. Raises ValueError where the server's answer is none."""
+        """One call about all cuts. Raises ValueError where the server's answer is none, and as `Servers.ask` does."""
         assert self.questions is not None
         asked = self.questions.about(context, draft, cuts, self.language.window)
-        return asked.validities(await self.servers.ask(asked.request(self.servers.model), prefer))
+        body = asked.request(self.servers.judging_model)
+        return asked.validities(await self.servers.ask(body, place, judging=True))
+
+    async def try_judge(self, server: Server) -> None:
+        """ValueError where this server cannot judge a draft. Raises Lost where it does not answer."""
+        assert self.questions is not None
+        asked = self.questions.about([1], [2, 3], [1, 2], self.language.window)
+        try:
+            asked.validities(await self.servers.ask_one(server, asked.request(self.servers.judging_model)))
+        except ValueError as error:
+            raise ValueError(
+                f"the target server {server.url} cannot judge drafts for {self.language.name!r}: {error}"
+            ) from error
 
     async def written(
-        self, request: Request, round: int, prefer: Server | None, watched: bool
+        self, request: Request, round: int, place: Place | None, watched: bool
     ) -> AsyncGenerator[int, None]:
         """What the target writes behind the answer so far, until whoever adds it to the answer wants no more.
 
@@ -90,7 +107,7 @@ class Target:
         """
         while request.answer.room > 0:
             before = len(request.answer.ids)
-            async with aclosing(self._written_once(request, round, prefer, watched)) as tokens:
+            async with aclosing(self._written_once(request, round, place, watched)) as tokens:
                 async for token in tokens:
                     yield token
             # A server may have a limit of its own, such as the max_new_tokens of the model's generation_config.json.
@@ -98,13 +115,13 @@ class Target:
                 raise Unavailable("a target server has ended an answer without a token")
 
     async def _written_once(
-        self, request: Request, round: int, prefer: Server | None, watched: bool
+        self, request: Request, round: int, place: Place | None, watched: bool
     ) -> AsyncGenerator[int, None]:
         room = request.answer.room
         asked = server_settings(request.sampling, self.language.eos_ids, "target", round)
         if not watched:
             asked |= stop_settings(request.settings.stop)
-        written = self.servers.written(request.context, room, asked, prefer, watched)
+        written = self.servers.written(request.context, room, asked, place, watched)
         async with aclosing(written) as pieces:
             while True:
                 with request.timed("resume_s"):
@@ -120,9 +137,11 @@ class ServerPair:
     Args:
         drafts: who drafts.
         threshold: for this request.
-        at, draft_at: which of the servers are asked first.
+        at, draft_at: which of the servers are asked.
         overlap: verify while the draft is written.
         watched: see `Target.written`.
+        falls_back: where the draft or its judge fails, the target writes the rest of the answer (`Request.fallback`);
+            else that is an error.
     """
 
     def __init__(
@@ -131,15 +150,17 @@ class ServerPair:
         drafts: Drafts,
         request: Request,
         threshold: float,
-        at: Server,
-        draft_at: Server | None = None,
+        at: Place,
+        draft_at: Place | None = None,
         overlap: bool = True,
         watched: bool = True,
+        falls_back: bool = True,
     ) -> None:
         self.segmenter = target.segmenter
         self.threshold = threshold
         self._target, self._drafts, self._request = target, drafts, request
         self._overlap = overlap
+        self._falls_back = falls_back
         self._watched = watched or request.settings.resume == "hand_back"  # which ends the target's writing early
         self._at, self._draft_at = at, draft_at
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -150,7 +171,11 @@ class ServerPair:
         return min(self._request.answer.room, behind)
 
     async def propose(self, round: int) -> Sequence[int]:
-        request = self._request
+        request, servers = self._request, self._target.servers
+        if request.fallback is not None:
+            return []
+        if not servers.can_judge:
+            return self._fall_back(Replaced(f"no target server that answers runs the adapter {servers.judge}"))
         self._checks = checks = self._new_checks(round)
         if isinstance(self._drafts, TextDrafter):
             return self._drafts.propose(request.answer.ids, self.room()).ids
@@ -163,14 +188,25 @@ class ServerPair:
         checks.stop = reading.cancel
         await asyncio.wait([reading])
         request.stats.draft_forwards += writing.n
+        if checks.failure is not None:
+            return self._fall_back(checks.failure)
         if checks.broken_at is not None:
             return checks.draft[: checks.broken_at]
-        await reading
+        try:
+            await reading
+        except Refused as error:
+            return self._fall_back(error, "draft_refused")
+        except Unavailable as error:
+            return self._fall_back(error, "no_draft")
         return writing.draft().ids
 
     async def verify(self, draft: Sequence[int]) -> Judged:
         cuts = self._target.affordable(self._request.context, self.segmenter.cuts(draft))
-        return Judged(cuts, await self._checks.of(draft, cuts) if cuts else [])
+        try:
+            return Judged(cuts, await self._checks.of(draft, cuts) if cuts else [])
+        except (ValueError, Failing) as error:
+            self._fall_back(error)
+            return Judged([], [])
 
     def own_choice(self, draft: Sequence[int], verdict: Judged, cut: int) -> int:
         return 0  # over HTTP the target's choices cost one more answer for every token
@@ -189,6 +225,21 @@ class ServerPair:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _fall_back(self, error: Exception, reason: Fallback | None = None) -> list[int]:
+        """No draft from here on. Raises the error where that is not wanted, or where the target itself is gone.
+
+        Args:
+            reason: None: the draft could not be judged.
+        """
+        gone = reason is None and isinstance(error, Unavailable) and not isinstance(error, Failing)
+        if gone or not self._falls_back:
+            raise error
+        if reason is None:
+            reason = "judge_replaced" if isinstance(error, Replaced) else "judge_failed"
+        self._request.fallback = reason
+        log.warning("the target answers without a draft (%s): %s", reason, error)
+        return []
 
     def _new_checks(self, round: int) -> Checks:
         context = self._request.context
@@ -221,7 +272,7 @@ class ServerPair:
                     self._checks.look(writing.text, writing.n, lambda: writing.draft().ids)
 
     async def _read_prompt(self, context: list[int]) -> None:
-        with suppress(Refused, Unavailable):  # whoever needs an answer will ask again
+        with suppress(ValueError, Unavailable):  # whoever needs an answer will ask again
             await self._target.servers.ask({"prompt": context, "max_tokens": 1, "temperature": 0}, self._at)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

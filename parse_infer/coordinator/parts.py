@@ -30,7 +30,7 @@ from parse_infer.promise import Calibration, apply_promise, shipped_calibration
 from parse_infer.verify.adapter_folder import AdapterFiles, read_adapter
 from parse_infer.verify.segments import CutPolicy
 from parse_infer.verify.trained_judge import ValidityConfig, check_target
-from parse_infer.vllm.options import REJECTED_DRAFTS, engine_options
+from parse_infer.vllm.options import REJECTED_DRAFTS, engine_options, judge_name
 from parse_infer.vllm.questions import Questions, TrainedQuestions, ZeroShotQuestions
 
 Urls = str | Sequence[str]
@@ -140,7 +140,8 @@ def find_parts(
     failure: Callable[[], str | None] = (lambda: None) if processes is None else processes.failure
     if patience_s is None:
         patience_s = PATIENCE_S if processes is None else READY_S
-    targets = Servers("target", target_urls, client, failure, patience_s)
+    judge = None if files is None else judge_name(files.fingerprint)
+    targets = Servers("target", target_urls, client, failure, patience_s, judge)
     drafts_here = isinstance(drafting, LanguageModel) or "draft" in wanted
     share_cores = "target" in wanted and drafts_here and not torch.cuda.is_available()
     drafts: tuple[Servers | LocalDraft, Language] | None = None

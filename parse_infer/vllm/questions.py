@@ -268,7 +268,7 @@ def read_completion(answer: Any, n: int, words: Mapping[str, int] | None = None)
         return [_by_id(one, words or {}) for one in found]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"the server's answer does not hold the log-probabilities of {n} tokens ({error!r}): {str(answer)[:200]}"
+            f"the server's answer does not hold the log-probabilities of {n} tokens ({type(error).__name__})"
         ) from error
 
 

@@ -16,6 +16,7 @@ from parse_infer.engine import ParseEngine
 from parse_infer.verify.segments import CutPolicy
 from parse_infer.verify.verifier import Verifier
 from parse_infer.verify.zero_shot_judge import ZeroShotJudge
+from parse_infer.vllm.options import judge_name
 from parse_infer.vllm.questions import TrainedQuestions, ZeroShotQuestions
 from tests.parse_infer.coordinator.fake_server import FakeServer, serving
 
@@ -64,7 +65,10 @@ def connect() -> Iterator[Connect]:
                 if zero_shot
                 else TrainedQuestions.of(judge.config, ends)
             )
-            servers = Servers("target", [s.url for s in targets], client, patience_s=patience_s)
+            name = None if zero_shot else judge_name(judge.fingerprint)
+            for server in targets if plugin and not zero_shot else ():
+                server.names.append(name)
+            servers = Servers("target", [s.url for s in targets], client, patience_s=patience_s, judge=name)
             drafts: Servers | LocalDraft = Servers("draft", [draft.url], client, patience_s=patience_s)
             if local_rows:
                 drafts = LocalDraft(engine.draft, rows=local_rows)
