@@ -76,8 +76,10 @@ class Checks:
             self._asking = self._start(self._ask_on())
 
     async def of(self, draft: Sequence[int], cuts: Sequence[int]) -> list[float]:
-        """Validities of the whole draft at all its cuts: what is not known or on its way is asked now. Raises as asking
-        does."""
+        """Validities of the whole draft at all its cuts: what is not known or on its way is asked now.
+
+        Raises as asking does, also for what was asked before.
+        """
         self._follow(list(draft))
         self._complete = []
         asking = self._asking if self._asking is not None and not self._asking.done() else None

@@ -19,11 +19,11 @@ import torch
 
 from parse_infer.controller import Controller
 from parse_infer.coordinator.client import Client
+from parse_infer.coordinator.health import Server
 from parse_infer.coordinator.local_draft import LocalDraft
 from parse_infer.coordinator.pair import Drafts, ServerPair, Target
 from parse_infer.coordinator.parts import Urls, find_parts, servable
 from parse_infer.coordinator.processes import Processes
-from parse_infer.coordinator.health import Server
 from parse_infer.coordinator.servers import Place, Servers
 from parse_infer.drafters.draft_model import share_tokens
 from parse_infer.drafters.text import TextDrafter
@@ -201,8 +201,12 @@ class Coordinator:
         if servers is self._target.servers and isinstance(self._target.questions, TrainedQuestions) and server.judges:
             await self._target.try_judge(server)
 
+    @property
+    def servers(self) -> dict[str, Servers]:
+        """By role: "target", and "draft" where servers draft."""
+        return {servers.role: servers for servers, _ in self._known()}
+
     def _known(self) -> list[tuple[Servers, Language]]:
-        """All servers, each with the language of its model."""
         found = [(self._target.servers, self._target.language)]
         if self._drafts is not None and isinstance(self._drafts[0], Servers):
             found.append((self._drafts[0], self._drafts[1]))
@@ -331,7 +335,7 @@ class Coordinator:
             with self.controller.answering(self.running) if adaptive else nullcontext() as answer:
                 if answer is not None and not answer.drafted:
                     drafts = None
-                with self._target.servers.place() as at:
+                with self._target.servers.place(judging=drafts is not None) as at:
                     async with aclosing(self._writing(request, drafts, at, watched)) as events:
                         async for event in events:
                             yield event

@@ -18,8 +18,8 @@ from typing import Any
 
 from parse_infer.coordinator.checks import Checks
 from parse_infer.coordinator.client import Refused
-from parse_infer.coordinator.local_draft import LocalDraft
 from parse_infer.coordinator.health import Server
+from parse_infer.coordinator.local_draft import LocalDraft
 from parse_infer.coordinator.servers import Failing, Place, Replaced, Servers, Unavailable
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.drafters.translation import Translation, Writing

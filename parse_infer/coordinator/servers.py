@@ -42,7 +42,7 @@ class Replaced(ValueError):
 
 
 class Place:
-    """Where the requests of one answer go: to one server, which keeps what it has read, and after a failure to another.
+    """Where the requests of one answer go: to one server, which keeps what it has read; after a failure to another.
 
     Attributes:
         patience_s: how long a request waits while no server is well; None: as long as any (`Servers.patience_s`).
@@ -119,8 +119,11 @@ class Servers:
     @property
     def can_judge(self) -> bool:
         """Whether a server that is well runs the right adapter; also while none is well, as any may come back."""
-        well = [server for server in self.members if server.well]
-        return not well or any(server.judges for server in well)
+        return not self.count() or self.count(judging=True) > 0
+
+    def count(self, judging: bool = False) -> int:
+        """Servers that are well, or those of them that run the right adapter."""
+        return sum(server.well and (server.judges or not judging) for server in self.members)
 
     async def meet(self) -> None:
         """Ask each server what it serves, and examine it. Those that do not answer are checked until they do.
@@ -173,10 +176,15 @@ class Servers:
             )
 
     @contextmanager
-    def place(self, patience_s: float | None = None) -> Iterator[Place]:
-        """A place for all requests of an answer, at the server with the least to do. See `Place`."""
+    def place(self, patience_s: float | None = None, judging: bool = False) -> Iterator[Place]:
+        """A place for all requests of an answer, at the server with the least to do. See `Place`.
+
+        Args:
+            judging: some of them are about a draft.
+        """
         well = [server for server in self.members if server.well] or self.members
-        place = Place(_least_busy([server for server in well if server.judges] or well), patience_s)
+        able = [server for server in well if server.judges or not judging] or well
+        place = Place(_least_busy(able), patience_s)
         try:
             yield place
         finally:

@@ -39,7 +39,9 @@ class FakeServer:
         pause: seconds before each piece of a stream.
         key: what clients must send.
         max_logprobs: so many log-probabilities it gives at most, as a vLLM server that is started with that option.
-        names: under which it serves the model, and with a judge also the adapter.
+        judge_fault: what happens to every request about a draft.
+        names: under which it serves the model; the second one, with a judge, says which.
+        root: where the model's files are.
         away: every connection is closed before an answer.
         ill: what /health answers instead of 200, or "hangs".
         clients: the ports from which requests came, in order.
@@ -60,7 +62,9 @@ class FakeServer:
         self.url = ""
         self.key: str | None = None
         self.max_logprobs = 20 if self.questions is None else max(20, self.questions.ids.log_probabilities)
+        self.judge_fault: str | None = None
         self.names = [lm.name]
+        self.root = f"/models/{lm.name}"
         self.away = False
         self.ill: int | str | None = None
         self.clients: list[int] = []
@@ -69,6 +73,8 @@ class FakeServer:
         body = await request.json()
         self.bodies.append(body)
         fault = self.faults.popleft() if self.faults else None
+        if body.get("logprobs") and self.judge_fault:
+            fault = self.judge_fault
         if body["model"] not in self.names:
             return _error(404, f"The model `{body['model']}` does not exist.")
         if fault == "refused":
@@ -209,7 +215,7 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
     loop, ready = asyncio.new_event_loop(), threading.Event()
 
     async def models(request: web.Request) -> web.Response:
-        card = {"max_model_len": server.lm.window, "root": server.lm.name}
+        card = {"max_model_len": server.lm.window, "root": server.root}
         return web.json_response({"data": [{"id": name, **card} for name in server.names]})
 
     async def health(request: web.Request) -> web.Response:

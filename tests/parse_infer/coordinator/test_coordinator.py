@@ -246,9 +246,7 @@ def test_bad_requests_and_servers_are_refused_in_one_sentence(engine, connect):
             coordinator.generate(PROMPT, **settings)
     with pytest.raises(ValueError, match="empty"):
         coordinator.generate(["fine", " "])
-    with pytest.raises(
-        ValueError, match="does not serve the adapter parse-adapter-.*: start it with the command that"
-    ):
+    with pytest.raises(ValueError, match="does not serve the adapter parse-adapter-.*: start it with the command"):
         connect(engine, plugin=False)
     target.questions = None
     with pytest.raises(ValueError, match="cannot judge drafts for 'target': .* out of vocabulary"):

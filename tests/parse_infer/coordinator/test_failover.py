@@ -5,40 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable
 
 import pytest
 import uvicorn
 
 from parse_infer.coordinator import client, health
 from parse_infer.coordinator.client import Client
-from parse_infer.coordinator.engine import Coordinator
 from parse_infer.coordinator.servers import Failing, Unavailable
+from tests.parse_infer.coordinator.conftest import WAIT_S, soon
 from tests.parse_infer.coordinator.test_coordinator import PROMPT, partial_threshold, same
-
-WAIT_S = 10.0
-
-
-def soon(coordinator: Coordinator, condition: Callable[[], bool]) -> bool:
-    """Whether it becomes true while the coordinator's event loop runs."""
-
-    async def wait() -> bool:
-        async with asyncio.timeout(WAIT_S):
-            while not condition():
-                await asyncio.sleep(0.01)
-        return True
-
-    try:
-        return coordinator.run(wait())
-    except TimeoutError:
-        return False
-
-
-@pytest.fixture
-def quick_checks(monkeypatch) -> None:
-    """Health is checked all the time, and soon given up on."""
-    monkeypatch.setattr(health, "CHECK_EVERY_S", 0.02)
-    monkeypatch.setattr(health, "CHECK_LIMIT_S", 0.1)
 
 
 @pytest.mark.parametrize("fault", ["nonsense", "half", "500"])
@@ -87,8 +62,9 @@ def test_a_server_that_falls_ill_is_noticed_before_a_request_is(engine, connect,
 
 
 def test_a_server_that_is_slow_to_tell_its_health_is_believed_a_few_times(engine, connect, quick_checks, monkeypatch):
-    coordinator, (target,), _ = connect(engine)
+    monkeypatch.setattr(health, "CHECK_LIMIT_S", 0.2)
     monkeypatch.setattr(health, "CHECKS_MISSED", 1_000_000)
+    coordinator, (target,), _ = connect(engine)
     coordinator.generate_target(PROMPT, max_new_tokens=8)
     target.ill = "hangs"
     asked = len(target.clients)
@@ -100,8 +76,9 @@ def test_a_server_that_is_slow_to_tell_its_health_is_believed_a_few_times(engine
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_a_request_does_not_wait_for_a_server_that_has_vanished(engine, connect, quick_checks, watched):
+def test_a_request_does_not_wait_for_a_server_that_has_vanished(engine, connect, quick_checks, monkeypatch, watched):
     """As where a machine is gone: no connection breaks, but nothing comes any more."""
+    monkeypatch.setattr(health, "CHECK_LIMIT_S", 0.2)
     coordinator, targets, _ = connect(engine, n_targets=2)
     wanted = coordinator.generate_target(PROMPT, max_new_tokens=8).token_ids
     targets[0].faults.extend(["hangs"] * 4)
