@@ -131,7 +131,8 @@ class Coordinator:
         Args:
             target_url, draft_url: the servers of each, one or several; without any, one is started, and ends with
                 `close`. Those of the target run with the plugin and this adapter (`parse_infer.vllm.options`), or with
-                `zero_shot` are any that give log-probabilities.
+                `zero_shot` are any that give log-probabilities; without a draft model too, one that is started is as
+                vLLM comes.
             local_draft: the draft model runs in this process, without a server. None: where it has no address and no
                 options, lies in a folder and has at most 32 MiB of weights, and there is no GPU.
             target_options, draft_options: more options of vLLM for servers that are started, by their names in

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from parse_infer.coordinator.client import Client
-from parse_infer.coordinator.launch import draft_server, launch, plain_options
+from parse_infer.coordinator.launch import draft_server, launch, plain_options, stock_options
 from parse_infer.coordinator.local_draft import LocalDraft
 from parse_infer.coordinator.pair import Target
 from parse_infer.coordinator.processes import READY_S, Processes
@@ -124,8 +124,10 @@ def find_parts(
     if expected is not None:
         servable(expected, promises, models)
     wanted = {}
+    stock = adapter is None and draft is None  # the target alone needs nothing of ours
     if not target_urls:
-        options = plain_options(target) if adapter is None else engine_options(target, adapter)
+        plain = stock_options if stock else plain_options
+        options = plain(target) if adapter is None else engine_options(target, adapter)
         wanted["target"] = options | dict(target_options or {})
     if draft is not None and not draft_urls and not local_draft:
         wanted["draft"] = draft_server(draft) | dict(draft_options or {})
@@ -133,7 +135,7 @@ def find_parts(
     guesses = adapter is not None
     if "target" in wanted:
         guesses = wanted["target"].get("speculative_config") == REJECTED_DRAFTS
-    processes = launch(wanted, tell, api_key=api_key) if wanted else None
+    processes = launch(wanted, tell, api_key=api_key, stock=stock) if wanted else None
     client = Client(api_key)
     if processes is not None:
         target_urls, draft_urls = target_urls or processes.urls("target"), draft_urls or processes.urls("draft")

@@ -143,13 +143,9 @@ class Servers:
             raise ValueError(f"the {self.role} servers serve different models: {' and '.join(names)}")
         if cards:
             self.model, self.window = names[0], min(card.window for card in cards.values())
-        if cards and self.judge is not None and not any(self.judge in card.names for card in cards.values()):
-            raise ValueError(
-                f"the {self.role} server {next(iter(cards)).url} does not serve the adapter {self.judge}: start it "
-                "with the command that python -m parse_infer.vllm.options prints for this adapter"
-            )
+        judged = self.judge is None or any(self.judge in card.names for card in cards.values())
         for server, card in cards.items():
-            server.root = None
+            server.root, server.judges = None, judged
             try:
                 self._compare(server, card)
                 await self.examine(server)
@@ -158,6 +154,11 @@ class Servers:
                 self._away(server, error)
         if not any(server.well for server in self.members):
             raise Unavailable(self._hint(self.members[0]))
+        if not judged:
+            raise ValueError(
+                f"the {self.role} server {next(iter(cards)).url} does not serve the adapter {self.judge}: start it "
+                "with the command that python -m parse_infer.vllm.options prints for this adapter"
+            )
         for server in self.members:
             if not server.well:
                 log.warning(self._hint(server))

@@ -28,6 +28,7 @@ from parse_infer.vllm.versions import ARCHITECTURES
 
 MAX_DRAFT = 4096  # tokens; with token doubt each takes an id beyond the vocabulary
 SETTINGS = "parse"  # the key of ours in the model's configuration
+PLUGIN = "parse"  # the name of the entry point
 VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 """What the environment of a server with the plugin must hold: the plugin refuses vLLM's default on GPUs."""
 PORT = 8001  # of the printed command; `parse-infer serve` has 8000
