@@ -14,6 +14,7 @@ log = logging.getLogger("parse_infer.coordinator")
 CHECK_EVERY_S = 5.0  # while a server is well
 RETRY_EVERY_S = 0.5  # while it is not
 CHECK_LIMIT_S = 10.0  # for the answers to one check
+EXAMINE_LIMIT_S = 60.0  # for a close look; the first log-probabilities of a server take seconds
 CHECKS_MISSED = 3  # checks in a row without an answer in time that take a server out: a busy one may be slow
 
 
@@ -124,8 +125,7 @@ class HealthChecks:
                 with suppress(Refused):  # there is no such path, but there is a server
                     await self._client.get(f"{server.url}/health")
             if not server.examined:
-                await self._examine(server)
-                server.examined = True
+                await self._look_closely(server)
         except TimeoutError:
             server.missed += 1
             if not server.well or server.missed >= CHECKS_MISSED:
@@ -139,3 +139,11 @@ class HealthChecks:
                 log.info("the %s server %s is back", self._role, server.url)
             self._back.set()
             self._back.clear()
+
+    async def _look_closely(self, server: Server) -> None:
+        try:
+            async with asyncio.timeout(EXAMINE_LIMIT_S):
+                await self._examine(server)
+        except TimeoutError as error:
+            raise Lost(f"{server.url} does not answer a first request within {EXAMINE_LIMIT_S:g} s") from error
+        server.examined = True

@@ -32,6 +32,7 @@ from parse_infer.vllm.questions import Questions
 
 log = logging.getLogger("parse_infer.coordinator")
 
+DRAFT_SILENCE_S = 30.0  # without a token of a draft: by then the target alone is ahead
 PREFILL = 256  # tokens of a prompt that is worth a request of its own while the draft is written
 
 Drafts = tuple[Servers | LocalDraft, Translation] | TextDrafter
@@ -263,8 +264,10 @@ class ServerPair:
         if not self._overlap:  # nothing is done with a part of it
             asked |= stop_settings(translation.stop)
         written = servers.written(writing.context, writing.room, asked, self._draft_at, self._overlap)
+        # Without overlap all of it comes at once, which may take long.
+        limit = DRAFT_SILENCE_S if self._overlap and self._falls_back else None
         async with aclosing(written) as pieces:
-            async for piece in pieces:
+            while (piece := await _next_piece(pieces, limit)) is not None:
                 writing.add(piece)
                 if not writing.open:
                     return
@@ -280,6 +283,15 @@ class ServerPair:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         return task
+
+
+async def _next_piece(pieces: AsyncGenerator[list[int], None], limit_s: float | None) -> list[int] | None:
+    """None at the end. Raises Unavailable where nothing comes for so long."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await anext(pieces, None)
+    except TimeoutError as error:
+        raise Unavailable(f"no token of the draft has come for {limit_s:g} s") from error
 
 
 def stop_settings(stop: Sequence[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from parse_infer.calibration.replay import Replay
+from parse_infer.coordinator import pair
 from parse_infer.coordinator.engine import Coordinator
 from parse_infer.coordinator.servers import Unavailable
 from parse_infer.generation import GenerationSettings
@@ -66,6 +67,18 @@ def test_a_refused_draft_is_done_without(engine, connect, caplog):
         "this is refused"
     ]
     assert coordinator.generate(PROMPT, **SETTINGS).fallback is None
+
+
+def test_a_draft_server_that_is_silent_is_done_without(engine, connect, monkeypatch, caplog):
+    """Its health is good, and its engine stuck."""
+    monkeypatch.setattr(pair, "DRAFT_SILENCE_S", 0.2)
+    coordinator, _, draft = connect(engine)
+    draft.faults.append("hangs")
+    begun = time.monotonic()
+    found = coordinator.generate(PROMPT, **SETTINGS)
+    assert time.monotonic() - begun < LONG_S / 2
+    assert found.token_ids == alone(engine) and found.fallback == "no_draft"
+    assert warnings(caplog)[-1].endswith("(no_draft): no token of the draft has come for 0.2 s")
 
 
 def test_a_draft_model_of_our_own_that_fails_is_done_without(engine, connect, monkeypatch, caplog):
