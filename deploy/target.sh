@@ -3,5 +3,4 @@
 # what the local engine says about a reference draft, so it is made where the models are.
 set -eu
 command=$(python -m parse_infer.vllm.options "$TARGET" "$ADAPTER")
-export VLLM_USE_V2_MODEL_RUNNER=0 # vLLM's default on GPUs, which the plugin refuses
 eval "exec $command \"\$@\""

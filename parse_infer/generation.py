@@ -17,6 +17,9 @@ FinishReason = Literal["eos", "stop", "length"]
 Source = Literal["draft", "target"]
 Mode = Literal["validity", "exact"]
 Resume = Literal["finish", "hand_back"]
+Fallback = Literal["no_draft", "draft_refused", "judge_failed", "judge_replaced"]
+"""Why the target wrote by itself although a draft was wanted: no draft server answers; it refuses the request; the
+draft could not be judged; the target's servers run another adapter."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,8 @@ class Generation:
     finish_reason: FinishReason
     stats: Statistics
     timings: Timings
+    fallback: Fallback | None = None
+    """Only over servers. What was accepted of drafts before stays."""
 
 
 @dataclass(frozen=True)

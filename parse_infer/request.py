@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from parse_infer.answer import Answer
-from parse_infer.generation import Accepted, Generation, GenerationSettings, Segment, Statistics, Timings
+from parse_infer.generation import Accepted, Fallback, Generation, GenerationSettings, Segment, Statistics, Timings
 from parse_infer.models.language import Language
 from parse_infer.models.prompts import Prompt, left_context
 from parse_infer.models.sampling import Sampling
@@ -36,6 +36,7 @@ class Request:
         self.answer = Answer(writer.tokenizer, writer.eos_ids, settings.stop, budget, before)
         self.stats = Statistics()
         self.timings = Timings()
+        self.fallback: Fallback | None = None
         self._started = 0.0
 
     def start(self) -> None:
@@ -72,7 +73,8 @@ class Request:
         self.timings.total_s = time.perf_counter() - self._started
         answer = self.answer
         assert answer.finish_reason is not None
-        return Generation(answer.text, answer.ids, answer.spans, answer.finish_reason, self.stats, self.timings)
+        parts = answer.text, answer.ids, answer.spans, answer.finish_reason
+        return Generation(*parts, self.stats, self.timings, self.fallback)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -19,7 +19,7 @@ import yaml
 from parse_infer.cli.app import app
 from parse_infer.coordinator.launch import STREAM_INTERVAL
 from parse_infer.serve.gate import OPEN
-from parse_infer.vllm.options import arguments
+from parse_infer.vllm.options import VARIABLES, arguments
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -84,7 +84,7 @@ def server_options(room: Path, where: str) -> dict[str, list[str]]:
         found["target"],
         cwd=ROOT,
         env={
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name not in VARIABLES},
             "PATH": f"{python}:{os.environ['PATH']}",
             "PYTHONPATH": f"{room}:{ROOT}",
             "TARGET": "zoo:target",

@@ -90,15 +90,14 @@ def check_ways(names: Sequence[str], target: str, starts: bool = True) -> None:
             raise ValueError(f"{name} uses the embedded head of zoo:target, which is no head of {target!r}")
 
 
-def server_options(name: str) -> dict[str, Any]:
-    """vLLM's options for the target server of a way: it guesses for itself, not at all, or with what a draft left."""
+def server_of(name: str) -> tuple[bool, dict[str, Any]]:
+    """What the target's server of a way is: whether a stock one, which is what PARSE is compared with; and more of
+    vLLM's options, where it speculates for itself."""
     base = _base(name)
-    if base == "target":
-        return {"speculative_config": None}
     if base not in _SPECULATION:
-        return {}
+        return not base.startswith("parse"), {}
     tokens = int(name.partition("=")[2] or _TOKENS)
-    return {"speculative_config": {**_SPECULATION[base], "num_speculative_tokens": tokens}}
+    return True, {"speculative_config": {**_SPECULATION[base], "num_speculative_tokens": tokens}}
 
 
 def _base(name: str) -> str:
@@ -113,7 +112,7 @@ def _label(name: str) -> str:
 
 
 def run_clients(
-    connect: Callable[[dict[str, Any]], Coordinator],
+    connect: Callable[[bool, dict[str, Any]], Coordinator],
     ways: Sequence[str],
     clients: Sequence[int],
     problems: Sequence[BenchProblem],
@@ -128,7 +127,7 @@ def run_clients(
     """Measure what is not measured yet; write `clients.json`, `clients.md` and `clients.png` into the folder.
 
     Args:
-        connect: a coordinator whose target server has these options; ways with the same options share one.
+        connect: a coordinator whose target server is as `server_of` says; ways with the same share one.
         about: models, task and machine; part of what a continued run must share.
         turns: how often each way answers all problems with each number of clients.
         together: all servers are up at the same time, and the ways follow one another with each number of clients.
@@ -142,18 +141,18 @@ def run_clients(
     store = RecordStore(folder, config, Cell)
     todo = [key for key in _order(ways, clients, turns) if key not in store.records]
     if not together:
-        todo.sort(key=lambda key: list(map(server_options, ways)).index(server_options(key[0])))
+        todo.sort(key=lambda key: list(map(server_of, ways)).index(server_of(key[0])))
     with ExitStack() as servers:
         up: dict[str, Coordinator] = {}
         warm = set()
         for way, n, turn in todo:
-            options = server_options(way)
-            if str(options) not in up:
+            server = server_of(way)
+            if str(server) not in up:
                 if not together:
                     servers.close()
                     up.clear()
-                up[str(options)] = servers.enter_context(connect(options))
-            coordinator = up[str(options)]
+                up[str(server)] = servers.enter_context(connect(*server))
+            coordinator = up[str(server)]
             tell(f"{_label(way)}, {n} clients" + (f", turn {turn + 1} of {turns}" if turns > 1 else ""))
             if (way, n) not in warm:
                 coordinator.run(_measure(coordinator, way, n, turn, problems[: 2 * n], check, settings))
@@ -273,6 +272,7 @@ async def _measure(
     settings: GenerationSettings,
 ) -> Cell:
     coordinator.forget()  # what another cell has read is not there for this one
+    coordinator.falls_back = False
     settings = settings.override(resume=resume_of(way) or settings.resume, adaptive=is_adaptive(way))
     waiting = iter(problems)
     first_s, all_s, found = [], [], []

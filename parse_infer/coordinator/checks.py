@@ -25,26 +25,31 @@ class Checks:
     """Of one draft.
 
     Args:
+        choose: of all cuts of a draft those that are worth asking about while it is written.
         threshold: the first cut below it ends the draft; None: no cut does.
         start: makes a task.
 
     Attributes:
         draft: what was known of it when `look` was called last.
         broken_at: the cut that has ended it.
-        stop: called then.
+        failure: why it cannot be judged.
+        stop: called when the draft is broken or cannot be judged.
     """
 
     def __init__(
         self,
         ask: Ask,
         segmenter: Segmenter,
+        choose: Callable[[Sequence[int]], list[int]],
         threshold: float | None,
         start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self.draft: list[int] = []
         self.broken_at: int | None = None
+        self.failure: Exception | None = None
         self.stop: Callable[[], object] = lambda: None
-        self._ask, self._segmenter, self._threshold, self._start = ask, segmenter, threshold, start
+        self._ask, self._segmenter, self._choose = ask, segmenter, choose
+        self._threshold, self._start = threshold, start
         self._may_end = _MAY_END[segmenter.policy.kind]
         self._looked = 0  # characters
         self._least = segmenter.policy.every if segmenter.policy.kind == "tokens" else 0
@@ -66,12 +71,15 @@ class Checks:
             return
         self._looked, self._looked_tokens = max(0, len(text.rstrip()) - _OVERLAP), n
         self._follow(list(draft()))
-        self._complete = self._segmenter.cuts(self.draft)[:-1]
+        self._complete = self._choose(self._segmenter.cuts(self.draft))[:-1]
         if self._asking is None or self._asking.done():
             self._asking = self._start(self._ask_on())
 
     async def of(self, draft: Sequence[int], cuts: Sequence[int]) -> list[float]:
-        """Validities of the whole draft at all its cuts: what is not known or on its way is asked now."""
+        """Validities of the whole draft at all its cuts: what is not known or on its way is asked now.
+
+        Raises as asking does, also for what was asked before.
+        """
         self._follow(list(draft))
         self._complete = []
         asking = self._asking if self._asking is not None and not self._asking.done() else None
@@ -80,6 +88,8 @@ class Checks:
             self._known.update(zip(missing, await self._ask(self.draft, missing), strict=True))
         if self._asking is not None:
             await self._asking
+        if self.failure is not None:
+            raise self.failure
         missing = [cut for cut in cuts if cut not in self._known]
         if missing:  # the call under way was about tokens that have become others
             self._known.update(zip(missing, await self._ask(self.draft, missing), strict=True))
@@ -88,7 +98,12 @@ class Checks:
     async def _ask_on(self) -> None:
         while cuts := [cut for cut in self._complete if cut not in self._known]:
             draft, self._asked = self.draft, cuts
-            found = await self._ask(draft, cuts)
+            try:
+                found = await self._ask(draft, cuts)
+            except (ValueError, OSError) as error:
+                self.failure = error
+                self.stop()
+                return
             for cut, validity in zip(cuts, found, strict=True):
                 if draft[:cut] != self.draft[:cut]:
                     break

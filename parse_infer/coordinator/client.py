@@ -10,12 +10,14 @@ from typing import Any
 
 import aiohttp
 
-_CONNECT_S = 10.0
+KEEP_ALIVE_S = 3.0  # of an idle connection. vLLM closes one after 5 s, and a request on its way would be lost then
+_CONNECT_S = 5.0
 _SILENCE_S = 600.0  # a request may wait for its turn that long
 
 
 class Lost(Exception):
-    """The server has not answered, or not completely: another one, or the same a little later, may."""
+    """The server has not answered, or not completely: another one, or the same a little later, may. What it has sent
+    is no part of the message, which may come into a log."""
 
 
 class Refused(ValueError):
@@ -23,11 +25,13 @@ class Refused(ValueError):
 
     Attributes:
         sentence: the server's own, without its address.
+        status: of its answer; 0: the answer was accepted, and cannot be used.
     """
 
-    def __init__(self, message: str, sentence: str = "") -> None:
+    def __init__(self, message: str, sentence: str = "", status: int = 0) -> None:
         super().__init__(message)
         self.sentence = sentence or message
+        self.status = status
 
 
 class Client:
@@ -78,7 +82,7 @@ class Client:
         answer = await self.post(url, body | {"return_token_ids": True})
         choice = _choice(answer, url)
         if choice is None or choice["token_ids"] is None:
-            raise Lost(f"{url} has answered without an answer: {str(answer)[:200]}")
+            raise Lost(f"{url} has answered without an answer")
         ids: list[int] = choice["token_ids"]
         return ids
 
@@ -107,8 +111,9 @@ class Client:
         loop = asyncio.get_running_loop()
         if self._session is None or self._loop is not loop:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENCE_S)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), timeout=timeout, headers=self._headers, auto_decompress=False
+                connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False
             )
             self._loop = loop
         return _Answer(self._session, method, url, body)
@@ -135,7 +140,8 @@ class _Answer:
         if 400 <= response.status < 500 and response.status not in (408, 429):
             sentence = _message(said)
             hint = ": give its API key with --server-key (or api_key)" if response.status == 401 else ""
-            raise Refused(f"{self._url} refuses a request ({response.status}): {sentence}{hint}", sentence)
+            message = f"{self._url} refuses a request ({response.status}): {sentence}{hint}"
+            raise Refused(message, sentence, response.status)
         raise Lost(f"{self._url} has failed ({response.status}): {_message(said)}")
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -167,8 +173,7 @@ def _parsed(content: bytes, url: str) -> Any:
     try:
         return json.loads(content)
     except ValueError as error:
-        start = content[:80].decode(errors="replace")
-        raise Lost(f"{url} has sent what is no complete JSON ({error}): {start!r}") from error
+        raise Lost(f"{url} has sent what is no complete JSON, in {len(content)} bytes") from error
 
 
 def _choice(answer: Any, url: str) -> Any:
@@ -181,7 +186,7 @@ def _choice(answer: Any, url: str) -> Any:
             raise Refused(f"{url} tells no token ids (return_token_ids): use vLLM 0.10.2 or later")
         return choice
     except (KeyError, TypeError) as error:
-        raise Lost(f"{url} has sent what is no completion: {str(answer)[:200]}") from error
+        raise Lost(f"{url} has sent what is no completion") from error
 
 
 def _message(said: str) -> str:

@@ -11,6 +11,7 @@ import os
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,11 +19,12 @@ import torch
 
 from parse_infer.controller import Controller
 from parse_infer.coordinator.client import Client
+from parse_infer.coordinator.health import Server
 from parse_infer.coordinator.local_draft import LocalDraft
 from parse_infer.coordinator.pair import Drafts, ServerPair, Target
 from parse_infer.coordinator.parts import Urls, find_parts, servable
 from parse_infer.coordinator.processes import Processes
-from parse_infer.coordinator.servers import Server, Servers
+from parse_infer.coordinator.servers import Place, Servers
 from parse_infer.drafters.draft_model import share_tokens
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.drafters.translation import Translation
@@ -62,6 +64,8 @@ class Coordinator:
     Attributes:
         adaptive: of requests whose settings do not say.
         around: as in `ParseEngine`.
+        falls_back: without a draft server, or where a draft cannot be judged, the target answers alone, at once
+            (`Generation.fallback`). False, for measurements: that is an error, after `patience_s`.
     """
 
     repeatable = False
@@ -88,6 +92,7 @@ class Coordinator:
         self.controller = Controller()
         self.adaptive = True
         self.around: Around = unchanged
+        self.falls_back = True
         self.train_problems, self.calibration = train_problems, calibration
         self._models = dict(models or {})
         self.running = 0
@@ -126,7 +131,8 @@ class Coordinator:
         Args:
             target_url, draft_url: the servers of each, one or several; without any, one is started, and ends with
                 `close`. Those of the target run with the plugin and this adapter (`parse_infer.vllm.options`), or with
-                `zero_shot` are any that give log-probabilities.
+                `zero_shot` are any that give log-probabilities; without a draft model too, one that is started is as
+                vLLM comes.
             local_draft: the draft model runs in this process, without a server. None: where it has no address and no
                 options, lies in a folder and has at most 32 MiB of weights, and there is no GPU.
             target_options, draft_options: more options of vLLM for servers that are started, by their names in
@@ -184,22 +190,28 @@ class Coordinator:
 
     async def meet(self) -> None:
         """Learn what the servers serve, and whether they can judge. Raises as `from_pretrained` does."""
-        known = [(self._target.servers, self._target.language), *([self._drafts] if self._drafts else [])]
-        there = {}
-        for servers, language in known:
-            there[servers.role] = await servers.meet()
-            await servers.check_tokens(language.name, language.tokenizer)
+        for servers, language in self._known():
+            servers.examine = partial(self._examine, servers, language)
+            await servers.meet()
             language.window = min(language.window, servers.window or language.window)
-        for server in there["target"] if isinstance(self._target.questions, TrainedQuestions) else ():
-            try:
-                await self._target.validities([1], [2, 3], [1, 2], server)
-            except ValueError as error:
-                raise ValueError(
-                    f"the target server {server.url} cannot judge drafts for {self.target.name!r}: {error}"
-                ) from error
-        for servers, _ in known:  # requests may come from another event loop
-            servers.forget_troubles()
-        await self._client.close()
+        await self.aclose()  # requests may come from another event loop
+
+    async def _examine(self, servers: Servers, language: Language, server: Server) -> None:
+        """ValueError where a server that has come, or has come back, is not what it should be."""
+        await servers.check_tokens(language.name, language.tokenizer, server)
+        if servers is self._target.servers and isinstance(self._target.questions, TrainedQuestions) and server.judges:
+            await self._target.try_judge(server)
+
+    @property
+    def servers(self) -> dict[str, Servers]:
+        """By role: "target", and "draft" where servers draft."""
+        return {servers.role: servers for servers, _ in self._known()}
+
+    def _known(self) -> list[tuple[Servers, Language]]:
+        found = [(self._target.servers, self._target.language)]
+        if self._drafts is not None and isinstance(self._drafts[0], Servers):
+            found.append((self._drafts[0], self._drafts[1]))
+        return found
 
     def check_calibration(self) -> None:
         """ValueError unless the calibration was made with these models."""
@@ -324,13 +336,15 @@ class Coordinator:
             with self.controller.answering(self.running) if adaptive else nullcontext() as answer:
                 if answer is not None and not answer.drafted:
                     drafts = None
-                with self._target.servers.place() as at:
+                with self._target.servers.place(judging=drafts is not None) as at:
                     async with aclosing(self._writing(request, drafts, at, watched)) as events:
                         async for event in events:
                             yield event
                 generation = request.result()
-                # An empty draft says nothing about drafts: the prompt is beyond the draft model's window.
-                if answer is not None and (generation.stats.draft_tokens or not answer.drafted):
+                # Nothing is known about drafts from an empty one (the prompt is beyond the draft model's window), nor
+                # from one that could not be judged.
+                drafted = generation.stats.draft_tokens and request.fallback is None
+                if answer is not None and (drafted or not answer.drafted):
                     tokens = len(generation.token_ids)
                     self.controller.note(answer, generation.timings.work_s, tokens, self.running, kept=request.kept)
         finally:
@@ -358,7 +372,7 @@ class Coordinator:
 
     def fields(self, **fields: Any) -> None:
         """Fields of every request to the servers from now on, such as vLLM's `cache_salt` or `priority`."""
-        for servers in (self._target.servers, *([self._drafts[0]] if self._drafts else [])):
+        for servers, _ in self._known():
             servers.fields = fields
 
     async def aclose(self) -> None:
@@ -388,7 +402,7 @@ class Coordinator:
         self,
         request: Request,
         drafts: Drafts | None,
-        at: Server,
+        at: Place,
         watched: bool,
     ) -> AsyncGenerator[Event, None]:
         """With drafts the rounds, else the target alone."""
@@ -402,12 +416,14 @@ class Coordinator:
             return
         threshold = request.settings.threshold
         assert threshold is not None  # `_prepare` has put in the coordinator's own
-        with drafts[0].place() if isinstance(drafts, tuple) else nullcontext() as draft_at:
-            # What stands in between may give parts of this answer to a request with other settings, so the draft is
-            # to be whole, and each of the target's tokens has a time.
-            alone = self.around is unchanged
+        # What stands in between may give parts of this answer to a request with other settings, so the draft is to be
+        # whole, and there, and each of the target's tokens has a time.
+        alone = self.around is unchanged
+        falls_back = self.falls_back and alone
+        patience_s = 0.0 if falls_back else None
+        with drafts[0].place(patience_s) if isinstance(drafts, tuple) else nullcontext() as draft_at:
             overlap, watched = self._overlap and alone, watched or not alone
-            pair = ServerPair(self._target, drafts, request, threshold, at, draft_at, overlap, watched)
+            pair = ServerPair(self._target, drafts, request, threshold, at, draft_at, overlap, watched, falls_back)
             try:
                 async with aclosing(rounds(self.around(pair, request), request)) as events:
                     async for event in events:

@@ -14,7 +14,7 @@ import torch
 
 from parse_infer.coordinator.processes import Processes
 from parse_infer.models.loading import load_config, weights_folder
-from parse_infer.vllm.options import arguments
+from parse_infer.vllm.options import PLUGIN, SETTINGS, VARIABLES, arguments
 
 PYTHON = "PARSE_VLLM_PYTHON"  # names the Python of another environment, where vLLM and the plugin are installed
 STREAM_INTERVAL = 16  # tokens that a draft server sends at a time: each piece costs both sides work
@@ -24,12 +24,14 @@ def launch(
     servers: Mapping[str, Mapping[str, Any]],
     tell: Callable[[str], None] = lambda line: None,
     api_key: str | None = None,
+    stock: bool = False,
 ) -> Processes:
     """Start a server for each role and wait until they are ready.
 
     Args:
         servers: the options of `vllm.LLM` for each role.
         api_key: what they want to be sent.
+        stock: as `environment` has it.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed here.
@@ -42,7 +44,7 @@ def launch(
     if shutil.which(os.environ.get(PYTHON, sys.executable)) is None:
         raise FileNotFoundError(f"{PYTHON} is {os.environ[PYTHON]!r}, where no program is: correct or unset it")
     key = {} if api_key is None else {"VLLM_API_KEY": api_key}  # an argument would be seen by everybody here
-    started = [(role, command(role, each), environment(role) | key) for role, each in servers.items()]
+    started = [(role, command(role, each), environment(role, each, stock) | key) for role, each in servers.items()]
     processes = Processes(started, tell)
     processes.start()
     return processes
@@ -57,14 +59,15 @@ def command(role: str, options: Mapping[str, Any]) -> Sequence[str]:
     return [*(["nice", "-n", "5"] if yields else []), *words, *arguments({**own, **options})]
 
 
+def stock_options(model: str | Path) -> dict[str, Any]:
+    """Options of a server as vLLM comes, in the number type that the model is kept in."""
+    dtype = load_config(model).dtype or torch.float32
+    return {"model": str(weights_folder(model)), "dtype": str(dtype).removeprefix("torch.")}
+
+
 def plain_options(model: str | Path) -> dict[str, Any]:
-    """Options of a server without the plugin, in the number type that the model is kept in."""
-    config = load_config(model)
-    options = {
-        "model": str(weights_folder(model)),
-        "dtype": str(config.dtype or torch.float32).removeprefix("torch."),
-        "enable_prefix_caching": True,
-    }
+    """Options of a server without the plugin that works on drafts."""
+    options = stock_options(model) | {"enable_prefix_caching": True}
     return options if torch.cuda.is_available() else options | {"block_size": 32}
 
 
@@ -73,12 +76,25 @@ def draft_server(model: str | Path) -> dict[str, Any]:
     return plain_options(model) | {"stream_interval": STREAM_INTERVAL}
 
 
-def environment(role: str) -> dict[str, str]:
-    """For servers with the plugin, and such as share the cores of a CPU; what is set already stays."""
-    wanted = {}
-    if role == "draft" and not torch.cuda.is_available():
-        wanted["OMP_NUM_THREADS"] = "1"  # a second team of threads on the target's cores makes both of them wait
-    wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
-    wanted["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # vLLM's default on GPUs, which the plugin refuses
-    wanted |= {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "1"}  # of n-gram speculation
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+def environment(role: str, options: Mapping[str, Any], stock: bool = False) -> dict[str, str]:
+    """Variables of a server's process. What is set already stays.
+
+    Args:
+        options: of `vllm.LLM`; they say whether it runs the plugin.
+        stock: it is to be what others run, to compare with: without the plugin, which vLLM loads wherever it is
+            installed.
+    """
+    wanted: dict[str, str] = {}
+    if not torch.cuda.is_available():  # all servers of this machine get the same cores, and as much memory
+        wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
+        if role == "draft":
+            wanted["OMP_NUM_THREADS"] = "1"  # a second team of threads on the target's cores makes both of them wait
+    if SETTINGS in options.get("hf_overrides", {}):
+        wanted |= VARIABLES
+    if (options.get("speculative_config") or {}).get("method") == "ngram":
+        wanted |= {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "1"}
+    wanted = {name: value for name, value in wanted.items() if name not in os.environ}
+    if stock:
+        named = os.environ.get("VLLM_PLUGINS", "").split(",")
+        wanted["VLLM_PLUGINS"] = ",".join(name for name in named if name not in ("", PLUGIN))
+    return wanted

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from parse_infer.coordinator.servers import Server, Unavailable
+from parse_infer.coordinator.servers import Unavailable
 from parse_infer.models.batch_decoder import Batch, BatchDecoder, Row, Run
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import Sampling
@@ -61,37 +61,24 @@ class LocalDraft:
         shares_cores: the target runs on the cores of this machine: leave them to it, as the server of a draft model
             does (`launch.environment`).
         rows: drafts written at a time; others wait.
-
-    Attributes:
-        fields: as those of `Servers`; they mean nothing here.
     """
 
     role = "draft"
     window = 0  # the model's own
 
     def __init__(self, model: LanguageModel, shares_cores: bool = False, rows: int = _ROWS) -> None:
-        self.fields: dict[str, Any] = {}
         self._decoder = BatchDecoder(model.model, model.eos_ids, rows, model.decoder.fast)
         self._shares_cores = shares_cores
         self._arrived: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    async def meet(self) -> list[Server]:
-        """Nobody has to be met."""
-        return []
-
-    async def check_tokens(self, *_: object) -> None:
-        """They are the model's own."""
-
-    def forget_troubles(self) -> None:
-        """There are none."""
-
     @contextmanager
-    def place(self) -> Iterator[None]:
+    def place(self, patience_s: float | None = None) -> Iterator[None]:
+        """As `Servers.place`; nothing has to be waited for."""
         yield
 
     async def written(
-        self, ids: Sequence[int], most: int, settings: Mapping[str, Any], prefer: object = None, watched: bool = True
+        self, ids: Sequence[int], most: int, settings: Mapping[str, Any], place: object = None, watched: bool = True
     ) -> AsyncGenerator[list[int], None]:
         """As `Servers.written`; `stop` is the caller's, who may close this at any time. Raises Unavailable."""
         numbers = {name: settings[name] for name in ("temperature", "top_p", "top_k")}

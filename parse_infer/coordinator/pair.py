@@ -8,24 +8,31 @@ same as if each step had waited for the one before.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from parse_infer.coordinator.checks import Checks
 from parse_infer.coordinator.client import Refused
+from parse_infer.coordinator.health import Server
 from parse_infer.coordinator.local_draft import LocalDraft
-from parse_infer.coordinator.servers import Server, Servers, Unavailable
+from parse_infer.coordinator.servers import Failing, Place, Replaced, Servers, Unavailable
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.drafters.translation import Translation, Writing
+from parse_infer.generation import Fallback
 from parse_infer.models.language import Language
 from parse_infer.models.sampling import Sampling, seed_of
 from parse_infer.request import Request
 from parse_infer.verify.segments import CutPolicy, Segmenter
 from parse_infer.vllm.questions import Questions
 
+log = logging.getLogger("parse_infer.coordinator")
+
+DRAFT_SILENCE_S = 30.0  # without a token of a draft: by then the target alone is ahead
 PREFILL = 256  # tokens of a prompt that is worth a request of its own while the draft is written
 
 Drafts = tuple[Servers | LocalDraft, Translation] | TextDrafter
@@ -42,7 +49,7 @@ class Target:
     """The servers of a target, and how they are asked.
 
     Attributes:
-        segmenter: of drafts. It leaves no cut out, however many there are.
+        segmenter: of drafts. It leaves no cut out; `affordable` does.
         probe_room: tokens that the window must have behind a draft: the probe, and the one that carries its answer.
         guesses: its servers guess what they write from a draft that they have read, so a draft is worth reading beyond
             the cut that breaks it.
@@ -63,16 +70,34 @@ class Target:
         self.guesses = guesses
         self.probe_room = 0 if questions is None else len(questions.suffix(0, None)) + 1
 
+    def affordable(self, context: Sequence[int], cuts: Sequence[int], singly: bool = False) -> list[int]:
+        """The cuts of a draft behind `context` that the server is asked about (`Questions.affordable`)."""
+        if self.questions is None or not cuts:
+            return list(cuts)
+        return self.questions.affordable(len(context), cuts, self.language.window, singly=singly)
+
     async def validities(
-        self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], prefer: Server | None = None
+        self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], place: Place | None = None
     ) -> list[float]:
-        """One call about all cuts. Raises ValueError where the server's answer is none."""
+        """One call about all cuts. Raises ValueError where the server's answer is none, and as `Servers.ask` does."""
         assert self.questions is not None
         asked = self.questions.about(context, draft, cuts, self.language.window)
-        return asked.validities(await self.servers.ask(asked.request(self.servers.model), prefer))
+        body = asked.request(self.servers.judging_model)
+        return asked.validities(await self.servers.ask(body, place, judging=True))
+
+    async def try_judge(self, server: Server) -> None:
+        """ValueError where this server cannot judge a draft. Raises Lost where it does not answer."""
+        assert self.questions is not None
+        asked = self.questions.about([1], [2, 3], [1, 2], self.language.window)
+        try:
+            asked.validities(await self.servers.ask_one(server, asked.request(self.servers.judging_model)))
+        except ValueError as error:
+            raise ValueError(
+                f"the target server {server.url} cannot judge drafts for {self.language.name!r}: {error}"
+            ) from error
 
     async def written(
-        self, request: Request, round: int, prefer: Server | None, watched: bool
+        self, request: Request, round: int, place: Place | None, watched: bool
     ) -> AsyncGenerator[int, None]:
         """What the target writes behind the answer so far, until whoever adds it to the answer wants no more.
 
@@ -83,7 +108,7 @@ class Target:
         """
         while request.answer.room > 0:
             before = len(request.answer.ids)
-            async with aclosing(self._written_once(request, round, prefer, watched)) as tokens:
+            async with aclosing(self._written_once(request, round, place, watched)) as tokens:
                 async for token in tokens:
                     yield token
             # A server may have a limit of its own, such as the max_new_tokens of the model's generation_config.json.
@@ -91,13 +116,13 @@ class Target:
                 raise Unavailable("a target server has ended an answer without a token")
 
     async def _written_once(
-        self, request: Request, round: int, prefer: Server | None, watched: bool
+        self, request: Request, round: int, place: Place | None, watched: bool
     ) -> AsyncGenerator[int, None]:
         room = request.answer.room
         asked = server_settings(request.sampling, self.language.eos_ids, "target", round)
         if not watched:
             asked |= stop_settings(request.settings.stop)
-        written = self.servers.written(request.context, room, asked, prefer, watched)
+        written = self.servers.written(request.context, room, asked, place, watched)
         async with aclosing(written) as pieces:
             while True:
                 with request.timed("resume_s"):
@@ -113,9 +138,11 @@ class ServerPair:
     Args:
         drafts: who drafts.
         threshold: for this request.
-        at, draft_at: which of the servers are asked first.
+        at, draft_at: which of the servers are asked.
         overlap: verify while the draft is written.
         watched: see `Target.written`.
+        falls_back: where the draft or its judge fails, the target writes the rest of the answer (`Request.fallback`);
+            else that is an error.
     """
 
     def __init__(
@@ -124,15 +151,17 @@ class ServerPair:
         drafts: Drafts,
         request: Request,
         threshold: float,
-        at: Server,
-        draft_at: Server | None = None,
+        at: Place,
+        draft_at: Place | None = None,
         overlap: bool = True,
         watched: bool = True,
+        falls_back: bool = True,
     ) -> None:
         self.segmenter = target.segmenter
         self.threshold = threshold
         self._target, self._drafts, self._request = target, drafts, request
         self._overlap = overlap
+        self._falls_back = falls_back
         self._watched = watched or request.settings.resume == "hand_back"  # which ends the target's writing early
         self._at, self._draft_at = at, draft_at
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -143,7 +172,11 @@ class ServerPair:
         return min(self._request.answer.room, behind)
 
     async def propose(self, round: int) -> Sequence[int]:
-        request = self._request
+        request, servers = self._request, self._target.servers
+        if request.fallback is not None:
+            return []
+        if not servers.can_judge:
+            return self._fall_back(Replaced(f"no target server that answers runs the adapter {servers.judge}"))
         self._checks = checks = self._new_checks(round)
         if isinstance(self._drafts, TextDrafter):
             return self._drafts.propose(request.answer.ids, self.room()).ids
@@ -156,14 +189,25 @@ class ServerPair:
         checks.stop = reading.cancel
         await asyncio.wait([reading])
         request.stats.draft_forwards += writing.n
+        if checks.failure is not None:
+            return self._fall_back(checks.failure)
         if checks.broken_at is not None:
             return checks.draft[: checks.broken_at]
-        await reading
+        try:
+            await reading
+        except Refused as error:
+            return self._fall_back(error, "draft_refused")
+        except Unavailable as error:
+            return self._fall_back(error, "no_draft")
         return writing.draft().ids
 
     async def verify(self, draft: Sequence[int]) -> Judged:
-        cuts = self.segmenter.cuts(draft)
-        return Judged(cuts, await self._checks.of(draft, cuts) if cuts else [])
+        cuts = self._target.affordable(self._request.context, self.segmenter.cuts(draft))
+        try:
+            return Judged(cuts, await self._checks.of(draft, cuts) if cuts else [])
+        except (ValueError, Failing) as error:
+            self._fall_back(error)
+            return Judged([], [])
 
     def own_choice(self, draft: Sequence[int], verdict: Judged, cut: int) -> int:
         return 0  # over HTTP the target's choices cost one more answer for every token
@@ -186,6 +230,21 @@ class ServerPair:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def _fall_back(self, error: Exception, reason: Fallback | None = None) -> list[int]:
+        """No draft from here on. Raises the error where that is not wanted, or where the target itself is gone.
+
+        Args:
+            reason: None: the draft could not be judged.
+        """
+        gone = reason is None and isinstance(error, Unavailable) and not isinstance(error, Failing)
+        if gone or not self._falls_back:
+            raise error
+        if reason is None:
+            reason = "judge_replaced" if isinstance(error, Replaced) else "judge_failed"
+        self._request.fallback = reason
+        log.warning("the target answers without a draft (%s): %s", reason, error)
+        return []
+
     def _new_checks(self, round: int) -> Checks:
         context = self._request.context
         settings = self._request.settings
@@ -198,7 +257,8 @@ class ServerPair:
         hands_back = settings.resume == "hand_back" and round < settings.max_rounds
         breaks = settings.acceptance == "first_failure" and (hands_back or not self._target.guesses)
         threshold = self.threshold if breaks else None
-        return Checks(ask, self.segmenter, threshold, self._start)
+        choose = partial(self._target.affordable, context, singly=True)
+        return Checks(ask, self.segmenter, choose, threshold, self._start)
 
     async def _read_draft(
         self, servers: Servers | LocalDraft, translation: Translation, writing: Writing, round: int
@@ -207,8 +267,10 @@ class ServerPair:
         if not self._overlap:  # nothing is done with a part of it
             asked |= stop_settings(translation.stop)
         written = servers.written(writing.context, writing.room, asked, self._draft_at, self._overlap)
+        # Without overlap all of it comes at once, which may take long.
+        limit = DRAFT_SILENCE_S if self._overlap and self._falls_back else None
         async with aclosing(written) as pieces:
-            async for piece in pieces:
+            while (piece := await _next_piece(pieces, limit)) is not None:
                 writing.add(piece)
                 if not writing.open:
                     return
@@ -216,7 +278,7 @@ class ServerPair:
                     self._checks.look(writing.text, writing.n, lambda: writing.draft().ids)
 
     async def _read_prompt(self, context: list[int]) -> None:
-        with suppress(Refused, Unavailable):  # whoever needs an answer will ask again
+        with suppress(ValueError, Unavailable):  # whoever needs an answer will ask again
             await self._target.servers.ask({"prompt": context, "max_tokens": 1, "temperature": 0}, self._at)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -224,6 +286,15 @@ class ServerPair:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         return task
+
+
+async def _next_piece(pieces: AsyncGenerator[list[int], None], limit_s: float | None) -> list[int] | None:
+    """None at the end. Raises Unavailable where nothing comes for so long."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await anext(pieces, None)
+    except TimeoutError as error:
+        raise Unavailable(f"no token of the draft has come for {limit_s:g} s") from error
 
 
 def stop_settings(stop: Sequence[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from parse_infer.coordinator.client import Client
-from parse_infer.coordinator.launch import draft_server, launch, plain_options
+from parse_infer.coordinator.launch import draft_server, launch, plain_options, stock_options
 from parse_infer.coordinator.local_draft import LocalDraft
 from parse_infer.coordinator.pair import Target
 from parse_infer.coordinator.processes import READY_S, Processes
@@ -30,7 +30,7 @@ from parse_infer.promise import Calibration, apply_promise, shipped_calibration
 from parse_infer.verify.adapter_folder import AdapterFiles, read_adapter
 from parse_infer.verify.segments import CutPolicy
 from parse_infer.verify.trained_judge import ValidityConfig, check_target
-from parse_infer.vllm.options import REJECTED_DRAFTS, engine_options
+from parse_infer.vllm.options import REJECTED_DRAFTS, engine_options, judge_name
 from parse_infer.vllm.questions import Questions, TrainedQuestions, ZeroShotQuestions
 
 Urls = str | Sequence[str]
@@ -124,8 +124,10 @@ def find_parts(
     if expected is not None:
         servable(expected, promises, models)
     wanted = {}
+    stock = adapter is None and draft is None  # the target alone needs nothing of ours
     if not target_urls:
-        options = plain_options(target) if adapter is None else engine_options(target, adapter)
+        plain = stock_options if stock else plain_options
+        options = plain(target) if adapter is None else engine_options(target, adapter)
         wanted["target"] = options | dict(target_options or {})
     if draft is not None and not draft_urls and not local_draft:
         wanted["draft"] = draft_server(draft) | dict(draft_options or {})
@@ -133,14 +135,15 @@ def find_parts(
     guesses = adapter is not None
     if "target" in wanted:
         guesses = wanted["target"].get("speculative_config") == REJECTED_DRAFTS
-    processes = launch(wanted, tell, api_key=api_key) if wanted else None
+    processes = launch(wanted, tell, api_key=api_key, stock=stock) if wanted else None
     client = Client(api_key)
     if processes is not None:
         target_urls, draft_urls = target_urls or processes.urls("target"), draft_urls or processes.urls("draft")
     failure: Callable[[], str | None] = (lambda: None) if processes is None else processes.failure
     if patience_s is None:
         patience_s = PATIENCE_S if processes is None else READY_S
-    targets = Servers("target", target_urls, client, failure, patience_s)
+    judge = None if files is None else judge_name(files.fingerprint)
+    targets = Servers("target", target_urls, client, failure, patience_s, judge)
     drafts_here = isinstance(drafting, LanguageModel) or "draft" in wanted
     share_cores = "target" in wanted and drafts_here and not torch.cuda.is_available()
     drafts: tuple[Servers | LocalDraft, Language] | None = None

@@ -1,28 +1,31 @@
-"""Several servers with the same model: who is asked, and what happens when one does not answer.
+"""Several servers with the same model: which one is asked, and what happens when a request fails.
 
-Every request holds all of its state, so one that is lost is asked again, of another server or of the same one when it
-is back; of a text that has begun only the rest.
+Every request holds all of its state, so a failed one is sent again, to another server or to the same one once it is
+back; a partly written answer continues where it stopped. A failed request says nothing about its server: only a health
+check takes a server out (`HealthChecks`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from parse_infer.coordinator.client import Client, Lost, Refused
+from parse_infer.coordinator.health import HealthChecks, Server
 
 log = logging.getLogger("parse_infer.coordinator")
 
-ATTEMPTS = 4  # of one request, each with a server that seemed well
+ATTEMPTS = 4  # of one request
 PATIENCE_S = 120.0  # while no server is well
 _PULSE_S = 0.5
+_BACK_OFF_S = 0.05  # before the second attempt at the same server; twice as long before each further one
 _SAMPLE = "Natalia sold 48/2 = 24 clips.\n\n  Überall, 数学: {x²} #### 1,072\t<b>"
 
 
@@ -30,21 +33,43 @@ class Unavailable(OSError):
     """No server answers."""
 
 
-class Server:
-    """One of them.
+class Failing(Unavailable):
+    """Servers answer, but none of them answers this request."""
+
+
+class Replaced(ValueError):
+    """Servers answer, but none of them runs the adapter that drafts are judged with."""
+
+
+class Place:
+    """Where the requests of one answer go: to one server, which keeps what it has read; after a failure to another.
 
     Attributes:
-        url: without "/v1".
-        busy: answers and requests that it works on for us.
-        well: whether it answered last time.
-        trouble: why it did not.
+        patience_s: how long a request waits while no server is well; None: as long as any (`Servers.patience_s`).
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self.busy = 0
-        self.well = True
-        self.trouble = ""
+    def __init__(self, server: Server, patience_s: float | None = None) -> None:
+        self.server = server
+        self.patience_s = patience_s
+        server.busy += 1
+
+    def move(self, server: Server) -> None:
+        self.server.busy -= 1
+        self.server = server
+        server.busy += 1
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What a server says about its model."""
+
+    names: list[str]
+    root: str | None
+    window: int
+
+
+async def _nothing_to_examine(server: Server) -> None:
+    pass
 
 
 class Servers:
@@ -54,11 +79,13 @@ class Servers:
         urls: at least one.
         failure: says why the servers will not come back, once that is known (None: they may).
         patience_s: how long a request waits while no server is well.
+        judge: the name under which a server with the right adapter serves too; None: drafts are judged without one.
 
     Attributes:
         model: the name under which they serve it; known after `meet`.
         window: tokens that prompt and answer may have together there; known after `meet`.
         fields: of every request.
+        examine: looks closely at a server that has come, or has come back; ValueError: it must not be used.
     """
 
     def __init__(
@@ -68,6 +95,7 @@ class Servers:
         client: Client,
         failure: Callable[[], str | None] = lambda: None,
         patience_s: float = PATIENCE_S,
+        judge: str | None = None,
     ) -> None:
         if not urls:
             raise ValueError(f"no address of a {role} server was given")
@@ -76,204 +104,317 @@ class Servers:
         self.model = ""
         self.window = 0
         self.fields: dict[str, Any] = {}
+        self.patience_s = patience_s
+        self.judge = judge
+        self.examine: Callable[[Server], Awaitable[None]] = _nothing_to_examine
         self._client = client
         self._failure = failure
-        self._patience_s = patience_s
-        self._watching: set[asyncio.Task[None]] = set()
-        self._recovered: asyncio.Event | None = None
+        self._health = HealthChecks(role, self.members, client, self._identify, lambda server: self.examine(server))
 
-    async def meet(self) -> list[Server]:
-        """Ask each server what it serves.
+    @property
+    def judging_model(self) -> str:
+        """What a request about a draft names as its model: a server with another adapter refuses it."""
+        return self.judge or self.model
 
-        Returns:
-            Those that answer. The others are asked again with the first request that would go to them.
+    @property
+    def can_judge(self) -> bool:
+        """Whether a server that is well runs the right adapter; also while none is well, as any may come back."""
+        return not self.count() or self.count(judging=True) > 0
+
+    def count(self, judging: bool = False) -> int:
+        """Servers that are well, or those of them that run the right adapter."""
+        return sum(server.well and (server.judges or not judging) for server in self.members)
+
+    async def meet(self) -> None:
+        """Ask each server what it serves, and examine it. Those that do not answer are checked until they do.
 
         Raises:
             Unavailable: none answers.
-            ValueError: they serve different models.
+            ValueError: they serve different models, or not what they should.
         """
-        found, there, away = [], [], []
+        cards: dict[Server, _Card] = {}
         for server in self.members:
             try:
-                (listed, *_) = (await self._client.get(f"{server.url}/v1/models"))["data"]
-                found.append((str(listed["id"]), int(listed.get("max_model_len") or 0)))
-                there.append(server)
+                cards[server] = await self._card(server)
             except Lost as error:
-                away.append(f"the {self.role} server {error}: start it, or correct {self.role}_url")
-            except Refused:
-                raise
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"the {self.role} server {server.url} is no OpenAI-compatible server") from error
-        if not found:
-            raise Unavailable(away[0])
-        for sentence in away:
-            log.warning(sentence)
-        names = sorted({name for name, _ in found})
+                self._away(server, error)
+        names = sorted({card.names[0] for card in cards.values()})
         if len(names) > 1:
             raise ValueError(f"the {self.role} servers serve different models: {' and '.join(names)}")
-        self.model, self.window = names[0], min(window for _, window in found)
-        return there
-
-    def forget_troubles(self) -> None:
-        """All are taken for well; for the next event loop, as watching belongs to one."""
-        self.close()
-        self._recovered = None
-        for server in self.members:
-            server.well = True
-
-    async def check_tokens(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """ValueError where a server tells that it cuts text into other tokens than the model `name`."""
-        wanted = tokenizer.encode(_SAMPLE, add_special_tokens=False)
-        body = {"model": self.model, "prompt": _SAMPLE, "add_special_tokens": False}
-        for server in self.members:
+        if cards:
+            self.model, self.window = names[0], min(card.window for card in cards.values())
+        judged = self.judge is None or any(self.judge in card.names for card in cards.values())
+        for server, card in cards.items():
+            server.root, server.judges = None, judged
             try:
-                found = (await self._client.post(f"{server.url}/tokenize", body))["tokens"]
-            except (Lost, Refused, KeyError, TypeError):  # only vLLM has this path
-                continue
-            if found != wanted:
-                raise ValueError(
-                    f"the {self.role} server {server.url} has other tokens than {name!r}: give the address of a "
-                    "server with that model"
-                )
+                self._compare(server, card)
+                await self.examine(server)
+                server.examined = server.well = True
+            except Lost as error:
+                self._away(server, error)
+        if not any(server.well for server in self.members):
+            raise Unavailable(self._hint(self.members[0]))
+        if not judged:
+            raise ValueError(
+                f"the {self.role} server {next(iter(cards)).url} does not serve the adapter {self.judge}: start it "
+                "with the command that python -m parse_infer.vllm.options prints for this adapter"
+            )
+        for server in self.members:
+            if not server.well:
+                log.warning(self._hint(server))
+
+    async def check_tokens(self, name: str, tokenizer: PreTrainedTokenizerBase, server: Server) -> None:
+        """ValueError where the server tells that it cuts text into other tokens than the model `name`."""
+        body = {"model": self.model, "prompt": _SAMPLE, "add_special_tokens": False}
+        try:
+            found = (await self._client.post(f"{server.url}/tokenize", body))["tokens"]
+        except (Lost, Refused, KeyError, TypeError):  # only vLLM has this path
+            return
+        if found != tokenizer.encode(_SAMPLE, add_special_tokens=False):
+            raise ValueError(
+                f"the {self.role} server {server.url} has other tokens than {name!r}: give the address of a "
+                "server with that model"
+            )
 
     @contextmanager
-    def place(self) -> Iterator[Server]:
-        """The server with the least to do, for all requests of an answer: it keeps what it has read."""
-        server = self._choose()
-        server.busy += 1
+    def place(self, patience_s: float | None = None, judging: bool = False) -> Iterator[Place]:
+        """A place for all requests of an answer, at the server with the least to do. See `Place`.
+
+        Args:
+            judging: some of them are about a draft.
+        """
+        well = [server for server in self.members if server.well] or self.members
+        able = [server for server in well if server.judges or not judging] or well
+        place = Place(_least_busy(able), patience_s)
         try:
-            yield server
+            yield place
         finally:
-            server.busy -= 1
+            place.server.busy -= 1
 
-    def _choose(self) -> Server:
-        return min([s for s in self.members if s.well] or self.members, key=lambda server: server.busy)
-
-    async def ask(self, body: dict[str, Any], prefer: Server | None = None) -> Any:
+    async def ask(self, body: dict[str, Any], place: Place | None = None, judging: bool = False) -> Any:
         """The answer to a completion request of one token for each prompt.
+
+        Args:
+            judging: about a draft; then only servers with the right adapter are asked.
 
         Raises:
             Unavailable: no server gives one.
             Refused: a server does not accept it.
+            Replaced: no server that is well has the adapter.
         """
-        return await self._tried(
-            lambda url: self._client.post(url, {"model": self.model} | body | self.fields), prefer
-        )
+        body = self._addressed(body)
+        return await self._tried(lambda url: self._client.post(url, body), place, judging=judging)
+
+    async def ask_one(self, server: Server, body: dict[str, Any]) -> Any:
+        """The same from this server, once, however it is. Raises Lost or Refused."""
+        return await self._client.post(f"{server.url}/v1/completions", self._addressed(body))
 
     async def written(
         self,
         ids: Sequence[int],
         most: int,
         settings: dict[str, Any],
-        prefer: Server | None = None,
+        place: Place | None = None,
         watched: bool = True,
     ) -> AsyncGenerator[list[int], None]:
         """What the model writes behind `ids`, `most` tokens at most: as it comes if it is `watched`, else at once,
         which costs less. Raises as `ask` does."""
         if not watched:
             body = self._body(ids, most, settings)
-            yield await self._tried(lambda url: self._client.whole(url, body), prefer)
+            yield await self._tried(lambda url: self._client.whole(url, body), place)
             return
         got: list[int] = []
-        for _ in range(ATTEMPTS):
-            server = await self._well(prefer)
+        tried = _Tries()
+        while tried.left:
+            server = await self._server(place, tried)
             body = self._body([*ids, *got], most - len(got), settings)
-            server.busy += 1
-            try:
+            async with self._trying(server, tried):
                 async with aclosing(self._client.written(f"{server.url}/v1/completions", body)) as pieces:
-                    async for piece in pieces:
+                    while (piece := await self._next(server, pieces)) is not None:
                         got += piece
                         yield piece
                 return
-            except Lost as error:
-                if len(got) >= most or (got and got[-1] in settings["stop_token_ids"]):
-                    return  # all but the news that it has ended
-                self._lose(server, str(error))
-            finally:
-                server.busy -= 1
-        raise self._given_up(server)
+            if len(got) >= most or (got and got[-1] in settings["stop_token_ids"]):
+                return  # only the news that it has ended was lost
+        raise self._given_up(tried)
 
     async def relayed(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """What a server answers to a request of somebody else's, an object or those of a stream. Raises as `ask` does;
         a stream that has begun is not asked for again."""
-        body = {"model": self.model} | body | self.fields
+        body = self._addressed(body)
         if not body.get("stream"):
             yield await self._tried(lambda url: self._client.post(url, body), None, path)
             return
-        begun = False
-        for _ in range(ATTEMPTS):
-            server = await self._well(None)
-            server.busy += 1
-            try:
+        begun, tried = False, _Tries()
+        while tried.left and not begun:
+            server = await self._server(None, tried)
+            async with self._trying(server, tried):
                 async with aclosing(self._client.chunks(f"{server.url}{path}", body)) as chunks:
-                    async for chunk in chunks:
+                    while (chunk := await self._next(server, chunks)) is not None:
                         begun = True
                         yield chunk
                 return
-            except Lost as error:
-                self._lose(server, str(error))
-                if begun:
-                    break
-            finally:
-                server.busy -= 1
-        raise self._given_up(server)
+        raise self._given_up(tried)
 
     def close(self) -> None:
-        for task in self._watching:
-            task.cancel()
+        """Nothing is asked any more in this event loop."""
+        self._health.close()
+
+    def _addressed(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"model": self.model} | body | self.fields
 
     def _body(self, ids: Sequence[int], most: int, settings: dict[str, Any]) -> dict[str, Any]:
-        return {"model": self.model, "prompt": list(ids), "max_tokens": most, **settings, **self.fields}
+        return self._addressed({"prompt": list(ids), "max_tokens": most, **settings})
 
-    async def _tried(self, request: Callable[[str], Any], prefer: Server | None, path: str = "/v1/completions") -> Any:
-        for _ in range(ATTEMPTS):
-            server = await self._well(prefer)
-            server.busy += 1
-            try:
+    async def _tried(
+        self,
+        request: Callable[[str], Awaitable[Any]],
+        place: Place | None,
+        path: str = "/v1/completions",
+        judging: bool = False,
+    ) -> Any:
+        tried = _Tries()
+        while tried.left:
+            server = await self._server(place, tried, judging)
+            async with self._trying(server, tried, judging), self._waiting(server):
                 return await request(f"{server.url}{path}")
-            except Lost as error:
-                self._lose(server, str(error))
-            finally:
-                server.busy -= 1
-        raise self._given_up(server)
+        raise self._given_up(tried)
 
-    async def _well(self, prefer: Server | None) -> Server:
-        """A server to ask, as soon as one is well. Raises Unavailable where none will be."""
-        end = time.monotonic() + self._patience_s
-        while not any(server.well for server in self.members):
+    async def _server(self, place: Place | None, tried: _Tries, judging: bool = False) -> Server:
+        """The server to ask next, as soon as one is well. Raises Unavailable or Replaced where none will be."""
+        self._health.start()
+        end = time.monotonic() + (self.patience_s if place is None or place.patience_s is None else place.patience_s)
+        while not (well := [server for server in self.members if server.well]):
+            left = end - time.monotonic()
             reason = self._failure()
-            if reason is not None or time.monotonic() > end:
+            if reason is not None or left <= 0:
                 raise Unavailable(f"no {self.role} server answers: {reason or self.members[-1].trouble}")
-            assert self._recovered is not None
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._recovered.wait(), _PULSE_S)
-        return prefer if prefer is not None and prefer.well else self._choose()
+            await self._health.change(min(left, _PULSE_S))
+        able = [server for server in well if server.judges or not judging]
+        if not able:
+            raise Replaced(f"no {self.role} server that answers runs the adapter {self.judge}")
+        times = min(map(tried.failed.count, able))
+        able = [server for server in able if tried.failed.count(server) == times]
+        if times:
+            await asyncio.sleep(_BACK_OFF_S * 2 ** (times - 1))
+        if place is None:
+            return _least_busy(able)
+        if place.server not in able:
+            place.move(_least_busy(able))
+        return place.server
 
-    def _given_up(self, server: Server) -> Unavailable:
-        return Unavailable(f"the {self.role} servers have failed {ATTEMPTS} times: {server.trouble}")
+    @asynccontextmanager
+    async def _trying(self, server: Server, tried: _Tries, judging: bool = False) -> AsyncIterator[None]:
+        """Around one attempt; where it fails and another one may not, goes on behind the block."""
+        server.busy += 1
+        try:
+            yield
+        except Lost as error:
+            tried.note(server, str(error))
+            await self._health.check(server)
+        except Refused as error:
+            if error.status != 404:
+                raise
+            await self._health.check(server)  # does it still serve what it did?
+            if server.well and (server.judges or not judging):
+                raise
+            tried.note(server, str(error))
+        finally:
+            server.busy -= 1
 
-    def _lose(self, server: Server, trouble: str) -> None:
-        server.trouble = trouble
-        if not server.well:
+    @asynccontextmanager
+    async def _waiting(self, server: Server) -> AsyncIterator[None]:
+        """Within the block a request waits for the server; Lost where a health check finds that it is gone."""
+        try:
+            async with asyncio.timeout(None) as wait:
+                server.waits.add(wait)
+                try:
+                    yield
+                finally:
+                    server.waits.discard(wait)
+        except TimeoutError as error:
+            if not wait.expired():
+                raise
+            raise Lost(server.trouble) from error
+
+    async def _next(self, server: Server, pieces: AsyncGenerator[Any, None]) -> Any:
+        """The next piece of a stream; None at its end."""
+        async with self._waiting(server):
+            return await anext(pieces, None)
+
+    def _given_up(self, tried: _Tries) -> Failing:
+        return Failing(f"the {self.role} servers have failed {len(tried.failed)} times: {tried.trouble}")
+
+    async def _card(self, server: Server) -> _Card:
+        try:
+            listed = (await self._client.get(f"{server.url}/v1/models"))["data"]
+            first = listed[0]
+            names = [str(one["id"]) for one in listed]
+            return _Card(names, first.get("root"), int(first.get("max_model_len") or 0))
+        except Refused:
+            raise
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"the {self.role} server {server.url} is no OpenAI-compatible server") from error
+
+    async def _identify(self, server: Server) -> None:
+        self._compare(server, await self._card(server))
+
+    def _compare(self, server: Server, card: _Card) -> None:
+        """ValueError unless a server serves the model that it should; notes which adapter it has."""
+        judges = self.judge is None or self.judge in card.names
+        if card.names[0] != self.model:
+            raise ValueError(f"the {self.role} server {server.url} serves {card.names[0]!r} and not {self.model!r}")
+        moved = server.root is not None and card.root != server.root
+        if moved and not (judges and self.judge):  # the adapter's name stands for the target's weights too
+            raise ValueError(
+                f"the {self.role} server {server.url} has loaded {card.root!r} and not {server.root!r} as before: "
+                "restart the coordinator if that is meant"
+            )
+        if card.window < self.window:
+            raise ValueError(
+                f"the {self.role} server {server.url} takes {card.window} tokens and not {self.window} as before: "
+                "restart the coordinator if that is meant"
+            )
+        server.root = card.root
+        if judges == server.judges:
             return
-        server.well = False
-        self._recovered = self._recovered or asyncio.Event()
-        self._recovered.clear()
-        task = asyncio.get_running_loop().create_task(self._watch(server))
-        self._watching.add(task)
-        task.add_done_callback(self._watching.discard)
+        server.judges, server.examined = judges, False
+        if judges:
+            log.warning("the %s server %s runs the adapter %s again", self.role, server.url, self.judge)
+        else:
+            log.warning(
+                "the %s server %s runs another adapter than %s (it serves %s): it judges no drafts, and where no "
+                "other server does, no promise (risk) is kept and the target answers alone",
+                self.role, server.url, self.judge, ", ".join(card.names),
+            )  # fmt: skip
 
-    async def _watch(self, server: Server) -> None:
-        """Until it is well again."""
-        for n in itertools.count():
-            await asyncio.sleep(_PULSE_S if n > 3 else 0.05 * 2**n)
-            try:
-                await self._client.get(f"{server.url}/health")
-            except Lost:
-                continue
-            except Refused:  # without such a path; but there it is
-                pass
-            break
-        server.well = True
-        assert self._recovered is not None
-        self._recovered.set()
+    def _away(self, server: Server, error: Lost) -> None:
+        server.well, server.examined, server.trouble = False, False, str(error)
+
+    def _hint(self, server: Server) -> str:
+        return f"the {self.role} server {server.trouble}: start it, or correct {self.role}_url"
+
+
+class _Tries:
+    """Attempts of one request that have failed.
+
+    Attributes:
+        failed: the server of each.
+        trouble: why the last one did.
+    """
+
+    def __init__(self) -> None:
+        self.failed: list[Server] = []
+        self.trouble = ""
+
+    @property
+    def left(self) -> int:
+        return ATTEMPTS - len(self.failed)
+
+    def note(self, server: Server, trouble: str) -> None:
+        self.failed.append(server)
+        self.trouble = server.trouble = trouble
+
+
+def _least_busy(servers: Sequence[Server]) -> Server:
+    return min(servers, key=lambda server: server.busy)

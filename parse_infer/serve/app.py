@@ -95,6 +95,8 @@ def create_app(
         "parse_answers_waiting", "Accepted answers that wait.", lambda: max(0, line.answers - backend.running)
     )
     metrics.watch("parse_parallel", "Answers that can be written at the same time.", lambda: backend.parallel)
+    for name, (text, value) in backend.gauges.items():
+        metrics.watch(name, text, value)
     metrics.watch("parse_retry_after_seconds", "What a full queue answers.", line.retry_after)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_streams(ChatCompletion))

@@ -65,7 +65,7 @@ class Audit:
 
     def consider(self, choice: Choice) -> None:
         """An answer has ended."""
-        risk = choice.job.settings.risk
+        risk = None if choice.answer.fallback else choice.job.settings.risk  # the target's own is no evidence
         if risk not in self._tests or (self._task is not None and not self._task.done()):
             return
         if random.random() < self._promises.audit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,6 +61,11 @@ class Backend(Protocol):
     @property
     def running(self) -> int:
         """Answers that are being written now."""
+        ...
+
+    @property
+    def gauges(self) -> Mapping[str, tuple[str, Callable[[], float]]]:
+        """More metrics of this backend, by name: what they tell, and their value."""
         ...
 
     async def encode(self, text: str, special_tokens: bool) -> list[int]: ...

@@ -7,7 +7,18 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from parse_infer.generation import Accepted, Done, Drafted, Event, Generation, Resumed, Source, Span, Verified
+from parse_infer.generation import (
+    Accepted,
+    Done,
+    Drafted,
+    Event,
+    Fallback,
+    Generation,
+    Resumed,
+    Source,
+    Span,
+    Verified,
+)
 from parse_infer.serve.backend import Job, Moment
 from parse_infer.serve.stop_strings import StopStrings
 
@@ -51,6 +62,8 @@ class ParseStatistics(BaseModel):
     verification_passes: int
     risk: float | None
     """The promise that was kept: at most this share of such requests is lost."""
+    fallback: Fallback | None
+    """Why the target wrote without the draft that was wanted. Then nothing is promised."""
     timings: Seconds
 
 
@@ -103,7 +116,8 @@ class Choice:
             spans=self._parts(self.answer.spans),
             kept=stats.acceptance_rate,
             **asdict(stats),
-            risk=self.job.settings.risk,
+            risk=None if self.answer.fallback else self.job.settings.risk,
+            fallback=self.answer.fallback,
             timings=Seconds(
                 **asdict(timings),
                 waiting_s=max(0.0, self.started_at - self.asked_at),

@@ -31,5 +31,5 @@ def log_settings(level: str = "INFO") -> dict[str, Any]:
         "disable_existing_loggers": False,
         "formatters": {"json": {"()": JsonLines}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
-        "loggers": {"parse_infer.serve": own, "uvicorn": {**own, "level": "WARNING"}},
+        "loggers": {"parse_infer": own, "uvicorn": {**own, "level": "WARNING"}},
     }

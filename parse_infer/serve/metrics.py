@@ -38,6 +38,12 @@ class Metrics:
             ["decision"],
             registry=registry,
         )
+        self.fallbacks = Counter(
+            "parse_fallbacks",
+            "Answers that the target wrote without the draft that was wanted.",
+            ["reason"],
+            registry=registry,
+        )
         self.kept = Histogram("parse_acceptance", "Kept share of drafts.", buckets=_SHARES, registry=registry)
         self.validity = Histogram("parse_validity", "Validity at the cuts.", buckets=_SHARES, registry=registry)
         self.forwards = Counter("parse_forwards", "Forwards of the models.", ["model"], registry=registry)
@@ -116,6 +122,8 @@ class Meter:
         metrics.waiting_s.observe(max(0.0, self._choice.started_at - self._choice.asked_at))
         if self._choice.job.settings.adaptive:
             metrics.decisions.labels("draft" if self._drafts else "alone").inc()
+        if answer.fallback is not None:
+            metrics.fallbacks.labels(answer.fallback).inc()
         for span in answer.spans:
             metrics.tokens.labels(span.source).inc(span.n_tokens)
         metrics.draft_tokens.labels("accepted").inc(stats.accepted_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -30,6 +30,10 @@ class PromptReader:
         self._own = copy.copy(target)
         self._own.tokenizer = copy.deepcopy(target.tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse-tokenizer")
+
+    @property
+    def gauges(self) -> Mapping[str, tuple[str, Callable[[], float]]]:
+        return {}
 
     async def encode(self, text: str, special_tokens: bool) -> list[int]:
         return await self._ask(lambda own: own.tokenizer.encode(text, add_special_tokens=special_tokens))

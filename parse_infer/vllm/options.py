@@ -28,6 +28,10 @@ from parse_infer.vllm.versions import ARCHITECTURES
 
 MAX_DRAFT = 4096  # tokens; with token doubt each takes an id beyond the vocabulary
 SETTINGS = "parse"  # the key of ours in the model's configuration
+PLUGIN = "parse"  # the name of the entry point
+VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""What the environment of a server with the plugin must hold: the plugin refuses vLLM's default on GPUs."""
+PORT = 8001  # of the printed command; `parse-infer serve` has 8000
 REJECTED_DRAFTS = {
     "method": "custom_class",
     "model": "parse_infer.vllm.rejected_drafts.RejectedDrafts",
@@ -76,9 +80,11 @@ def engine_options(
         "vocab_size": config.vocab_size,
         "end_ids": end_ids,
         "reference": asdict(reference or measure(target, adapter)),
+        "fingerprint": files.fingerprint,
     }
     options = {
         "model": str(folder),
+        "served_model_name": [str(folder), judge_name(files.fingerprint)],
         "dtype": str(config.dtype or torch.float32).removeprefix("torch."),
         "enable_prefix_caching": True,
         "max_logprobs": max(20, ids.log_probabilities),  # 20 is vLLM's default
@@ -93,6 +99,12 @@ def engine_options(
     return options if torch.cuda.is_available() else options | {"block_size": 32}
 
 
+def judge_name(fingerprint: str) -> str:
+    """The name under which a server with this adapter serves its target too. Who asks for a judgement by this name is
+    refused by a server with another adapter, also by one that has just taken the place of the right one."""
+    return f"parse-adapter-{fingerprint}"
+
+
 def end_tokens_of(target: str | Path) -> list[int]:
     """Every token that ends an answer of the target, rising: `LanguageModel.eos_ids` without the weights."""
     return sorted(load_served_model(target).eos_ids)
@@ -100,13 +112,15 @@ def end_tokens_of(target: str | Path) -> list[int]:
 
 def arguments(options: Mapping[str, Any]) -> list[str]:
     """The options as arguments of `vllm serve`, or of `python -m vllm.entrypoints.openai.api_server`; None: none."""
-    words = []
+    words: list[str] = []
     for name, value in options.items():
         if value is None:
             continue
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
         else:
             words += [flag, json.dumps(value, separators=(",", ":")) if isinstance(value, dict) else str(value)]
     return words
@@ -121,7 +135,9 @@ def main(names: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         print(f"error: {first_sentence(error)}", file=sys.stderr)
         return 2
-    print("python -m vllm.entrypoints.openai.api_server", shlex.join(arguments(options)))
+    variables = [f"{name}={value}" for name, value in VARIABLES.items()]
+    server = ["python", "-m", "vllm.entrypoints.openai.api_server"]
+    print(shlex.join(["env", *variables, *server, *arguments(options | {"port": PORT})]))
     return 0
 
 

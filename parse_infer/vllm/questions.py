@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from parse_infer.verify.head import verbalizer_ids
@@ -24,6 +23,11 @@ from parse_infer.vllm.probe_ids import ProbeIds, answer_ids
 
 LogProbabilities = Mapping[int, float]
 """Of the likeliest next tokens of one prompt, by id."""
+
+MAX_PROMPTS = 256
+"""Prompts about one draft, at most: each takes one of the server's sequences, of which vLLM runs 256 at a time."""
+MAX_IDS = 2**20
+"""Token ids in all prompts about one draft, at most: about 6 MB of JSON."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +111,8 @@ class Questions:
             b <= a for a, b in zip(cuts, cuts[1:], strict=False)
         ):
             raise ValueError(f"cuts must increase strictly within 0..{len(draft_ids)}, not {list(cuts)}")
-        together = len(self.answers)
-        if window is not None:
-            together = max(1, min(together, window - 1 - len(context_ids) - len(draft_ids)))
-        prompts, sizes, rest = [], [], iter(cuts)
-        while some := list(islice(rest, together)):
+        prompts, sizes = [], []
+        for some in self._groups(len(context_ids), len(draft_ids), cuts, window):
             shown = 0
             suffix: list[int] = []
             for cut in some:
@@ -121,6 +122,39 @@ class Questions:
             prompts.append([*context_ids, *draft_ids[:shown], *suffix])
             sizes.append(len(some))
         return Asked(self, prompts, sizes)
+
+    def affordable(
+        self, n_context: int, cuts: Sequence[int], window: int | None = None, *, singly: bool = False
+    ) -> list[int]:
+        """The cuts of a draft that are asked about: all, or every second, fourth, … one, until the prompts keep
+        within `MAX_PROMPTS` and `MAX_IDS`. The last cut always stays. A longer draft keeps none that a shorter one
+        has left out.
+
+        Args:
+            n_context: tokens before the draft.
+            cuts: all of them, as for `about`.
+            singly: the cuts will be asked about one by one, while the draft grows.
+        """
+        kept, step = list(cuts), 1
+        while len(kept) > 1 and not self._fits(n_context, kept, window, singly):
+            step *= 2
+            kept = [*cuts[step - 1 : -1 : step], cuts[-1]]
+        return kept
+
+    def _fits(self, n_context: int, cuts: Sequence[int], window: int | None, singly: bool) -> bool:
+        groups = [[cut] for cut in cuts] if singly else self._groups(n_context, cuts[-1], cuts, window)
+        suffixes = len(cuts) * len(self.suffix(0, None))
+        ids = sum(n_context + group[-1] for group in groups) + suffixes
+        return len(groups) <= MAX_PROMPTS and ids <= MAX_IDS
+
+    def _groups(
+        self, n_context: int, n_draft: int, cuts: Sequence[int], window: int | None
+    ) -> Sequence[Sequence[int]]:
+        """The cuts that each prompt is about."""
+        together = len(self.answers)
+        if window is not None:
+            together = max(1, min(together, window - 1 - n_context - n_draft))
+        return [cuts[i : i + together] for i in range(0, len(cuts), together)]
 
     def suffix(self, draft_tokens: int, end: int | None) -> Sequence[int]:
         """What follows a prefix whose last `draft_tokens` tokens are the draft's, and a hidden `end` token."""
@@ -234,7 +268,7 @@ def read_completion(answer: Any, n: int, words: Mapping[str, int] | None = None)
         return [_by_id(one, words or {}) for one in found]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"the server's answer does not hold the log-probabilities of {n} tokens ({error!r}): {str(answer)[:200]}"
+            f"the server's answer does not hold the log-probabilities of {n} tokens ({type(error).__name__})"
         ) from error
 
 

@@ -14,7 +14,7 @@ from parse_infer.vllm.options import SETTINGS
 from parse_infer.vllm.probe_ids import ProbeIds
 from parse_infer.vllm.versions import ARCHITECTURES
 
-_KEYS = ("adapter", "vocab_size", "end_ids", "reference")
+_KEYS = ("adapter", "vocab_size", "end_ids", "reference", "fingerprint")
 
 
 class Refusals:
@@ -75,6 +75,11 @@ class Refusals:
 def _check_adapter(settings: dict[str, Any], config: Any) -> ValidityConfig:
     name = settings["adapter"]
     files = read_adapter(name)
+    if files.fingerprint != settings["fingerprint"]:
+        raise ValueError(
+            f"the adapter {name} was replaced since the command of this server was made: it has the fingerprint "
+            f"{files.fingerprint} and not {settings['fingerprint']}; print the command again"
+        )
     judge = ValidityConfig.from_dict(files.validity_config)
     found = describe_config(config, next(iter(ARCHITECTURES))) | {"vocab_size": settings["vocab_size"]}
     check_target(name, judge.target, found)

@@ -16,6 +16,7 @@ from parse_infer.cli.options import given, read_numbers
 from parse_infer.cli.problems import open_task, take_problems
 
 if TYPE_CHECKING:
+    from parse_infer.coordinator.engine import Coordinator
     from parse_infer.engine import ParseEngine
     from parse_infer.generation import GenerationSettings
 
@@ -163,19 +164,27 @@ def _bench_clients(
     if not all(part.isdecimal() and int(part) for part in parts):
         raise ValueError(f"--clients is {clients!r}; give whole numbers of at least 1, such as 1,4,16")
     check_ways(ways, models.target_name, starts=not models.target_url)
-    drafted = any(way.startswith("parse") for way in ways)
-    problems = leave_out_learnt(problems, models.train_problems if drafted else ())
+    if any(way.startswith("parse") for way in ways):
+        problems = leave_out_learnt(problems, models.train_problems)
+    alone = replace(models, draft=None, adapter=None, draft_url=None, local_draft=None)
+
+    def connect(stock: bool, options: dict[str, Any]) -> Coordinator:
+        if stock:
+            return alone.coordinate(needs_draft=False, needs_judge=False, target_options=options)
+        return models.coordinate(target_options=options)
+
     machine = {"coordinator": describe_machine(torch.device("cpu"))}  # servers elsewhere do not tell theirs
+    baseline = "the servers of --target-url" if models.target_url else "a stock server of vLLM"
     try:
         results = run_clients(
-            lambda options: models.coordinate(needs_draft=drafted, needs_judge=drafted, target_options=options),
+            connect,
             ways,
             [int(part) for part in parts],
             problems,
             check,
             out,
             settings,
-            {**models.describe_servers(), "task": task, **machine},
+            {**models.describe_servers(), "baseline": baseline, "task": task, **machine},
             progress,
             turns=turns,
             together=bool(models.target_url) or not torch.cuda.is_available(),

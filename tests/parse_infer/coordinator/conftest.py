@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
 
+from parse_infer.coordinator import health
 from parse_infer.coordinator.client import Client
 from parse_infer.coordinator.engine import Coordinator
 from parse_infer.coordinator.local_draft import LocalDraft
@@ -16,10 +18,12 @@ from parse_infer.engine import ParseEngine
 from parse_infer.verify.segments import CutPolicy
 from parse_infer.verify.verifier import Verifier
 from parse_infer.verify.zero_shot_judge import ZeroShotJudge
+from parse_infer.vllm.options import judge_name
 from parse_infer.vllm.questions import TrainedQuestions, ZeroShotQuestions
 from tests.parse_infer.coordinator.fake_server import FakeServer, serving
 
 CUTS = CutPolicy("tokens", every=6)
+WAIT_S = 10.0
 Connect = Callable[..., tuple[Coordinator, list[FakeServer], FakeServer]]
 
 
@@ -64,7 +68,10 @@ def connect() -> Iterator[Connect]:
                 if zero_shot
                 else TrainedQuestions.of(judge.config, ends)
             )
-            servers = Servers("target", [s.url for s in targets], client, patience_s=patience_s)
+            name = None if zero_shot else judge_name(judge.fingerprint)
+            for server in targets if plugin and not zero_shot else ():
+                server.names.append(name)
+            servers = Servers("target", [s.url for s in targets], client, patience_s=patience_s, judge=name)
             drafts: Servers | LocalDraft = Servers("draft", [draft.url], client, patience_s=patience_s)
             if local_rows:
                 drafts = LocalDraft(engine.draft, rows=local_rows)
@@ -84,3 +91,24 @@ def connect() -> Iterator[Connect]:
             return coordinator, targets, draft
 
         yield make
+
+
+def soon(coordinator: Coordinator, condition: Callable[[], bool]) -> bool:
+    """Whether it becomes true while the coordinator's event loop runs."""
+
+    async def wait() -> bool:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                await asyncio.sleep(0.01)
+        return True
+
+    try:
+        return coordinator.run(wait())
+    except TimeoutError:
+        return False
+
+
+@pytest.fixture
+def quick_checks(monkeypatch) -> None:
+    """Health is checked all the time."""
+    monkeypatch.setattr(health, "CHECK_EVERY_S", 0.02)

@@ -32,12 +32,19 @@ class FakeServer:
 
     Attributes:
         faults: what happens to the next requests: "500", "cut" (breaks off in the middle), "half" (of the JSON),
-            "unended" (a stream without its mark at the end), "nonsense", "gone" (the connection is closed), None.
+            "unended" (a stream without its mark at the end), "nonsense", "gone" (the connection is closed), "refused",
+            "hangs" (no answer ever), None.
         bodies: of the requests so far.
         written: tokens that were sent in streams.
         pause: seconds before each piece of a stream.
         key: what clients must send.
         max_logprobs: so many log-probabilities it gives at most, as a vLLM server that is started with that option.
+        judge_fault: what happens to every request about a draft.
+        names: under which it serves the model; the second one, with a judge, says which.
+        root: where the model's files are.
+        away: every connection is closed before an answer.
+        ill: what /health answers instead of 200, or "hangs".
+        clients: the ports from which requests came, in order.
     """
 
     def __init__(self, lm: LanguageModel, verifier: Verifier | None = None) -> None:
@@ -55,11 +62,25 @@ class FakeServer:
         self.url = ""
         self.key: str | None = None
         self.max_logprobs = 20 if self.questions is None else max(20, self.questions.ids.log_probabilities)
+        self.judge_fault: str | None = None
+        self.names = [lm.name]
+        self.root = f"/models/{lm.name}"
+        self.away = False
+        self.ill: int | str | None = None
+        self.clients: list[int] = []
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
         fault = self.faults.popleft() if self.faults else None
+        if body.get("logprobs") and self.judge_fault:
+            fault = self.judge_fault
+        if body["model"] not in self.names:
+            return _error(404, f"The model `{body['model']}` does not exist.")
+        if fault == "refused":
+            return _error(400, "this is refused")
+        if fault == "hangs":
+            await asyncio.sleep(3600)
         prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
         size = self.lm.n_embeddings
         if self.questions is None and any(token >= size for prompt in prompts for token in prompt):
@@ -194,10 +215,13 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
     loop, ready = asyncio.new_event_loop(), threading.Event()
 
     async def models(request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": server.lm.name, "max_model_len": server.lm.window}]})
+        card = {"max_model_len": server.lm.window, "root": server.root}
+        return web.json_response({"data": [{"id": name, **card} for name in server.names]})
 
     async def health(request: web.Request) -> web.Response:
-        return web.Response()
+        if server.ill == "hangs":
+            await asyncio.sleep(3600)
+        return web.Response(status=server.ill or 200)
 
     async def tokenize(request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]
@@ -205,6 +229,10 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
 
     @web.middleware
     async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
+        server.clients.append(request.transport.get_extra_info("peername")[1])
+        if server.away:
+            request.transport.close()
+            raise asyncio.CancelledError
         given = request.headers.get("Authorization")
         if request.path.startswith("/v1/") and server.key and given != f"Bearer {server.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)  # as vLLM says it

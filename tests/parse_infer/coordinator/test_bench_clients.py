@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from parse_infer.bench.clients import check_ways, run_clients, server_options
+from parse_infer.bench.clients import check_ways, run_clients, server_of
+from parse_infer.coordinator.servers import Unavailable
 from parse_infer.generation import GenerationSettings
 
 
@@ -22,7 +24,7 @@ class Problem:
 
 def test_every_way_answers_at_every_load_and_a_second_run_measures_nothing_again(engine, connect, tmp_path):
     coordinator, (target,), _ = connect(engine)
-    connected: list[dict[str, object]] = []
+    connected: list[tuple[bool, dict[str, object]]] = []
 
     class Connection:
         def __enter__(self):
@@ -35,7 +37,7 @@ def test_every_way_answers_at_every_load_and_a_second_run_measures_nothing_again
 
     def run(ways: list[str], folder: Path = tmp_path, n: int = 6) -> dict[str, object]:
         return run_clients(
-            lambda options: connected.append(options) or Connection(),
+            lambda stock, options: connected.append((stock, options)) or Connection(),
             ways,
             [1, 3],
             [Problem(f"p{n}", f"Tom has {n} apples.") for n in range(n)],
@@ -46,7 +48,7 @@ def test_every_way_answers_at_every_load_and_a_second_run_measures_nothing_again
         )
 
     results = run(["target", "parse", "parse:hand_back", "parse:adaptive"])
-    assert connected == [{"speculative_config": None}, {}], "the target alone has a plain server"
+    assert connected == [(True, {}), (False, {})], "the target alone has a stock server"
     cells = {(cell["way"], cell["clients"]): cell for cell in results["cells"]}
     assert len(cells) == 8 and all(cell["answers"] == 6 for cell in cells.values())
     assert cells["target", 3]["speedup"] == 1 and cells["parse", 1]["speedup"] > 0
@@ -63,7 +65,7 @@ def test_every_way_answers_at_every_load_and_a_second_run_measures_nothing_again
     assert open_ended["accuracy"] is None and "0.0 %" not in (tmp_path / "open" / "clients.md").read_text()
     with pytest.raises(ValueError, match="with problems"):
         run(["parse"], tmp_path / "open", n=5)
-    assert connected == [{"speculative_config": None}, {}, {}], "what is there is not measured again"
+    assert connected == [(True, {}), (False, {}), (False, {})], "what is there is not measured again"
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -72,8 +74,8 @@ def test_ways_take_turns_and_the_spread_is_told(engine, connect, tmp_path, toget
     happened: list[str] = []
 
     class Connection:
-        def __init__(self, options: dict[str, object]) -> None:
-            self.name = "plain" if options else "guessing"
+        def __init__(self, stock: bool, options: dict[str, object]) -> None:
+            self.name = "plain" if stock else "guessing"
 
         def __enter__(self):
             happened.append(f"{self.name} up")
@@ -121,14 +123,25 @@ def test_ways_take_turns_and_the_spread_is_told(engine, connect, tmp_path, toget
     assert f"[{min(ratios):.2f}, {max(ratios):.2f}]" in (tmp_path / "clients.md").read_text()
 
 
+def test_answers_without_a_draft_are_not_taken_for_answers_with_one(engine, connect, tmp_path):
+    coordinator, _, draft = connect(engine, patience_s=0.1)
+    draft.away = True
+    with pytest.raises(Unavailable, match="no draft server answers"):
+        run_clients(
+            lambda *_: nullcontext(coordinator), ["parse"], [1], [Problem("p0", "Tom has 5 apples.")],
+            lambda problem, text: True, tmp_path, GenerationSettings(12, 0.5), {"target": "tiny"},
+        )  # fmt: skip
+
+
 def test_ways_are_checked():
     with pytest.raises(ValueError, match="unknown mode 'eagle'"):
         check_ways(["eagle"], "zoo:target")
     with pytest.raises(ValueError, match="unknown mode 'target\\+ngram:tokens=0'"):
         check_ways(["target+ngram:tokens=0"], "zoo:target")
     check_ways(["target+ngram:tokens=5", "target+parallel:tokens=4"], "zoo:target")
-    speculation = server_options("target+ngram:tokens=5")["speculative_config"]
-    assert speculation == {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 5}
+    speculation = {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 5}
+    assert server_of("target+ngram:tokens=5") == (True, {"speculative_config": speculation})
+    assert server_of("target") == (True, {}) and server_of("parse:adaptive") == (False, {})
     with pytest.raises(ValueError, match="no head of 'zoo:smollm2'"):
         check_ways(["target+eagle3"], "zoo:smollm2")
     with pytest.raises(ValueError, match="needs a server of its own"):

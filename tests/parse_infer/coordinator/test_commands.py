@@ -171,8 +171,12 @@ def test_over_servers_the_target_may_answer_alone_unless_told_otherwise(coordina
     assert asked == [adaptive]
 
 
-@pytest.mark.parametrize(("modes", "judged"), [("target,target+ngram", False), ("target,parse", True)])
-def test_a_benchmark_of_the_target_alone_needs_neither_draft_model_nor_judge(monkeypatch, tmp_path, modes, judged):
+@pytest.mark.parametrize("given", [[], ["--draft", "zoo:draft", "--adapter", "zoo:adapter", "--local-draft"]])
+@pytest.mark.parametrize(
+    ("modes", "judged"), [("target+ngram", False), ("target,parse", False), ("parse,target", True)]
+)
+def test_the_target_alone_is_measured_without_draft_model_and_judge(monkeypatch, tmp_path, modes, judged, given):
+    """On a server of its own, then: a stock one."""
     asked = []
 
     def from_pretrained(target, draft, adapter, **options):
@@ -181,7 +185,7 @@ def test_a_benchmark_of_the_target_alone_needs_neither_draft_model_nor_judge(mon
 
     monkeypatch.setattr("parse_infer.coordinator.engine.Coordinator.from_pretrained", from_pretrained)
     command = ["bench", "--backend", "vllm", "--limit", "1", "--modes", modes, "--clients", "1"]
-    assert main([*command, "--out", str(tmp_path / "own")]) == 2
+    assert main([*command, *given, "--out", str(tmp_path / "own")]) == 2
     assert asked == [("zoo:target", "zoo:draft", "zoo:adapter", False) if judged else ("zoo:target", None, None, True)]
 
 

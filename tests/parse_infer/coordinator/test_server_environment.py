@@ -11,21 +11,48 @@ import torch
 
 from parse_infer.coordinator import launch, parts
 from parse_infer.coordinator.engine import Coordinator
-from parse_infer.coordinator.launch import command, environment
+from parse_infer.coordinator.launch import command, environment, plain_options, stock_options
 from parse_infer.coordinator.local_draft import LocalDraft
-from parse_infer.vllm.options import REJECTED_DRAFTS
+from parse_infer.vllm.options import REJECTED_DRAFTS, SETTINGS, VARIABLES
 
 
 def test_a_draft_server_leaves_the_cores_of_a_cpu_to_the_target(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert environment("draft")["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in environment("target")
+    assert environment("draft", {})["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in environment("target", {})
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert "OMP_NUM_THREADS" not in environment("draft"), "what is set already stays"
+    assert "OMP_NUM_THREADS" not in environment("draft", {}), "what is set already stays"
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "OMP_NUM_THREADS" not in environment("draft")
+    assert "OMP_NUM_THREADS" not in environment("draft", {})
+
+
+def test_only_a_server_with_the_plugin_gets_what_the_plugin_needs(monkeypatch):
+    for name in (*VARIABLES, "NUMBA_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    plugin = {"hf_overrides": {SETTINGS: {}}}
+    ngram = {"speculative_config": {"method": "ngram"}}
+    assert VARIABLES.items() <= environment("target", plugin).items()
+    for role, options in (("target", {}), ("draft", {}), ("target", ngram)):
+        assert not set(VARIABLES) & set(environment(role, options)), "vLLM would be slower than it is"
+    assert "NUMBA_NUM_THREADS" in environment("target", ngram)
+    assert "NUMBA_NUM_THREADS" not in environment("target", plugin)
+
+
+@pytest.mark.parametrize(("set_by_user", "left"), [(None, ""), ("parse", ""), ("ascend,parse", "ascend")])
+def test_a_stock_server_has_no_plugin_and_none_of_our_variables(monkeypatch, set_by_user, left):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if set_by_user is None:
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_PLUGINS", set_by_user)
+    assert environment("target", stock_options("zoo:target"), stock=True) == {"VLLM_PLUGINS": left}
+    assert set(stock_options("zoo:target")) == {"model", "dtype"}
+    assert stock_options("zoo:target")["dtype"] == plain_options("zoo:target")["dtype"] == "float32"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cores_and_memory = {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"}
+    assert set(environment("target", {}, stock=True)) <= {"VLLM_PLUGINS", *cores_and_memory}
 
 
 @pytest.mark.skipif(shutil.which("nice") is None, reason="there is no `nice` here")
@@ -58,8 +85,8 @@ def test_servers_that_are_started_want_the_key_that_they_are_sent(monkeypatch):
 class Started:
     """Servers of `launch` that nobody starts."""
 
-    def __init__(self, wanted, *_, **__):
-        self.members = [SimpleNamespace(role=role) for role in wanted]
+    def __init__(self, wanted, *_, stock=False, **__):
+        self.members = [SimpleNamespace(role=role, options=options, stock=stock) for role, options in wanted.items()]
 
     def urls(self, role: str) -> list[str]:
         return ["http://127.0.0.1:9"]
@@ -135,3 +162,15 @@ def test_a_target_guesses_unless_it_is_known_not_to(coordinator):
         assert not guesses(target_options={"speculative_config": speculation})
     assert not guesses(None, zero_shot=True)
     assert not guesses(None, zero_shot=True, target_url=URL)
+
+
+def test_the_target_alone_runs_on_a_stock_server(coordinator):
+    """That is what PARSE is compared with."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    for options in ({}, {"speculative_config": ngram}):
+        made = Coordinator.from_pretrained("zoo:target", zero_shot=True, target_options=options)
+        (server,) = made.processes.members
+        made.close()
+        assert server.stock and server.options == stock_options("zoo:target") | options
+    assert not any(server.stock for server in coordinator().processes.members)
+    assert not any(server.stock for server in coordinator(None, zero_shot=True).processes.members)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from parse_infer.coordinator.client import Refused
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import Generation
+from parse_infer.vllm.options import judge_name
 
 pytestmark = pytest.mark.vllm
 PROMPTS = [
@@ -87,9 +91,23 @@ def test_the_targets_server_holds_answers_to_a_form(coordinator):
         coordinator.run(answered(tools=[tool], tool_choice={"type": "function", "function": {"name": "count"}}))
 
 
+def test_a_server_refuses_to_judge_for_another_adapter(coordinator):
+    """Each request about a draft names the adapter; so one that was replaced is noticed by the next request."""
+    servers = coordinator.servers["target"]
+    (server,) = servers.members
+    body = {"prompt": [1, 2], "max_tokens": 1, "temperature": 0}
+    for name in (servers.judging_model, servers.model):
+        assert coordinator.run(servers.ask_one(server, body | {"model": name}))["choices"]
+    with pytest.raises(Refused, match="does not exist") as refused:
+        coordinator.run(servers.ask_one(server, body | {"model": judge_name("another")}))
+    assert refused.value.status == 404
+
+
 def test_servers_that_are_killed_cost_no_answer(coordinator, local):
+    """While the draft model's server is gone the target answers alone."""
     processes = coordinator.processes.members
     wanted = [told(g) for g in local.generate(PROMPTS, exact_tail=False, max_new_tokens=200)]
+    alone = [g.token_ids for g in local.generate_target(PROMPTS, max_new_tokens=200)]
 
     def kill() -> None:
         for process in processes:
@@ -98,11 +116,35 @@ def test_servers_that_are_killed_cost_no_answer(coordinator, local):
 
     killer = threading.Thread(target=kill)
     killer.start()
-    found = [told(g) for g in coordinator.generate(PROMPTS * 2, max_new_tokens=200)]
+    found = coordinator.generate(PROMPTS * 2, max_new_tokens=200)
     killer.join()
-    found += [told(g) for g in coordinator.generate(PROMPTS, max_new_tokens=200)]
-    assert found == wanted * 3
-    assert all(process.alive for process in processes)
+    for generation, drafted, own in zip(found, wanted * 2, alone * 2, strict=True):
+        assert generation.token_ids == own if generation.fallback else told(generation) == drafted
+    deadline = time.monotonic() + 300
+    while not all(process.alive and process.answers() for process in processes):
+        assert time.monotonic() < deadline
+        time.sleep(1)
+    coordinator.run(asyncio.sleep(2))  # health is checked every half second
+    found = coordinator.generate(PROMPTS, max_new_tokens=200)
+    assert [told(g) for g in found] == wanted and not any(g.fallback for g in found)
+
+
+def test_the_target_alone_runs_on_a_stock_server(local):
+    """What PARSE is compared with: the same answers, without the plugin and what it needs."""
+    from parse_infer.coordinator.engine import Coordinator
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        patch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+        with Coordinator.from_pretrained("zoo:target", zero_shot=True, target_options=EAGER) as made:
+            (process,) = made.processes.members
+            started = Path(f"/proc/{process.guard.pid}/environ").read_text().split("\0")
+            found = made.generate_target(PROMPTS[:4], max_new_tokens=100)
+            log = process.log.read_text()
+    assert "VLLM_PLUGINS=" in started and not any(word.startswith("VLLM_USE_V2_MODEL_RUNNER") for word in started)
+    assert "LlamaForCausalLM" in log and "ParseLlama" not in log
+    wanted = local.generate_target(PROMPTS[:4], max_new_tokens=100)
+    assert [g.token_ids for g in found] == [g.token_ids for g in wanted]
 
 
 def test_a_server_that_cannot_start_says_why():

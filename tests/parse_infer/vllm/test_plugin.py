@@ -314,15 +314,17 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(run, tmp_path, tokeniz
     target, folder, lm, judge = tiny(tmp_path, tokenizer, random_adapter, LlamaConfig(**SHAPE))
     options = engine_options(target, folder)
     assert options["max_logprobs"] == 20, "as many as without the plugin"
+    own = options["hf_overrides"]["parse"]
+    another = {**options["hf_overrides"], "parse": {**own, "fingerprint": "another"}}
     for changes, message in (
         ({"max_logprobs": 1}, "max_logprobs is 1: set it to 2"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism of 2 is not supported"),
         ({"enable_lora": True}, "vLLM's own LoRA .* cannot be used together"),
         ({"hf_overrides": {"architectures": ["ParseLlamaForCausalLM"]}}, "start the server with the options"),
+        ({"hf_overrides": another}, "was replaced since the command of this server was made: .* and not another;"),
     ):
         with pytest.raises(ValueError, match=message):
             start(**options | changes)
-    own = options["hf_overrides"]["parse"]
     wrong = {**own["reference"], "validity": [0.5 for _ in own["reference"]["validity"]]}
     with pytest.raises(ValueError, match="judges drafts otherwise than the local engine, so it does not start"):
         with run(**options | {"hf_overrides": {**options["hf_overrides"], "parse": {**own, "reference": wrong}}}):
