@@ -312,7 +312,8 @@ class Coordinator:
         settings = settings or GenerationSettings()
         request, drafts = self._prepare(prompt, settings, draft_text, alone)
         adaptive = self.adaptive if settings.adaptive is None else settings.adaptive
-        adaptive = adaptive and draft_text is None and not alone
+        threshold = self.threshold if request.settings.threshold is None else request.settings.threshold
+        adaptive = adaptive and draft_text is None and not alone and self._target.uses_draft(threshold)
         return self._answered(request, drafts, adaptive, watched)
 
     async def _answered(

@@ -23,6 +23,7 @@ from parse_infer.drafters.translation import Translation, Writing
 from parse_infer.models.language import Language
 from parse_infer.models.sampling import Sampling, seed_of
 from parse_infer.request import Request
+from parse_infer.rounds import may_hand_back
 from parse_infer.verify.segments import CutPolicy, Segmenter
 from parse_infer.vllm.questions import Questions
 
@@ -62,6 +63,10 @@ class Target:
         self.segmenter = Segmenter(language.tokenizer, replace(cut_policy, max_cuts=sys.maxsize))
         self.guesses = guesses
         self.probe_room = 0 if questions is None else len(questions.suffix(0, None)) + 1
+
+    def uses_draft(self, threshold: float) -> bool:
+        """Whether a draft serves at this threshold: something of it may be kept, or the servers guess from it."""
+        return threshold <= 1 or self.guesses
 
     async def validities(
         self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], prefer: Server | None = None
@@ -133,7 +138,8 @@ class ServerPair:
         self.threshold = threshold
         self._target, self._drafts, self._request = target, drafts, request
         self._overlap = overlap
-        self._watched = watched or request.settings.resume == "hand_back"  # which ends the target's writing early
+        # Handing back ends the target's writing early.
+        self._watched = watched or may_hand_back(request.settings, threshold, round=1)
         self._at, self._draft_at = at, draft_at
         self._tasks: set[asyncio.Task[Any]] = set()
         self._checks = self._new_checks(round=1)
@@ -144,6 +150,8 @@ class ServerPair:
 
     async def propose(self, round: int) -> Sequence[int]:
         request = self._request
+        if not self._target.uses_draft(self.threshold):
+            return []
         self._checks = checks = self._new_checks(round)
         if isinstance(self._drafts, TextDrafter):
             return self._drafts.propose(request.answer.ids, self.room()).ids
@@ -192,7 +200,7 @@ class ServerPair:
             return await self._target.validities(context, draft, cuts, self._at)
 
         # Where the target is to write all the rest, a broken draft goes on: it guesses what is written instead.
-        hands_back = settings.resume == "hand_back" and round < settings.max_rounds
+        hands_back = may_hand_back(settings, self.threshold, round)
         breaks = settings.acceptance == "first_failure" and (hands_back or not self._target.guesses)
         threshold = self.threshold if breaks else None
         return Checks(ask, self.segmenter, threshold, self._start)
