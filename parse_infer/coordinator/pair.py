@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,7 +99,7 @@ class Target:
         self, request: Request, round: int, prefer: Server | None, watched: bool
     ) -> AsyncGenerator[int, None]:
         room = request.answer.room
-        asked = server_settings(request.sampling, self.language.eos_ids, "target", round)
+        asked = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(request)
         if not watched:
             asked |= stop_settings(request.settings.stop)
         written = self.servers.written(request.context, room, asked, prefer, watched)
@@ -236,7 +236,14 @@ def stop_settings(stop: Sequence[str]) -> dict[str, Any]:
     return {"stop": list(stop), "include_stop_str_in_output": True} if stop else {}
 
 
-def server_settings(sampling: Sampling, end_ids: set[int], *purpose: object) -> dict[str, Any]:
+def end_settings(request: Request) -> dict[str, Any]:
+    """More of them, for an answer that does not end at each end token of the target. vLLM's names and meaning; the
+    server counts from what it writes now."""
+    settings: dict[str, Any] = {"ignore_eos": True} if request.settings.ignore_eos else {}
+    return settings | ({"min_tokens": request.answer.required} if request.answer.required else {})
+
+
+def server_settings(sampling: Sampling, end_ids: Collection[int], *purpose: object) -> dict[str, Any]:
     """Fields of a completion request. A server's own defaults, which may come with the model, must not apply."""
     settings: dict[str, Any] = {
         "temperature": sampling.temperature,

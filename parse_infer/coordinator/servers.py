@@ -178,6 +178,8 @@ class Servers:
         for _ in range(ATTEMPTS):
             server = await self._well(prefer)
             body = self._body([*ids, *got], most - len(got), settings)
+            if "min_tokens" in settings:  # of the whole text
+                body["min_tokens"] = max(0, settings["min_tokens"] - len(got))
             server.busy += 1
             try:
                 async with aclosing(self._client.written(f"{server.url}/v1/completions", body)) as pieces:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -56,11 +56,15 @@ class Language(ABC):
     def encode(self, prompt: Prompt) -> list[int]:
         """As `render`, however long it is."""
         ids = render_prompt(self.tokenizer, prompt, self.template_options)
+        self.check_tokens(ids)
+        return ids
+
+    def check_tokens(self, ids: Iterable[int]) -> None:
+        """ValueError for a token that the model does not know."""
         size = self.n_embeddings
         strange = next((token for token in ids if not 0 <= token < size), None)
         if strange is not None:
             raise ValueError(f"{strange} is no token of {self.name!r}, which has tokens 0 to {size - 1}.")
-        return ids
 
 
 def check_vocabulary(language: Language) -> None:

@@ -368,3 +368,33 @@ def test_several_answers_to_a_request_are_written_side_by_side(engine, connect):
         draft.pause = 0.0
         alone = [served.chat(PROMPT, **{**asked, "n": 1}).json()["choices"][0]["message"]["content"]]
         assert texts[:1] == alone, "the first one has the seed as it is given"
+
+
+@pytest.mark.parametrize(("overlap", "local_rows"), [(True, 0), (False, 3)])
+@pytest.mark.parametrize("ends", ["ignore_eos", "stop_token_ids", "min_tokens", "min_tokens and stop"])
+def test_an_answer_ends_where_the_local_engines_does(engine, connect, overlap, ends, local_rows):
+    """Its servers are told: what they write behind an end is not wanted, and what they must not write yet."""
+    free = engine.generate_target(PROMPT, max_new_tokens=40).token_ids
+    for part in (engine.target, engine.draft):
+        part.eos_ids = {free[8]}
+        part.decoder.eos_ids = frozenset(part.eos_ids)
+    coordinator, (target,), _ = connect(engine, overlap=overlap, local_rows=local_rows)
+    options = {
+        "ignore_eos": {"ignore_eos": True},
+        "stop_token_ids": {"ignore_eos": True, "stop_token_ids": [free[30]]},
+        "min_tokens": {"min_tokens": 20},
+        "min_tokens and stop": {"min_tokens": 20, "stop_token_ids": free[:2], "stop": ("e",)},
+    }[ends]
+    for threshold in (0.0, partial_threshold(engine), 1.01):
+        for resume in ("finish", "hand_back"):
+            settings = {"max_new_tokens": 40, "threshold": threshold, "resume": resume, **options}
+            for ours, prompt in zip(coordinator.generate(PROMPTS[:2], **settings), PROMPTS, strict=False):
+                assert same(ours, engine.generate(prompt, exact_tail=False, **settings)), (threshold, resume, prompt)
+            alone = engine.generate_target(PROMPT, **settings)
+            target.bodies.clear()
+            assert same(coordinator.generate_target(PROMPT, **settings), alone) and len(target.bodies) == 1
+            target.faults.extend(["cut"] * 2)  # a stream goes on elsewhere, and its end with it
+            *_, done = coordinator.stream(PROMPT, **settings)
+            assert same(done.generation, engine.generate(PROMPT, exact_tail=False, **settings))
+    written = [body for body in target.bodies if body["max_tokens"] > 1]
+    assert all(body.get("min_tokens", 0) <= body["max_tokens"] for body in written), "vLLM refuses it"
