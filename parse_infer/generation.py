@@ -174,7 +174,8 @@ class Timings:
 @dataclass(frozen=True)
 class Generation:
     """One answer. `text` equals the concatenation of the spans' texts; `token_ids` (target tokens) end with the end
-    token (the model's own, or a stop token) if `finish_reason` is "eos". With "stop", text ends inside the last token if the stop string does."""
+    token (the model's own, or a stop token) if `finish_reason` is "eos". With "stop", text ends inside the last token
+    if the stop string does."""
 
     text: str
     token_ids: list[int]
