@@ -20,7 +20,7 @@ class _Piece:
 
 
 class Answer:
-    """Owns the one definition of where an answer ends: an end token, a stop string or the budget.
+    """Owns the one definition of where an answer ends: an end token, a stop string or the budget. As vLLM has it.
 
     Args:
         tokenizer: the one of the model whose tokens these are.
@@ -28,6 +28,13 @@ class Answer:
         stop: the answer ends right after the first of these strings, wherever its tokens come from.
         max_tokens: the budget, end token included.
         before: tokens of a text that the answer continues.
+        ignore_eos: the `eos_ids` end nothing.
+        stop_token_ids: tokens that end an answer as well.
+        min_tokens: an answer does not end within its first tokens, this many: no end token may be among them, and only
+            a later token completes a stop string.
+
+    Attributes:
+        end_ids: tokens that end this answer.
     """
 
     def __init__(
@@ -37,11 +44,18 @@ class Answer:
         stop: Sequence[str],
         max_tokens: int,
         before: Sequence[int] = (),
+        *,
+        ignore_eos: bool = False,
+        stop_token_ids: Collection[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self.ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self._eos_ids = eos_ids
+        self.end_ids = frozenset(stop_token_ids) | (frozenset() if ignore_eos else frozenset(eos_ids))
+        self._all_end_ids = frozenset(stop_token_ids) | frozenset(eos_ids)
+        self._min_tokens = min_tokens
         self._stop = stop
+        self._no_stop_before = 0  # offset in the text; a stop string counts if it ends behind it
         self._max_tokens = max_tokens
         self._detokenizer = Detokenizer(tokenizer, before)
         self._text_end: int | None = None  # where a stop string ends the text
@@ -55,6 +69,16 @@ class Answer:
     def room(self) -> int:
         """Tokens that may still be added."""
         return self._max_tokens - len(self.ids)
+
+    @property
+    def required(self) -> int:
+        """How many of the next tokens must not be `banned_ids`."""
+        return min(self.room, max(0, self._min_tokens - len(self.ids)))
+
+    @property
+    def banned_ids(self) -> frozenset[int]:
+        """Tokens that must not come next: the end tokens, those that end nothing included."""
+        return self._all_end_ids if self.required else frozenset()
 
     @property
     def text(self) -> str:
@@ -76,18 +100,22 @@ class Answer:
 
     def clip(self, draft_ids: Sequence[int], room: int) -> list[int]:
         """The part of a draft that can become part of this answer: up to and including the token that ends it (end
-        token, last token of the first stop string), `room` and the budget."""
+        token, last token of the first stop string), up to a token that must not come yet, `room` and the budget."""
         ids = list(draft_ids[: max(0, min(room, self.room))])
-        ids = ids[: next((i + 1 for i, token in enumerate(ids) if token in self._eos_ids), len(ids))]
+        required = self.required
+        for i, token in enumerate(ids):
+            if token in (self._all_end_ids if i < required else self.end_ids):
+                ids = ids[: i + (i >= required)]
+                break
         if self._stop and ids:
             ahead = self._detokenizer.fork()
-            ahead.add(ids)
+            no_stop_before = self._read(ahead, ids)
             ahead.flush()
-            if self._find_stop(ahead.text) is not None:
+            if self._find_stop(ahead.text, len(self.text), no_stop_before) is not None:
                 ahead = self._detokenizer.fork()
                 for i, token in enumerate(ids):
                     ahead.add([token])
-                    if self._find_stop(ahead.text) is not None:
+                    if i >= required and self._find_stop(ahead.text, len(self.text), no_stop_before) is not None:
                         return ids[: i + 1]
         return ids
 
@@ -95,7 +123,7 @@ class Answer:
         """Texts of a draft's segments as they would continue this answer; nothing is added."""
         ahead, texts = self._detokenizer.fork(), []
         for start, end in zip([0, *cuts], cuts, strict=False):
-            texts.append(ahead.add([token for token in draft_ids[start:end] if token not in self._eos_ids]))
+            texts.append(ahead.add([token for token in draft_ids[start:end] if token not in self.end_ids]))
         if texts and draft_ids:
             texts[-1] += ahead.flush()
         return texts
@@ -108,9 +136,9 @@ class Answer:
         if not (ids and self.open):
             return ""
         before = len(self.text)
+        ended = ids[-1] in self.end_ids and len(self.ids) + len(ids) > self._min_tokens
+        no_stop_before = self._read(self._detokenizer, ids[:-1] if ended else ids)
         self.ids.extend(ids)
-        ended = self.ids[-1] in self._eos_ids
-        self._detokenizer.add(ids[:-1] if ended else ids)
         if ended:
             self.finish_reason = "eos"
         elif len(self.ids) >= self._max_tokens:
@@ -118,7 +146,8 @@ class Answer:
         if not self.open:
             self._detokenizer.flush()
         if self._stop:
-            self._text_end = self._find_stop(self._detokenizer.text, start=before)
+            self._no_stop_before = no_stop_before
+            self._text_end = self._find_stop(self._detokenizer.text, before, no_stop_before)
             if self._text_end is not None:
                 self.finish_reason = "stop"
         self._note_author(len(ids), source, validity)
@@ -132,9 +161,22 @@ class Answer:
         else:
             self._pieces.append(_Piece(source, n_tokens, validity, len(self.text)))
 
-    def _find_stop(self, text: str, start: int | None = None) -> int | None:
+    def _read(self, detokenizer: Detokenizer, ids: Sequence[int]) -> int:
+        """Let the detokenizer of this answer, or a fork, read the next tokens. Returns the offset in its text behind
+        which a stop string has to end."""
+        early = self._min_tokens - len(self.ids)
+        if early <= 0:
+            detokenizer.add(ids)
+            return self._no_stop_before
+        detokenizer.add(ids[:early])
+        no_stop_before = len(detokenizer.text)
+        if early < len(ids):
+            detokenizer.add(ids[early:])
+        return no_stop_before
+
+    def _find_stop(self, text: str, start: int, no_stop_before: int) -> int | None:
         """Offset of the end of the stop string that is complete first; `start` is where the unsearched text begins."""
-        start = len(self.text) if start is None else start
+        start = max(start, no_stop_before)
         ends = []
         for string in self._stop:
             at = text.find(string, max(0, start - len(string) + 1))

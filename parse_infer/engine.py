@@ -471,19 +471,23 @@ class ParseEngine:
     def _decode(
         self, model: LanguageModel, request: Request, drafter: TokenDrafter | None, role: Source, round: int = 1
     ) -> Iterator[int]:
-        """Tokens of `model` for the rest of the answer; what the consumer does in between is not timed."""
+        """Tokens of `model` for the rest of the answer, to which the consumer adds each; what it does besides is not
+        timed."""
         sampling, decoder = request.sampling, model.decoder
         # Random numbers of its own for each role and round: a rejected token must not be drawn again by the noise
         # that wrote it.
         generator = sampling.generator(decoder.device, role, round)
-        tokens = guided_decode(decoder, drafter, request.answer.room, sampling, generator)
         field = "resume_s" if model is self.target else "draft_s"
-        while True:
-            with request.timed(field):
-                token = next(tokens, None)
-            if token is None:
-                return
-            yield token
+        while request.answer.room > 0:  # a decode ends with the stretch without end tokens, and at any end token
+            stretch, banned = request.answer.required or request.answer.room, request.answer.banned_ids
+            tokens = guided_decode(decoder, drafter, stretch, sampling, generator, banned)
+            while True:
+                with request.timed(field):
+                    token = next(tokens, None)
+                if token is None:
+                    break
+                yield token
+            decoder.seek(request.context)  # without what was read behind an end token that ends nothing
 
     def _draft_forwards(self, drafter: Drafter | None = None) -> int:
         """Of the draft model, whatever it does; else of another drafter."""

@@ -53,6 +53,13 @@ class GenerationSettings:
     resume_sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     """The answer ends right after the first of these strings (the string itself is kept)."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer like the model's own end tokens: they count, and have no text."""
+    ignore_eos: bool = False
+    """The model's own end tokens end nothing; the answer goes on to a stop or to the budget."""
+    min_tokens: int = 0
+    """The answer does not end within its first tokens, this many: the target writes no end token there (in their
+    place the next likely one), a draft is cut before its own, and stop strings within them do not count."""
     max_rounds: int = 32
     """With "hand_back": after this many drafts the target writes the rest."""
     adaptive: bool | None = None
@@ -69,6 +76,7 @@ class GenerationSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+        self._check_ends()
         for name, choice in (("mode", Mode), ("acceptance", Acceptance), ("resume", Resume)):
             value, allowed = getattr(self, name), get_args(choice)
             if value not in allowed:
@@ -88,6 +96,20 @@ class GenerationSettings:
                 f"mode 'exact' compares with the target's greedy choice, but resume_sampling.temperature is "
                 f"{self.resume_sampling.temperature}; set it to 0 or use mode 'validity'."
             )
+
+    def _check_ends(self) -> None:
+        if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Iterable):
+            raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids.")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for token in self.stop_token_ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise ValueError(f"stop_token_ids contains {token!r}; a token id is a whole number.")
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False.")
+        if isinstance(self.min_tokens, bool) or not isinstance(self.min_tokens, int) or self.min_tokens < 0:
+            raise ValueError(f"min_tokens is {self.min_tokens!r}; it must be a whole number of at least 0.")
+        if self.min_tokens > self.max_new_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}, but max_new_tokens is {self.max_new_tokens}.")
 
     def override(self, **changes: Any) -> GenerationSettings:
         """A copy with some fields changed; ValueError for a name that is no field, with the closest one."""
@@ -156,8 +178,9 @@ class Timings:
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer. `text` equals the concatenation of the spans' texts; `token_ids` (target tokens) end with the
-    end token if `finish_reason` is "eos". With "stop", text ends inside the last token if the stop string does."""
+    """One answer. `text` equals the concatenation of the spans' texts; `token_ids` (target tokens) end with the end
+    token (the model's own, or a stop token) if `finish_reason` is "eos". With "stop", text ends inside the last token
+    if the stop string does."""
 
     text: str
     token_ids: list[int]

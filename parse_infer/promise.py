@@ -172,6 +172,9 @@ def apply_promise(settings: GenerationSettings, calibration: Calibration | None)
             raise ValueError(f"risk and {name} were both given: a promise chooses its own {name}")
     if not (settings.draft_sampling.greedy and settings.resume_sampling.greedy):
         raise ValueError(f"risk is {risk}, but the calibration covers greedy answers only: set temperatures to 0")
+    if settings.ignore_eos or settings.min_tokens:
+        given = "ignore_eos" if settings.ignore_eos else "min_tokens"
+        raise ValueError(f"risk is {risk}, but the calibration covers answers that end by themselves: omit {given}")
     if settings.max_new_tokens < calibration.max_new_tokens:
         raise ValueError(
             f"risk is {risk}, but the calibration covers answers of up to {calibration.max_new_tokens} tokens and "
@@ -180,15 +183,18 @@ def apply_promise(settings: GenerationSettings, calibration: Calibration | None)
     return settings.override(**asdict(calibration.setting(risk).setting))
 
 
-def promised(settings: GenerationSettings, risk: float | None, calibration: Calibration | None) -> GenerationSettings:
-    """`settings` with the promise `risk`, where it covers them and they do not name their own; else unchanged."""
+def promised(
+    settings: GenerationSettings, risk: float | None, calibration: Calibration | None
+) -> tuple[GenerationSettings, str | None]:
+    """`settings` with the promise `risk`, where it covers them and they do not name their own. Else unchanged, and
+    why it does not cover them."""
     if risk is None or settings.risk is not None:
-        return settings
+        return settings, None
     try:
         apply_promise(settings.override(risk=risk), calibration)
-    except ValueError:
-        return settings
-    return settings.override(risk=risk)
+    except ValueError as error:
+        return settings, str(error)
+    return settings.override(risk=risk), None
 
 
 def risks(values: Sequence[float]) -> tuple[float, ...]:

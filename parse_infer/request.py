@@ -23,7 +23,7 @@ class Request:
         sampling: how `writer` samples.
 
     Raises:
-        ValueError: an empty prompt, or one beyond the context window.
+        ValueError: an empty prompt, one beyond the context window, or a stop token that the writer does not have.
     """
 
     def __init__(self, prompt: Prompt, writer: Language, settings: GenerationSettings, sampling: Sampling) -> None:
@@ -33,7 +33,17 @@ class Request:
         self.sampling = sampling
         budget = min(settings.max_new_tokens, writer.window - len(self.prompt_ids))
         before = left_context(prompt, self.prompt_ids)
-        self.answer = Answer(writer.tokenizer, writer.eos_ids, settings.stop, budget, before)
+        writer.check_tokens(settings.stop_token_ids)
+        self.answer = Answer(
+            writer.tokenizer,
+            writer.eos_ids,
+            settings.stop,
+            budget,
+            before,
+            ignore_eos=settings.ignore_eos,
+            stop_token_ids=settings.stop_token_ids,
+            min_tokens=settings.min_tokens,
+        )
         self.stats = Statistics()
         self.timings = Timings()
         self.fallback: Fallback | None = None

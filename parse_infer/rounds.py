@@ -12,7 +12,7 @@ from contextlib import aclosing, suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 from parse_infer.answer import Answer
-from parse_infer.generation import Drafted, Event, Resumed, Segment, Verified
+from parse_infer.generation import Drafted, Event, GenerationSettings, Resumed, Segment, Verified
 from parse_infer.policy import maximal_valid_prefix
 from parse_infer.request import Request
 from parse_infer.verify.segments import Segmenter
@@ -103,7 +103,7 @@ async def rounds(pair: Pair[V], request: Request) -> AsyncGenerator[Event, None]
 
         # resume: the target goes on from there
         pair.settle(draft, verdict, cut + tail)
-        hands_back = settings.resume == "hand_back" and draft and round < settings.max_rounds
+        hands_back = bool(draft) and may_hand_back(settings, pair.threshold, round)
         if hands_back and cut + tail == len(draft):
             continue  # all of it holds, and the draft model may have more to say
         resumed: list[int] = []
@@ -116,6 +116,13 @@ async def rounds(pair: Pair[V], request: Request) -> AsyncGenerator[Event, None]
                 # Inside a character another tokenizer has nothing to go on from.
                 if hands_back and answer.complete and pair.segmenter.first_segment_end(resumed):
                     break
+
+
+def may_hand_back(settings: GenerationSettings, threshold: float, round: int) -> bool:
+    """Whether the draft model takes over again after this round. Above a threshold of 1 it does not: nothing of a
+    second draft would be kept either."""
+    keeps = threshold <= 1 or settings.mode == "exact"
+    return settings.resume == "hand_back" and keeps and round < settings.max_rounds
 
 
 def segments_of(answer: Answer, draft: Sequence[int], verdict: Verdict) -> list[Segment]:

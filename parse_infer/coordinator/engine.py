@@ -308,13 +308,14 @@ class Coordinator:
         self,
         prompt: Prompt,
         settings: GenerationSettings | None = None,
-        draft_text: str | None = None,
+        draft_text: str | TextDrafter | None = None,
         alone: bool = False,
         watched: bool = True,
     ) -> AsyncGenerator[Event, None]:
         """What happens while a prompt is answered, `Done` last; for callers with an event loop of their own.
 
         Args:
+            draft_text: a draft to use, or the drafter that has made tokens of it.
             alone: by the target, without a draft.
             watched: False: the target's tokens come all at once, which costs less.
 
@@ -324,7 +325,9 @@ class Coordinator:
         settings = settings or GenerationSettings()
         request, drafts = self._prepare(prompt, settings, draft_text, alone)
         adaptive = self.adaptive if settings.adaptive is None else settings.adaptive
-        adaptive = adaptive and draft_text is None and not alone
+        threshold = request.settings.threshold
+        assert threshold is not None  # `_prepare` has put in the coordinator's own
+        adaptive = adaptive and draft_text is None and not alone and self._target.uses_draft(threshold)
         return self._answered(request, drafts, adaptive, watched)
 
     async def _answered(
@@ -356,8 +359,9 @@ class Coordinator:
 
         Raises OSError where no server answers, and ValueError for what it refuses.
         """
-        if self.target.template_options:
-            fields = {"chat_template_kwargs": dict(self.target.template_options)} | fields
+        switches = {**self.target.template_options, **fields.get("chat_template_kwargs", {})}
+        if switches:
+            fields = fields | {"chat_template_kwargs": switches}
         self.running += 1
         try:
             async with aclosing(self._target.servers.relayed("/v1/chat/completions", fields)) as pieces:
@@ -432,7 +436,7 @@ class Coordinator:
                 await pair.close()
 
     def _prepare(
-        self, prompt: Prompt, settings: GenerationSettings, draft_text: str | None, alone: bool
+        self, prompt: Prompt, settings: GenerationSettings, draft_text: str | TextDrafter | None, alone: bool
     ) -> tuple[Request, Drafts | None]:
         """Everything that can be wrong with a request is found here."""
         if settings.risk is not None and draft_text is not None:
@@ -443,6 +447,8 @@ class Coordinator:
         request = Request(prompt, self.target, settings, settings.resume_sampling)
         if alone:
             return request, None
+        if isinstance(draft_text, TextDrafter):
+            return request, draft_text
         if draft_text is not None:
             return request, TextDrafter(draft_text, self.target, prompt)
         if self._drafts is None:

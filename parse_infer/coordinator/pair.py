@@ -27,6 +27,7 @@ from parse_infer.generation import Fallback
 from parse_infer.models.language import Language
 from parse_infer.models.sampling import Sampling, seed_of
 from parse_infer.request import Request
+from parse_infer.rounds import may_hand_back
 from parse_infer.verify.segments import CutPolicy, Segmenter
 from parse_infer.vllm.questions import Questions
 
@@ -76,6 +77,10 @@ class Target:
             return list(cuts)
         return self.questions.affordable(len(context), cuts, self.language.window, singly=singly)
 
+    def uses_draft(self, threshold: float) -> bool:
+        """Whether a draft serves at this threshold: something of it may be kept, or the servers guess from it."""
+        return threshold <= 1 or self.guesses
+
     async def validities(
         self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], place: Place | None = None
     ) -> list[float]:
@@ -119,7 +124,7 @@ class Target:
         self, request: Request, round: int, place: Place | None, watched: bool
     ) -> AsyncGenerator[int, None]:
         room = request.answer.room
-        asked = server_settings(request.sampling, self.language.eos_ids, "target", round)
+        asked = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(request)
         if not watched:
             asked |= stop_settings(request.settings.stop)
         written = self.servers.written(request.context, room, asked, place, watched)
@@ -162,7 +167,8 @@ class ServerPair:
         self._target, self._drafts, self._request = target, drafts, request
         self._overlap = overlap
         self._falls_back = falls_back
-        self._watched = watched or request.settings.resume == "hand_back"  # which ends the target's writing early
+        # Handing back ends the target's writing early.
+        self._watched = watched or may_hand_back(request.settings, threshold, round=1)
         self._at, self._draft_at = at, draft_at
         self._tasks: set[asyncio.Task[Any]] = set()
         self._checks = self._new_checks(round=1)
@@ -173,7 +179,7 @@ class ServerPair:
 
     async def propose(self, round: int) -> Sequence[int]:
         request, servers = self._request, self._target.servers
-        if request.fallback is not None:
+        if request.fallback is not None or not self._target.uses_draft(self.threshold):
             return []
         if not servers.can_judge:
             return self._fall_back(Replaced(f"no target server that answers runs the adapter {servers.judge}"))
@@ -254,7 +260,7 @@ class ServerPair:
             return await self._target.validities(context, draft, cuts, self._at)
 
         # Where the target is to write all the rest, a broken draft goes on: it guesses what is written instead.
-        hands_back = settings.resume == "hand_back" and round < settings.max_rounds
+        hands_back = may_hand_back(settings, self.threshold, round)
         breaks = settings.acceptance == "first_failure" and (hands_back or not self._target.guesses)
         threshold = self.threshold if breaks else None
         choose = partial(self._target.affordable, context, singly=True)
@@ -302,7 +308,14 @@ def stop_settings(stop: Sequence[str]) -> dict[str, Any]:
     return {"stop": list(stop), "include_stop_str_in_output": True} if stop else {}
 
 
-def server_settings(sampling: Sampling, end_ids: set[int], *purpose: object) -> dict[str, Any]:
+def end_settings(request: Request) -> dict[str, Any]:
+    """More of them, for an answer that does not end at each end token of the target. vLLM's names and meaning; the
+    server counts from what it writes now."""
+    settings: dict[str, Any] = {"ignore_eos": True} if request.settings.ignore_eos else {}
+    return settings | ({"min_tokens": request.answer.required} if request.answer.required else {})
+
+
+def server_settings(sampling: Sampling, end_ids: Collection[int], *purpose: object) -> dict[str, Any]:
     """Fields of a completion request. A server's own defaults, which may come with the model, must not apply."""
     settings: dict[str, Any] = {
         "temperature": sampling.temperature,

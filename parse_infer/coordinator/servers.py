@@ -228,6 +228,8 @@ class Servers:
         while tried.left:
             server = await self._server(place, tried)
             body = self._body([*ids, *got], most - len(got), settings)
+            if "min_tokens" in settings:  # of the whole text
+                body["min_tokens"] = max(0, settings["min_tokens"] - len(got))
             async with self._trying(server, tried):
                 async with aclosing(self._client.written(f"{server.url}/v1/completions", body)) as pieces:
                     while (piece := await self._next(server, pieces)) is not None:

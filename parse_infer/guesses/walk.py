@@ -9,7 +9,7 @@ in for `Decoder.decode` wherever a model writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from parse_infer.guesses.token_drafter import ROOT, Guess, TokenDrafter
 from parse_infer.guesses.tree import branches
 from parse_infer.models.decoder import Decoder
-from parse_infer.models.sampling import Sampling, distribution, draw
+from parse_infer.models.sampling import Sampling, distribution, draw, without
 
 
 def guided_decode(
@@ -26,11 +26,12 @@ def guided_decode(
     max_new_tokens: int,
     sampling: Sampling,
     generator: torch.Generator | None = None,
+    banned_ids: Collection[int] = (),
 ) -> Iterator[int]:
-    """New tokens one after the other, with a token drafter or without."""
+    """New tokens one after the other, with a token drafter or without; none of `banned_ids`."""
     if drafter is None:
-        return decoder.decode(max_new_tokens, sampling, generator)
-    return speculate(decoder, drafter, max_new_tokens, sampling, generator)
+        return decoder.decode(max_new_tokens, sampling, generator, banned_ids)
+    return speculate(decoder, drafter, max_new_tokens, sampling, generator, banned_ids)
 
 
 def speculate(
@@ -39,6 +40,7 @@ def speculate(
     max_new_tokens: int,
     sampling: Sampling | None = None,
     generator: torch.Generator | None = None,
+    banned_ids: Collection[int] = (),
 ) -> Iterator[int]:
     """Yield new tokens as `decoder.decode` does, after fewer forwards.
 
@@ -51,7 +53,7 @@ def speculate(
     sampling = sampling or Sampling()
     if generator is None:
         generator = sampling.generator(decoder.device)
-    room = max_new_tokens
+    room, banned = max_new_tokens, decoder.token_index(banned_ids)
     decoder.reserve(len(decoder.ids), room)
     # The first choice needs no guess where its logits are known already, as after a verification pass.
     logits = decoder.next_logits()[None] if room > 0 and decoder.knows_next else None
@@ -60,7 +62,7 @@ def speculate(
         if logits is None:
             guess = drafter.guess(decoder.ids, room - 1, sampling, generator)
             logits = decoder.logits(read_guess(decoder, guess))
-        path, last = walk(logits, guess, sampling, generator)
+        path, last = walk(without(logits, banned), guess, sampling, generator)
         logits = None
         if guess.tokens:
             decoder.keep(path)

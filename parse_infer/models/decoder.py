@@ -22,7 +22,7 @@ from parse_infer.models.attention import SPLIT_ATTENTION, layer_masks
 from parse_infer.models.fast_backbone import FastBackbone
 from parse_infer.models.hidden_capture import HiddenCapture
 from parse_infer.models.kv_buffer import new_cache
-from parse_infer.models.sampling import Sampling, choose
+from parse_infer.models.sampling import Sampling, choose, without
 
 _MOST_RESERVED = 4096  # new tokens: few answers are longer, whatever their budget
 _BEHIND = 64  # tokens read behind a context and dropped again: a tree of guesses
@@ -158,7 +158,11 @@ class Decoder:
 
     @torch.inference_mode()
     def decode(
-        self, max_new_tokens: int, sampling: Sampling | None = None, generator: torch.Generator | None = None
+        self,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        generator: torch.Generator | None = None,
+        banned_ids: Collection[int] = (),
     ) -> Iterator[int]:
         """Yield new tokens and append them to `ids`; stops after an EOS token (yielded too) or the budget.
 
@@ -167,6 +171,7 @@ class Decoder:
 
         Args:
             generator: random generator on the model's device; by default a fresh one from `sampling.seed`.
+            banned_ids: tokens that are not chosen.
 
         Raises:
             ValueError: the context is empty.
@@ -178,12 +183,13 @@ class Decoder:
         if max_new_tokens <= 0:
             return
         self.reserve(len(self.ids), max_new_tokens)
+        banned = self.token_index(banned_ids)
         logits = self.next_logits()
         position = torch.tensor([[len(self.ids)]], device=self.device)
         self.edits += 1
         edits = self.edits
         for count in range(1, max_new_tokens + 1):
-            token = choose(logits, sampling, generator)
+            token = choose(without(logits, banned), sampling, generator)
             token_id = int(token)  # synchronises with the device: the loop's exit test
             self.ids.append(token_id)
             self._next_logits = None
@@ -221,6 +227,10 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] of final-norm hidden states [..., H], with the model's own scale and cap."""
         return self._output_layer(hidden)
+
+    def token_index(self, ids: Collection[int]) -> Tensor | None:
+        """int64 [n] on the model's device; None for no token."""
+        return torch.tensor(sorted(ids), device=self.device) if ids else None
 
     @property
     def knows_next(self) -> bool:

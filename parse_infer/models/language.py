@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from parse_infer.models.prompts import Prompt, end_of_turn, render_prompt
+from parse_infer.models.prompts import Prompt, Rendered, end_of_turn, render_prompt
+from parse_infer.models.sampling import Sampling
 
 
 class Language(ABC):
@@ -31,6 +32,26 @@ class Language(ABC):
     @abstractmethod
     def n_embeddings(self) -> int:
         """Number of tokens the model embeds, which may be more than its tokenizer knows (padding)."""
+
+    @property
+    @abstractmethod
+    def generation(self) -> GenerationConfig | None:
+        """The model's own settings, where it has any."""
+
+    @property
+    def default_sampling(self) -> Sampling:
+        """What a server samples with where a request does not say; elsewhere this library is greedy until it is told.
+
+        Temperature, top-p and top-k of the generation config, as vLLM takes them. Greedy where it names no
+        temperature, unless its `do_sample` says otherwise. Raises ValueError for a value outside its range.
+        """
+        own = self.generation
+        if own is None:
+            return Sampling()
+        temperature = own.temperature
+        if temperature is None:
+            temperature = 1.0 if own.do_sample else 0.0
+        return Sampling(temperature, 1.0 if own.top_p is None else own.top_p, max(0, own.top_k or 0))
 
     @cached_property
     def end_token(self) -> int | None:
@@ -55,12 +76,18 @@ class Language(ABC):
 
     def encode(self, prompt: Prompt) -> list[int]:
         """As `render`, however long it is."""
+        if isinstance(prompt, Rendered) and self.name in prompt.ids:
+            return list(prompt.ids[self.name])
         ids = render_prompt(self.tokenizer, prompt, self.template_options)
+        self.check_tokens(ids)
+        return ids
+
+    def check_tokens(self, ids: Iterable[int]) -> None:
+        """ValueError for a token that the model does not know."""
         size = self.n_embeddings
         strange = next((token for token in ids if not 0 <= token < size), None)
         if strange is not None:
             raise ValueError(f"{strange} is no token of {self.name!r}, which has tokens 0 to {size - 1}.")
-        return ids
 
 
 def check_vocabulary(language: Language) -> None:

@@ -54,6 +54,10 @@ class LanguageModel(Language):
         self.decoder = Decoder(self.model, self.eos_ids)
 
     @property
+    def generation(self) -> GenerationConfig | None:
+        return self.model.generation_config
+
+    @property
     def n_embeddings(self) -> int:
         return cast("torch.Tensor", self.model.get_input_embeddings().weight).shape[0]
 
@@ -72,6 +76,7 @@ class ServedModel(Language):
     window: int
     size: int
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    generation: GenerationConfig | None = None
 
     def __post_init__(self) -> None:
         check_vocabulary(self)
@@ -139,8 +144,15 @@ def load_served_model(
     except OSError:  # the file is optional
         generation = GenerationConfig.from_model_config(config)
     size = config.get_text_config(decoder=True).vocab_size
-    eos_ids = end_tokens(generation, tokenizer)
-    return ServedModel(str(name), tokenizer, eos_ids, context_window(config), size, template_options or {})
+    return ServedModel(
+        str(name),
+        tokenizer,
+        end_tokens(generation, tokenizer),
+        context_window(config),
+        size,
+        template_options or {},
+        generation,
+    )
 
 
 def load_config(name: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:

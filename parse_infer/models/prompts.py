@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -31,7 +32,34 @@ class Verbatim:
         return cls(decode(tokenizer, ids), tuple(ids))
 
 
-Prompt = str | Sequence[Message] | Verbatim
+@dataclass(frozen=True)
+class Chat:
+    """Chat messages with switches of the chat template for this prompt alone, on top of the model's own."""
+
+    messages: Sequence[Message]
+    template_options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt whose tokens are known already.
+
+    Attributes:
+        ids: by the name of the model that reads them; another model renders the prompt itself.
+    """
+
+    prompt: str | Sequence[Message] | Verbatim | Chat
+    ids: Mapping[str, Sequence[int]]
+
+
+Prompt = str | Sequence[Message] | Verbatim | Chat | Rendered
+
+
+def content_of(prompt: Prompt) -> str | Sequence[Message] | Verbatim:
+    """The text or the messages of a prompt."""
+    if isinstance(prompt, Rendered):
+        prompt = prompt.prompt
+    return prompt.messages if isinstance(prompt, Chat) else prompt
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
@@ -55,6 +83,7 @@ def _are_messages(prompts: Sequence[Any]) -> bool:
 
 def open_turn(prompt: Prompt) -> str:
     """The assistant's text that the answer continues; "" where the answer begins a turn of its own."""
+    prompt = content_of(prompt)
     if isinstance(prompt, Verbatim):
         return prompt.text
     if isinstance(prompt, str) or not prompt or prompt[-1]["role"] != "assistant":
@@ -81,6 +110,11 @@ def render_prompt(
 
     Raises ValueError for an empty prompt, for messages without a template and for those that the template refuses.
     """
+    prompt = prompt.prompt if isinstance(prompt, Rendered) else prompt
+    if isinstance(prompt, Chat):
+        _check_options(tokenizer, prompt.template_options)
+        template_options = {**(template_options or {}), **prompt.template_options}
+    prompt = content_of(prompt)
     if isinstance(prompt, Verbatim):
         ids = list(tokenizer(prompt.text).input_ids) if prompt.ids is None else list(prompt.ids)
         if not ids:
@@ -103,7 +137,7 @@ def render_prompt(
             continue_final_message=continues,
             **(template_options or {}),
         )
-    except TemplateError as error:  # templates refuse roles and orders they do not know
+    except (TemplateError, TypeError) as error:  # templates refuse roles, orders and options they do not know
         raise ValueError(f"The chat template of {tokenizer.name_or_path!r} refuses the prompt: {error}.") from error
     return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has written them already
 
@@ -118,6 +152,14 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_options: Mapping[st
         return []
     behind = cast("str", text).rpartition(marker)[2] if marker in text else ""
     return list(tokenizer(behind, add_special_tokens=False).input_ids)
+
+
+def _check_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+    """ValueError for an option that is none of the template's, but of the function that applies it."""
+    taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    for name in options:
+        if name in taken:
+            raise ValueError(f"{name!r} is no switch of the chat template that a prompt may set.")
 
 
 def _check(prompt: Any) -> None:

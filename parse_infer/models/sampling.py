@@ -77,6 +77,11 @@ class Sampling:
         return torch.Generator(device).manual_seed(seed_of(self.seed, *purpose) if purpose else self.seed)
 
 
+def without(logits: Tensor, banned: Tensor | None) -> Tensor:
+    """Logits [..., V] in which the tokens `banned` (int64 [n]) have no chance; None bans nothing."""
+    return logits if banned is None else logits.index_fill(-1, banned, -torch.inf)
+
+
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
     """Token chosen from logits, row by row; no synchronisation with the device.
 

@@ -10,11 +10,12 @@ from contextlib import aclosing, contextmanager
 
 from parse_infer.generation import Done, Event
 from parse_infer.serve.audit import Audit
-from parse_infer.serve.backend import Backend, Job, Refused
+from parse_infer.serve.backend import Backend, Refused
 from parse_infer.serve.choice import Choice
 from parse_infer.serve.errors import ApiError, failure
 from parse_infer.serve.line import Line
 from parse_infer.serve.metrics import Metrics
+from parse_infer.serve.requested import RequestedAnswers
 
 log = logging.getLogger("parse_infer.serve")
 
@@ -24,17 +25,16 @@ Told = tuple[Choice, Event, str]
 
 
 async def answers(
-    backend: Backend, line: Line, metrics: Metrics, jobs: Sequence[tuple[Job, int]], audit: Audit | None = None
+    backend: Backend, line: Line, metrics: Metrics, requested: RequestedAnswers, audit: Audit | None = None
 ) -> AsyncGenerator[Told, None]:
-    """All events of a request.
-
-    Args:
-        jobs: each with the number of tokens of its prompt.
+    """All events of a request, which is admitted first.
 
     Raises ApiError: what the backend refuses, or fails on.
     """
     asked_at = time.perf_counter()
-    async with line.place(len(jobs)):
+    async with line.place(len(requested)):
+        with api_errors():
+            jobs = await requested.jobs(backend)
         choices = [Choice(i, job, prompt_tokens, asked_at) for i, (job, prompt_tokens) in enumerate(jobs)]
         streams = [_answered(backend, line, metrics, choice, audit) for choice in choices]
         side_by_side = backend.parallel > 1 and len(streams) > 1

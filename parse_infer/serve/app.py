@@ -9,7 +9,7 @@ from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from parse_infer.models.prompts import Prompt, Verbatim
+from parse_infer.models.sampling import Sampling
 from parse_infer.promise import apply_promise
 from parse_infer.serve import errors
 from parse_infer.serve.audit import Audit, Promises
@@ -22,6 +22,7 @@ from parse_infer.serve.gate import Gate
 from parse_infer.serve.line import Limits, Line
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.page import page_file
+from parse_infer.serve.response import warning_header
 from parse_infer.serve.tokens import (
     DetokenizeAnswer,
     DetokenizeBody,
@@ -53,6 +54,8 @@ def create_app(
     promises: Promises | None = None,
     traces: Traces | None = None,
     adaptive: bool = False,
+    strict: bool = False,
+    generation_config: bool = True,
 ) -> FastAPI:
     """The OpenAI-compatible API, metrics and page of one backend.
 
@@ -60,6 +63,9 @@ def create_app(
         api_key: what clients must send; None asks for none.
         model: the name under which the backend's target is served; default: its own.
         adaptive: of requests that do not say, see `GenerationSettings`.
+        strict: refuse fields that this server does not know, instead of ignoring them with a warning.
+        generation_config: requests that do not say are sampled as the target's generation config asks for; else
+            greedily.
 
     Raises:
         ValueError: a risk that the backend's calibration does not show, or an audit without one.
@@ -74,8 +80,18 @@ def create_app(
     audit = Audit(backend, metrics, promises) if promises.audit else None
     if promises.risk is not None or audit is not None:
         backend.check_calibration()
-    note = None if traces is None else traces.note
-    desk = Desk(backend, line, metrics, model or backend.name, promises.risk, adaptive, audit, note)
+    desk = Desk(
+        backend,
+        line,
+        metrics,
+        model or backend.name,
+        promises.risk,
+        adaptive,
+        strict,
+        backend.default_sampling if generation_config else Sampling(),
+        audit,
+        *(() if traces is None else (traces.note,)),
+    )
     app = FastAPI(
         title="PARSE",
         summary="OpenAI's API over a draft model whose answers the target checks.",
@@ -89,7 +105,6 @@ def create_app(
     app.add_exception_handler(ApiError, errors.answer_api_error)
     app.add_exception_handler(HTTPException, errors.answer_http_error)
     app.add_exception_handler(RequestValidationError, errors.answer_invalid_body)
-    app.add_exception_handler(Exception, errors.answer_failure)
     metrics.watch("parse_answers_running", "Answers that are being written.", lambda: backend.running)
     metrics.watch(
         "parse_answers_waiting", "Accepted answers that wait.", lambda: max(0, line.answers - backend.running)
@@ -101,21 +116,11 @@ def create_app(
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_streams(ChatCompletion))
     async def chat(body: ChatBody) -> Response:
-        desk.check_model(body.model)
-        if body.form is not None:
-            return desk.relay(body)
-        jobs = await desk.jobs(body, [body.prompt], body.max_new_tokens, body.draft_text)
-        return desk.answer(ChatShape(), body, jobs)
+        return desk.answer(ChatShape(), body) if body.form is None else desk.relay(body)
 
     @app.post("/v1/completions", response_model=Completion, responses=_streams(Completion))
     async def complete(body: CompletionBody) -> Response:
-        desk.check_model(body.model)
-        prompts: list[Prompt] = []
-        for prompt in body.prompts:
-            with errors.refusals("prompt"):
-                prompts.append(Verbatim(prompt) if isinstance(prompt, str) else await backend.verbatim(prompt))
-        jobs = await desk.jobs(body, prompts, body.max_new_tokens, body.draft_text)
-        return desk.answer(CompletionShape(), body, jobs)
+        return desk.answer(CompletionShape(), body)
 
     card = ModelCard(
         id=desk.model, created=started, max_model_len=backend.window, parse={"threshold": backend.threshold}
@@ -131,21 +136,25 @@ def create_app(
         return card
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> TokenizeAnswer:
+    async def tokenize(body: TokenizeBody, response: Response) -> TokenizeAnswer:
         desk.check_model(body.model)
-        with errors.refusals():
-            if body.messages is not None:
-                ids = await backend.render([message.plain() for message in body.messages])
-            else:
-                ids = await backend.encode(body.prompt or "", body.add_special_tokens)
-        texts = await backend.token_texts(ids) if body.return_token_strs else None
+        response.headers.update(warning_header(desk.warnings(body)))
+        async with line.place(0):  # it is no answer, but is not to take longer than one
+            with errors.refusals():
+                if body.chat is not None:
+                    ids = list((await backend.render(body.chat)).ids[backend.name])
+                else:
+                    ids = await backend.encode(body.prompt or "", body.add_special_tokens)
+                texts = await backend.token_texts(ids) if body.return_token_strs else None
         return TokenizeAnswer(count=len(ids), max_model_len=backend.window, tokens=ids, token_strs=texts)
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> DetokenizeAnswer:
+    async def detokenize(body: DetokenizeBody, response: Response) -> DetokenizeAnswer:
         desk.check_model(body.model)
-        with errors.refusals("tokens"):
-            return DetokenizeAnswer(prompt=await backend.decode(body.tokens))
+        response.headers.update(warning_header(desk.warnings(body)))
+        async with line.place(0):
+            with errors.refusals("tokens"):
+                return DetokenizeAnswer(prompt=await backend.decode(body.tokens))
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:

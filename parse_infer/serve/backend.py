@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from parse_infer.generation import Event, GenerationSettings
-from parse_infer.models.prompts import Prompt, Verbatim
+from parse_infer.models.prompts import Prompt, Rendered
+from parse_infer.models.sampling import Sampling
 from parse_infer.promise import Calibration
+
+
+@dataclass(frozen=True)
+class TokenPrompt:
+    """Token ids of the target that an answer continues as they stand."""
+
+    ids: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,8 @@ class Backend(Protocol):
     """Tokens that prompt and answer may have together."""
     threshold: float
     """The one that is used where none is given."""
+    default_sampling: Sampling
+    """What the target's generation config asks for."""
 
     calibration: Calibration | None
     """What `risk` goes by."""
@@ -76,12 +86,11 @@ class Backend(Protocol):
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]: ...
 
-    async def verbatim(self, ids: Sequence[int]) -> Verbatim:
-        """A prompt of tokens. Raises Refused for ids outside the vocabulary."""
-        ...
+    async def render(self, prompt: Prompt | TokenPrompt, drafted: bool = False) -> Rendered:
+        """The prompt with its tokens, those of the target under `name`; `drafted`: those of the draft model too.
 
-    async def render(self, prompt: Prompt) -> list[int]:
-        """Tokens of the prompt. Raises Refused where it is empty, too long or refused by the chat template."""
+        Raises Refused where it is empty, too long, outside the vocabulary or refused by the chat template.
+        """
         ...
 
     def tokenizer_info(self) -> dict[str, Any]: ...

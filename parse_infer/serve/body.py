@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    StrictInt,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from parse_infer.generation import GenerationSettings, Resume
@@ -14,6 +26,14 @@ from parse_infer.serve.errors import refusals
 
 LONGEST_STOP = 1000  # characters
 MOST_CHOICES = 16
+MOST_UNKNOWN = 8  # unknown fields of an object that are named
+
+Item = TypeVar("Item")
+# Without fail_fast, pydantic collects an error for each item of a list. Their number is checked first.
+AtMost16 = Annotated[list[Item], Field(max_length=16, fail_fast=True)]
+AtMost1024 = Annotated[list[Item], Field(max_length=1024, fail_fast=True)]
+AtMost16384 = Annotated[list[Item], Field(max_length=16384, fail_fast=True)]
+Tokens = Annotated[list[StrictInt], Field(max_length=1 << 20, fail_fast=True)]  # the largest windows in use
 
 
 def _unicode(text: str) -> str:
@@ -33,14 +53,35 @@ def neutral(why: str, *values: Any) -> Any:
 
 
 def ignored() -> Any:
-    """A field of OpenAI's without influence on the answer."""
-    return Field(default=None, description="Accepted and ignored.")
+    """A field of OpenAI's without influence on the answer; it is not relayed either."""
+    return Field(default=None, description="Accepted and ignored.", exclude=True)
 
 
 class Body(BaseModel):
-    """A JSON object without any other fields, and with values of exactly these types."""
+    """A JSON object with values of exactly these types. Other fields are ignored; `unknown` names them."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+    _unknown: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_unknown(cls, fields: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        body = read(fields)
+        if isinstance(fields, dict):
+            unknown = (str(name) for name in fields if name not in cls.model_fields)
+            body._unknown = tuple(islice(unknown, MOST_UNKNOWN))
+        return body
+
+    def unknown(self, at: str = "") -> Iterator[str]:
+        """The unknown fields here and within, as paths such as `messages.0.mood`."""
+        yield from (at + name for name in self._unknown)
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Body):
+                yield from value.unknown(f"{at}{name}.")
+            elif isinstance(value, list) and value and isinstance(value[0], Body):
+                for i, item in enumerate(value):
+                    yield from item.unknown(f"{at}{name}.{i}.")
 
     @model_validator(mode="after")
     def _ask_for_nothing_else(self) -> Body:
@@ -53,12 +94,16 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="End with a chunk that has the usage.")
-    continuous_usage_stats: Any = neutral("usage comes once, at the end", False)
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: each chunk has the usage of its choice so far."
+    )
     include_obfuscation: Any = ignored()
 
 
 class ParseOptions(Body):
-    """How PARSE answers; what is left out is the engine's default."""
+    """How PARSE answers; what is left out is the engine's default. Who writes these knows them: none is ignored."""
+
+    model_config = ConfigDict(extra="forbid")
 
     threshold: float | None = Field(None, ge=0, description="Keep a prefix whose validity is at least this.")
     risk: float | None = Field(
@@ -84,11 +129,18 @@ class AnswerBody(Body):
 
     model: Text | None = Field(None, description="Default: the model that is served.")
     max_tokens: int | None = Field(None, ge=1, le=1 << 31)
-    temperature: float | None = Field(None, ge=0, le=2, description="Default: 0, the most likely token.")
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="Default: that of the model's generation config, else 0, the most likely token."
+    )
     top_p: float | None = Field(None, ge=0.001, le=1)
     top_k: int | None = Field(None, ge=-1, le=1 << 31, description="0 and -1 keep all tokens.")
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
-    stop: Text | list[Text] | None = Field(None, description="The answer ends before the first of these texts.")
+    stop: Text | AtMost16[Text] | None = Field(None, description="The answer ends before the first of these texts.")
+    stop_token_ids: AtMost1024[StrictInt] | None = Field(None, description="Tokens that end the answer as well.")
+    ignore_eos: bool | None = Field(None, description="The model's own end tokens do not end the answer.")
+    min_tokens: int | None = Field(
+        None, ge=0, le=1 << 31, description="The answer does not end within its first tokens, this many."
+    )
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -99,7 +151,13 @@ class AnswerBody(Body):
     repetition_penalty: Any = neutral("no penalties here; only 1", 1)
     min_p: Any = neutral("not offered here; only 0", 0)
     logit_bias: Any = neutral("not offered here", {})
-    ignore_eos: Any = neutral("not offered here", False)
+    bad_words: Any = neutral("not offered here", [])
+    allowed_token_ids: Any = neutral("not offered here")
+    structured_outputs: Any = neutral("not offered here: use response_format")
+    include_stop_str_in_output: Any = neutral("not offered here", False)
+    skip_special_tokens: Any = neutral("special tokens have no text here", True)
+    use_beam_search: Any = neutral("not offered here", False)
+    prompt_logprobs: Any = neutral("not offered here")
 
     user: Any = ignored()
     metadata: Any = ignored()
@@ -112,8 +170,8 @@ class AnswerBody(Body):
     @model_validator(mode="after")
     def _check(self) -> AnswerBody:
         strings = self.stop_strings
-        if len(strings) > 16 or any(not 0 < len(string) <= LONGEST_STOP for string in strings):
-            sentence = "stop: at most 16 texts of 1 to {most} characters"
+        if any(not 0 < len(string) <= LONGEST_STOP for string in strings):
+            sentence = "stop: give texts of 1 to {most} characters"
             raise PydanticCustomError("sentence", sentence, {"most": LONGEST_STOP})
         if self.temperature is not None and 0 < self.temperature < 0.01:
             raise PydanticCustomError("sentence", "temperature: give 0 (the most likely token) or at least 0.01")
@@ -137,26 +195,46 @@ class AnswerBody(Body):
         return self.parse is not None and self.parse.mode == "target"
 
     @property
+    def wants_greedy(self) -> bool:
+        """Whether it asks for what only greedy answers have."""
+        return self.parse is not None and (self.parse.mode == "exact" or self.parse.risk is not None)
+
+    @property
     def says_adaptive(self) -> bool:
         return self.parse is not None and self.parse.adaptive is not None
 
-    def settings(self, max_new_tokens: int, choice: int) -> GenerationSettings:
-        """For one of the `n` answers; the first one has the seed as it is given. Raises ApiError."""
+    def sampling(self, defaults: Sampling) -> Sampling:
+        """As it is given, and where it is not, by these defaults."""
+        if self.wants_greedy:
+            defaults = Sampling()
+        return Sampling(
+            defaults.temperature if self.temperature is None else self.temperature,
+            defaults.top_p if self.top_p is None else self.top_p,
+            defaults.top_k if self.top_k is None else max(0, self.top_k),
+            self.seed,
+        )
+
+    def settings(self, max_new_tokens: int, choice: int, defaults: Sampling) -> GenerationSettings:
+        """For one of the `n` answers; the first one has the seed as it is given. Raises ApiError.
+
+        Args:
+            defaults: for what the body leaves out; their seed is not used.
+        """
         options = self.parse or ParseOptions.model_validate({})
-        seed = self.seed if self.seed is None or choice == 0 else seed_of(self.seed, choice)
-        temperature = self.temperature or 0.0
-        drafts = temperature if options.draft_temperature is None else options.draft_temperature
+        sampling = self.sampling(defaults)
+        if self.seed is not None and choice:
+            sampling = replace(sampling, seed=seed_of(self.seed, choice))
+        drafts = sampling.temperature if options.draft_temperature is None else options.draft_temperature
         kept = ("threshold", "risk", "mode", "resume", "acceptance", "exact_tail", "max_rounds", "adaptive")
         given = {name: value for name in kept if (value := getattr(options, name)) not in (None, "target")}
         with refusals():
             return GenerationSettings(
                 max_new_tokens=max_new_tokens,
                 stop=self.stop_strings,
-                draft_sampling=self._sampling(drafts, seed),
-                resume_sampling=self._sampling(temperature, seed),
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                ignore_eos=bool(self.ignore_eos),
+                min_tokens=self.min_tokens or 0,
+                draft_sampling=replace(sampling, temperature=drafts),
+                resume_sampling=sampling,
                 **given,
             )
-
-    def _sampling(self, temperature: float, seed: int | None) -> Sampling:
-        top_p = 1.0 if self.top_p is None else self.top_p
-        return Sampling(temperature, top_p, max(0, self.top_k or 0), seed)

@@ -8,36 +8,41 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from parse_infer.generation import GenerationSettings
-from parse_infer.serve.body import AnswerBody, Body, Text, ignored, neutral
+from parse_infer.models.prompts import Chat
+from parse_infer.models.sampling import Sampling
+from parse_infer.serve.body import AnswerBody, AtMost1024, AtMost16384, Body, Text, ignored, neutral
 from parse_infer.serve.choice import Choice, ParseStatistics
 from parse_infer.serve.usage import Usage
 
 _OLD_TOOLS = "OpenAI's older form of tools, which is not offered: use tools"
 _FORM = "The target answers alone, where its server holds answers to a form (vLLM)."
-
+REST_OF_WINDOW = 1 << 31  # tokens, more than any window has: it is what ends the answer
 
 # What the target's own server is told of a request that asks for a form.
 _RELAYED = {
-    *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
-    *("n", "stop", "seed", "top_p", "top_k", "stream", "stream_options"),
+    *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template_kwargs"),
+    *("n", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "seed", "stream", "stream_options"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p"),
 }
 _ROLES = {"developer": "system"}  # OpenAI's newer name; chat templates know the older one
-_NOT_RELAYED = {"name", "refusal", "annotations", "audio", "function_call"}
 
 
 class TextPart(Body):
     type: Literal["text"]
     text: Text
+    cache_control: Any = ignored()
 
 
 class ChatMessage(Body):
     """A message of the conversation; only text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
-    tool_calls: list[dict[str, Any]] | None = Field(None, description=_FORM)
+    content: Text | AtMost1024[TextPart] | None = None
+    reasoning_content: Text | None = Field(None, description="What the assistant thought, for the chat template.")
+    reasoning: Text | None = Field(None, description="vLLM's newer name of reasoning_content.")
+    tool_calls: AtMost1024[dict[str, Any]] | None = Field(None, description=_FORM)
     tool_call_id: Text | None = None
+    cache_control: Any = ignored()
     name: Any = ignored()
     refusal: Any = ignored()
     annotations: Any = ignored()
@@ -60,15 +65,19 @@ class ChatMessage(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
     def plain(self) -> dict[str, str]:
-        """As chat templates know it."""
-        return {"role": _ROLES.get(self.role, self.role), "content": self.text}
+        """As chat templates know it; some read what the assistant thought by one name, some by the other."""
+        message = {"role": _ROLES.get(self.role, self.role), "content": self.text}
+        thought = self.reasoning_content if self.reasoning is None else self.reasoning
+        if self.role == "assistant" and thought is not None:
+            message |= {"reasoning": thought, "reasoning_content": thought}
+        return message
 
 
 class Prediction(Body):
     """What the answer will probably be: a draft."""
 
     type: Literal["content"]
-    content: Text | list[TextPart]
+    content: Text | AtMost1024[TextPart]
 
     @property
     def text(self) -> str:
@@ -76,14 +85,17 @@ class Prediction(Body):
 
 
 class ChatBody(AnswerBody):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: AtMost16384[ChatMessage] = Field(min_length=1)
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Switches of the chat template, such as enable_thinking."
+    )
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 31)
     continue_final_message: bool | None = Field(
         None, description="The answer continues the last message. Default: if that is the assistant's."
     )
     prediction: Prediction | None = Field(None, description="A draft, checked instead of the draft model's.")
 
-    tools: list[dict[str, Any]] | None = Field(None, description=_FORM)
+    tools: AtMost1024[dict[str, Any]] | None = Field(None, description=_FORM)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = Field(None, description=_FORM)
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = Field(None, description=_FORM)
@@ -129,13 +141,13 @@ class ChatBody(AnswerBody):
             return "response_format"
         return next((f"messages.{i}.{m.of_tools}" for i, m in enumerate(self.messages) if m.of_tools), None)
 
-    @property
-    def relayed(self) -> dict[str, Any]:
+    def relayed(self, defaults: Sampling) -> dict[str, Any]:
         """The request as the target's own server is asked for it: without what is PARSE's, and with our defaults."""
         fields = self.model_dump(include=_RELAYED, exclude_none=True)
-        messages = [m.model_dump(exclude=_NOT_RELAYED, exclude_none=True) for m in self.messages]
+        messages = fields["messages"]
         fields["messages"] = [message | {"role": _ROLES.get(message["role"], message["role"])} for message in messages]
-        fields["temperature"] = self.temperature or 0.0
+        sampling = self.sampling(defaults)
+        fields |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         if (asked := self.max_completion_tokens or self.max_tokens) is not None:
             fields["max_tokens"] = asked  # without, the server knows best how much room is left
         if self.messages[-1].role == "assistant":
@@ -143,8 +155,9 @@ class ChatBody(AnswerBody):
         return fields
 
     @property
-    def prompt(self) -> list[dict[str, str]]:
-        return [message.plain() for message in self.messages]
+    def prompts(self) -> list[Chat]:
+        """One."""
+        return [Chat([message.plain() for message in self.messages], self.chat_template_kwargs or {})]
 
     @property
     def draft_text(self) -> str | None:
@@ -154,7 +167,7 @@ class ChatBody(AnswerBody):
 
     @property
     def max_new_tokens(self) -> int:
-        return self.max_completion_tokens or self.max_tokens or GenerationSettings().max_new_tokens
+        return self.max_completion_tokens or self.max_tokens or REST_OF_WINDOW
 
 
 class Reply(BaseModel):

@@ -64,6 +64,8 @@ class ParseStatistics(BaseModel):
     """The promise that was kept: at most this share of such requests is lost."""
     fallback: Fallback | None
     """Why the target wrote without the draft that was wanted. Then nothing is promised."""
+    unpromised: str | None
+    """Why the promise of this server does not cover the answer, where it does not."""
     timings: Seconds
 
 
@@ -76,6 +78,9 @@ class Choice:
         self.prompt_tokens = prompt_tokens
         self.generation: Generation | None = None
         self.first_text_s: float | None = None
+        self.drafted = False
+        self.tokens_so_far = 0
+        self.unpromised: str | None = None
         self.asked_at = self.started_at = asked_at
         self._text = StopStrings(job.settings.stop)
 
@@ -100,7 +105,10 @@ class Choice:
     def take(self, moment: Moment) -> str:
         """The text that may be sent now."""
         event, text = moment.event, ""
-        if isinstance(event, (Accepted, Resumed)):
+        if isinstance(event, Drafted):
+            self.drafted = True
+        elif isinstance(event, (Accepted, Resumed)):
+            self.tokens_so_far += event.n_tokens if isinstance(event, Accepted) else 1
             text = self._text.add(event.text)
         elif isinstance(event, Done):
             self.generation = event.generation
@@ -118,6 +126,7 @@ class Choice:
             **asdict(stats),
             risk=None if self.answer.fallback else self.job.settings.risk,
             fallback=self.answer.fallback,
+            unpromised=self.unpromised,
             timings=Seconds(
                 **asdict(timings),
                 waiting_s=max(0.0, self.started_at - self.asked_at),

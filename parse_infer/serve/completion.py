@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from parse_infer.serve.body import AnswerBody, Text, neutral
+from parse_infer.models.prompts import Verbatim
+from parse_infer.serve.backend import TokenPrompt
+from parse_infer.serve.body import AnswerBody, AtMost1024, Text, Tokens, neutral
 from parse_infer.serve.choice import Choice, ParseStatistics
 from parse_infer.serve.usage import Usage
 
-Tokens = list[StrictInt]
+
+def _form(prompt: Any) -> str | None:
+    """Which of its forms a prompt has, by its first item. One is tried then, not all of them."""
+    if isinstance(prompt, str):
+        return "str"
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    forms = {str: "list[str]", int: "list[int]", list: "list[list[int]]"}
+    return forms.get(type(first))
+
+
+Prompts = Annotated[
+    Annotated[Text, Tag("str")]
+    | Annotated[AtMost1024[Text], Tag("list[str]")]
+    | Annotated[Tokens, Tag("list[int]")]
+    | Annotated[AtMost1024[Tokens], Tag("list[list[int]]")],
+    Discriminator(
+        _form,
+        custom_error_type="sentence",
+        custom_error_message="prompt: give a text, a list of texts, a list of token ids or a list of such lists",
+    ),
+]
 
 
 class CompletionBody(AnswerBody):
-    prompt: Text | list[Text] | Tokens | list[Tokens] = Field(
-        description="Text or token ids, or a list of either; no chat template is used."
-    )
+    prompt: Prompts = Field(description="Text or token ids, or a list of either; no chat template is used.")
     best_of: Any = neutral("not offered here; only 1", 1)
     echo: Any = neutral("not offered here", False)
     suffix: Any = neutral("not offered here", "")
@@ -26,23 +45,14 @@ class CompletionBody(AnswerBody):
         "not offered here: the tokens of an answer come from two models, and what was kept has no logprob of its own"
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_prompt(cls, body: Any) -> Any:
-        prompt = body.get("prompt", "") if isinstance(body, dict) else ""
-        if not (isinstance(prompt, str) or _is_list(prompt)):
-            raise PydanticCustomError(
-                "sentence", "prompt: give a text, a list of texts, a list of token ids or a list of such lists"
-            )
-        return body
-
     @property
-    def prompts(self) -> list[str] | list[Tokens]:
+    def prompts(self) -> list[Verbatim | TokenPrompt]:
         """One entry per answer that is asked for, but for `n`."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        return [prompt] if isinstance(prompt[0], int) else prompt  # type: ignore[list-item, return-value]
+        prompt: Any = self.prompt
+        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+        return [
+            Verbatim(one) if isinstance(one, str) else TokenPrompt(one) for one in (prompt if several else [prompt])
+        ]
 
     @property
     def draft_text(self) -> str | None:
@@ -51,14 +61,6 @@ class CompletionBody(AnswerBody):
     @property
     def max_new_tokens(self) -> int:
         return self.max_tokens or 16  # as OpenAI has it
-
-
-def _is_list(prompt: Any) -> bool:
-    if not isinstance(prompt, list) or not prompt:
-        return False
-    inner = [all(type(token) is int for token in part) if isinstance(part, list) else None for part in prompt]
-    kinds = {type(part) for part in prompt}
-    return kinds in ({str}, {int}) or (kinds == {list} and all(inner))
 
 
 class CompletionChoice(BaseModel):

@@ -13,6 +13,7 @@ from typing import Any
 from parse_infer.coordinator import client
 from parse_infer.coordinator.engine import Coordinator
 from parse_infer.coordinator.servers import Failing, Unavailable
+from parse_infer.drafters.text import TextDrafter
 from parse_infer.serve.backend import Job, Moment, Refused
 from parse_infer.serve.errors import ApiError
 from parse_infer.serve.reader import PromptReader
@@ -27,7 +28,7 @@ class CoordinatedBackend(PromptReader):
     """A `Backend` for one `Coordinator`, which nobody else may use from now on."""
 
     def __init__(self, coordinator: Coordinator) -> None:
-        super().__init__(coordinator.target)
+        super().__init__(coordinator.target, coordinator.draft)
         self.parallel = coordinator.parallel
         self.threshold = coordinator.threshold
         self.calibration = coordinator.calibration
@@ -53,8 +54,11 @@ class CoordinatedBackend(PromptReader):
         self._coordinator.check_calibration()
 
     async def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
+        draft = None
+        if (text := job.draft_text) is not None:
+            draft = await self.ask(lambda own: TextDrafter(text, own, job.prompt))
         try:
-            events = self._coordinator.events(job.prompt, job.settings, job.draft_text, job.alone, job.watched)
+            events = self._coordinator.events(job.prompt, job.settings, draft, job.alone, job.watched)
         except ValueError as error:
             raise Refused(str(error)) from error
         with _told_when_gone():

@@ -88,13 +88,13 @@ async def answer_invalid_body(request: Request, error: Exception) -> Response:
     return invalid_body(error.errors(), is_json).response()
 
 
-async def answer_failure(request: Request, error: Exception) -> Response:
-    return failure().response()
-
-
 def failure() -> ApiError:
     """For what is nobody's mistake but ours; the log has the traceback."""
     return ApiError(500, "the server failed on this request; its log says why", "internal_error")
+
+
+def unknown_field(name: str) -> ApiError:
+    return ApiError(400, f"{name} is no field that this server knows: leave it out", "unknown_field", name)
 
 
 def invalid_body(problems: Sequence[Mapping[str, Any]], is_json: bool = True) -> ApiError:
@@ -120,9 +120,8 @@ def invalid_body(problems: Sequence[Mapping[str, Any]], is_json: bool = True) ->
     if kind == "missing":
         message = f"{name} is missing"
     elif kind == "extra_forbidden":
-        message = f"{name} is no field that this server knows: leave it out"
+        return unknown_field(name)
     else:
         text = text.removeprefix("Value error, ")
         message = f"{name}: {text[:1].lower()}{text[1:]}"
-    codes = {"missing": "missing_field", "extra_forbidden": "unknown_field"}
-    return ApiError(400, message, codes.get(kind, "invalid_value"), name)
+    return ApiError(400, message, "missing_field" if kind == "missing" else "invalid_value", name)

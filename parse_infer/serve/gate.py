@@ -13,8 +13,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from parse_infer.serve.errors import ApiError
+from parse_infer.serve.errors import ApiError, failure
 from parse_infer.serve.exchange import GONE
+from parse_infer.serve.logs import request_id
 from parse_infer.serve.metrics import Metrics
 
 log = logging.getLogger("parse_infer.serve")
@@ -36,6 +37,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         number, begin, status = uuid.uuid4().hex, time.perf_counter(), GONE
+        request_id.set(number)  # in a context of its own: the server runs each request in one
 
         async def numbered(message: Message) -> None:
             nonlocal status
@@ -55,16 +57,17 @@ class Gate:
                 await self._too_large().response()(scope, receive, numbered)
             else:
                 await self._app(scope, self._measured(receive), numbered)
-        except BaseException:
-            status = 500 if status == GONE else status
-            raise
+        except Exception:  # it goes no further: others would quote it in logs and traces
+            log.exception("failure")
+            if status != GONE:  # the answer has begun
+                raise failure() from None
+            await failure().response()(scope, receive, numbered)
         finally:
             seconds = time.perf_counter() - begin
             path = getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(path, status).inc()
             self._metrics.request_s.labels(path).observe(seconds)
             fields: Mapping[str, Any] = {
-                "id": number,
                 "method": scope["method"][:20],
                 "path": scope["path"][:200],
                 "status": status,

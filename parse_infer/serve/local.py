@@ -36,7 +36,7 @@ class LocalBackend(PromptReader):
         loaded: Future[ParseEngine] = Future()
         Thread(target=self._work, args=(engine, loaded), name="parse-engine", daemon=True).start()
         self._engine = loaded.result()
-        super().__init__(self._engine.target)
+        super().__init__(self._engine.target, self._engine.draft)
         self.threshold = self._engine.threshold
         self.calibration = self._engine.calibration
 

@@ -85,7 +85,6 @@ class Meter:
     def __init__(self, metrics: Metrics, choice: Choice) -> None:
         self._metrics = metrics
         self._choice = choice
-        self._drafts = 0
         self._drafted_at: float | None = None
         self._text_at: float | None = None
         self._complete = False
@@ -94,7 +93,6 @@ class Meter:
     def see(self, moment: Moment, text: str) -> None:
         event, metrics = moment.event, self._metrics
         if isinstance(event, Drafted):
-            self._drafts += 1
             self._drafted_at = moment.at if event.n_tokens else None
         elif isinstance(event, Verified):
             if self._drafted_at is not None:
@@ -121,7 +119,7 @@ class Meter:
         metrics.answer_s.observe(answer.timings.total_s)
         metrics.waiting_s.observe(max(0.0, self._choice.started_at - self._choice.asked_at))
         if self._choice.job.settings.adaptive:
-            metrics.decisions.labels("draft" if self._drafts else "alone").inc()
+            metrics.decisions.labels("draft" if self._choice.drafted else "alone").inc()
         if answer.fallback is not None:
             metrics.fallbacks.labels(answer.fallback).inc()
         for span in answer.spans:

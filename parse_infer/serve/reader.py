@@ -1,4 +1,4 @@
-"""The part of a backend that needs a target's tokenizer only."""
+"""The part of a backend that needs tokenizers only."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from parse_infer.models.language import Language
-from parse_infer.models.prompts import Prompt, Verbatim
-from parse_infer.serve.backend import Refused
+from parse_infer.models.loading import same_tokenizer
+from parse_infer.models.prompts import Prompt, Rendered, Verbatim
+from parse_infer.serve.backend import Refused, TokenPrompt
 
 Result = TypeVar("Result")
 _NO_FORMS = (
@@ -20,15 +21,30 @@ _NO_FORMS = (
 
 
 class PromptReader:
-    """Text to tokens and back, in a thread of its own: a long text stops neither the event loop nor the engine, and a
-    copy of the tokenizer is used, since tokenizers are not made for two threads."""
+    """Text to tokens and back, in a thread of its own: a long text stops neither the event loop nor the engine, and
+    copies of the tokenizers are used, since tokenizers are not made for two threads.
 
-    def __init__(self, target: Language) -> None:
+    Args:
+        draft: the draft model, which reads a prompt by its own chat template.
+    """
+
+    def __init__(self, target: Language, draft: Language | None = None) -> None:
         self.name = target.name
         self.window = target.window
+        self.default_sampling = target.default_sampling
         self._target = target
-        self._own = copy.copy(target)
-        self._own.tokenizer = copy.deepcopy(target.tokenizer)
+        self._own = _own_copy(target)
+        self._own_draft: Language | None = None
+        self._shares_tokens = self._alike = False
+        if draft is not None:
+            self._shares_tokens = same_tokenizer(draft.tokenizer, target.tokenizer)
+            self._alike = self._shares_tokens and (
+                draft.tokenizer.chat_template == target.tokenizer.chat_template
+                and draft.template_options == target.template_options
+            )
+            if draft.name == target.name and not self._alike:  # tokens of prompts go by these names
+                raise ValueError(f"draft model and target are different, but both are called {target.name!r}")
+            self._own_draft = draft if self._alike else _own_copy(draft)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse-tokenizer")
 
     @property
@@ -36,24 +52,20 @@ class PromptReader:
         return {}
 
     async def encode(self, text: str, special_tokens: bool) -> list[int]:
-        return await self._ask(lambda own: own.tokenizer.encode(text, add_special_tokens=special_tokens))
+        return await self.ask(lambda own: own.tokenizer.encode(text, add_special_tokens=special_tokens))
 
     async def decode(self, ids: Sequence[int]) -> str:
-        _check_ids(ids, self._target.n_embeddings)
-        return str(await self._ask(lambda own: own.tokenizer.decode(list(ids))))
+        def decoded(own: Language) -> str:
+            own.check_tokens(ids)
+            return str(own.tokenizer.decode(list(ids)))
+
+        return await self.ask(decoded)
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]:
-        return await self._ask(lambda own: [str(own.tokenizer.convert_ids_to_tokens(i)) for i in ids])
+        return await self.ask(lambda own: [str(own.tokenizer.convert_ids_to_tokens(i)) for i in ids])
 
-    async def verbatim(self, ids: Sequence[int]) -> Verbatim:
-        _check_ids(ids, self._target.n_embeddings)
-        return await self._ask(lambda own: Verbatim.of_tokens(ids, own.tokenizer))
-
-    async def render(self, prompt: Prompt) -> list[int]:
-        try:
-            return await self._ask(lambda own: own.render(prompt))
-        except ValueError as error:
-            raise Refused(str(error)) from error
+    async def render(self, prompt: Prompt | TokenPrompt, drafted: bool = False) -> Rendered:
+        return await self.ask(lambda own: self._rendered(own, prompt, drafted))
 
     def tokenizer_info(self) -> dict[str, Any]:
         tokenizer = self._target.tokenizer
@@ -75,11 +87,30 @@ class PromptReader:
     def close(self) -> None:
         self._thread.shutdown(wait=False)
 
-    async def _ask(self, question: Callable[[Language], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, question, self._own)
+    async def ask(self, question: Callable[[Language], Result]) -> Result:
+        """Run something in the thread of the tokenizers, with the target's copy. A ValueError becomes Refused."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, question, self._own)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+    def _rendered(self, own: Language, asked: Prompt | TokenPrompt, drafted: bool) -> Rendered:
+        if isinstance(asked, TokenPrompt):
+            own.check_tokens(asked.ids)
+            asked = Verbatim.of_tokens(asked.ids, own.tokenizer)
+        prompt = asked.prompt if isinstance(asked, Rendered) else asked
+        ids = {own.name: tuple(own.render(prompt))}
+        draft = self._own_draft if drafted else None
+        if draft is not None and self._alike:
+            draft.check_tokens(ids[own.name])
+            ids[draft.name] = ids[own.name]
+        elif draft is not None:
+            theirs = Verbatim(prompt.text) if isinstance(prompt, Verbatim) and not self._shares_tokens else prompt
+            ids[draft.name] = tuple(draft.encode(theirs))
+        return Rendered(prompt, ids)
 
 
-def _check_ids(ids: Sequence[int], n: int) -> None:
-    strange = next((token for token in ids if not 0 <= token < n), None)
-    if strange is not None:
-        raise Refused(f"{strange} is no token of this model, which has tokens 0 to {n - 1}")
+def _own_copy(language: Language) -> Language:
+    own = copy.copy(language)
+    own.tokenizer = copy.deepcopy(language.tokenizer)
+    return own

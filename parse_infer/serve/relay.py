@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -10,25 +12,52 @@ from parse_infer.serve.answers import api_errors
 from parse_infer.serve.backend import Backend
 from parse_infer.serve.chat import ChatBody, ChatChoice, ChatCompletion, Reply, TargetAlone
 from parse_infer.serve.line import Line
+from parse_infer.serve.logs import request_id
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.usage import CompletionDetails, Usage
 
+log = logging.getLogger("parse_infer.serve")
+
 
 async def relayed(
-    backend: Backend, line: Line, metrics: Metrics, body: ChatBody, model: str
+    backend: Backend,
+    line: Line,
+    metrics: Metrics,
+    body: ChatBody,
+    fields: dict[str, Any],
+    model: str,
+    note: Callable[[Mapping[str, Any]], None],
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """One completion, or with `stream` its chunks. `model`: the name under which the target is served here.
+    """One completion, or with `stream` its chunks.
+
+    Args:
+        fields: of the request to the target's server.
+        model: the name under which the target is served here.
+        note: told what the log is told.
 
     Raises ApiError: what the backend or its server refuses, or fails on.
     """
     assert body.form is not None
+    asked_at, usage = time.perf_counter(), None
     alone = TargetAlone(because=body.form)
     async with line.place(body.choices):
         with api_errors():
-            async with aclosing(backend.relay(body.relayed)) as pieces:
+            async with aclosing(backend.relay(fields)) as pieces:
                 async for piece in pieces:
+                    usage = piece.get("usage") or usage
                     yield _chunk(piece, alone, model) if body.stream else _whole(piece, alone, model)
         metrics.relayed.inc(body.choices)
+    told = {
+        "id": request_id.get(),
+        "answers": body.choices,
+        "seconds": round(time.perf_counter() - asked_at, 4),
+        "mode": "target",
+        "adaptive": False,
+        "because": body.form,
+        **{name: usage[name] for name in ("prompt_tokens", "completion_tokens") if usage and name in usage},
+    }
+    log.info("answered", extra={"fields": told})
+    note(told)
 
 
 def _whole(answer: dict[str, Any], alone: TargetAlone, model: str) -> dict[str, Any]:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, Field, StrictInt, model_validator
+from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from parse_infer.serve.body import Body, Text
+from parse_infer.models.prompts import Chat
+from parse_infer.serve.body import AtMost16384, Body, Text, Tokens
 from parse_infer.serve.chat import ChatMessage
 
 
 class TokenizeBody(Body):
     model: Text | None = None
     prompt: Text | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1, description="Instead of prompt; by the template.")
+    messages: AtMost16384[ChatMessage] | None = Field(
+        None, min_length=1, description="Instead of prompt; by the template."
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 
@@ -26,6 +30,12 @@ class TokenizeBody(Body):
             raise PydanticCustomError("sentence", "messages: those of tools have no tokens here")
         return self
 
+    @property
+    def chat(self) -> Chat | None:
+        if self.messages is None:
+            return None
+        return Chat([message.plain() for message in self.messages], self.chat_template_kwargs or {})
+
 
 class TokenizeAnswer(BaseModel):
     count: int
@@ -36,7 +46,7 @@ class TokenizeAnswer(BaseModel):
 
 class DetokenizeBody(Body):
     model: Text | None = None
-    tokens: list[StrictInt]
+    tokens: Tokens
 
 
 class DetokenizeAnswer(BaseModel):

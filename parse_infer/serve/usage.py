@@ -22,7 +22,13 @@ class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    completion_tokens_details: CompletionDetails
+    completion_tokens_details: CompletionDetails | None = None
+
+
+def usage_so_far(choice: Choice, completion_tokens: int) -> Usage:
+    """Of one choice while it is written; what became of its drafts is told at the end."""
+    total = choice.prompt_tokens + completion_tokens
+    return Usage(prompt_tokens=choice.prompt_tokens, completion_tokens=completion_tokens, total_tokens=total)
 
 
 def usage_of(choices: Sequence[Choice], per_prompt: int) -> Usage:

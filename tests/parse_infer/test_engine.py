@@ -71,6 +71,16 @@ def test_threshold_above_one_is_the_greedy_target(engine, resume, exact_tail):
         assert ours.stats.accepted_tokens == 0
 
 
+@pytest.mark.parametrize("exact_tail", [True, False])
+def test_above_one_hand_back_drafts_no_second_time(engine, exact_tail):
+    """A second draft would be dropped as well; the first may still guess what the target writes."""
+    settings = GenerationSettings(40, threshold=1.01, exact_tail=exact_tail)
+    back, finish = engine.generate(PROMPT, settings, resume="hand_back"), engine.generate(PROMPT, settings)
+    assert back.token_ids == finish.token_ids and back.stats == finish.stats, (back.stats, finish.stats)
+    exact = engine.generate(PROMPT, settings, resume="hand_back", mode="exact")
+    assert exact.stats.rounds > 1, "there each draft counts"
+
+
 @pytest.mark.parametrize("resume", ["finish", "hand_back"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3)], ids=["greedy", "sampled"])
 def test_nothing_is_drafted_that_nobody_would_keep(engine, resume, sampling):
@@ -110,10 +120,11 @@ def test_every_architecture_keeps_both_promises(make_model, tokenizer, random_ad
     draft = language_model(resembling(make_model, model, 0.1, architecture), tokenizer)
     engine = ParseEngine(language_model(model, tokenizer), draft, random_adapter(model))
     alone = engine.generate_target(PROMPT, max_new_tokens=20)  # prompt and answer are longer than any sliding window
-    for options in ({"threshold": 1.5, "exact_tail": False}, {"mode": "exact"}):
-        ours = engine.generate(PROMPT, max_new_tokens=20, resume="hand_back", **options)
+    for threshold, mode in ((1.5, "validity"), (1.0, "validity"), (1.5, "exact")):  # no validity here reaches 1.0
+        settings = GenerationSettings(20, threshold, mode=mode, resume="hand_back", exact_tail=False)
+        ours = engine.generate(PROMPT, settings)
         assert ours.token_ids == alone.token_ids
-        assert ours.stats.rounds > 1 or "mode" in options  # an exact draft may be right throughout
+        assert ours.stats.rounds > 1 or threshold > 1  # an exact draft may be right throughout
 
 
 # The target alone, interruptions, and prompts as they stand
@@ -310,7 +321,7 @@ def test_a_shared_prompt_is_not_prefilled_again(engine):
 
 
 def test_consecutive_rounds_read_only_what_is_new(engine):
-    settings = GenerationSettings(max_new_tokens=40, threshold=1.5, exact_tail=False, resume="hand_back")
+    settings = GenerationSettings(max_new_tokens=40, threshold=1.0, exact_tail=False, resume="hand_back")
     with TokenCount(engine.target.model) as target, TokenCount(engine.draft.model) as draft:
         events = list(engine.stream(PROMPT, settings))
     prompt = len(engine.target.render(PROMPT))
@@ -458,7 +469,7 @@ def test_a_stop_string_in_the_resumed_part(engine):
 
 
 def test_a_stop_string_from_the_target_into_the_next_draft(engine):
-    settings = GenerationSettings(max_new_tokens=40, threshold=1.5, resume="hand_back")
+    settings = GenerationSettings(max_new_tokens=40, threshold=1.0, resume="hand_back")
     full = engine.generate(PROMPT, settings)
     assert [span.source for span in full.spans[:2]] == ["draft", "target"], full.spans  # the exact tail, the target
     back = next(i for i in range(1, len(full.spans)) if full.spans[i].source == "draft")
@@ -504,7 +515,7 @@ def test_spans_and_events_add_up_to_the_text(make_engine, make_model, tokenizer,
 
 
 def test_hand_back_alternates_by_segments(engine):
-    settings = GenerationSettings(max_new_tokens=30, threshold=1.5, exact_tail=False, resume="hand_back")
+    settings = GenerationSettings(max_new_tokens=30, threshold=1.0, exact_tail=False, resume="hand_back")
     events = list(engine.stream(PROMPT, settings))
     written = [sum(isinstance(e, Resumed) and e.round == r for e in events) for r in range(1, 9)]
     assert written == [4] * 7 + [2]  # the adapter's cut policy: 4 tokens a segment
@@ -513,7 +524,7 @@ def test_hand_back_alternates_by_segments(engine):
 
 
 def test_handing_back_continues_from_the_targets_text(engine):
-    settings = GenerationSettings(max_new_tokens=30, threshold=1.5, exact_tail=False, resume="hand_back")
+    settings = GenerationSettings(max_new_tokens=30, threshold=1.0, exact_tail=False, resume="hand_back")
     answer: list[int] = []
     for event in engine.stream(PROMPT, settings):
         if isinstance(event, Drafted) and event.n_tokens:
@@ -573,7 +584,7 @@ def test_a_rejected_token_is_not_drawn_again_by_the_noise_that_wrote_it(make_eng
     engine = make_engine(noise=0.0)
     hot = Sampling(temperature=50.0, seed=1)  # nearly uniform: the same random numbers would give the same tokens
     for resume in ("finish", "hand_back"):
-        settings = GenerationSettings(16, threshold=1.5, resume=resume, draft_sampling=hot, resume_sampling=hot)
+        settings = GenerationSettings(16, threshold=1.0, resume=resume, draft_sampling=hot, resume_sampling=hot)
         drafts, written = [], []
         for event in engine.stream(PROMPT, settings):
             if isinstance(event, Drafted):
@@ -616,7 +627,7 @@ def test_a_draft_of_one_segment_goes_on_as_long_as_it_holds(engine):
 
 def test_a_segment_is_not_sampled_with_the_same_randomness_again(engine):
     hot = Sampling(temperature=50.0, seed=1)  # nearly uniform: the same random numbers would give the same tokens
-    settings = GenerationSettings(max_new_tokens=16, threshold=1.5, resume="hand_back", resume_sampling=hot)
+    settings = GenerationSettings(max_new_tokens=16, threshold=1.0, resume="hand_back", resume_sampling=hot)
     ids = engine.generate(PROMPT, settings).token_ids
     assert ids[:4] != ids[4:8]
 
@@ -857,7 +868,7 @@ def test_other_tokens_an_accepted_draft_is_the_draft_models_text(mixed_engine):
 
 def test_other_tokens_handing_back_continues_from_the_targets_text(mixed_engine):
     draft, words = mixed_engine.draft, mixed_engine.draft.tokenizer
-    settings = GenerationSettings(max_new_tokens=16, threshold=1.5, exact_tail=False, resume="hand_back")
+    settings = GenerationSettings(max_new_tokens=16, threshold=1.0, exact_tail=False, resume="hand_back")
     written = ""
     for event in mixed_engine.stream(PROMPT, settings):
         if isinstance(event, Drafted) and event.n_tokens:

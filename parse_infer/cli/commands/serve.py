@@ -29,6 +29,15 @@ def serve(
         float, typer.Option(help="Share of the promised answers that are compared with the target's own; 0: none.")
     ] = 0.0,
     adaptive: options.Adaptive = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse fields of a request that are not known, instead of warning.")
+    ] = False,
+    generation_config: Annotated[
+        bool,
+        typer.Option(
+            help="Requests that do not say are sampled as the target's generation_config.json asks for; else greedily."
+        ),
+    ] = True,
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Answers that may wait; beyond it, 429 and Retry-After.")
     ] = 64,
@@ -79,7 +88,9 @@ def serve(
         backend = LocalBackend(models.load)
     try:
         adaptive = models.served if adaptive is None else adaptive
-        app = create_app(backend, limits, api_key, served_model_name, promises, traces, adaptive)
+        app = create_app(
+            backend, limits, api_key, served_model_name, promises, traces, adaptive, strict, generation_config
+        )
         shown, port = listening.getsockname()[:2]
         shown = f"[{shown}]" if ":" in shown else shown
         print(f"{served_model_name or backend.name} answers at http://{shown}:{port}/v1 (a page: /)", flush=True)

@@ -89,6 +89,8 @@ class FakeServer:
             return _error(400, f"This model's maximum context length is {self.lm.window} tokens")
         if body.get("logprobs", 0) > self.max_logprobs:
             return _error(400, f"Requested sample logprobs of {body['logprobs']} is greater than {self.max_logprobs}")
+        if body.get("min_tokens", 0) > body["max_tokens"]:
+            return _error(400, f"min_tokens must be less than or equal to max_tokens={body['max_tokens']}")
         if fault == "500":
             return _error(500, "the engine is dead")
         if fault == "gone":
@@ -148,15 +150,19 @@ class FakeServer:
         sampling = Sampling(body.get("temperature", 1.0), seed=body.get("seed"))
         generator = sampling.generator(self.decoder.device)
         ids: list[int] = []
+        stops, least = set(body.get("stop_token_ids", ())), body.get("min_tokens", 0)
+        ends = stops if body.get("ignore_eos") else stops | self.lm.eos_ids
         while len(ids) < body["max_tokens"]:
             with _ONE_AT_A_TIME:
                 self.decoder.seek([*prompt, *ids])
-                ids += self.decoder.decode(1, sampling, generator)
+                banned = stops | self.lm.eos_ids if len(ids) < least else ()
+                ids += self.decoder.decode(1, sampling, generator, banned)
             self.written += bool(body.get("stream"))
             yield ids[-1]
-            if ids[-1] in body.get("stop_token_ids", ()):
+            if ids[-1] in ends:
                 return
-            if any(self.lm.tokenizer.decode(ids).endswith(stop) for stop in body.get("stop", ())):
+            text = self.lm.tokenizer.decode(ids)
+            if len(ids) > least and any(text.endswith(stop) for stop in body.get("stop", ())):
                 return
 
     async def _send(self, response: web.StreamResponse, piece: list[int], reason: str | None = None) -> None:

@@ -64,6 +64,18 @@ def test_above_one_a_threshold_keeps_nothing_and_the_target_alone_is_the_same(en
     assert [g.token_ids for g in found] == [g.token_ids for g in alone] and not draft.bodies
 
 
+@pytest.mark.parametrize("resume", ["finish", "hand_back"])
+def test_above_one_a_draft_is_written_once_and_only_to_guess(engine, connect, resume):
+    coordinator, _, draft = connect(engine)
+    own = engine.generate_target(PROMPT, max_new_tokens=40).token_ids
+    for guesses, drafts in ((False, 0), (True, 1)):
+        coordinator._target.guesses = guesses
+        draft.bodies.clear()
+        found = coordinator.generate(PROMPT, max_new_tokens=40, threshold=1.01, resume=resume)
+        assert found.token_ids == own and len(draft.bodies) == drafts, (guesses, len(draft.bodies))
+        assert found.stats.rounds == 1
+
+
 def test_events_tell_the_answer_as_it_comes(engine, connect):
     coordinator, _, _ = connect(engine)
     threshold = partial_threshold(engine)
@@ -84,7 +96,7 @@ def test_a_draft_that_breaks_is_stopped_at_once_where_another_one_follows(engine
     """Or where its rest is no use; a target that guesses from it gets all of it."""
     coordinator, _, draft = connect(engine)
     draft.pause = 0.02
-    settings = {"max_new_tokens": 120, "threshold": 1.01}
+    settings = {"max_new_tokens": 120, "threshold": 1.0}
     local = engine.generate(PROMPT, exact_tail=False, **settings)
     for guesses, options, stopped in (
         (False, {}, True),
@@ -127,7 +139,7 @@ def test_a_server_that_answers_at_once_is_told_where_to_stop(engine, connect):
     """A stream is closed there; a whole answer would go on to its end."""
     for overlap, told in ((True, None), (False, ["e"])):
         coordinator, (target,), draft = connect(engine, overlap=overlap)
-        coordinator.generate(PROMPT, max_new_tokens=40, threshold=1.01, stop=("e",))
+        coordinator.generate(PROMPT, max_new_tokens=40, threshold=1.0, stop=("e",))
         assert draft.bodies[0].get("stop") == told and target.bodies[-1].get("stop") == ["e"]
 
 
@@ -284,10 +296,10 @@ def test_sampled_answers_follow_their_seed(engine, connect):
 def test_a_useless_draft_is_given_up_and_looked_at_again_now_and_then(engine, connect):
     coordinator, _, draft = connect(engine, parallel=1)
     draft.pause = 0.02
-    found = coordinator.generate([PROMPT] * 9, max_new_tokens=20, threshold=1.01, adaptive=False)
+    found = coordinator.generate([PROMPT] * 9, max_new_tokens=20, threshold=1.0, adaptive=False)
     assert all(g.stats.draft_tokens for g in found)
     coordinator.adaptive = True  # as it is, unless a test says otherwise
-    found = coordinator.generate([PROMPT] * 30, max_new_tokens=20, threshold=1.01)
+    found = coordinator.generate([PROMPT] * 30, max_new_tokens=20, threshold=1.0)
     assert {tuple(g.token_ids) for g in found} == {tuple(engine.generate_target(PROMPT, max_new_tokens=20).token_ids)}
     assert [bool(g.stats.draft_tokens) for g in found[6:]] == [False] * 24
 
@@ -364,3 +376,33 @@ def test_several_answers_to_a_request_are_written_side_by_side(engine, connect):
         draft.pause = 0.0
         alone = [served.chat(PROMPT, **{**asked, "n": 1}).json()["choices"][0]["message"]["content"]]
         assert texts[:1] == alone, "the first one has the seed as it is given"
+
+
+@pytest.mark.parametrize(("overlap", "local_rows"), [(True, 0), (False, 3)])
+@pytest.mark.parametrize("ends", ["ignore_eos", "stop_token_ids", "min_tokens", "min_tokens and stop"])
+def test_an_answer_ends_where_the_local_engines_does(engine, connect, overlap, ends, local_rows):
+    """Its servers are told: what they write behind an end is not wanted, and what they must not write yet."""
+    free = engine.generate_target(PROMPT, max_new_tokens=40).token_ids
+    for part in (engine.target, engine.draft):
+        part.eos_ids = {free[8]}
+        part.decoder.eos_ids = frozenset(part.eos_ids)
+    coordinator, (target,), _ = connect(engine, overlap=overlap, local_rows=local_rows)
+    options = {
+        "ignore_eos": {"ignore_eos": True},
+        "stop_token_ids": {"ignore_eos": True, "stop_token_ids": [free[30]]},
+        "min_tokens": {"min_tokens": 20},
+        "min_tokens and stop": {"min_tokens": 20, "stop_token_ids": free[:2], "stop": ("e",)},
+    }[ends]
+    for threshold in (0.0, partial_threshold(engine), 1.01):
+        for resume in ("finish", "hand_back"):
+            settings = {"max_new_tokens": 40, "threshold": threshold, "resume": resume, **options}
+            for ours, prompt in zip(coordinator.generate(PROMPTS[:2], **settings), PROMPTS, strict=False):
+                assert same(ours, engine.generate(prompt, exact_tail=False, **settings)), (threshold, resume, prompt)
+            alone = engine.generate_target(PROMPT, **settings)
+            target.bodies.clear()
+            assert same(coordinator.generate_target(PROMPT, **settings), alone) and len(target.bodies) == 1
+            target.faults.extend(["cut"] if threshold > 1 else [])  # a stream that breaks off goes on
+            *_, done = coordinator.stream(PROMPT, **settings)
+            assert same(done.generation, engine.generate(PROMPT, exact_tail=False, **settings))
+    written = [body for body in target.bodies if body["max_tokens"] > 1]
+    assert all(body.get("min_tokens", 0) <= body["max_tokens"] for body in written), "vLLM refuses it"

@@ -65,11 +65,12 @@ def running(
     api_key: str | None = None,
     promises: Promises | None = None,
     traces: Traces | None = None,
-    adaptive: bool = False,
+    **options: Any,
 ) -> Iterator[Running]:
+    """`options`: further ones of `create_app`."""
     listening = listen("127.0.0.1", 0)
     limits = limits or Limits()
-    app = create_app(backend, limits, api_key, promises=promises, traces=traces, adaptive=adaptive)
+    app = create_app(backend, limits, api_key, promises=promises, traces=traces, **options)
     server = Server(app, limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()

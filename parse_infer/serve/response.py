@@ -1,0 +1,204 @@
+"""How answers are written out: one JSON object, or a stream of server-sent events."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+from starlette.types import Send
+
+from parse_infer.generation import Done, Event
+from parse_infer.serve.answers import Told
+from parse_infer.serve.body import AnswerBody
+from parse_infer.serve.choice import Choice, event_body
+from parse_infer.serve.errors import ApiError, failure
+from parse_infer.serve.logs import request_id
+from parse_infer.serve.usage import Usage, usage_of, usage_so_far
+
+log = logging.getLogger("parse_infer.serve")
+Answers = AsyncGenerator[Told, None]
+
+
+class Shape(Protocol):
+    """How one of the two APIs writes its answers out."""
+
+    prefix: str
+    chunk_object: str
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The first entry of a choice in a stream, if there is one."""
+        ...
+
+    def piece(self, index: int, text: str) -> dict[str, Any]: ...
+
+    def closing(self, choice: Choice) -> dict[str, Any]: ...
+
+    def whole(self, name: str, created: int, model: str, choices: Sequence[Choice], usage: Usage) -> BaseModel: ...
+
+
+class AnswerWriter:
+    """Writes the answer to one request.
+
+    Args:
+        model: the name under which it was asked for.
+        warnings: for the header of the response.
+        unpromised: why the server's promise does not cover the answer, where it does not.
+        note: told what the log is told.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        body: AnswerBody,
+        model: str,
+        warnings: Sequence[str],
+        unpromised: str | None,
+        note: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        options = body.stream_options
+        self._shape = shape
+        self._model = model
+        self._warnings = warnings
+        self._unpromised = unpromised
+        self._note = note
+        self._per_prompt = body.choices
+        self._alone = body.alone
+        self._tells_usage = options is not None and bool(options.include_usage)
+        self._tells_usage_often = self._tells_usage and options is not None and bool(options.continuous_usage_stats)
+        self._tells_events = body.parse is not None and body.parse.events
+        self._name = shape.prefix + request_id.get()
+        self._created = int(time.time())
+        self._heard: dict[int, Choice] = {}
+
+    async def whole(self, events: Answers, send: Send) -> None:
+        async with aclosing(events):
+            async for choice, _, _ in events:
+                self._hear(choice)
+        answer = self._shape.whole(self._name, self._created, self._model, self._choices, self._usage())
+        self._log()
+        await write_whole(send, answer.model_dump_json().encode(), self._warnings)
+
+    async def stream(self, events: Answers, send: Send) -> None:
+        await write_events(send, self._events(events), self._warnings)
+
+    async def _events(self, events: Answers) -> AsyncGenerator[bytes, None]:
+        async with aclosing(events):
+            async for choice, event, text in events:
+                yield b"".join(map(event_line, self._chunks(choice, event, text)))
+        if self._tells_usage:
+            yield event_line({**self._chunk([]), "usage": self._usage().model_dump()})
+        self._log()
+
+    def _chunks(self, choice: Choice, event: Event, text: str) -> Iterator[dict[str, Any]]:
+        if self._hear(choice):
+            opening = self._shape.opening(choice.index)
+            if opening is not None:
+                yield self._chunk([opening], choice, opens=True)
+        told = event_body(event) if self._tells_events else None
+        if text or told is not None:
+            piece = self._shape.piece(choice.index, text)
+            yield self._chunk([piece if told is None else {**piece, "parse": told}], choice)
+        if isinstance(event, Done):
+            closing = self._shape.closing(choice)
+            yield self._chunk([{**closing, "parse": choice.statistics().model_dump()}], choice)
+
+    def _chunk(
+        self, choices: list[dict[str, Any]], choice: Choice | None = None, opens: bool = False
+    ) -> dict[str, Any]:
+        chunk = {
+            "id": self._name,
+            "object": self._shape.chunk_object,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+        if not self._tells_usage:
+            return chunk
+        if choice is None or not self._tells_usage_often:
+            return {**chunk, "usage": None}
+        return {**chunk, "usage": usage_so_far(choice, 0 if opens else choice.tokens_so_far).model_dump()}
+
+    def _hear(self, choice: Choice) -> bool:
+        """Whether this is the first that is heard of the choice."""
+        new = choice.index not in self._heard
+        choice.unpromised = self._unpromised
+        self._heard[choice.index] = choice
+        return new
+
+    @property
+    def _choices(self) -> list[Choice]:
+        return [self._heard[index] for index in sorted(self._heard)]
+
+    def _usage(self) -> Usage:
+        return usage_of(self._choices, self._per_prompt)
+
+    def _log(self) -> None:
+        """Numbers and decisions only: prompts and answers are nobody else's business."""
+        usage, choices = self._usage(), self._choices
+        drafted = sum(choice.drafted for choice in choices)
+        fields = {
+            "id": request_id.get(),
+            "answers": len(choices),
+            "seconds": round(time.perf_counter() - choices[0].asked_at, 4),
+            "mode": "draft" if drafted == len(choices) else "mixed" if drafted else "target",
+            "adaptive": not self._alone and bool(choices[0].job.settings.adaptive),
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "accepted_tokens": sum(choice.answer.stats.accepted_tokens for choice in choices),
+            "rejected_tokens": sum(
+                choice.answer.stats.draft_tokens - choice.answer.stats.accepted_tokens for choice in choices
+            ),
+        }
+        log.info("answered", extra={"fields": fields})
+        self._note(fields)
+
+
+def event_line(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def write_whole(send: Send, body: bytes, warnings: Sequence[str] = ()) -> None:
+    await _begin(send, b"application/json", warnings)
+    await _write(send, body, more=False)
+
+
+async def write_events(send: Send, events: AsyncGenerator[bytes, None], warnings: Sequence[str] = ()) -> None:
+    """A stream of server-sent events. Errors before the first have a status of their own, later ones are an event."""
+    begun = False
+    try:
+        async with aclosing(events):
+            async for sent in events:
+                if not begun:
+                    await _begin(send, b"text/event-stream; charset=utf-8", warnings)
+                    begun = True
+                if sent:
+                    await _write(send, sent)
+        await _write(send, b"data: [DONE]\n\n", more=False)
+    except Exception as error:
+        if not begun:
+            raise
+        if not isinstance(error, ApiError):
+            log.exception("failure")
+        told = error if isinstance(error, ApiError) else failure()
+        await _write(send, event_line(told.body), more=False)
+
+
+def warning_header(warnings: Sequence[str]) -> dict[str, str]:
+    """ASCII without line breaks, whatever a request calls its fields."""
+    return {"x-parse-warning": ascii("; ".join(warnings))[1:-1]} if warnings else {}
+
+
+async def _begin(send: Send, media_type: bytes, warnings: Sequence[str]) -> None:
+    headers = [(b"content-type", media_type), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
+    headers += [(name.encode(), value.encode()) for name, value in warning_header(warnings).items()]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def _write(send: Send, body: bytes, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
