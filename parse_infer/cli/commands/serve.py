@@ -89,7 +89,15 @@ def serve(
     try:
         adaptive = models.served if adaptive is None else adaptive
         app = create_app(
-            backend, limits, api_key, served_model_name, promises, traces, adaptive, strict, generation_config
+            backend,
+            limits,
+            api_key,
+            served_model_name,
+            promises,
+            traces,
+            adaptive=adaptive,
+            strict=strict,
+            generation_config=generation_config,
         )
         shown, port = listening.getsockname()[:2]
         shown = f"[{shown}]" if ":" in shown else shown

@@ -165,7 +165,7 @@ def test_over_servers_the_target_may_answer_alone_unless_told_otherwise(coordina
     for place in ("local.LocalBackend", "coordinated.CoordinatedBackend"):
         backend = SimpleNamespace(name="target", close=lambda: None)
         monkeypatch.setattr(f"parse_infer.serve.{place}", lambda models, backend=backend: backend)
-    monkeypatch.setattr("parse_infer.serve.app.create_app", lambda *arguments: asked.append(arguments[-1]))
+    monkeypatch.setattr("parse_infer.serve.app.create_app", lambda *_, adaptive, **__: asked.append(adaptive))
     monkeypatch.setattr("parse_infer.serve.server.Server", lambda *_: SimpleNamespace(run=lambda sockets: None))
     assert main(["serve", "--port", "0", *options]) == 0
     assert asked == [adaptive]

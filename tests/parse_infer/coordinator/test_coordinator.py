@@ -323,7 +323,8 @@ def test_the_controller_is_told_what_was_kept(engine, connect, monkeypatch):
     monkeypatch.setattr(coordinator.controller, "note", lambda *_, kept=None: told.append(kept))
     found = coordinator.generate(PROMPT, max_new_tokens=20, threshold=0.0, adaptive=True)
     assert found.stats.accepted_tokens and told == [found.stats.accepted_tokens]
-    coordinator.threshold = 1.01  # a draft then serves as guesses, whoever has set the threshold
+    coordinator.threshold = 1.01  # whoever has set it, a draft then serves as guesses, where the servers take them
+    coordinator._target.guesses = True
     for threshold in (None, 1.01):
         told.clear()
         coordinator.generate(PROMPT, max_new_tokens=20, threshold=threshold, adaptive=True)
