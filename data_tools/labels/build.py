@@ -52,6 +52,7 @@ def build(config: BuildConfig) -> Summary:
             )
         labeller: Labeller | None = None
         with BuildProgress(config.output_dir, total=config.limit, done=groups.n_problems) as progress:
+            progress.activity("reading problems")
             for group, problems in _groups(task, config):
                 _check_same_problems(groups, group, problems)
                 if groups.has(group):

@@ -64,11 +64,13 @@ def _math_shepherd(row: Row) -> Iterator[Row]:
     """None for the few rows without a first step."""
     text, marks = row.get("input"), row.get("label")
     if not isinstance(text, str) or not isinstance(marks, str) or _STEP_TAG not in text:
-        raise ValueError(f"it needs input (a text with {_STEP_TAG} behind each step) and label (the same with + or -)")
+        raise ValueError(
+            f"a row of math_shepherd has input (a text with {_STEP_TAG} behind each step) and label (with + or - instead)"
+        )
     *pieces, rest = text.split(_STEP_TAG)
     signs = [marks[end + i : end + i + 1] for i, end in enumerate(accumulate(map(len, pieces)))]
     if not set(signs) <= {"+", "-"}:
-        raise ValueError(f"label must have + or - where input has {_STEP_TAG}, and otherwise the same text")
+        raise ValueError(f"label must have + or - wherever input has {_STEP_TAG}, and otherwise the same text")
     for i in range(len(pieces)):  # a stray tag may stand in the problem
         head = "".join(pieces[: i + 1])
         if first := re.search(r"step 1:", head, re.IGNORECASE):
@@ -81,10 +83,11 @@ def _math_shepherd(row: Row) -> Iterator[Row]:
 
 
 def _processbench(row: Row) -> Iterator[Row]:
-    problem, steps, first_error = row.get("problem"), row.get("steps"), row.get("label")
-    fine = isinstance(problem, str) and isinstance(steps, list) and isinstance(first_error, int)
-    if not fine or isinstance(first_error, bool) or not -1 <= first_error < len(steps):
-        raise ValueError("it needs problem (a text), steps (a list) and label (the first wrong step from 0, or -1)")
+    problem, steps, first_error = (row.get(key) for key in ("problem", "steps", "label"))
+    if not isinstance(problem, str) or not isinstance(steps, list) or first_error not in range(-1, len(steps)):
+        raise ValueError(
+            "a row of processbench has problem (a text), steps (a list) and label (the first wrong step, or -1)"
+        )
     draft = _draft(problem, [(step, k != first_error) for k, step in enumerate(steps)], finished=True)
     if (right := row.get("final_answer_correct")) is not None and steps:
         # As in a build, the whole of a finished draft needs a right answer.
@@ -123,5 +126,7 @@ def _part(row: Row, key: str, inner: str, kind: type) -> Any:
     outer = row.get(key)
     value = outer.get(inner) if isinstance(outer, Mapping) else None
     if not isinstance(value, kind):
-        raise ValueError("it needs question with problem (a text), and label with steps (a list) and finish_reason")
+        raise ValueError(
+            "a row of prm800k has question with problem (a text), and label with steps (a list) and finish_reason"
+        )
     return value

@@ -67,7 +67,7 @@ class GsmSymbolic:
                 yield problem
             chunk += 1
 
-    def _prompts_of_other_seeds(self, seed: int) -> set[str]:
+    def _prompts_of_other_seeds(self, seed: int) -> set[Any]:
         try:
             others = {int(other): int(number) for other, number in self.exclude_seeds.items()}  # JSON keys are texts
         except (TypeError, ValueError):

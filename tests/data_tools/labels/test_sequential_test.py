@@ -37,10 +37,10 @@ def sequential(chance: float, from_prefix: float, random: Random) -> tuple[bool 
     return None, LIMIT
 
 
-def absolute(chance: float, from_prefix: float, random: Random) -> bool:
-    """The rule before: four rollouts each, and `value >= target_value - 0.25`."""
+def absolute(chance: float, from_prefix: float, random: Random) -> bool | None:
+    """The rule before: four rollouts each, and `value >= target_value - 0.25`; unsolved problems were dropped."""
     target_value, value = (sum(random.random() < c for _ in range(4)) / 4 for c in (chance, from_prefix))
-    return value >= target_value - 0.25
+    return value >= target_value - 0.25 if target_value else None
 
 
 @pytest.mark.parametrize(
