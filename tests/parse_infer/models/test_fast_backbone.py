@@ -13,6 +13,7 @@ from parse_infer.models import fused_step, packed_linear
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.fast_backbone import FastBackbone
+from parse_infer.models.loading import load_language_model
 from tests.conftest import randomise
 
 SHAPE = {
@@ -177,7 +178,52 @@ def test_wrapped_linears_and_another_number_type_are_noticed(random_ids, monkeyp
     torch.testing.assert_close(decoder.next_logits(), expected.next_logits(), atol=1e-5, rtol=1e-5)
 
 
-def test_a_model_that_does_something_more_keeps_its_own_forward(random_ids):
-    model = randomise(MODEL_FOR_CAUSAL_LM_MAPPING[LlamaConfig](MODELS["llama"]), seed=1)
-    model.model.layers[1].register_forward_hook(lambda module, args, output: output * 1.5)
-    assert Decoder(model, ()).fast is None
+def scaled(output, by: float):
+    return (output[0] * by, *output[1:]) if isinstance(output, tuple) else output * by
+
+
+def without_residual(module, args, output):
+    return output - args[0]
+
+
+# What a model's own forward may do besides, by the module that does it.
+MORE = {
+    "attention, 5 % more": lambda backbone: backbone.layers[1].self_attn.register_forward_hook(
+        lambda module, args, output: scaled(output, 1.05)
+    ),
+    "MLP, 5 % less": lambda backbone: backbone.layers[2].mlp.register_forward_hook(
+        lambda module, args, output: scaled(output, 0.95)
+    ),
+    "layer left out": lambda backbone: setattr(backbone.layers[1], "forward", lambda x, **options: x),
+    "layer without residual": lambda backbone: backbone.layers[1].register_forward_hook(without_residual),
+    "embeddings, 5 % more": lambda backbone: backbone.layers[0].register_forward_pre_hook(
+        lambda module, args: (scaled(args[0], 1.05), *args[1:])
+    ),
+    "last norm, 5 % more": lambda backbone: backbone.norm.register_forward_hook(
+        lambda module, args, output: scaled(output, 1.05)
+    ),
+    "angles of other positions": lambda backbone: backbone.rotary_emb.register_forward_hook(
+        lambda module, args, output: tuple(table.roll(1, dims=1) for table in output) if table_of(output) else output
+    ),
+}
+
+
+def table_of(output: tuple[torch.Tensor, ...]) -> bool:
+    return output[0].shape[1] == 5  # of the few tokens that are compared, not the fast forward's own table
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("more", [None, *MORE])
+def test_a_model_that_does_something_more_keeps_its_own_forward(model, dtype, more):
+    """Whatever the number type, although 16 bits round; and a model that does nothing more has the fast one."""
+    model.to(dtype)
+    if more is not None:
+        MORE[more](model.model)
+    assert (Decoder(model, ()).fast is None) == (more is not None)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.model.modules()) or more is not None
+
+
+@pytest.mark.parametrize("name", ["zoo:target", "zoo:draft"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_trained_models_have_the_fast_forward(name, dtype):
+    assert load_language_model(name, role="target", device="cpu", dtype=dtype).decoder.fast is not None
