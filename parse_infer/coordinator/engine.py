@@ -18,13 +18,14 @@ from typing import Any, TypeVar
 import torch
 
 from parse_infer.controller import Controller
+from parse_infer.coordinator.attempts import Place
 from parse_infer.coordinator.client import Client
 from parse_infer.coordinator.health import Server
 from parse_infer.coordinator.local_draft import LocalDraft
 from parse_infer.coordinator.pair import Drafts, ServerPair, Target
 from parse_infer.coordinator.parts import Urls, find_parts, servable
 from parse_infer.coordinator.processes import Processes
-from parse_infer.coordinator.servers import Place, Servers
+from parse_infer.coordinator.servers import Servers
 from parse_infer.drafters.draft_model import share_tokens
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.drafters.translation import Translation
@@ -193,12 +194,12 @@ class Coordinator:
         for servers, language in self._known():
             servers.examine = partial(self._examine, servers, language)
             await servers.meet()
-            language.window = min(language.window, servers.window or language.window)
+            language.window = min(language.window, servers.identity.window or language.window)
         await self.aclose()  # requests may come from another event loop
 
     async def _examine(self, servers: Servers, language: Language, server: Server) -> None:
         """ValueError where a server that has come, or has come back, is not what it should be."""
-        await servers.check_tokens(language.name, language.tokenizer, server)
+        await servers.identity.check_tokens(language.name, language.tokenizer, server)
         if servers is self._target.servers and isinstance(self._target.questions, TrainedQuestions) and server.judges:
             await self._target.try_judge(server)
 

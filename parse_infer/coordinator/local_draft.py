@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from parse_infer.coordinator.servers import Unavailable
+from parse_infer.coordinator.attempts import Unavailable
 from parse_infer.models.batch_decoder import Batch, BatchDecoder, Row, Run
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import Sampling

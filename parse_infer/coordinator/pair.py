@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from parse_infer.coordinator.attempts import Failing, Place, Replaced, Unavailable
 from parse_infer.coordinator.checks import Checks
 from parse_infer.coordinator.client import Refused
 from parse_infer.coordinator.health import Server
 from parse_infer.coordinator.local_draft import LocalDraft
-from parse_infer.coordinator.servers import Failing, Place, Replaced, Servers, Unavailable
+from parse_infer.coordinator.servers import Servers
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.drafters.translation import Translation, Writing
 from parse_infer.generation import Fallback
@@ -182,7 +183,7 @@ class ServerPair:
         if request.fallback is not None or not self._target.uses_draft(self.threshold):
             return []
         if not servers.can_judge:
-            return self._fall_back(Replaced(f"no target server that answers runs the adapter {servers.judge}"))
+            return self._fall_back(servers.replaced())
         self._checks = checks = self._new_checks(round)
         if isinstance(self._drafts, TextDrafter):
             return self._drafts.propose(request.answer.ids, self.room()).ids

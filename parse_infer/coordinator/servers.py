@@ -8,64 +8,19 @@ check takes a server out (`HealthChecks`).
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
+from parse_infer.coordinator.attempts import Attempts, Failing, Place, Replaced, Unavailable
 from parse_infer.coordinator.client import Client, Lost, Refused
 from parse_infer.coordinator.health import HealthChecks, Server
+from parse_infer.coordinator.identity import Identity
 
-log = logging.getLogger("parse_infer.coordinator")
-
-ATTEMPTS = 4  # of one request
 PATIENCE_S = 120.0  # while no server is well
 _PULSE_S = 0.5
 _BACK_OFF_S = 0.05  # before the second attempt at the same server; twice as long before each further one
-_SAMPLE = "Natalia sold 48/2 = 24 clips.\n\n  Überall, 数学: {x²} #### 1,072\t<b>"
-
-
-class Unavailable(OSError):
-    """No server answers."""
-
-
-class Failing(Unavailable):
-    """Servers answer, but none of them answers this request."""
-
-
-class Replaced(ValueError):
-    """Servers answer, but none of them runs the adapter that drafts are judged with."""
-
-
-class Place:
-    """Where the requests of one answer go: to one server, which keeps what it has read; after a failure to another.
-
-    Attributes:
-        patience_s: how long a request waits while no server is well; None: as long as any (`Servers.patience_s`).
-    """
-
-    def __init__(self, server: Server, patience_s: float | None = None) -> None:
-        self.server = server
-        self.patience_s = patience_s
-        server.busy += 1
-
-    def move(self, server: Server) -> None:
-        self.server.busy -= 1
-        self.server = server
-        server.busy += 1
-
-
-@dataclass(frozen=True)
-class _Card:
-    """What a server says about its model."""
-
-    names: list[str]
-    root: str | None
-    window: int
 
 
 async def _nothing_to_examine(server: Server) -> None:
@@ -79,11 +34,10 @@ class Servers:
         urls: at least one.
         failure: says why the servers will not come back, once that is known (None: they may).
         patience_s: how long a request waits while no server is well.
-        judge: the name under which a server with the right adapter serves too; None: drafts are judged without one.
+        judge: see `Identity`.
 
     Attributes:
-        model: the name under which they serve it; known after `meet`.
-        window: tokens that prompt and answer may have together there; known after `meet`.
+        identity: what they serve.
         fields: of every request.
         examine: looks closely at a server that has come, or has come back; ValueError: it must not be used.
     """
@@ -101,25 +55,31 @@ class Servers:
             raise ValueError(f"no address of a {role} server was given")
         self.role = role
         self.members = [Server(url) for url in urls]
-        self.model = ""
-        self.window = 0
+        self.identity = Identity(role, client, judge)
         self.fields: dict[str, Any] = {}
         self.patience_s = patience_s
-        self.judge = judge
         self.examine: Callable[[Server], Awaitable[None]] = _nothing_to_examine
         self._client = client
         self._failure = failure
-        self._health = HealthChecks(role, self.members, client, self._identify, lambda server: self.examine(server))
+        self._health = HealthChecks(role, self.members, client, self.identity.check, self._examine)
+
+    @property
+    def model(self) -> str:
+        return self.identity.model
 
     @property
     def judging_model(self) -> str:
         """What a request about a draft names as its model: a server with another adapter refuses it."""
-        return self.judge or self.model
+        return self.identity.judge or self.model
 
     @property
     def can_judge(self) -> bool:
         """Whether a server that is well runs the right adapter; also while none is well, as any may come back."""
         return not self.count() or self.count(judging=True) > 0
+
+    def replaced(self) -> Replaced:
+        """The error where none of them does."""
+        return Replaced(f"no {self.role} server that answers runs the adapter {self.identity.judge}")
 
     def count(self, judging: bool = False) -> int:
         """Servers that are well, or those of them that run the right adapter."""
@@ -128,53 +88,9 @@ class Servers:
     async def meet(self) -> None:
         """Ask each server what it serves, and examine it. Those that do not answer are checked until they do.
 
-        Raises:
-            Unavailable: none answers.
-            ValueError: they serve different models, or not what they should.
+        Raises as `Identity.meet` does.
         """
-        cards: dict[Server, _Card] = {}
-        for server in self.members:
-            try:
-                cards[server] = await self._card(server)
-            except Lost as error:
-                self._away(server, error)
-        names = sorted({card.names[0] for card in cards.values()})
-        if len(names) > 1:
-            raise ValueError(f"the {self.role} servers serve different models: {' and '.join(names)}")
-        if cards:
-            self.model, self.window = names[0], min(card.window for card in cards.values())
-        judged = self.judge is None or any(self.judge in card.names for card in cards.values())
-        for server, card in cards.items():
-            server.root, server.judges = None, judged
-            try:
-                self._compare(server, card)
-                await self.examine(server)
-                server.examined = server.well = True
-            except Lost as error:
-                self._away(server, error)
-        if not any(server.well for server in self.members):
-            raise Unavailable(self._hint(self.members[0]))
-        if not judged:
-            raise ValueError(
-                f"the {self.role} server {next(iter(cards)).url} does not serve the adapter {self.judge}: start it "
-                "with the command that python -m parse_infer.vllm.options prints for this adapter"
-            )
-        for server in self.members:
-            if not server.well:
-                log.warning(self._hint(server))
-
-    async def check_tokens(self, name: str, tokenizer: PreTrainedTokenizerBase, server: Server) -> None:
-        """ValueError where the server tells that it cuts text into other tokens than the model `name`."""
-        body = {"model": self.model, "prompt": _SAMPLE, "add_special_tokens": False}
-        try:
-            found = (await self._client.post(f"{server.url}/tokenize", body))["tokens"]
-        except (Lost, Refused, KeyError, TypeError):  # only vLLM has this path
-            return
-        if found != tokenizer.encode(_SAMPLE, add_special_tokens=False):
-            raise ValueError(
-                f"the {self.role} server {server.url} has other tokens than {name!r}: give the address of a "
-                "server with that model"
-            )
+        await self.identity.meet(self.members, self.examine)
 
     @contextmanager
     def place(self, patience_s: float | None = None, judging: bool = False) -> Iterator[Place]:
@@ -224,7 +140,7 @@ class Servers:
             yield await self._tried(lambda url: self._client.whole(url, body), place)
             return
         got: list[int] = []
-        tried = _Tries()
+        tried = Attempts()
         while tried.left:
             server = await self._server(place, tried)
             body = self._body([*ids, *got], most - len(got), settings)
@@ -247,7 +163,7 @@ class Servers:
         if not body.get("stream"):
             yield await self._tried(lambda url: self._client.post(url, body), None, path)
             return
-        begun, tried = False, _Tries()
+        begun, tried = False, Attempts()
         while tried.left and not begun:
             server = await self._server(None, tried)
             async with self._trying(server, tried):
@@ -262,6 +178,9 @@ class Servers:
         """Nothing is asked any more in this event loop."""
         self._health.close()
 
+    async def _examine(self, server: Server) -> None:
+        await self.examine(server)  # whatever it is by now
+
     def _addressed(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"model": self.model} | body | self.fields
 
@@ -275,14 +194,14 @@ class Servers:
         path: str = "/v1/completions",
         judging: bool = False,
     ) -> Any:
-        tried = _Tries()
+        tried = Attempts()
         while tried.left:
             server = await self._server(place, tried, judging)
             async with self._trying(server, tried, judging), self._waiting(server):
                 return await request(f"{server.url}{path}")
         raise self._given_up(tried)
 
-    async def _server(self, place: Place | None, tried: _Tries, judging: bool = False) -> Server:
+    async def _server(self, place: Place | None, tried: Attempts, judging: bool = False) -> Server:
         """The server to ask next, as soon as one is well. Raises Unavailable or Replaced where none will be."""
         self._health.start()
         end = time.monotonic() + (self.patience_s if place is None or place.patience_s is None else place.patience_s)
@@ -294,7 +213,7 @@ class Servers:
             await self._health.change(min(left, _PULSE_S))
         able = [server for server in well if server.judges or not judging]
         if not able:
-            raise Replaced(f"no {self.role} server that answers runs the adapter {self.judge}")
+            raise self.replaced()
         times = min(map(tried.failed.count, able))
         able = [server for server in able if tried.failed.count(server) == times]
         if times:
@@ -306,7 +225,7 @@ class Servers:
         return place.server
 
     @asynccontextmanager
-    async def _trying(self, server: Server, tried: _Tries, judging: bool = False) -> AsyncIterator[None]:
+    async def _trying(self, server: Server, tried: Attempts, judging: bool = False) -> AsyncIterator[None]:
         """Around one attempt; where it fails and another one may not, goes on behind the block."""
         server.busy += 1
         try:
@@ -344,78 +263,8 @@ class Servers:
         async with self._waiting(server):
             return await anext(pieces, None)
 
-    def _given_up(self, tried: _Tries) -> Failing:
+    def _given_up(self, tried: Attempts) -> Failing:
         return Failing(f"the {self.role} servers have failed {len(tried.failed)} times: {tried.trouble}")
-
-    async def _card(self, server: Server) -> _Card:
-        try:
-            listed = (await self._client.get(f"{server.url}/v1/models"))["data"]
-            first = listed[0]
-            names = [str(one["id"]) for one in listed]
-            return _Card(names, first.get("root"), int(first.get("max_model_len") or 0))
-        except Refused:
-            raise
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"the {self.role} server {server.url} is no OpenAI-compatible server") from error
-
-    async def _identify(self, server: Server) -> None:
-        self._compare(server, await self._card(server))
-
-    def _compare(self, server: Server, card: _Card) -> None:
-        """ValueError unless a server serves the model that it should; notes which adapter it has."""
-        judges = self.judge is None or self.judge in card.names
-        if card.names[0] != self.model:
-            raise ValueError(f"the {self.role} server {server.url} serves {card.names[0]!r} and not {self.model!r}")
-        moved = server.root is not None and card.root != server.root
-        if moved and not (judges and self.judge):  # the adapter's name stands for the target's weights too
-            raise ValueError(
-                f"the {self.role} server {server.url} has loaded {card.root!r} and not {server.root!r} as before: "
-                "restart the coordinator if that is meant"
-            )
-        if card.window < self.window:
-            raise ValueError(
-                f"the {self.role} server {server.url} takes {card.window} tokens and not {self.window} as before: "
-                "restart the coordinator if that is meant"
-            )
-        server.root = card.root
-        if judges == server.judges:
-            return
-        server.judges, server.examined = judges, False
-        if judges:
-            log.warning("the %s server %s runs the adapter %s again", self.role, server.url, self.judge)
-        else:
-            log.warning(
-                "the %s server %s runs another adapter than %s (it serves %s): it judges no drafts, and where no "
-                "other server does, no promise (risk) is kept and the target answers alone",
-                self.role, server.url, self.judge, ", ".join(card.names),
-            )  # fmt: skip
-
-    def _away(self, server: Server, error: Lost) -> None:
-        server.well, server.examined, server.trouble = False, False, str(error)
-
-    def _hint(self, server: Server) -> str:
-        return f"the {self.role} server {server.trouble}: start it, or correct {self.role}_url"
-
-
-class _Tries:
-    """Attempts of one request that have failed.
-
-    Attributes:
-        failed: the server of each.
-        trouble: why the last one did.
-    """
-
-    def __init__(self) -> None:
-        self.failed: list[Server] = []
-        self.trouble = ""
-
-    @property
-    def left(self) -> int:
-        return ATTEMPTS - len(self.failed)
-
-    def note(self, server: Server, trouble: str) -> None:
-        self.failed.append(server)
-        self.trouble = server.trouble = trouble
 
 
 def _least_busy(servers: Sequence[Server]) -> Server:

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from parse_infer.coordinator import client
+from parse_infer.coordinator.attempts import Failing, Unavailable
 from parse_infer.coordinator.engine import Coordinator
-from parse_infer.coordinator.servers import Failing, Unavailable
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.serve.backend import Job, Moment, Refused
 from parse_infer.serve.errors import ApiError

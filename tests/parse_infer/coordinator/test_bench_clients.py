@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from parse_infer.bench.clients import check_ways, run_clients, server_of
-from parse_infer.coordinator.servers import Unavailable
+from parse_infer.coordinator.attempts import Unavailable
 from parse_infer.generation import GenerationSettings
 
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from parse_infer.coordinator.attempts import Unavailable
 from parse_infer.coordinator.client import Refused
-from parse_infer.coordinator.servers import Unavailable
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import Accepted, Done, Drafted, Generation, Resumed, Verified

@@ -10,8 +10,8 @@ import pytest
 import uvicorn
 
 from parse_infer.coordinator import client, health
+from parse_infer.coordinator.attempts import Failing, Unavailable
 from parse_infer.coordinator.client import Client
-from parse_infer.coordinator.servers import Failing, Unavailable
 from tests.parse_infer.coordinator.conftest import WAIT_S, soon
 from tests.parse_infer.coordinator.test_coordinator import PROMPT, partial_threshold, same
 

@@ -11,8 +11,8 @@ import torch
 
 from parse_infer.calibration.replay import Replay
 from parse_infer.coordinator import pair
+from parse_infer.coordinator.attempts import Unavailable
 from parse_infer.coordinator.engine import Coordinator
-from parse_infer.coordinator.servers import Unavailable
 from parse_infer.generation import GenerationSettings
 from parse_infer.models.batch_decoder import BatchDecoder
 from parse_infer.models.prompts import Verbatim

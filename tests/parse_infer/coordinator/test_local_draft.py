@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
+from parse_infer.coordinator.attempts import Unavailable
 from parse_infer.coordinator.local_draft import LocalDraft
 from parse_infer.coordinator.pair import server_settings
-from parse_infer.coordinator.servers import Unavailable
 from parse_infer.models.batch_decoder import Batch, BatchDecoder
 from parse_infer.models.sampling import Sampling
 from tests.parse_infer.coordinator.conftest import Connect
