@@ -345,6 +345,7 @@ def folders(make_engine, random_adapter, tokenizer, tmp_path) -> list[str]:
 def test_a_signal_under_load(folders):
     """The command itself: ready, asked, told to stop, gone within its time of grace."""
     arguments = ["serve", *folders, "--port", "0", "--grace", "1", "--served-model-name", "tiny", "--device", "cpu"]
+    arguments += ["--strict", "--no-generation-config"]
     process = subprocess.Popen(
         [sys.executable, "-m", "parse_infer", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3],
@@ -354,6 +355,7 @@ def test_a_signal_under_load(folders):
         found = re.match(r"tiny answers at (http://127\.0\.0\.1:\d+)/v1", process.stdout.readline())
         assert found, process.stderr.read()
         body = {"messages": USER, "max_tokens": LONG, "stream": True, "parse": {"mode": "target"}, "model": "tiny"}
+        assert httpx.post(found[1] + CHAT, json={**body, "colour": 1}, timeout=60).status_code == 400
         texts: list[str] = []
 
         def ask() -> None:
@@ -372,7 +374,7 @@ def test_a_signal_under_load(folders):
             thread.join(10)
         assert len(texts) == 4 and all("[DONE]" in text or '"stopping"' in text for text in texts), texts
         lines = [json.loads(line) for line in log.splitlines()]
-        assert sum(line["event"] == "request" and line["path"] == CHAT for line in lines) == 4
+        assert sum(line["event"] == "request" and line["path"] == CHAT for line in lines) == 5
         assert "apples" not in log  # prompts are not logged
     finally:
         process.kill()
