@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 # Without fail_fast, pydantic collects an error for each item of a list. Their number is checked first.
 AtMost16 = Annotated[list[Item], Field(max_length=16, fail_fast=True)]
 AtMost1024 = Annotated[list[Item], Field(max_length=1024, fail_fast=True)]
-AtMost16384 = Annotated[list[Item], Field(max_length=16384, fail_fast=True)]
+AtMost4096 = Annotated[list[Item], Field(max_length=4096, fail_fast=True)]
 Tokens = Annotated[list[StrictInt], Field(max_length=1 << 20, fail_fast=True)]  # the largest windows in use
 
 

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from parse_infer.models.prompts import Chat
 from parse_infer.models.sampling import Sampling
-from parse_infer.serve.body import AnswerBody, AtMost1024, AtMost16384, Body, Text, ignored, neutral
+from parse_infer.serve.body import AnswerBody, AtMost1024, AtMost4096, Body, Text, ignored, neutral
 from parse_infer.serve.choice import Choice, ParseStatistics
 from parse_infer.serve.usage import Usage
 
@@ -85,7 +85,7 @@ class Prediction(Body):
 
 
 class ChatBody(AnswerBody):
-    messages: AtMost16384[ChatMessage] = Field(min_length=1)
+    messages: AtMost4096[ChatMessage] = Field(min_length=1)
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Switches of the chat template, such as enable_thinking."
     )

@@ -8,14 +8,14 @@ from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from parse_infer.models.prompts import Chat
-from parse_infer.serve.body import AtMost16384, Body, Text, Tokens
+from parse_infer.serve.body import AtMost4096, Body, Text, Tokens
 from parse_infer.serve.chat import ChatMessage
 
 
 class TokenizeBody(Body):
     model: Text | None = None
     prompt: Text | None = None
-    messages: AtMost16384[ChatMessage] | None = Field(
+    messages: AtMost4096[ChatMessage] | None = Field(
         None, min_length=1, description="Instead of prompt; by the template."
     )
     chat_template_kwargs: dict[str, Any] | None = None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
 
+from parse_infer.models.sampling import Sampling
 from parse_infer.serve.coordinated import CoordinatedBackend
 from tests.parse_infer.serve.conftest import running
 
@@ -45,14 +48,32 @@ def test_a_call_of_a_tool_is_the_targets_own_and_says_so(relaying):
     assert "parse_answers_relayed_total 1.0" in served.metrics
 
 
+def test_relayed_requests_are_sampled_like_all_others(relaying, monkeypatch, capfd):
+    served, targets = relaying
+    monkeypatch.setattr(served.backend, "default_sampling", Sampling(0.7, 0.8, 20))
+    with running(served.backend, served.engine) as sampling:
+        given = {"temperature": 0, "seed": 3, "stop_token_ids": [65], "min_tokens": 2, "repetition_penalty": 1}
+        for fields in ({}, given):
+            response = sampling.chat(tools=TOOLS, chat_template_kwargs={"think": True}, **fields)
+            assert response.status_code == 200
+    first, second = asked(targets)
+    assert (first["temperature"], first["top_p"], first["top_k"]) == (0.7, 0.8, 20)
+    assert second | given == second and (second["top_p"], second["top_k"]) == (0.8, 20)
+    assert first["chat_template_kwargs"] == {"think": True}
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if '"answered"' in line]
+    told = [(line["mode"], line["because"], line["completion_tokens"]) for line in lines]
+    assert told == [("target", "tools", 6)] * 2
+    assert lines[-1]["id"] == response.headers["x-request-id"] and lines[-1]["seconds"] > 0
+
+
 def test_a_conversation_with_tools_is_streamed(relaying):
     served, targets = relaying
     call = {"id": "call-1", "type": "function", "function": {"name": "weigh", "arguments": "{}"}}
     messages = [
         {"role": "developer", "content": "Be brief."},
         *USER,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call-1", "content": "800 g"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "apples", "refusal": None},
+        {"role": "tool", "tool_call_id": "call-1", "content": "800 g", "name": "weigh", "cache_control": {}},
     ]
     with served.client as client:
         stream = client.chat.completions.create(model=served.backend.name, messages=messages, stream=True)
@@ -63,7 +84,8 @@ def test_a_conversation_with_tools_is_streamed(relaying):
     assert chunks[-1].finish_reason == "tool_calls" and chunks[-1].parse["because"] == "messages.2.tool_calls"
     (body,) = asked(targets)
     assert body["messages"][0] == messages[0] | {"role": "system"}, "which every chat template knows"
-    assert body["messages"][2]["tool_calls"] == [call] and body["messages"][3] == messages[3]
+    assert body["messages"][2] == {"role": "assistant", "tool_calls": [call], "reasoning_content": "apples"}
+    assert body["messages"][3] == {"role": "tool", "tool_call_id": "call-1", "content": "800 g"}
 
 
 def test_structured_output_continues_a_message_that_has_begun(relaying):
@@ -82,7 +104,9 @@ def test_switches_of_the_chat_template_are_passed_on(engine, connect, monkeypatc
     monkeypatch.setattr(coordinator.target, "template_options", {"enable_thinking": False})
     with running(CoordinatedBackend(coordinator), engine) as served:
         assert served.chat(tools=TOOLS).status_code == 200
-    assert target.bodies[-1]["chat_template_kwargs"] == {"enable_thinking": False}
+        assert target.bodies[-1]["chat_template_kwargs"] == {"enable_thinking": False}
+        assert served.chat(tools=TOOLS, chat_template_kwargs={"brief": True}).status_code == 200
+        assert target.bodies[-1]["chat_template_kwargs"] == {"enable_thinking": False, "brief": True}
 
 
 def test_what_the_targets_server_refuses_is_told_in_its_words(relaying):

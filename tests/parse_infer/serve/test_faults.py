@@ -19,6 +19,7 @@ import openai
 import pytest
 
 from parse_infer.cli.app import main
+from parse_infer.controller import TRIALS
 from parse_infer.drafters.drafter import Draft
 from parse_infer.serve.line import Limits
 from parse_infer.serve.local import LocalBackend
@@ -197,11 +198,15 @@ def test_work_ends_within_a_draft_too(served):
     assert served.becomes_idle(2)
 
 
-def test_a_full_queue_says_when_to_come_back(served):
+def test_a_full_queue_says_when_to_come_back(served, monkeypatch):
+    async def render(*_: Any) -> Any:
+        raise AssertionError("what is not admitted is not rendered")
+
     with running(served.backend, served.engine, Limits(waiting=1)) as small, ThreadPoolExecutor(2) as pool:
         taken = [pool.submit(small.chat, max_tokens=LONG, parse={"mode": "target"}) for _ in range(2)]
         while small.line.answers < 2 and not any(answer.done() for answer in taken):
             time.sleep(0.005)
+        monkeypatch.setattr(served.backend, "render", render)
         refused = small.chat()
         assert refused.status_code == 429 and error_of(refused)["type"] == "rate_limit_error"
         assert int(refused.headers["retry-after"]) >= 1
@@ -222,6 +227,9 @@ def test_a_request_that_takes_too_long_ends_with_an_error(served):
             ))  # fmt: skip
 
 
+SECRET = "what somebody wrote"
+
+
 class Breaking:
     """A drafter that fails when it is asked for the n-th draft of an answer."""
 
@@ -236,28 +244,66 @@ class Breaking:
     def propose(self, answer_ids: Any, max_new_tokens: int) -> Draft:
         self._asked += 1
         if self._asked == self._nth:
-            raise RuntimeError("out of memory")
+            raise RuntimeError(f"no room for {SECRET}") from ValueError(SECRET)
         return Draft([65, 66, 67, 68])
 
 
-def test_a_request_that_fails_takes_no_other_with_it(make_engine, caplog):
-    logger = logging.getLogger("parse_infer.serve")
+def logged(capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    text = capfd.readouterr().err
+    assert SECRET not in text and "apples" not in text
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def test_the_log_tells_where_a_request_failed_and_no_text(make_engine, capfd, monkeypatch):
+    async def decode(ids: Any) -> str:
+        raise RuntimeError(SECRET)
+
+    back = {"parse": {"resume": "hand_back", "threshold": 0}, "max_tokens": 40}
+    backend = LocalBackend(make_engine(drafter=Breaking(2)))
+    monkeypatch.setattr(backend, "decode", decode)
+    with running(backend, make_engine()) as broken:
+        failed = [broken.chat(**back), broken.chat(**back, stream=True), broken.post("/detokenize", {"tokens": [65]})]
+    assert [response.status_code for response in failed] == [500, 200, 500]
+    lines = logged(capfd)
+    for response, function in zip(failed, ("propose", "propose", "decode"), strict=True):
+        mine = [line for line in lines if line["id"] == response.headers["x-request-id"]]
+        (failure,) = [line for line in mine if line["event"] == "failure"]
+        assert [line for line in mine if line["event"] == "request"][0]["status"] == response.status_code
+        assert failure["errors"][0]["class"] == "builtins.RuntimeError", failure
+        assert failure["errors"][0]["frames"][-1].endswith(f" {function}")
+        assert [error["class"] for error in failure["errors"][1:]] == ["builtins.ValueError"] * (function == "propose")
+
+
+def test_the_lines_of_a_request_have_its_id_and_what_was_decided(make_engine, capfd):
+    with running(LocalBackend(make_engine()), make_engine(), adaptive=True) as server:
+        answers = [server.chat(max_tokens=8, n=2, parse={"threshold": 0, "adaptive": False}) for _ in range(2)]
+        answers += [server.chat(max_tokens=8, stream=True, parse={"mode": "target"})]
+        answers += [server.chat(max_tokens=8) for _ in range(2 * TRIALS)]
+    lines, modes = logged(capfd), []
+    for response in answers:
+        answered, request = [line for line in lines if line["id"] == response.headers["x-request-id"]]
+        assert (answered["event"], request["event"]) == ("answered", "request")
+        assert f'"id":"chatcmpl-{request["id"]}"' in response.text
+        assert 0 < answered["seconds"] <= request["seconds"]
+        modes.append((answered["answers"], answered["mode"], answered["adaptive"]))
+    assert modes[:3] == [(2, "draft", False)] * 2 + [(1, "target", False)]
+    assert sorted(modes[3:]) == [(1, "draft", True)] * TRIALS + [(1, "target", True)] * TRIALS
+
+
+def test_a_request_that_fails_takes_no_other_with_it(make_engine):
     back = {"parse": {"resume": "hand_back", "threshold": 0}, "max_tokens": 40}
     with running(LocalBackend(make_engine(drafter=Breaking(2))), make_engine(drafter=Breaking(2))) as broken:
-        logger.addHandler(caplog.handler)
         with ThreadPoolExecutor(4) as pool:
             bad = [pool.submit(broken.chat, **back) for _ in range(2)]
             good = [pool.submit(broken.chat, max_tokens=24, parse={"threshold": 1.01}) for _ in range(2)]
         for failed in bad:
             assert failed.result().status_code == 500 and error_of(failed.result())["code"] == "internal_error"
-            assert "memory" not in failed.result().text  # what is inside stays inside
+            assert SECRET not in failed.result().text  # what is inside stays inside
         own = broken.engine.generate("Tom has 5 apples.", max_new_tokens=24, threshold=1.01).text
         assert [one.result().json()["choices"][0]["message"]["content"] for one in good] == [own, own]
         stream = broken.chat(**back, stream=True)  # fails after the first text
         assert stream.status_code == 200 and "internal_error" in stream.text
         assert re.search(r'"content":"[^"]', stream.text)
-        logger.removeHandler(caplog.handler)
-    assert "out of memory" in caplog.text
 
 
 def test_the_end_waits_for_what_was_accepted(make_engine):
@@ -299,6 +345,7 @@ def folders(make_engine, random_adapter, tokenizer, tmp_path) -> list[str]:
 def test_a_signal_under_load(folders):
     """The command itself: ready, asked, told to stop, gone within its time of grace."""
     arguments = ["serve", *folders, "--port", "0", "--grace", "1", "--served-model-name", "tiny", "--device", "cpu"]
+    arguments += ["--strict", "--no-generation-config"]
     process = subprocess.Popen(
         [sys.executable, "-m", "parse_infer", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3],
@@ -308,6 +355,7 @@ def test_a_signal_under_load(folders):
         found = re.match(r"tiny answers at (http://127\.0\.0\.1:\d+)/v1", process.stdout.readline())
         assert found, process.stderr.read()
         body = {"messages": USER, "max_tokens": LONG, "stream": True, "parse": {"mode": "target"}, "model": "tiny"}
+        assert httpx.post(found[1] + CHAT, json={**body, "colour": 1}, timeout=60).status_code == 400
         texts: list[str] = []
 
         def ask() -> None:
@@ -326,7 +374,7 @@ def test_a_signal_under_load(folders):
             thread.join(10)
         assert len(texts) == 4 and all("[DONE]" in text or '"stopping"' in text for text in texts), texts
         lines = [json.loads(line) for line in log.splitlines()]
-        assert sum(line["event"] == "request" and line["path"] == CHAT for line in lines) == 4
+        assert sum(line["event"] == "request" and line["path"] == CHAT for line in lines) == 5
         assert "apples" not in log  # prompts are not logged
     finally:
         process.kill()

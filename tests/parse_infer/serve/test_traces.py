@@ -9,6 +9,7 @@ from parse_infer.serve.local import LocalBackend
 from parse_infer.serve.traces import Traces
 from tests.parse_infer.serve.conftest import running
 
+SECRET = "what somebody wrote"
 CALLER = "0af7651916cd43dd8448eb211c80319c"  # the trace that the client belongs to
 
 
@@ -29,3 +30,18 @@ def test_a_request_is_a_span_of_its_callers_trace(make_engine):
     assert found[1].attributes["parse.completion_tokens"] == 8
     assert "parse.answers" not in found[2].attributes
     assert "Tom" not in str([dict(span.attributes) for span in found])
+
+
+def test_a_span_of_a_request_that_failed_has_no_text(make_engine, monkeypatch):
+    async def fails(*_: object) -> str:
+        raise RuntimeError(SECRET)
+
+    spans, backend = InMemorySpanExporter(), LocalBackend(make_engine())
+    for name in ("decode", "render"):
+        monkeypatch.setattr(backend, name, fails)
+    with running(backend, make_engine(), traces=Traces(SimpleSpanProcessor(spans))) as server:
+        assert server.post("/detokenize", {"tokens": [65]}).status_code == 500
+        assert server.chat().status_code == 500
+    found = [span.to_json() for span in spans.get_finished_spans()]
+    assert len(found) == 2 and SECRET not in "".join(found)
+    assert all('"http.status_code": 500' in span for span in found)

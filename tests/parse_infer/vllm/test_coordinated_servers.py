@@ -66,6 +66,21 @@ def test_answers_are_those_of_the_local_engine(coordinator, local, settings):
     )
 
 
+@pytest.mark.parametrize("ends", [{"ignore_eos": True}, {"min_tokens": 80}, {"min_tokens": 20, "stop_token_ids": 20}])
+@pytest.mark.parametrize("threshold", [None, 1.01])
+def test_answers_end_where_the_local_engines_do(coordinator, local, ends, threshold):
+    """By vLLM's own settings of these names; a stop token stands at this place of the target's answer."""
+    settings = {"max_new_tokens": 120, "threshold": threshold, **ends}
+    if (place := ends.get("stop_token_ids")) is not None:
+        written = local.generate_target(PROMPTS[0], max_new_tokens=120).token_ids
+        settings["stop_token_ids"] = [written[place]]
+    found = coordinator.generate(PROMPTS[:6], **settings)
+    assert [told(g) for g in found] == [told(g) for g in local.generate(PROMPTS[:6], exact_tail=False, **settings)]
+    assert all(len(g.token_ids) >= ends.get("min_tokens", 120) for g in found)
+    alone = coordinator.generate_target(PROMPTS[0], **settings)
+    assert told(alone) == told(local.generate_target(PROMPTS[0], **settings))
+
+
 def test_a_stream_is_the_same_answer(coordinator, local):
     *_, done = coordinator.stream(PROMPTS[1], max_new_tokens=200, resume="hand_back")
     wanted = local.generate(PROMPTS[1], exact_tail=False, max_new_tokens=200, resume="hand_back")
