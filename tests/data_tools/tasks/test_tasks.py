@@ -100,21 +100,21 @@ def test_gsm_symbolic_is_reproducible_and_its_splits_share_no_problem():
 
 def test_gsm_symbolic_can_leave_out_the_prompts_of_other_seeds():
     others = {
-        seed: [p.prompt for p in load_task("gsm_symbolic", max_number=12).problems("train", seed, 120)]
+        seed: [p.prompt for p in load_task("gsm_symbolic", max_number=20).problems("train", seed, 120)]
         for seed in (0, 1)
     }
     learnt = {prompt for prompts in others.values() for prompt in prompts}
-    plain = list(load_task("gsm_symbolic", max_number=12).problems("train", 3, 120))
+    plain = list(load_task("gsm_symbolic", max_number=20).problems("train", 3, 120))
     assert any(p.prompt in learnt for p in plain), "seeds share prompts"
     # As it comes from the command line, and from the JSON of a build.
     for exclude in ({0: 120, 1: 120}, {"0": 120, "1": 120}):
-        task = load_task("gsm_symbolic", max_number=12, exclude_seeds=exclude)
+        task = load_task("gsm_symbolic", max_number=20, exclude_seeds=exclude)
         new = list(task.problems("train", 3, 120))
         assert len(new) == 120 and not learnt & {p.prompt for p in new}
         kept = [p.id for p in plain if p.prompt not in learnt]
         assert [p.id for p in new][: len(kept)] == kept
         assert list(task.problems("validation", 0, 5)) == list(
-            load_task("gsm_symbolic", max_number=12).problems("validation", 0, 5)
+            load_task("gsm_symbolic", max_number=20).problems("validation", 0, 5)
         )
     for exclude in ({3: 10}, {"one": 10}, {0: None}):
         with pytest.raises(ValueError, match="it must map seeds other than 3 to numbers of problems"):
