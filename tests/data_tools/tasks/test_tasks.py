@@ -100,17 +100,17 @@ def test_gsm_symbolic_is_reproducible_and_its_splits_share_no_problem():
 
 def test_gsm_symbolic_can_leave_out_the_prompts_of_other_seeds():
     others = {
-        seed: [p.prompt for p in load_task("gsm_symbolic", max_number=20).problems("train", seed, 120)]
+        seed: [p.prompt for p in load_task("gsm_symbolic", max_number=20).problems("train", seed, 300)]
         for seed in (0, 1)
     }
     learnt = {prompt for prompts in others.values() for prompt in prompts}
-    plain = list(load_task("gsm_symbolic", max_number=20).problems("train", 3, 120))
+    plain = list(load_task("gsm_symbolic", max_number=20).problems("train", 3, 300))
     assert any(p.prompt in learnt for p in plain), "seeds share prompts"
     # As it comes from the command line, and from the JSON of a build.
-    for exclude in ({0: 120, 1: 120}, {"0": 120, "1": 120}):
+    for exclude in ({0: 300, 1: 300}, {"0": 300, "1": 300}):
         task = load_task("gsm_symbolic", max_number=20, exclude_seeds=exclude)
-        new = list(task.problems("train", 3, 120))
-        assert len(new) == 120 and not learnt & {p.prompt for p in new}
+        new = list(task.problems("train", 3, 300))
+        assert len(new) == 300 and not learnt & {p.prompt for p in new}
         kept = [p.id for p in plain if p.prompt not in learnt]
         assert [p.id for p in new][: len(kept)] == kept
         assert list(task.problems("validation", 0, 5)) == list(
