@@ -65,7 +65,7 @@ def _math_shepherd(row: Row) -> Iterator[Row]:
     text, marks = row.get("input"), row.get("label")
     if not isinstance(text, str) or not isinstance(marks, str) or _STEP_TAG not in text:
         raise ValueError(
-            f"a row of math_shepherd has input (a text with {_STEP_TAG} behind each step) and label (with + or - instead)"
+            f"a row of math_shepherd has input (a text with {_STEP_TAG} behind each step), and label (+ or - instead)"
         )
     *pieces, rest = text.split(_STEP_TAG)
     signs = [marks[end + i : end + i + 1] for i, end in enumerate(accumulate(map(len, pieces)))]
