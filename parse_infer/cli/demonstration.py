@@ -17,7 +17,7 @@ from parse_infer.bench.modes import BenchProblem, Mode, forget, make_modes, time
 from parse_infer.cli.live import AnswerView, legend
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import Done, Generation, GenerationSettings, Resumed
-from parse_infer.models.prompts import Prompt, Verbatim
+from parse_infer.models.prompts import Prompt, RenderedPrompt, Verbatim
 
 REFRESH_S = 0.05
 NAMES = {"target": "target alone", "draft": "draft model alone", "parse": "PARSE"}
@@ -148,6 +148,7 @@ def _verdict(
 
 
 def _question(prompt: Prompt) -> str:
+    prompt = RenderedPrompt.of(prompt).prompt
     if isinstance(prompt, Verbatim):
         return prompt.text
     return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from parse_infer.models.prompts import Prompt, end_of_turn, render_prompt
+from parse_infer.models.prompts import Prompt, RenderedPrompt, Verbatim, end_of_turn, render_prompt
 
 
 class Language(ABC):
@@ -55,12 +55,33 @@ class Language(ABC):
 
     def encode(self, prompt: Prompt) -> list[int]:
         """As `render`, however long it is."""
-        ids = render_prompt(self.tokenizer, prompt, self.template_options)
+        rendered = RenderedPrompt.of(prompt)
+        ids = rendered.ids(self)
+        if ids is None:
+            ids = self.known(render_prompt(self.tokenizer, rendered.prompt, self.template_options))
+            rendered.remember(self, ids)
+        return ids
+
+    def known(self, ids: list[int]) -> list[int]:
+        """The ids themselves. Raises ValueError for one that the model does not embed."""
         size = self.n_embeddings
         strange = next((token for token in ids if not 0 <= token < size), None)
         if strange is not None:
             raise ValueError(f"{strange} is no token of {self.name!r}, which has tokens 0 to {size - 1}.")
         return ids
+
+
+def reads_alike(a: Language, b: Language, prompt: Prompt) -> bool:
+    """Whether models with the same tokens (`same_tokenizer`) also render the prompt to the same ones."""
+    prompt = RenderedPrompt.of(prompt).prompt
+    if isinstance(prompt, Verbatim) and prompt.ids is not None:
+        return True
+    one, other = a.tokenizer, b.tokenizer
+    if isinstance(prompt, Verbatim) or (one.chat_template is None and other.chat_template is None):
+        return one("").input_ids == other("").input_ids  # what they put around a text by themselves
+    return (one.chat_template, dict(a.template_options), one.special_tokens_map) == (
+        *(other.chat_template, dict(b.template_options), other.special_tokens_map),
+    )
 
 
 def check_vocabulary(language: Language) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -31,7 +32,37 @@ class Verbatim:
         return cls(decode(tokenizer, ids), tuple(ids))
 
 
-Prompt = str | Sequence[Message] | Verbatim
+class RenderedPrompt:
+    """A prompt that remembers its token ids for each model, so that no model renders it again.
+
+    Attributes:
+        prompt: as the caller gave it.
+    """
+
+    def __init__(self, prompt: str | Sequence[Message] | Verbatim) -> None:
+        self.prompt = prompt
+        self._ids: dict[int, tuple[object, list[int]]] = {}  # by the model, which stays alive beside its ids
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> RenderedPrompt:
+        return prompt if isinstance(prompt, cls) else cls(cast("Any", prompt))
+
+    @cached_property
+    def as_text(self) -> RenderedPrompt:
+        """The same for a model to which token ids of this prompt mean nothing."""
+        by_ids = isinstance(self.prompt, Verbatim) and self.prompt.ids is not None
+        return RenderedPrompt(Verbatim(cast(Verbatim, self.prompt).text)) if by_ids else self
+
+    def ids(self, model: object) -> list[int] | None:
+        """Its tokens for the model; None: not known yet."""
+        known = self._ids.get(id(model))
+        return None if known is None else list(known[1])
+
+    def remember(self, model: object, ids: Sequence[int]) -> None:
+        self._ids[id(model)] = model, list(ids)
+
+
+Prompt = str | Sequence[Message] | Verbatim | RenderedPrompt
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
@@ -55,6 +86,7 @@ def _are_messages(prompts: Sequence[Any]) -> bool:
 
 def open_turn(prompt: Prompt) -> str:
     """The assistant's text that the answer continues; "" where the answer begins a turn of its own."""
+    prompt = RenderedPrompt.of(prompt).prompt
     if isinstance(prompt, Verbatim):
         return prompt.text
     if isinstance(prompt, str) or not prompt or prompt[-1]["role"] != "assistant":
@@ -70,7 +102,7 @@ def left_context(prompt: Prompt, ids: Sequence[int]) -> Sequence[int]:
 
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase,
-    prompt: Prompt,
+    prompt: str | Sequence[Message] | Verbatim,
     template_options: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of the prompt, ready for the answer to follow.

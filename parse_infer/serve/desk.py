@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.types import Send
 
 from parse_infer.generation import Done, Event
-from parse_infer.models.prompts import Prompt
+from parse_infer.models.prompts import Prompt, RenderedPrompt
 from parse_infer.promise import promised
 from parse_infer.serve.answers import Told, answers
 from parse_infer.serve.audit import Audit
@@ -94,7 +94,7 @@ class Desk:
                 settings = [each.override(adaptive=self._adaptive) for each in settings]
             settings = [promised(each, self._risk, self.backend.calibration) for each in settings]
         found = []
-        for prompt in prompts:
+        for prompt in map(RenderedPrompt.of, prompts):  # rendered here, and in no job again
             try:
                 tokens = len(await self.backend.render(prompt))
             except Refused as error:

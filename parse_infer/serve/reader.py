@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from parse_infer.models.language import Language
-from parse_infer.models.prompts import Prompt, Verbatim
+from parse_infer.models.prompts import Prompt, RenderedPrompt, Verbatim
 from parse_infer.serve.backend import Refused
 
 Result = TypeVar("Result")
@@ -46,10 +46,13 @@ class PromptReader:
         return await self._ask(lambda own: Verbatim.of_tokens(ids, own.tokenizer))
 
     async def render(self, prompt: Prompt) -> list[int]:
+        rendered = RenderedPrompt.of(prompt)
         try:
-            return await self._ask(lambda own: own.render(prompt))
+            ids = await self._ask(lambda own: own.render(rendered))
         except ValueError as error:
             raise Refused(str(error)) from error
+        rendered.remember(self._target, ids)
+        return ids
 
     def tokenizer_info(self) -> dict[str, Any]:
         tokenizer = self._target.tokenizer

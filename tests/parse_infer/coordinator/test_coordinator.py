@@ -14,6 +14,7 @@ from parse_infer.coordinator.servers import Unavailable
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import Accepted, Done, Drafted, Generation, Resumed, Verified
+from parse_infer.models import language
 from parse_infer.models.sampling import Sampling
 from parse_infer.policy import maximal_valid_prefix
 from parse_infer.serve.coordinated import CoordinatedBackend
@@ -361,3 +362,11 @@ def test_several_answers_to_a_request_are_written_side_by_side(engine, connect):
         draft.pause = 0.0
         alone = [served.chat(PROMPT, **{**asked, "n": 1}).json()["choices"][0]["message"]["content"]]
         assert texts[:1] == alone, "the first one has the seed as it is given"
+
+
+def test_a_prompt_is_rendered_once_for_models_that_read_it_alike(engine, connect, monkeypatch):
+    coordinator, _, _ = connect(engine)
+    calls, render = [], language.render_prompt
+    monkeypatch.setattr(language, "render_prompt", lambda *arguments: calls.append(1) or render(*arguments))
+    assert coordinator.generate(PROMPT, max_new_tokens=8, threshold=0.0).stats.draft_tokens
+    assert len(calls) == 1
