@@ -427,10 +427,10 @@ class ParseEngine:
         if settings.threshold is None:
             settings = settings.override(threshold=self.threshold)
         request = Request(prompt, self.target, settings, settings.resume_sampling)
-        drafter = self.drafter if draft_text is None else TextDrafter(draft_text, self.target, prompt)
+        drafter = self.drafter if draft_text is None else TextDrafter(draft_text, self.target, request.prompt)
         assert drafter is not None
         self._current = None  # a stream that is still open must not go on with a drafter that writes something else
-        drafter.reset(prompt, settings.draft_sampling, settings.stop)
+        drafter.reset(request.prompt, settings.draft_sampling, settings.stop)
         return request, drafter
 
     def _alone(

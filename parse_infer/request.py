@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from parse_infer.answer import Answer
 from parse_infer.generation import Accepted, Fallback, Generation, GenerationSettings, Segment, Statistics, Timings
 from parse_infer.models.language import Language
-from parse_infer.models.prompts import Prompt, left_context
+from parse_infer.models.prompts import Prompt, RenderedPrompt, left_context
 from parse_infer.models.sampling import Sampling
 
 
@@ -27,8 +27,8 @@ class Request:
     """
 
     def __init__(self, prompt: Prompt, writer: Language, settings: GenerationSettings, sampling: Sampling) -> None:
-        self.prompt = prompt
-        self.prompt_ids = writer.render(prompt)
+        self.prompt = RenderedPrompt.of(prompt)
+        self.prompt_ids = writer.render(self.prompt)
         self.settings = settings
         self.sampling = sampling
         budget = min(settings.max_new_tokens, writer.window - len(self.prompt_ids))

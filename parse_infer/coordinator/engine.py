@@ -451,11 +451,12 @@ class Coordinator:
         if isinstance(draft_text, TextDrafter):
             return request, draft_text
         if draft_text is not None:
-            return request, TextDrafter(draft_text, self.target, prompt)
+            return request, TextDrafter(draft_text, self.target, request.prompt)
         if self._drafts is None:
             raise ValueError("there is no draft model: give one, or a draft_text")
         servers, language = self._drafts
-        return request, (servers, Translation(language, self.target, self._shares_tokens, prompt, settings.stop))
+        translation = Translation(language, self.target, self._shares_tokens, request.prompt, settings.stop)
+        return request, (servers, translation)
 
     def _settings(self, settings: GenerationSettings | None, overrides: Mapping[str, Any]) -> GenerationSettings:
         return (settings or GenerationSettings()).override(**overrides)

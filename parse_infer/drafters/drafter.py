@@ -33,6 +33,8 @@ class Drafter(Protocol):
     def reset(self, prompt: Prompt, sampling: Sampling, stop: Sequence[str] = ()) -> None:
         """Begin a new answer to `prompt`. Cheap, and no model runs: ValueError for a prompt that it cannot read.
 
+        The engine calls this twice for a request, with a `RenderedPrompt`.
+
         A draft may end at the first of the `stop` strings; the engine cuts it there in any case.
         """
         ...

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from parse_infer.answer import Answer
 from parse_infer.drafters.drafter import Draft
 from parse_infer.models.detokenizer import decode, encode_continuation
-from parse_infer.models.language import Language
-from parse_infer.models.prompts import Prompt, Verbatim, left_context, open_turn
+from parse_infer.models.language import Language, reads_alike
+from parse_infer.models.prompts import Prompt, RenderedPrompt, left_context, open_turn
 
 
 class Translation:
@@ -29,11 +29,15 @@ class Translation:
     def __init__(
         self, draft: Language, target: Language, shares_tokens: bool, prompt: Prompt, stop: Sequence[str] = ()
     ) -> None:
-        if isinstance(prompt, Verbatim) and not shares_tokens:
-            prompt = Verbatim(prompt.text)
+        prompt = RenderedPrompt.of(prompt)
+        if not shares_tokens:
+            prompt = prompt.as_text
         self.draft, self.target, self.shares_tokens, self.stop = draft, target, shares_tokens, stop
         self.end_ids = draft.eos_ids | target.eos_ids if shares_tokens else draft.eos_ids
-        self.prompt_ids = draft.encode(prompt)  # beyond its window there is no draft, and the target answers
+        reader = target if shares_tokens and reads_alike(draft, target, prompt) else draft
+        # Beyond the draft model's window there is no draft, and the target answers.
+        self.prompt_ids = reader.encode(prompt)
+        draft.check_tokens(self.prompt_ids)
         self.before, self.left = open_turn(prompt), left_context(prompt, self.prompt_ids)
 
     def begin(self, answer_ids: Sequence[int], max_new_tokens: int) -> Writing | None:

@@ -24,6 +24,7 @@ from parse_infer.models.sampling import RowSampling, Sampling, uniform_numbers
 
 KEY_MULTIPLE = 8  # masks whose rows are not aligned are copied by the CUDA kernels
 FREE_SHARE = 1 / 16  # seats are given away (or removed) when this share of them is free
+FREE_PADDING, PADDING_SHARE = 256, 1 / 4  # a group may have so many tokens of padding, and this share of its own
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class BatchDecoder:
             self._backbone(input_ids=self._pad([ids[i] for i in group]), past_key_values=cache, use_cache=True)
             part = KVRows([KVLayer(layer.keys, layer.values) for layer in cast("list[Any]", cache.layers)])
             if len(group) == len(ids):
-                return Contexts(ids, part)  # groups are in order of length, one group keeps the given order
+                return Contexts(ids, part)  # several groups are in order of length, a single one as given
             kv = kv or part.empty(len(ids), max(map(len, ids)))
             kv.load(group, part, range(len(group)), part.capacity)
         return Contexts(ids, kv)
@@ -270,11 +271,18 @@ class BatchDecoder:
         )
 
     def _groups(self, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Indices in groups of `batch_size`, of similar length if there are several groups."""
-        order = list(range(len(sequences)))
-        if len(order) > self.batch_size:
-            order.sort(key=lambda i: len(sequences[i]))
-        return [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
+        """Indices in groups of at most `batch_size`; of similar length, where padding costs more than a forward."""
+        groups: list[list[int]] = []
+        tokens = 0
+        for i in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
+            size = len(sequences[i])
+            tokens += size
+            padding = size * (len(groups[-1]) + 1) - tokens if groups else 0
+            if not groups or len(groups[-1]) == self.batch_size or padding > FREE_PADDING + PADDING_SHARE * tokens:
+                groups.append([])
+                tokens = size
+            groups[-1].append(i)
+        return groups if len(groups) > 1 else [sorted(group) for group in groups]
 
     def _pad(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         longest = max(map(len, sequences))

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from parse_infer.models.prompts import Prompt, Rendered, end_of_turn, render_prompt
+from parse_infer.models.prompts import Prompt, RenderedPrompt, Verbatim, end_of_turn, render_prompt
 from parse_infer.models.sampling import Sampling
 
 
@@ -76,10 +76,12 @@ class Language(ABC):
 
     def encode(self, prompt: Prompt) -> list[int]:
         """As `render`, however long it is."""
-        if isinstance(prompt, Rendered) and self.name in prompt.ids:
-            return list(prompt.ids[self.name])
-        ids = render_prompt(self.tokenizer, prompt, self.template_options)
-        self.check_tokens(ids)
+        rendered = RenderedPrompt.of(prompt)
+        ids = rendered.ids(self)
+        if ids is None:
+            ids = render_prompt(self.tokenizer, rendered.prompt, self.template_options)
+            self.check_tokens(ids)
+            rendered.remember(self, ids)
         return ids
 
     def check_tokens(self, ids: Iterable[int]) -> None:
@@ -88,6 +90,19 @@ class Language(ABC):
         strange = next((token for token in ids if not 0 <= token < size), None)
         if strange is not None:
             raise ValueError(f"{strange} is no token of {self.name!r}, which has tokens 0 to {size - 1}.")
+
+
+def reads_alike(a: Language, b: Language, prompt: Prompt) -> bool:
+    """Whether models with the same tokens (`same_tokenizer`) also render the prompt to the same ones."""
+    prompt = RenderedPrompt.of(prompt).prompt
+    if isinstance(prompt, Verbatim) and prompt.ids is not None:
+        return True
+    one, other = a.tokenizer, b.tokenizer
+    if isinstance(prompt, Verbatim) or (one.chat_template is None and other.chat_template is None):
+        return one("").input_ids == other("").input_ids  # what they put around a text by themselves
+    return (one.chat_template, dict(a.template_options), one.special_tokens_map) == (
+        *(other.chat_template, dict(b.template_options), other.special_tokens_map),
+    )
 
 
 def check_vocabulary(language: Language) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -40,24 +41,42 @@ class Chat:
     template_options: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """A prompt whose tokens are known already.
+class RenderedPrompt:
+    """A prompt that remembers its token ids for each model, so that no model renders it again.
 
     Attributes:
-        ids: by the name of the model that reads them; another model renders the prompt itself.
+        prompt: as the caller gave it.
     """
 
-    prompt: str | Sequence[Message] | Verbatim | Chat
-    ids: Mapping[str, Sequence[int]]
+    def __init__(self, prompt: str | Sequence[Message] | Verbatim | Chat) -> None:
+        self.prompt = prompt
+        self._ids: dict[int, tuple[object, list[int]]] = {}  # by the model, which stays alive beside its ids
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> RenderedPrompt:
+        return prompt if isinstance(prompt, cls) else cls(cast("Any", prompt))
+
+    @cached_property
+    def as_text(self) -> RenderedPrompt:
+        """The same for a model to which token ids of this prompt mean nothing."""
+        by_ids = isinstance(self.prompt, Verbatim) and self.prompt.ids is not None
+        return RenderedPrompt(Verbatim(cast(Verbatim, self.prompt).text)) if by_ids else self
+
+    def ids(self, model: object) -> list[int] | None:
+        """Its tokens for the model; None: not known yet."""
+        known = self._ids.get(id(model))
+        return None if known is None else list(known[1])
+
+    def remember(self, model: object, ids: Sequence[int]) -> None:
+        self._ids[id(model)] = model, list(ids)
 
 
-Prompt = str | Sequence[Message] | Verbatim | Chat | Rendered
+Prompt = str | Sequence[Message] | Verbatim | Chat | RenderedPrompt
 
 
 def content_of(prompt: Prompt) -> str | Sequence[Message] | Verbatim:
     """The text or the messages of a prompt."""
-    if isinstance(prompt, Rendered):
+    if isinstance(prompt, RenderedPrompt):
         prompt = prompt.prompt
     return prompt.messages if isinstance(prompt, Chat) else prompt
 
@@ -99,7 +118,7 @@ def left_context(prompt: Prompt, ids: Sequence[int]) -> Sequence[int]:
 
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase,
-    prompt: Prompt,
+    prompt: str | Sequence[Message] | Verbatim | Chat,
     template_options: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of the prompt, ready for the answer to follow.
@@ -110,7 +129,6 @@ def render_prompt(
 
     Raises ValueError for an empty prompt, for messages without a template and for those that the template refuses.
     """
-    prompt = prompt.prompt if isinstance(prompt, Rendered) else prompt
     if isinstance(prompt, Chat):
         _check_options(tokenizer, prompt.template_options)
         template_options = {**(template_options or {}), **prompt.template_options}

@@ -142,7 +142,7 @@ def create_app(
         async with line.place(0):  # it is no answer, but is not to take longer than one
             with errors.refusals():
                 if body.chat is not None:
-                    ids = list((await backend.render(body.chat)).ids[backend.name])
+                    _, ids = await backend.render(body.chat)
                 else:
                     ids = await backend.encode(body.prompt or "", body.add_special_tokens)
                 texts = await backend.token_texts(ids) if body.return_token_strs else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from parse_infer.generation import Event, GenerationSettings
-from parse_infer.models.prompts import Prompt, Rendered
+from parse_infer.models.prompts import Prompt, RenderedPrompt
 from parse_infer.models.sampling import Sampling
 from parse_infer.promise import Calibration
 
@@ -86,8 +86,8 @@ class Backend(Protocol):
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]: ...
 
-    async def render(self, prompt: Prompt | TokenPrompt, drafted: bool = False) -> Rendered:
-        """The prompt with its tokens, those of the target under `name`; `drafted`: those of the draft model too.
+    async def render(self, prompt: Prompt | TokenPrompt, drafted: bool = False) -> tuple[RenderedPrompt, list[int]]:
+        """The prompt, which knows its tokens now, and those of the target; `drafted`: for the draft model too.
 
         Raises Refused where it is empty, too long, outside the vocabulary or refused by the chat template.
         """

@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from parse_infer.models.language import Language
+from parse_infer.models.language import Language, reads_alike
 from parse_infer.models.loading import same_tokenizer
-from parse_infer.models.prompts import Prompt, Rendered, Verbatim
+from parse_infer.models.prompts import Prompt, RenderedPrompt, Verbatim
 from parse_infer.serve.backend import Refused, TokenPrompt
 
 Result = TypeVar("Result")
@@ -34,17 +34,9 @@ class PromptReader:
         self.default_sampling = target.default_sampling
         self._target = target
         self._own = _own_copy(target)
-        self._own_draft: Language | None = None
-        self._shares_tokens = self._alike = False
-        if draft is not None:
-            self._shares_tokens = same_tokenizer(draft.tokenizer, target.tokenizer)
-            self._alike = self._shares_tokens and (
-                draft.tokenizer.chat_template == target.tokenizer.chat_template
-                and draft.template_options == target.template_options
-            )
-            if draft.name == target.name and not self._alike:  # tokens of prompts go by these names
-                raise ValueError(f"draft model and target are different, but both are called {target.name!r}")
-            self._own_draft = draft if self._alike else _own_copy(draft)
+        self._draft = draft
+        self._own_draft = None if draft is None else _own_copy(draft)
+        self._shares_tokens = draft is not None and same_tokenizer(draft.tokenizer, target.tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse-tokenizer")
 
     @property
@@ -64,7 +56,7 @@ class PromptReader:
     async def token_texts(self, ids: Sequence[int]) -> list[str]:
         return await self.ask(lambda own: [str(own.tokenizer.convert_ids_to_tokens(i)) for i in ids])
 
-    async def render(self, prompt: Prompt | TokenPrompt, drafted: bool = False) -> Rendered:
+    async def render(self, prompt: Prompt | TokenPrompt, drafted: bool = False) -> tuple[RenderedPrompt, list[int]]:
         return await self.ask(lambda own: self._rendered(own, prompt, drafted))
 
     def tokenizer_info(self) -> dict[str, Any]:
@@ -94,20 +86,21 @@ class PromptReader:
         except ValueError as error:
             raise Refused(str(error)) from error
 
-    def _rendered(self, own: Language, asked: Prompt | TokenPrompt, drafted: bool) -> Rendered:
+    def _rendered(
+        self, own: Language, asked: Prompt | TokenPrompt, drafted: bool
+    ) -> tuple[RenderedPrompt, list[int]]:
         if isinstance(asked, TokenPrompt):
             own.check_tokens(asked.ids)
             asked = Verbatim.of_tokens(asked.ids, own.tokenizer)
-        prompt = asked.prompt if isinstance(asked, Rendered) else asked
-        ids = {own.name: tuple(own.render(prompt))}
+        rendered = RenderedPrompt.of(asked)
+        ids = own.render(rendered.prompt)
+        rendered.remember(self._target, ids)
         draft = self._own_draft if drafted else None
-        if draft is not None and self._alike:
-            draft.check_tokens(ids[own.name])
-            ids[draft.name] = ids[own.name]
-        elif draft is not None:
-            theirs = Verbatim(prompt.text) if isinstance(prompt, Verbatim) and not self._shares_tokens else prompt
-            ids[draft.name] = tuple(draft.encode(theirs))
-        return Rendered(prompt, ids)
+        if draft is None or (self._shares_tokens and reads_alike(draft, own, rendered)):
+            return rendered, ids  # a draft model that reads alike takes these
+        theirs = rendered if self._shares_tokens else rendered.as_text
+        theirs.remember(self._draft, draft.encode(theirs.prompt))
+        return rendered, ids
 
 
 def _own_copy(language: Language) -> Language:

@@ -29,11 +29,11 @@ class RequestedAnswers:
         found = []
         for prompt in self.prompts:
             try:
-                rendered = await backend.render(prompt, drafted=not self.alone and self.draft_text is None)
+                rendered, ids = await backend.render(prompt, drafted=not self.alone and self.draft_text is None)
             except Refused as error:
                 code = "context_length_exceeded" if "window" in str(error) else "invalid_value"
                 raise ApiError(400, str(error), code) from error
-            tokens = len(rendered.ids[backend.name])
+            tokens = len(ids)
             found += [
                 (Job(rendered, settings, self.draft_text, self.alone, self.watched), tokens)
                 for settings in self.settings

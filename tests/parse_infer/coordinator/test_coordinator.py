@@ -14,6 +14,7 @@ from parse_infer.coordinator.client import Refused
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import Accepted, Done, Drafted, Generation, Resumed, Verified
+from parse_infer.models import language
 from parse_infer.models.sampling import Sampling
 from parse_infer.policy import maximal_valid_prefix
 from parse_infer.serve.coordinated import CoordinatedBackend
@@ -407,3 +408,11 @@ def test_an_answer_ends_where_the_local_engines_does(engine, connect, overlap, e
             assert same(done.generation, engine.generate(PROMPT, exact_tail=False, **settings))
     written = [body for body in target.bodies if body["max_tokens"] > 1]
     assert all(body.get("min_tokens", 0) <= body["max_tokens"] for body in written), "vLLM refuses it"
+
+
+def test_a_prompt_is_rendered_once_for_models_that_read_it_alike(engine, connect, monkeypatch):
+    coordinator, _, _ = connect(engine)
+    calls, render = [], language.render_prompt
+    monkeypatch.setattr(language, "render_prompt", lambda *arguments: calls.append(1) or render(*arguments))
+    assert coordinator.generate(PROMPT, max_new_tokens=8, threshold=0.0).stats.draft_tokens
+    assert len(calls) == 1

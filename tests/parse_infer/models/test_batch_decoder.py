@@ -103,6 +103,36 @@ def test_contexts_run_once_and_ended_rows_leave_the_batch(
     assert sum(width[0] for width in widths) == decoder.tokens  # with 8 seats no seat ever runs empty
 
 
+def test_one_long_prompt_does_not_pad_the_others(make_model: Callable[..., PreTrainedModel], random_ids) -> None:
+    """In a prefill and behind contexts; the results keep their order, and are what each row gets alone."""
+    model = make_model("llama_gqa")
+    read: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: read.append(args[0].numel()))
+    sequences = [random_ids(5 + n % 9, seed=n) for n in range(47)]
+    sequences.insert(20, random_ids(1500, seed=99))
+    tokens = sum(map(len, sequences))
+    rows = [Row(i, len(ids), 4) for i, ids in enumerate(sequences)]
+    decoder = BatchDecoder(model, EOS)
+    prefilled = decoder.prefill(sequences)
+    assert sum(read) < 1.5 * tokens, f"{sum(read)} tokens are read for {tokens}"
+    first = decoder.prefill([ids[:1] for ids in sequences])
+    read.clear()
+    extended = decoder.extend(first, range(48), [ids[1:] for ids in sequences])
+    assert sum(read) < 1.5 * tokens, f"{sum(read)} tokens are read for {tokens}"
+    assert prefilled.ids == extended.ids == sequences
+    written = decoder.decode(prefilled, rows)
+    assert written == decoder.decode(extended, rows)
+    assert written == [decoder.decode(decoder.prefill([ids]), [Row(0, len(ids), 4)])[0] for ids in sequences]
+
+
+def test_prompts_of_about_one_length_are_read_at_once(make_model: Callable[..., PreTrainedModel], random_ids) -> None:
+    model = make_model("llama_gqa")
+    read: list[tuple[int, ...]] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: read.append(tuple(args[0].shape)))
+    BatchDecoder(model, EOS).prefill([random_ids(60 + n % 30, seed=n) for n in range(48)])
+    assert read == [(48, 89)]
+
+
 def test_rows_come_and_go(make_model: Callable[..., PreTrainedModel], sequences: list[list[int]]) -> None:
     """One after the other, from contexts of different sizes, while others are under way."""
     model = make_model("llama")

@@ -9,7 +9,7 @@ import pytest
 from transformers import GenerationConfig
 
 from parse_infer.models.loading import load_served_model
-from parse_infer.models.prompts import Chat, Rendered, Verbatim, open_turn
+from parse_infer.models.prompts import Chat, RenderedPrompt, Verbatim, open_turn
 from parse_infer.models.sampling import Sampling
 from tests.parse_infer.language_models import language_model
 
@@ -47,13 +47,13 @@ def test_a_switch_that_the_template_cannot_take_is_refused(thinking):
 
 
 def test_known_tokens_are_not_rendered_again(thinking):
-    prompt = Rendered(USER, {"tiny": (5, 6, 7), "other": (1,)})
+    prompt = RenderedPrompt(USER)
+    prompt.remember(thinking, (5, 6, 7))
     assert thinking.render(prompt) == thinking.encode(prompt) == [5, 6, 7]
-    thinking.name = "a third"
-    assert thinking.render(prompt) == thinking.render(USER)
+    assert copy.copy(thinking).render(prompt) == thinking.render(USER)
     begun = [*USER, {"role": "assistant", "content": "It is"}]
     for inner in (begun, Chat(begun, {}), Verbatim("It is")):
-        assert open_turn(Rendered(inner, {})) == open_turn(inner) == "It is"
+        assert open_turn(RenderedPrompt(inner)) == open_turn(inner) == "It is"
 
 
 @pytest.mark.parametrize(
