@@ -158,7 +158,7 @@ class Labeller:
         return [self._row(case, problems[case.problem], values.target_values[case.problem]) for case in cases]
 
     def _case(self, index: int, problem: Problem, draft: SampledDraft, target_value: float) -> _Case:
-        cuts = self.segmenter.cuts(draft.ids)
+        cuts = self.config.policy.even_subset(self.segmenter.cuts(draft.ids))
         own_answer = is_right(self.target, self.task, problem, draft.ids) if draft.finished else None
         search = PrefixSearch(len(cuts), target_value, own_answer, self.config.margin, self.config.exhaustive)
         return _Case(index, draft, cuts, search)

@@ -8,10 +8,9 @@ same as if each step had waited for the one before.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from parse_infer.coordinator.checks import Checks
@@ -42,7 +41,7 @@ class Target:
     """The servers of a target, and how they are asked.
 
     Attributes:
-        segmenter: of drafts. It leaves no cut out, however many there are.
+        segmenter: of drafts. It finds the cuts that the local engine judges.
         probe_room: tokens that the window must have behind a draft: the probe, and the one that carries its answer.
         guesses: its servers guess what they write from a draft that they have read, so a draft is worth reading beyond
             the cut that breaks it.
@@ -59,7 +58,7 @@ class Target:
         self.language = language
         self.servers = servers
         self.questions = questions
-        self.segmenter = Segmenter(language.tokenizer, replace(cut_policy, max_cuts=sys.maxsize))
+        self.segmenter = Segmenter(language.tokenizer, cut_policy, 0 if questions is None else questions.probe_tokens)
         self.guesses = guesses
         self.probe_room = 0 if questions is None else len(questions.suffix(0, None)) + 1
 
