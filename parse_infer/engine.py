@@ -90,7 +90,7 @@ class ParseEngine:
         check_threshold(self.threshold)
         if cut_policy is None:
             cut_policy = CutPolicy.from_dict(judge.config.cut_policy) if judge is not None else CutPolicy()
-        self.segmenter = Segmenter(target.tokenizer, cut_policy)
+        self.segmenter = Segmenter(target.tokenizer, cut_policy, 0 if judge is None else len(judge.probe.ids))
         self.verifier = Verifier(target.decoder, judge, self.segmenter)
         self.calibration = calibration
         self.controller = Controller()
@@ -316,7 +316,9 @@ class ParseEngine:
                 f"Prompt, response and probe have {needed} tokens, beyond the context window of {self.target.name!r} "
                 f"({self.target.window}): shorten the response."
             )
-        segmenter = self.segmenter if cut_policy is None else Segmenter(self.target.tokenizer, cut_policy)
+        segmenter = self.segmenter
+        if cut_policy is not None:
+            segmenter = Segmenter(self.target.tokenizer, cut_policy, segmenter.probe_tokens)
         with self._turn:
             self._current = None  # a stream that is still open must not go on in this context
             self.target.decoder.seek(prompt_ids)

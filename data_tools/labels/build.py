@@ -165,7 +165,7 @@ class Labeller:
         return [self._row(case, problems[case.problem], rollouts.prompts[case.problem]) for case in cases]
 
     def _case(self, index: int, problem: Problem, draft: SampledDraft, prompt: Tally) -> _Case:
-        cuts = self.segmenter.cuts(draft.ids)
+        cuts = self.config.policy.even_subset(self.segmenter.cuts(draft.ids))
         own_answer = is_right(self.target, self.task, problem, draft.ids) if draft.finished else None
         search = PrefixSearch(len(cuts), self.config.label_rule(prompt), own_answer, self.config.exhaustive)
         return _Case(index, draft, cuts, search)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,7 +50,8 @@ class Target:
     """The servers of a target, and how they are asked.
 
     Attributes:
-        segmenter: of drafts. It leaves no cut out; `affordable` does.
+        segmenter: of drafts. It finds the cuts that the local engine judges; `affordable` leaves some out where there
+            are too many for one call.
         probe_room: tokens that the window must have behind a draft: the probe, and the one that carries its answer.
         guesses: its servers guess what they write from a draft that they have read, so a draft is worth reading beyond
             the cut that breaks it.
@@ -68,7 +68,7 @@ class Target:
         self.language = language
         self.servers = servers
         self.questions = questions
-        self.segmenter = Segmenter(language.tokenizer, replace(cut_policy, max_cuts=sys.maxsize))
+        self.segmenter = Segmenter(language.tokenizer, cut_policy, 0 if questions is None else questions.probe_tokens)
         self.guesses = guesses
         self.probe_room = 0 if questions is None else len(questions.suffix(0, None)) + 1
 

@@ -160,6 +160,11 @@ class Questions:
         """What follows a prefix whose last `draft_tokens` tokens are the draft's, and a hidden `end` token."""
         raise NotImplementedError
 
+    @property
+    def probe_tokens(self) -> int:
+        """Tokens of the judge's probe, 0 without one: what a cut costs, as in the local engine."""
+        raise NotImplementedError
+
     def logits(self, found: LogProbabilities, n: int) -> list[float]:
         """Of the `n` cuts that a prompt was about, from the log-probabilities in its answer.
 
@@ -201,6 +206,10 @@ class TrainedQuestions(Questions):
 
     def suffix(self, draft_tokens: int, end: int | None) -> Sequence[int]:
         return self.ids.suffix(draft_tokens, end)
+
+    @property
+    def probe_tokens(self) -> int:
+        return len(self.ids.probe)
 
     def logits(self, found: LogProbabilities, n: int) -> list[float]:
         sums = [sum(math.exp(found.get(token, -math.inf)) for token in pair) for pair in self.answers[:n]]
@@ -244,6 +253,10 @@ class ZeroShotQuestions(Questions):
 
     def suffix(self, draft_tokens: int, end: int | None) -> Sequence[int]:
         return self.asked
+
+    @property
+    def probe_tokens(self) -> int:
+        return len(self.asked)
 
 
 def validity_of(logit: float) -> float:

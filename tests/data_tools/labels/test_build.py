@@ -97,6 +97,17 @@ def test_rows_are_complete_and_their_values_right(make_config: Make, target: Lan
     assert checked > 3
 
 
+def test_a_draft_has_no_more_labels_than_its_policy_says(make_config: Make) -> None:
+    """Each may cost a rollout; how many cuts are judged at inference is another matter."""
+    config = make_config(limit=4, cut_policy={"kind": "tokens", "every": 1, "max_cuts": 3})
+    build(config)
+    rows = rows_of(config.output_dir)
+    for row in rows:
+        n = len(row["draft_ids"])
+        assert row["cuts"] == list(range(1, n + 1)) if n <= 3 else [n // 3, 2 * n // 3, n]
+    assert any(len(row["draft_ids"]) > 3 for row in rows)
+
+
 def test_exhaustive_builds_measure_every_prefix(make_config: Make) -> None:
     searched, exhaustive = make_config("a", limit=6), make_config("b", limit=6, exhaustive=True)
     build(searched)

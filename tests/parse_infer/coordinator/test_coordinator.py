@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from parse_infer.coordinator.attempts import Unavailable
 from parse_infer.coordinator.client import Refused
@@ -15,9 +16,12 @@ from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.generation import Accepted, Done, Drafted, Generation, Resumed, Verified
 from parse_infer.models import language
+from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.sampling import Sampling
 from parse_infer.policy import maximal_valid_prefix
 from parse_infer.serve.coordinated import CoordinatedBackend
+from parse_infer.verify.head import ValidityHead
+from parse_infer.verify.trained_judge import ValidityAdapter, ValidityConfig
 from parse_infer.verify.zero_shot_judge import ZeroShotJudge
 from tests.parse_infer.coordinator.conftest import CUTS
 from tests.parse_infer.coordinator.fake_server import FakeServer
@@ -53,6 +57,52 @@ def test_answers_are_those_of_the_local_engine(engine, connect, overlap, options
         assert all(map(same, found, wanted))
     assert coordinator.running == 0
     assert not (local_rows and draft.bodies)
+
+
+def verified(engine: ParseEngine, prompt: str = PROMPT, **settings) -> Verified:
+    return next(event for event in engine.stream(prompt, **settings) if isinstance(event, Verified))
+
+
+def surprised(model) -> ValidityAdapter:
+    """A judge without a probe that accepts what the target would write itself, however long, and nothing else."""
+    head = ValidityHead(model.config.hidden_size, token_rank=3, probe=False)
+    with torch.no_grad():
+        head.tokens.out.weight.zero_()
+        head.tokens.out.weight[0, :2] = torch.tensor([20.0, -20.0])  # of the distance to the first choice
+        head.tokens.out.bias.fill_(-30.0)
+    config = ValidityConfig((), "", token_rank=3, target=describe_target(model), cut_policy=CUTS.to_dict())
+    return ValidityAdapter(config, head.requires_grad_(False), None, {}, {})
+
+
+def test_one_wrong_line_near_the_end_of_a_long_draft_costs_that_line_alone(make_engine, connect):
+    """Without a probe all cuts are judged, by either backend: far more than the 32 of the policy."""
+    engine = make_engine()
+    engine = ParseEngine(engine.target, engine.draft, surprised(engine.target.model), cut_policy=CUTS)
+    settings = {"max_new_tokens": 320, "exact_tail": False}
+    own = engine.generate_target(PROMPT, max_new_tokens=320).token_ids
+    engine.target.decoder.seek([*engine.target.render(PROMPT), *own[:297]])
+    logits = engine.target.decoder.next_logits()
+    letters = [i for i, logit in enumerate(logits.tolist()) if logit != 0]  # those that the target writes
+    wrong = min(letters, key=lambda token: float(logits[token]))
+    text = engine.target.tokenizer.decode([*own[:297], wrong, *own[298:]])
+    local = engine.generate(PROMPT, draft_text=text, **settings)
+    assert local.stats.draft_tokens == 320 and local.token_ids == own
+    assert local.stats.accepted_tokens == 294, "cuts stand after every 6 tokens, and token 297 is wrong"
+    coordinator, _, _ = connect(engine)
+    assert same(coordinator.generate(PROMPT, draft_text=text, max_new_tokens=320), local)
+    ours, its = (verified(each, draft_text=text, max_new_tokens=320) for each in (coordinator, engine))
+    assert [s.n_tokens for s in ours.segments] == [s.n_tokens for s in its.segments] == [6] * 53 + [2]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_long_drafts_with_a_probe_are_judged_at_the_cuts_of_the_local_engine(engine, connect, overlap):
+    coordinator, _, _ = connect(engine, overlap=overlap)
+    settings = {"max_new_tokens": 300, "threshold": 0.0}
+    ours, its = (verified(each, **settings) for each in (coordinator, engine))
+    sizes = [s.n_tokens for s in its.segments]
+    assert [s.n_tokens for s in ours.segments] == sizes
+    assert sizes[:32] == [6] * 32 and max(sizes) > 12 and sum(sizes) == 300
+    assert [s.validity for s in ours.segments] == pytest.approx([s.validity for s in its.segments], abs=1e-4)
 
 
 def test_above_one_a_threshold_keeps_nothing_and_the_target_alone_is_the_same(engine, connect):

@@ -59,20 +59,53 @@ def test_cuts_increase_and_end_with_the_draft(tokenizer, kind):
     for _ in range(200):
         text = "".join(rng.choice("ab 1.!?\n\né") for _ in range(rng.randint(1, 60)))
         ids = tokenizer.encode(text, add_special_tokens=False)
-        limit = rng.choice([1, 3, 32])
-        cuts = Segmenter(tokenizer, CutPolicy(kind, every=5, max_cuts=limit)).cuts(ids)
-        assert 1 <= len(cuts) <= limit
+        cuts = Segmenter(tokenizer, CutPolicy(kind, every=5), rng.choice([0, 2])).cuts(ids)
         assert cuts[-1] == len(ids) and cuts[0] >= 1
         assert all(a < b for a, b in zip(cuts, cuts[1:], strict=False))
 
 
-def test_too_many_cuts_are_thinned_evenly(tokenizer):
-    ids = list(range(100))
-    full = Segmenter(tokenizer, CutPolicy("tokens", every=1, max_cuts=100)).cuts(ids)
-    thin = Segmenter(tokenizer, CutPolicy("tokens", every=1, max_cuts=8)).cuts(ids)
-    assert len(full) == 100 and len(thin) == 8
+def test_labels_of_a_long_draft_stand_at_cuts_chosen_evenly():
+    cuts = list(range(3, 304, 3))
+    assert CutPolicy(max_cuts=101).even_subset(cuts) == cuts
+    thin = CutPolicy(max_cuts=8).even_subset(cuts)
+    assert len(thin) == 8 and thin[-1] == cuts[-1] and set(thin) <= set(cuts)
     gaps = [b - a for a, b in zip([0, *thin], thin, strict=False)]
-    assert set(thin) <= set(full) and max(gaps) - min(gaps) <= 1
+    assert max(gaps) - min(gaps) <= 3
+
+
+@pytest.mark.parametrize("kind", ["step", "sentence", "tokens"])
+def test_without_a_probe_every_cut_is_judged(tokenizer, kind):
+    ids = tokenizer.encode("This is so.\n" * 300, add_special_tokens=False)
+    cuts = Segmenter(tokenizer, CutPolicy(kind, every=12, max_cuts=4)).cuts(ids)
+    assert len(cuts) >= 300 and max(b - a for a, b in zip([0, *cuts], cuts, strict=False)) <= 13
+
+
+@pytest.mark.parametrize("probe_tokens", [1, 2, 30])
+@pytest.mark.parametrize("max_cuts", [1, 32])
+def test_with_a_probe_cuts_are_dense_first_and_then_a_root_of_their_depth_apart(tokenizer, probe_tokens, max_cuts):
+    """So a longer draft loses a smaller share of itself to one bad line, and to its probes."""
+    policy = CutPolicy("tokens", every=5, max_cuts=max_cuts)
+    segmenter = Segmenter(tokenizer, policy, probe_tokens)
+    for n in (1, 5, 150, 160, 161, 165, 1000, 8000):
+        everything = Segmenter(tokenizer, policy).cuts(range(n))
+        cuts = segmenter.cuts(range(n))
+        assert cuts[: max_cuts - 1] == everything[: max_cuts - 1] and cuts[-1] == n and set(cuts) <= set(everything)
+        for before, cut in zip(cuts[max_cuts - 1 :], cuts[max_cuts:], strict=False):
+            distance = (probe_tokens * cut) ** 0.5
+            assert (cut == n or cut - before >= distance) and cut - before < distance + 5, (before, cut)
+        assert len(cuts) <= max_cuts + 2 * (n / probe_tokens) ** 0.5 + 1
+    assert len(cuts) > max_cuts + 0.8 * (n / max(probe_tokens, 5)) ** 0.5
+
+
+def test_a_draft_that_grows_keeps_the_cuts_that_it_had(tokenizer):
+    """So that they may be judged while it is written, and the whole draft has the same ones."""
+    segmenter = Segmenter(tokenizer, CutPolicy("step", max_cuts=3), probe_tokens=2)
+    ids = tokenizer.encode("".join(f"{'so ' * (i % 5)}{i}\n" for i in range(200)), add_special_tokens=False)
+    whole = segmenter.cuts(ids)
+    for n in range(1, len(ids), 7):
+        assert segmenter.cuts(ids[:n])[:-1] == [cut for cut in whole if cut < n][: len(segmenter.cuts(ids[:n])) - 1]
+        assert set(segmenter.cuts(ids[:n])[:-1]) <= set(whole)
+        assert {cut for cut in whole if cut < n} <= set(segmenter.cuts(ids[:n]))
 
 
 @pytest.mark.parametrize(
