@@ -86,9 +86,7 @@ class PromptReader:
         except ValueError as error:
             raise Refused(str(error)) from error
 
-    def _rendered(
-        self, own: Language, asked: Prompt | TokenPrompt, drafted: bool
-    ) -> tuple[RenderedPrompt, list[int]]:
+    def _rendered(self, own: Language, asked: Prompt | TokenPrompt, drafted: bool) -> tuple[RenderedPrompt, list[int]]:
         if isinstance(asked, TokenPrompt):
             own.check_tokens(asked.ids)
             asked = Verbatim.of_tokens(asked.ids, own.tokenizer)
