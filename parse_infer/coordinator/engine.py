@@ -292,6 +292,14 @@ class Coordinator:
         """Raises ValueError for what `events` would refuse."""
         self._prepare(prompt, settings, draft_text, alone)
 
+    def read_draft(self, text: str, prompt: Prompt, target: Language | None = None) -> TextDrafter:
+        """A draft for `events`, in the target's tokens. Raises ValueError for an empty one.
+
+        Args:
+            target: whose tokenizer is used: a copy, in another thread than that of the event loop.
+        """
+        return TextDrafter(text, target or self.target, prompt)
+
     def events(
         self,
         prompt: Prompt,
@@ -303,7 +311,7 @@ class Coordinator:
         """What happens while a prompt is answered, `Done` last; for callers with an event loop of their own.
 
         Args:
-            draft_text: a draft to use, or the drafter that has made tokens of it.
+            draft_text: a draft to use, or what `read_draft` has made of it.
             alone: by the target, without a draft.
             watched: False: the target's tokens come all at once, which costs less.
 
@@ -427,10 +435,10 @@ class Coordinator:
         request = Request(prompt, self.target, settings, settings.resume_sampling)
         if alone:
             return request, None
-        if isinstance(draft_text, TextDrafter):
-            return request, draft_text
+        if isinstance(draft_text, str):
+            draft_text = self.read_draft(draft_text, prompt)
         if draft_text is not None:
-            return request, TextDrafter(draft_text, self.target, prompt)
+            return request, draft_text
         if self._drafts is None:
             raise ValueError("there is no draft model: give one, or a draft_text")
         servers, language = self._drafts
