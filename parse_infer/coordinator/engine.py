@@ -292,13 +292,10 @@ class Coordinator:
         """Raises ValueError for what `events` would refuse."""
         self._prepare(prompt, settings, draft_text, alone)
 
-    def read_draft(self, text: str, prompt: Prompt, target: Language | None = None) -> TextDrafter:
-        """A draft for `events`, in the target's tokens. Raises ValueError for an empty one.
-
-        Args:
-            target: whose tokenizer is used: a copy, in another thread than that of the event loop.
-        """
-        return TextDrafter(text, target or self.target, prompt)
+    def read_draft(self, text: str, prompt: Prompt, target: Language) -> TextDrafter:
+        """A draft for `events`, in tokens of the target: a copy of it where another thread does this. Raises ValueError
+        for an empty one."""
+        return TextDrafter(text, target, prompt)
 
     def events(
         self,
@@ -435,10 +432,10 @@ class Coordinator:
         request = Request(prompt, self.target, settings, settings.resume_sampling)
         if alone:
             return request, None
-        if isinstance(draft_text, str):
-            draft_text = self.read_draft(draft_text, prompt)
-        if draft_text is not None:
+        if isinstance(draft_text, TextDrafter):
             return request, draft_text
+        if draft_text is not None:
+            return request, TextDrafter(draft_text, self.target, prompt)
         if self._drafts is None:
             raise ValueError("there is no draft model: give one, or a draft_text")
         servers, language = self._drafts
