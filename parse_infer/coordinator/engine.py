@@ -293,8 +293,10 @@ class Coordinator:
         self._prepare(prompt, settings, draft_text, alone)
 
     def read_draft(self, text: str, prompt: Prompt, target: Language) -> TextDrafter:
-        """A draft for `events`, in tokens of the target, or of a copy of it for another thread. Raises ValueError for an
-        empty one."""
+        """A draft for `events`, in tokens of the target, or of a copy of it for another thread.
+
+        Raises ValueError for an empty one.
+        """
         return TextDrafter(text, target, prompt)
 
     def events(
