@@ -305,6 +305,13 @@ class Coordinator:
         """Raises ValueError for what `events` would refuse."""
         self._prepare(prompt, settings, draft_text, alone)
 
+    def read_draft(self, text: str, prompt: Prompt, target: Language) -> TextDrafter:
+        """A draft for `events`, in tokens of the target, or of a copy of it for another thread.
+
+        Raises ValueError for an empty one.
+        """
+        return TextDrafter(text, target, prompt)
+
     def events(
         self,
         prompt: Prompt,
@@ -316,7 +323,7 @@ class Coordinator:
         """What happens while a prompt is answered, `Done` last; for callers with an event loop of their own.
 
         Args:
-            draft_text: a draft to use, or the drafter that has made tokens of it.
+            draft_text: a draft to use, or what `read_draft` has made of it.
             alone: by the target, without a draft.
             watched: False: the target's tokens come all at once, which costs less.
 

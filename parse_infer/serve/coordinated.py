@@ -13,7 +13,6 @@ from typing import Any
 from parse_infer.coordinator import client
 from parse_infer.coordinator.attempts import Failing, Unavailable
 from parse_infer.coordinator.engine import Coordinator
-from parse_infer.drafters.text import TextDrafter
 from parse_infer.serve.backend import Job, Moment, Refused
 from parse_infer.serve.errors import ApiError
 from parse_infer.serve.reader import PromptReader
@@ -56,7 +55,7 @@ class CoordinatedBackend(PromptReader):
     async def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
         draft = None
         if (text := job.draft_text) is not None:
-            draft = await self.ask(lambda own: TextDrafter(text, own, job.prompt))
+            draft = await self.ask(lambda own: self._coordinator.read_draft(text, job.prompt, own))
         try:
             events = self._coordinator.events(job.prompt, job.settings, draft, job.alone, job.watched)
         except ValueError as error:

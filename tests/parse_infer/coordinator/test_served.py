@@ -15,7 +15,6 @@ from tests.parse_infer.language_models import language_model, word_tokenizer
 from tests.parse_infer.serve.conftest import running
 
 PROMPT = "Tom has 5 apples."
-SLOW = "{% for i in range(9999) %}{% for j in range(99) %}{% endfor %}{% endfor %}"  # takes a while
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> list[str]:
@@ -83,17 +82,24 @@ def test_a_draft_of_the_clients_is_read_by_another_thread(engine, connect, monke
     assert threads and all(name.startswith("parse-tokenizer") for name in threads), threads
 
 
-def test_a_slow_template_stops_nobody_else_and_has_the_requests_time(engine, connect):
-    """A request is admitted first; a full queue refuses one without looking at its prompt."""
-    engine.target.tokenizer.chat_template = SLOW + engine.target.tokenizer.chat_template
+def test_a_slow_template_stops_nobody_else_and_has_the_requests_time(engine, connect, monkeypatch):
+    begun, end, apply = threading.Event(), threading.Event(), engine.target.tokenizer.apply_chat_template
+
+    def slow(*args: Any, **options: Any) -> Any:
+        begun.set()
+        assert end.wait(60)
+        return apply(*args, **options)
+
     coordinator, targets, _ = connect(engine)
+    monkeypatch.setattr(engine.target.tokenizer, "apply_chat_template", slow, raising=False)
     backend = CoordinatedBackend(coordinator)
-    with running(backend, engine, Limits(request_s=0.2)) as served, ThreadPoolExecutor(4) as pool:
-        slow = [pool.submit(served.chat, PROMPT, max_tokens=4, stream=stream) for stream in (False, True)]
-        slow.append(pool.submit(served.post, "/tokenize", {"messages": [{"role": "user", "content": "a"}]}))
-        while served.line.answers < 2:
-            pass
-        assert httpx.get(f"{served.url}/health").status_code == 200
-        assert not any(answer.done() and answer.result().status_code == 200 for answer in slow)
-        assert [answer.result().status_code for answer in slow] == [504] * 3
-    assert not targets[0].bodies and coordinator.running == 0
+    with running(backend, engine, Limits(request_s=1.0)) as served, ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(served.chat, PROMPT, max_tokens=4, stream=stream) for stream in (False, True)]
+        asked.append(pool.submit(served.post, "/tokenize", {"messages": [{"role": "user", "content": "a"}]}))
+        assert begun.wait(30)
+        assert httpx.get(f"{served.url}/health").status_code == 200  # while the template is at work
+        assert [answer.result().status_code for answer in asked] == [504] * 3 and not end.is_set()
+        assert not targets[0].bodies
+        end.set()
+        assert served.chat(PROMPT, max_tokens=4).status_code == 200
+    assert coordinator.running == 0
