@@ -249,7 +249,10 @@ class ServerPair:
         if reason is None:
             reason = "judge_replaced" if isinstance(error, Replaced) else "judge_failed"
         self._request.fallback = reason
-        log.warning("the target answers without a draft (%s): %s", reason, error)
+        # A server's own sentence may quote the request. What is ours is said.
+        why = str(error) if isinstance(error, Replaced) else type(error).__name__
+        status = getattr(error, "status", 0)
+        log.warning("the target answers without a draft (%s): %s%s", reason, why, f" {status}" if status else "")
         return []
 
     def _new_checks(self, round: int) -> Checks:

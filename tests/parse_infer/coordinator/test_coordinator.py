@@ -401,6 +401,11 @@ def test_a_server_that_stumbles_at_the_start_is_watched_where_requests_run(engin
     targets[0].faults.append("500")
     coordinator.run(coordinator.meet())
     with running(CoordinatedBackend(coordinator), engine) as served:  # on another event loop
+        targets[0].bodies.clear()
+        end = time.monotonic() + 10
+        while not targets[0].bodies:  # a health check there has it judge a draft, and it is asked again
+            assert time.monotonic() < end, "nobody has looked at the server again"
+            assert served.chat(max_tokens=8).status_code == 200
         for target in targets:
             target.bodies.clear()
         for _ in range(2):
