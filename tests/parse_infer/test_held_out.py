@@ -65,7 +65,9 @@ def test_the_embedded_adapters_know_the_prompts_of_their_recipe(adapter: str, re
     learnt = frozenset((ZOO / adapter / PROBLEMS).read_text().split())
     assert all(len(line) == 16 and int(line, 16) >= 0 for line in learnt)
     (config,) = parse_recipe(ROOT / "recipes" / f"{recipe}.yaml", [], [BuildConfig], "build")
-    task = load_task("mixture", parts=[{"task": config.task, **config.task_options}])
+    # To leave out what other seeds give takes minutes; without that most of these problems are known all the same.
+    options = {key: value for key, value in config.task_options.items() if key != "exclude_seeds"}
+    task = load_task("mixture", parts=[{"task": config.task, **options}])
     problems = list(islice(task.problems("train", config.seed), 60))
     with pytest.raises(ValueError, match=r"\d\d of the 60 problems are among those"):
         leave_out_learnt(problems, learnt)
