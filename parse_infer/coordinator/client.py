@@ -94,7 +94,7 @@ class Client:
                     return
                 chunk = _parsed(event, url)
                 if "error" in chunk:
-                    raise Lost(f"{url} has failed: {_message(json.dumps(chunk))}")
+                    raise Lost(f"{url} has failed in the middle of an answer")
                 yield chunk
         raise Lost(f"{url} has broken off in the middle of an answer")
 
@@ -142,7 +142,7 @@ class _Answer:
             hint = ": give its API key with --server-key (or api_key)" if response.status == 401 else ""
             message = f"{self._url} refuses a request ({response.status}): {sentence}{hint}"
             raise Refused(message, sentence, response.status)
-        raise Lost(f"{self._url} has failed ({response.status}): {_message(said)}")
+        raise Lost(f"{self._url} has failed ({response.status})")
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._response is None:
@@ -179,7 +179,7 @@ def _parsed(content: bytes, url: str) -> Any:
 def _choice(answer: Any, url: str) -> Any:
     """The choice in an answer, or in a piece of one; None in a piece without any."""
     if isinstance(answer, dict) and "error" in answer:
-        raise Lost(f"{url} has failed: {_message(json.dumps(answer))}")
+        raise Lost(f"{url} has answered with an error")
     try:
         choice = next(iter(answer["choices"]), None)
         if choice is not None and "token_ids" not in choice:

@@ -249,10 +249,9 @@ class ServerPair:
         if reason is None:
             reason = "judge_replaced" if isinstance(error, Replaced) else "judge_failed"
         self._request.fallback = reason
-        # A server's own sentence may quote the request. What is ours is said.
-        why = str(error) if isinstance(error, Replaced) else type(error).__name__
-        status = getattr(error, "status", 0)
-        log.warning("the target answers without a draft (%s): %s%s", reason, why, f" {status}" if status else "")
+        # A refusal has the server's own sentence, which may quote the request.
+        why = f"a request was refused ({error.status})" if isinstance(error, Refused) else error
+        log.warning("the target answers without a draft (%s): %s", reason, why)
         return []
 
     def _new_checks(self, round: int) -> Checks:

@@ -88,7 +88,7 @@ def _told_when_gone() -> Iterator[None]:
     except Failing:
         raise
     except Unavailable as error:
-        log.error("no answer: no server of the target is well (%s)", type(error).__name__)
+        log.error("no answer: %s", error)
         message = f"no server of this model answers at the moment: try again in {_RETRY_AFTER_S} s"
         headers = {"Retry-After": str(_RETRY_AFTER_S)}
         raise ApiError(503, message, "target_unavailable", headers=headers) from error
