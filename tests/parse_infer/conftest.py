@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from parse_infer.engine import ParseEngine
-from tests.parse_infer.language_models import language_model, printable, resembling
+from tests.parse_infer.language_models import language_model, printable, resembling, word_tokenizer
 
 
 @pytest.fixture
@@ -26,3 +26,12 @@ def make_engine(make_model, tokenizer, random_adapter) -> Callable[..., ParseEng
         return ParseEngine(target_model, draft_model, adapter, **options)
 
     return make
+
+
+@pytest.fixture
+def mixed_engine(make_engine, make_model) -> ParseEngine:
+    """The target of `engine` with a draft model that has other tokens and another chat template."""
+    words = word_tokenizer()
+    draft = printable(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words)
+    engine = make_engine()
+    return ParseEngine(engine.target, language_model(draft, words, "draft"), engine.judge)

@@ -842,15 +842,6 @@ def test_zero_shot_needs_no_adapter(engine):
 # Another tokenizer for the draft model
 
 
-@pytest.fixture
-def mixed_engine(make_engine, make_model) -> ParseEngine:
-    """The target of `engine` with a draft model that has other tokens and another chat template."""
-    words = word_tokenizer()
-    draft = printable(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words)
-    engine = make_engine()
-    return ParseEngine(engine.target, language_model(draft, words, "draft"), engine.judge)
-
-
 @pytest.mark.parametrize("resume", ["finish", "hand_back"])
 def test_other_tokens_the_answer_is_still_the_targets(mixed_engine, resume):
     alone = mixed_engine.generate_target(PROMPT, max_new_tokens=24)

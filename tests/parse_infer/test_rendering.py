@@ -15,7 +15,7 @@ from parse_infer.models import language
 from parse_infer.models.prompts import RenderedPrompt, Verbatim
 from parse_infer.models.sampling import Sampling
 from parse_infer.serve.local import LocalBackend
-from tests.parse_infer.language_models import language_model, printable, word_tokenizer
+from tests.parse_infer.language_models import language_model, printable
 from tests.parse_infer.serve.conftest import running
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tom has 5 apples."}]
@@ -38,18 +38,9 @@ def rendered(monkeypatch) -> list[str]:
     return calls
 
 
-@pytest.fixture
-def mixed(make_engine, make_model) -> ParseEngine:
-    """The draft model has other tokens and another template."""
-    words = word_tokenizer()
-    draft = printable(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words)
-    engine = make_engine()
-    return ParseEngine(engine.target, language_model(draft, words, "draft"), engine.judge)
-
-
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 def test_a_request_renders_its_prompt_once_for_each_model_that_reads_it_another_way(
-    make_engine, mixed, rendered, prompt
+    make_engine, mixed_engine, rendered, prompt
 ):
     engine = make_engine()
     for found in (
@@ -67,7 +58,7 @@ def test_a_request_renders_its_prompt_once_for_each_model_that_reads_it_another_
     engine.generate([prompt, "Another one.", prompt], SETTINGS)
     assert len(rendered) == 3
     rendered.clear()
-    mixed.generate(prompt, SETTINGS)
+    mixed_engine.generate(prompt, SETTINGS)
     assert sorted(rendered) == ["</s>", "<|end|>"]
 
 
