@@ -42,6 +42,7 @@ def build(config: BuildConfig) -> Summary:
         raise ValueError(
             f"task {task.name} with check_with none cannot tell which answers are right: labels need references"
         )
+    numbered = _groups(task.problems(cast(Split, config.split), config.seed, config.limit), config.problems_per_group)
     groups = GroupFolder(config.output_dir, config.split)
     with groups.held(config.identity(), {"versions": _versions()}):  # before models take minutes to load
         held = max(groups.ends.values(), default=0)
@@ -53,7 +54,7 @@ def build(config: BuildConfig) -> Summary:
         labeller: Labeller | None = None
         with BuildProgress(config.output_dir, total=config.limit, done=groups.n_problems) as progress:
             progress.activity("reading problems")
-            for group, problems in _groups(task, config):
+            for group, problems in numbered:
                 _check_same_problems(groups, group, problems)
                 if groups.has(group):
                     continue
@@ -199,11 +200,10 @@ class Labeller:
         }
 
 
-def _groups(task: Task, config: BuildConfig) -> Iterator[tuple[range, list[Problem]]]:
-    """Problems in groups of `problems_per_group`, each with their numbers."""
-    problems = task.problems(cast(Split, config.split), config.seed, config.limit)
+def _groups(problems: Iterator[Problem], size: int) -> Iterator[tuple[range, list[Problem]]]:
+    """Problems in groups of `size`, each with their numbers."""
     start = 0
-    while group := list(islice(problems, config.problems_per_group)):
+    while group := list(islice(problems, size)):
         yield range(start, start + len(group)), group
         start += len(group)
 

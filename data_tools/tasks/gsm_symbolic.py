@@ -42,12 +42,17 @@ class GsmSymbolic:
     _SHARES = {"train": range(0, 90), "validation": range(90, 95), "test": range(95, 100)}
 
     def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
+        check_split(split)
+        others = self._other_seeds(seed) if split == "train" else {}
+        return self._generated(split, seed, limit, others)
+
+    def _generated(self, split: Split, seed: int, limit: int | None, others: dict[int, int]) -> Iterator[Problem]:
         try:
             from reasoning_gym import create_dataset
         except ModuleNotFoundError as error:
             raise ValueError(f"task gsm_symbolic: {missing_package(error)}") from error
-        check_split(split)
-        excluded = self._prompts_of_other_seeds(seed) if split == "train" else set()
+        task = replace(self, exclude_seeds={})
+        excluded = {p.prompt for other, number in others.items() for p in task.problems("train", other, number)}
         # 2**40 seeds a split, 2**24 (four thousand chunks) a seed: ranges of different splits and seeds never meet.
         base = (SPLITS.index(split) << 40) + (seed << 24)
         count, chunk, seen = 0, 0, set()
@@ -67,7 +72,7 @@ class GsmSymbolic:
                 yield problem
             chunk += 1
 
-    def _prompts_of_other_seeds(self, seed: int) -> set[Any]:
+    def _other_seeds(self, seed: int) -> dict[int, int]:
         try:
             others = {int(other): int(number) for other, number in self.exclude_seeds.items()}  # JSON keys are texts
         except (TypeError, ValueError):
@@ -77,8 +82,7 @@ class GsmSymbolic:
                 f"option exclude_seeds of task gsm_symbolic is {self.exclude_seeds!r}; it must map seeds other than "
                 f"{seed} to numbers of problems, for example {{0: 50000}}"
             )
-        task = replace(self, exclude_seeds={})
-        return {p.prompt for other, number in others.items() for p in task.problems("train", other, number)}
+        return others
 
     def _problem(self, entry: dict[str, Any], template: int, seed: int, split: Split) -> Problem | None:
         question = _drop_zero_decimals(entry["question"].removesuffix(self._REQUEST)).strip()

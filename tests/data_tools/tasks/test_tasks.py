@@ -118,7 +118,7 @@ def test_gsm_symbolic_can_leave_out_the_prompts_of_other_seeds():
         )
     for exclude in ({3: 10}, {"one": 10}, {0: None}):
         with pytest.raises(ValueError, match="it must map seeds other than 3 to numbers of problems"):
-            next(load_task("gsm_symbolic", exclude_seeds=exclude).problems("train", 3))
+            load_task("gsm_symbolic", exclude_seeds=exclude).problems("train", 3)  # before a build begins its folder
 
 
 def test_gsm_symbolic_needs_the_answer_line():
