@@ -403,7 +403,7 @@ class ParseEngine:
     def _in_turn(self, events: Generator[Event]) -> Iterator[Event]:
         """The same events, each step while no other thread uses the models.
 
-        A stream may be dropped anywhere, in an event loop or by the garbage collector, so its end waits for nobody.
+        A stream may be dropped anywhere, in an event loop or by the garbage collector, so closing it takes no lock.
         That is safe: between two steps it holds nothing but objects of its own.
         """
         try:

@@ -24,7 +24,7 @@ from parse_infer.models.sampling import RowSampling, Sampling, uniform_numbers
 
 KEY_MULTIPLE = 8  # masks whose rows are not aligned are copied by the CUDA kernels
 FREE_SHARE = 1 / 16  # seats are given away (or removed) when this share of them is free
-FREE_PADDING, PADDING_SHARE = 256, 1 / 4  # a group may have so many tokens of padding, and this share of its own
+FREE_PADDING, PADDING_SHARE = 256, 1 / 4  # tokens of padding that a group may have, plus this share of its own tokens
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ class CutPolicy:
     Attributes:
         kind: "step" cuts after every line, "sentence" after every sentence, "tokens" every `every` tokens.
         every: distance of two cuts in tokens, for "tokens".
-        max_cuts: the first cuts of a draft, so many, are all judged; `Segmenter` says which of the others are. In a
-            labelled draft an even subset of this size has labels.
+        max_cuts: number of cuts at a draft's beginning that are all judged; `Segmenter` chooses among the later ones.
+            A labelled draft has at most this many labels, evenly spread.
 
     Raises:
         ValueError: a kind that does not exist, or a number below 1.

@@ -374,7 +374,7 @@ def test_the_controller_is_told_what_was_kept(engine, connect, monkeypatch):
     monkeypatch.setattr(coordinator.controller, "note", lambda *_, kept=None: told.append(kept))
     found = coordinator.generate(PROMPT, max_new_tokens=20, threshold=0.0, adaptive=True)
     assert found.stats.accepted_tokens and told == [found.stats.accepted_tokens]
-    coordinator.threshold = 1.01  # whoever has set it, a draft then serves as guesses, where the servers take them
+    coordinator.threshold = 1.01  # a draft then only serves as guesses, where the servers take them
     coordinator._target.guesses = True
     for threshold in (None, 1.01):
         told.clear()
@@ -404,7 +404,7 @@ def test_a_server_that_stumbles_at_the_start_is_watched_where_requests_run(engin
         targets[0].bodies.clear()
         end = time.monotonic() + 10
         while not targets[0].bodies:  # a health check there has it judge a draft, and it is asked again
-            assert time.monotonic() < end, "nobody has looked at the server again"
+            assert time.monotonic() < end, "the server was not checked again"
             assert served.chat(max_tokens=8).status_code == 200
         for target in targets:
             target.bodies.clear()
