@@ -41,7 +41,7 @@ $(VLLM_VENV)/installed: pyproject.toml constraints-vllm.txt
 	@touch $@
 
 test-vllm: $(VLLM_VENV)/installed
-	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -o addopts="-q --strict-markers --durations=10" tests/parse_infer/vllm
+	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -o addopts="-q --strict-markers --durations=10" tests/parse_infer/vllm_plugin
 
 # The embedded models, from nothing: about three and a half hours on two CPU cores. Each step resumes if it is interrupted.
 zoo: setup

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from data_tools.labels.build_config import BuildConfig
-from parse_infer.extras import missing_package
+from parse_infer.optional_dependencies import missing_package
 
 app = typer.Typer(
     help="Labelled data for PARSE: drafts of one model, cut into prefixes, labelled by rollouts of another.",

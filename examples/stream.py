@@ -4,7 +4,7 @@ python examples/stream.py
 """
 
 from parse_infer import ParseEngine
-from parse_infer.generation import Accepted, Done, Drafted, Resumed, Verified
+from parse_infer.events import Accepted, Done, Drafted, Resumed, Verified
 
 QUESTION = "A boy has 11 pencils. His brother has 4 fewer pencils than he has. How many pencils do they have together?"
 

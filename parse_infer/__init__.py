@@ -13,37 +13,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parse_infer.coordinator.engine import Coordinator
+    from parse_infer.acceptance import maximal_valid_prefix
+    from parse_infer.backends.coordinator import Coordinator
     from parse_infer.engine import ParseEngine
-    from parse_infer.generation import Generation, GenerationSettings, Score, Span, Statistics
+    from parse_infer.output import Generation, Score, Span, Statistics
+    from parse_infer.settings import GenerationSettings
+    from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
+    from parse_infer.judge.cuts import CutPolicy, Segmenter
+    from parse_infer.judge.verifier import Verification, Verifier
+    from parse_infer.judge.zero_shot import ZeroShotJudge
     from parse_infer.models.decoder import Decoder
     from parse_infer.models.prompts import Verbatim
     from parse_infer.models.sampling import Sampling
-    from parse_infer.policy import maximal_valid_prefix
-    from parse_infer.verify.segments import CutPolicy, Segmenter
-    from parse_infer.verify.trained_judge import ValidityAdapter, ValidityConfig
-    from parse_infer.verify.verifier import Verification, Verifier
-    from parse_infer.verify.zero_shot_judge import ZeroShotJudge
 
 _MODULES = {
-    "Coordinator": "coordinator.engine",
-    "CutPolicy": "verify.segments",
+    "Coordinator": "backends.coordinator",
+    "CutPolicy": "judge.cuts",
     "Decoder": "models.decoder",
-    "Generation": "generation",
-    "GenerationSettings": "generation",
+    "Generation": "output",
+    "GenerationSettings": "settings",
     "ParseEngine": "engine",
     "Sampling": "models.sampling",
-    "Score": "generation",
-    "Segmenter": "verify.segments",
-    "Span": "generation",
-    "Statistics": "generation",
-    "ValidityAdapter": "verify.trained_judge",
-    "ValidityConfig": "verify.trained_judge",
+    "Score": "output",
+    "Segmenter": "judge.cuts",
+    "Span": "output",
+    "Statistics": "output",
+    "ValidityAdapter": "judge.adapter",
+    "ValidityConfig": "judge.adapter",
     "Verbatim": "models.prompts",
-    "Verification": "verify.verifier",
-    "Verifier": "verify.verifier",
-    "ZeroShotJudge": "verify.zero_shot_judge",
-    "maximal_valid_prefix": "policy",
+    "Verification": "judge.verifier",
+    "Verifier": "judge.verifier",
+    "ZeroShotJudge": "judge.zero_shot",
+    "maximal_valid_prefix": "acceptance",
 }
 
 __all__ = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from parse_infer.generation import FinishReason, Source, Span
+from parse_infer.output import FinishReason, Source, Span
 from parse_infer.models.detokenizer import Detokenizer
 
 

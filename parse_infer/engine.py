@@ -1,6 +1,6 @@
 """The engine: a draft model proposes, the target verifies in one pass, keeps what holds, and goes on from there.
 
-The heart is `parse_infer.rounds.rounds`; here are the models that it runs. Reference: PARSE, arXiv 2605.04263.
+The heart is `parse_infer.loop.rounds`; here are the models that it runs. Reference: PARSE, arXiv 2605.04263.
 """
 
 from __future__ import annotations
@@ -15,32 +15,34 @@ from typing import Any
 
 import torch
 
+from parse_infer.acceptance import check_threshold
+from parse_infer.adaptive import Controller
 from parse_infer.answer import Answer
-from parse_infer.controller import Controller
+from parse_infer.calibration.schema import Calibration, apply_promise, shipped_calibration
 from parse_infer.drafters.draft_model import ModelDrafter
-from parse_infer.drafters.drafter import Drafter
+from parse_infer.drafters.source import Drafter
 from parse_infer.drafters.text import TextDrafter
-from parse_infer.generation import Done, Event, Generation, GenerationSettings, Interrupted, Resumed, Score, Source
-from parse_infer.guesses.draft_chain import DraftChain
-from parse_infer.guesses.registry import check_token_drafter, load_token_drafter
-from parse_infer.guesses.rejected_draft import RejectedDraft
-from parse_infer.guesses.token_drafter import TokenDrafter
-from parse_infer.guesses.walk import guided_decode
-from parse_infer.identity import describe_drafter, describe_models
+from parse_infer.events import Done, Event, Interrupted, Resumed
+from parse_infer.output import Generation, Score, Source
+from parse_infer.settings import GenerationSettings
+from parse_infer.judge.adapter import ValidityAdapter
+from parse_infer.judge.cuts import CutPolicy, Segmenter
+from parse_infer.judge.verifier import Judge, Verification, Verifier
+from parse_infer.judge.zero_shot import ZeroShotJudge
+from parse_infer.loop import Around, rounds, segments_of, unchanged, without_waiting
+from parse_infer.models.environment import describe_machine
 from parse_infer.models.loading import LanguageModel, find_model, load_language_model
-from parse_infer.models.machine import describe_machine
 from parse_infer.models.names import resolve
 from parse_infer.models.prompts import Prompt, as_batch, left_context, with_drafts
 from parse_infer.models.sampling import Sampling
 from parse_infer.models.token_map import token_map
-from parse_infer.policy import check_threshold
-from parse_infer.promise import Calibration, apply_promise, shipped_calibration
+from parse_infer.provenance import describe_drafter, describe_models
 from parse_infer.request import Request
-from parse_infer.rounds import Around, rounds, segments_of, unchanged, without_waiting
-from parse_infer.verify.segments import CutPolicy, Segmenter
-from parse_infer.verify.trained_judge import ValidityAdapter
-from parse_infer.verify.verifier import Judge, Verification, Verifier
-from parse_infer.verify.zero_shot_judge import ZeroShotJudge
+from parse_infer.speculation.decode import guided_decode
+from parse_infer.speculation.draft_model import DraftChain
+from parse_infer.speculation.proposer import TokenDrafter
+from parse_infer.speculation.registry import check_token_drafter, load_token_drafter
+from parse_infer.speculation.rejected_draft import RejectedDraft
 
 AUTO = "auto"  # token drafter: the draft model, where there is one whose tokens are tokens of the target
 DEFAULT_THRESHOLD = 0.5  # for a judge that was never calibrated: more likely right than wrong
@@ -126,7 +128,7 @@ class ParseEngine:
         mode "exact" generates. `template_options` are switches of the chat templates (`{"enable_thinking": False}`).
         `target_drafter` and `draft_drafter` speed up what each model writes itself; greedy tokens stay the same (in
         float32), sampled ones keep their distribution: "lookup", the folder or name of a head, or for the target
-        "draft" (see `parse_infer.guesses.registry`). By default the draft model guesses for the target where its
+        "draft" (see `parse_infer.speculation.registry`). By default the draft model guesses for the target where its
         tokens are tokens of the target (the same tokenizer, or a reduced vocabulary); None: nobody does.
         `dtype` "auto" is the one a model was saved in, and float32 on CPUs that are slow in 16 bits.
         `calibration` is a file made by `parse-infer calibrate`; by default that in the adapter's folder, if any.

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from parse_infer.answer import Answer
-from parse_infer.generation import Accepted, Fallback, Generation, GenerationSettings, Segment, Statistics, Timings
-from parse_infer.models.language import Language
+from parse_infer.events import Accepted
+from parse_infer.output import Fallback, Generation, Segment, Statistics, Timings
+from parse_infer.settings import GenerationSettings
 from parse_infer.models.prompts import Prompt, RenderedPrompt, left_context
 from parse_infer.models.sampling import Sampling
+from parse_infer.models.tokenizer_spec import Language
 
 
 class Request:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from parse_infer.extras import missing_package
+from parse_infer.optional_dependencies import missing_package
 from parse_train.recipe import RECIPES, load_recipe
 
 USAGE = f"""usage: accelerate launch RECIPE [--key value ...]

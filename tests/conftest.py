@@ -148,10 +148,10 @@ def random_ids() -> Callable[..., list[int]]:
 def random_adapter() -> Callable[..., Any]:
     """`random_adapter(model, probe_ids=(7, 9), rank=4, seed=1)`: a `ValidityAdapter` that really changes something;
     without probe tokens it has token doubt alone."""
+    from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
+    from parse_infer.judge.head import ValidityHead
+    from parse_infer.judge.probe_lora import ProbeLoRA
     from parse_infer.models.fingerprint import describe_target
-    from parse_infer.verify.head import ValidityHead
-    from parse_infer.verify.probe_lora import ProbeLoRA
-    from parse_infer.verify.trained_judge import ValidityAdapter, ValidityConfig
 
     def make(
         model: PreTrainedModel,

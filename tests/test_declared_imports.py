@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from parse_infer.extras import EXTRAS, install, missing_package
+from parse_infer.optional_dependencies import EXTRAS, install, missing_package
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"parse_infer", "parse_train", "data_tools"}

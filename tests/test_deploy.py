@@ -16,10 +16,10 @@ import pytest
 import typer
 import yaml
 
+from parse_infer.backends.launch import STREAM_INTERVAL
 from parse_infer.cli.app import app
-from parse_infer.coordinator.launch import STREAM_INTERVAL
-from parse_infer.serve.gate import OPEN
-from parse_infer.vllm.options import VARIABLES, arguments
+from parse_infer.serve.middleware import OPEN
+from parse_infer.vllm_plugin.options import VARIABLES, arguments
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -122,7 +122,7 @@ def test_programs_take_their_command_lines(where: str):
     assert shlex.join(found["target"]).startswith(TARGET) and shlex.join(found["draft"]).startswith(API_SERVER)
     draft = shlex.join(found["draft"]).replace("=", " ")
     for option in arguments({"enable_prefix_caching": True, "stream_interval": STREAM_INTERVAL}):
-        assert option in draft.split(), "what parse_infer.coordinator.launch starts has other options"
+        assert option in draft.split(), "what parse_infer.backends.launch starts has other options"
     assert f"--model {coordinator['draft']} " in draft
 
 

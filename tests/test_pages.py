@@ -15,17 +15,17 @@ from unittest import mock
 import pytest
 
 from data_tools.cli import main as parse_data
-from parse_infer.bench.documents import main as documents
 from parse_infer.calibration.measure import CalibrationSettings
 from parse_infer.calibration.risk import p_value
-from parse_infer.calibration.simulate import main as simulate
-from parse_infer.calibration.splits import main as splits
 from parse_infer.cli.app import main as parse_infer
 from parse_train.__main__ import main as parse_train
 from parse_train.recipe import load_recipe
-from parse_train.validity.compare import main as compare
 from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.step_cost import main as step_cost
+from tools.calibration_simulation import main as simulate
+from tools.calibration_splits import main as splits
+from tools.compare_judges import main as compare
+from tools.render_docs import main as documents
+from tools.step_cost import main as step_cost
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -80,17 +80,17 @@ def run(words: list[str], room: Path, number: int) -> int:
             return 0  # its models are on the Hub; tests/data_tools reads the recipe
         elsewhere = ["--output_dir", str(room / "data" / "validity")] if words[1] == "build" else []
         return parse_data([*words[1:], *elsewhere, *LESS.get(start, "").split()])
-    if words[:3] == ["python", "-m", "parse_infer.bench.documents"]:
+    if words[:3] == ["python", "-m", "tools.render_docs"]:
         return documents(words[3:])
-    if words[:3] == ["python", "-m", "parse_train.validity.step_cost"]:
+    if words[:3] == ["python", "-m", "tools.step_cost"]:
         less = ["--rounds", "1", "--per_device_train_batch_size", "2", "--data", str(room / "data" / "validity")]
         return step_cost([*words[3:], *less])
-    if words[:3] == ["python", "-m", "parse_train.validity.compare"]:
+    if words[:3] == ["python", "-m", "tools.compare_judges"]:
         less = ["--acceptance", "0.5", "--cost_drafts", "1", "--cost_rounds", "1", "--output_dir", str(room / "runs")]
         return compare([*words[3:], *less, "--data", str(room / "data" / "validity"), "--use_cpu", "true"])
-    if words[:3] == ["python", "-m", "parse_infer.calibration.simulate"]:
+    if words[:3] == ["python", "-m", "tools.calibration_simulation"]:
         return simulate([*words[3:], "--rounds", "2", "--out", str(room / "simulation.json")])
-    if words[:3] == ["python", "-m", "parse_infer.calibration.splits"]:
+    if words[:3] == ["python", "-m", "tools.calibration_splits"]:
         return splits([*words[3:], "--splits", "2"])
     assert words[0] in LAUNCHERS, f"nobody knows how to run {words}"
     return train(words, room, number)

@@ -10,26 +10,26 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("parse_infer", "data_tools", "parse_train")
-GROUND = ("parse_infer.files", "parse_infer.suggest", "parse_infer.extras")
+GROUND = ("parse_infer.files", "parse_infer.suggest", "parse_infer.optional_dependencies")
 # What each room may import, besides itself and the standard library. The loop is what stands directly in parse_infer.
 MAY_IMPORT = {
     "parse_infer/models": {"parse_infer/models"},
-    "parse_infer/verify": {"parse_infer/models"},
-    "parse_infer/guesses": {"parse_infer/models"},
-    "parse_infer/drafters": {"parse_infer/models", "parse_infer/verify", "parse_infer/guesses", "parse_infer"},
-    "parse_infer": {"parse_infer/models", "parse_infer/verify", "parse_infer/guesses", "parse_infer/drafters"},
-    "parse_infer/bench": {
+    "parse_infer/judge": {"parse_infer/models"},
+    "parse_infer/speculation": {"parse_infer/models"},
+    "parse_infer/drafters": {"parse_infer/models", "parse_infer/judge", "parse_infer/speculation", "parse_infer"},
+    "parse_infer": {"parse_infer/models", "parse_infer/judge", "parse_infer/speculation", "parse_infer/drafters"},
+    "parse_infer/evaluation": {
         f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/drafters", "/coordinator")
     },
     "parse_infer/calibration": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/drafters")},
-    "parse_infer/eval": {"parse_infer", "parse_infer/models", "parse_infer/bench"},
-    "parse_infer/serve": {"parse_infer", "parse_infer/models", "parse_infer/coordinator"},
-    "parse_infer/vllm": {"parse_infer/models", "parse_infer/verify", "parse_infer/guesses"},
-    "parse_infer/coordinator": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/drafters", "/vllm")},
+    "parse_infer/evaluation": {"parse_infer", "parse_infer/models", "parse_infer/evaluation"},
+    "parse_infer/serve": {"parse_infer", "parse_infer/models", "parse_infer/backends"},
+    "parse_infer/vllm_plugin": {"parse_infer/models", "parse_infer/judge", "parse_infer/speculation"},
+    "parse_infer/backends": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/drafters", "/vllm")},
     "parse_infer/cli": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/bench", "/serve")}
-    | {"parse_infer/calibration", "parse_infer/eval", "parse_infer/coordinator", "data_tools/tasks"},
+    | {"parse_infer/calibration", "parse_infer/evaluation", "parse_infer/backends", "data_tools/tasks"},
     "data_tools/tasks": {"parse_infer"},
-    "data_tools/labels": {"data_tools/tasks", "data_tools", "parse_infer", "parse_infer/models", "parse_infer/verify"},
+    "data_tools/labels": {"data_tools/tasks", "data_tools", "parse_infer", "parse_infer/models", "parse_infer/judge"},
     "data_tools": {"data_tools/labels", "parse_infer"},
 }
 
@@ -101,7 +101,9 @@ def test_arrows_run_one_way(name: str) -> None:
     here = room(name)
     allowed = MAY_IMPORT.get(here)
     if allowed is None:  # parse_train may use everything but the command line and the benchmark
-        allowed = {room(other) for other in MODULES if not other.startswith(("parse_infer.cli", "parse_infer.bench"))}
+        allowed = {
+            room(other) for other in MODULES if not other.startswith(("parse_infer.cli", "parse_infer.evaluation"))
+        }
     for other in imports(MODULES[name]):
         there = room(other)
         fine = there == here or there in allowed or other in GROUND

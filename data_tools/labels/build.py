@@ -10,20 +10,20 @@ from typing import Any, cast
 
 import torch
 
+from data_tools.labels.backends import Writer, load_writer
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.card import write_card
 from data_tools.labels.drafts import DraftSampler, SampledDraft, readable, segment_texts
-from data_tools.labels.group_folder import GroupFolder
 from data_tools.labels.prefix_search import PrefixSearch
 from data_tools.labels.progress import BuildProgress
 from data_tools.labels.rollouts import Place, PrefixRollouts, is_right
 from data_tools.labels.rows import read_rows
 from data_tools.labels.sequential_test import Tally
+from data_tools.labels.shards import GroupFolder
 from data_tools.labels.summary import Summary, summarise
-from data_tools.labels.writers import Writer, load_writer
-from data_tools.tasks.by_name import load_task
+from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem, Split, Task
-from parse_infer.verify.segments import Segmenter
+from parse_infer.judge.cuts import Segmenter
 
 __all__ = ["BuildConfig", "Labeller", "build"]
 

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from data_tools.labels.sequential_test import GreedyRule, LabelRule, SequentialTest, Tally, fewest_rollouts
 from data_tools.tasks.task import SPLITS
+from parse_infer.judge.cuts import CutPolicy
 from parse_infer.models.sampling import Sampling
-from parse_infer.verify.segments import CutPolicy
 
 # Keys that may change between two runs into the same folder: they decide about no row that is already there.
 FREE_KEYS = (

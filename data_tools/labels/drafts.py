@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from data_tools.labels.writers import Writer
+from data_tools.labels.backends import Writer
 from data_tools.tasks.task import Problem
 from parse_infer.models.batch_decoder import Row
 from parse_infer.models.detokenizer import Detokenizer, complete_text, encode_continuation
-from parse_infer.models.language import Language
 from parse_infer.models.loading import same_tokenizer
 from parse_infer.models.sampling import Sampling, seed_of
+from parse_infer.models.tokenizer_spec import Language
 
 
 @dataclass(frozen=True)

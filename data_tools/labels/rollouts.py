@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from data_tools.labels.backends import RowDecoder
 from data_tools.labels.drafts import render
 from data_tools.labels.sequential_test import Tally
-from data_tools.labels.writers import RowDecoder
 from data_tools.tasks.task import Problem, Task
 from parse_infer.models.batch_decoder import Row
 from parse_infer.models.detokenizer import decode
-from parse_infer.models.language import Language
 from parse_infer.models.sampling import Sampling, seed_of
+from parse_infer.models.tokenizer_spec import Language
 
 _Prefix = tuple[int, tuple[int, ...]]  # problem and token ids of the draft
 

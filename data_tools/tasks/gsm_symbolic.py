@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from data_tools.tasks import wording
+from data_tools.tasks import paraphrase
 from data_tools.tasks.checkers import same_number
 from data_tools.tasks.task import SPLITS, Problem, Split, check_split
-from parse_infer.extras import missing_package
+from parse_infer.optional_dependencies import missing_package
 
 
 @dataclass
 class GsmSymbolic:
-    """Word problems from the `gsm_symbolic` generator of reasoning-gym, with worked answers in varied wording.
+    """Word problems from the `gsm_symbolic` generator of reasoning-gym, with worked answers in varied paraphrase.
 
     Splits use disjoint seed ranges, and a problem (template and numbers) belongs to exactly one of them for any seed.
 
@@ -86,7 +86,7 @@ class GsmSymbolic:
 
     def _problem(self, entry: dict[str, Any], template: int, seed: int, split: Split) -> Problem | None:
         question = _drop_zero_decimals(entry["question"].removesuffix(self._REQUEST)).strip()
-        values = wording.numbers(question)
+        values = paraphrase.numbers(question)
         key = f"{template}:{','.join(map(str, values))}"
         if int(hashlib.sha256(key.encode()).hexdigest(), 16) % 100 not in self._SHARES[split]:
             return None
@@ -95,10 +95,10 @@ class GsmSymbolic:
         ):
             return None
         answer = _drop_zero_decimals(str(entry["answer"]))
-        steps = wording.read_steps(_drop_zero_decimals(entry["metadata"]["answer_cot"]), question, answer)
+        steps = paraphrase.read_steps(_drop_zero_decimals(entry["metadata"]["answer_cot"]), question, answer)
         if steps is None:
             return None
-        solution = wording.write(steps, answer, Random(seed), self.max_number, self.in_parts)
+        solution = paraphrase.write(steps, answer, Random(seed), self.max_number, self.in_parts)
         if solution is None or len(solution) > self.max_solution_chars:
             return None
         return Problem(f"gsm_symbolic-{seed}", question, answer, solution, {"template": template, "key": key})

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from data_tools.tasks.task import SPLITS, Problem, Split, check_split
-from parse_infer.extras import missing_package
+from parse_infer.optional_dependencies import missing_package
 from parse_infer.suggest import suggestion
 
 

@@ -16,16 +16,16 @@ from typing import Any, Protocol, get_args
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from parse_infer.calibration.order import RESUMES, strict_to_lax
+from parse_infer.acceptance import ACCEPT_NOTHING, Acceptance, check_share
+from parse_infer.calibration.candidates import RESUMES, strict_to_lax
 from parse_infer.calibration.replay import Replay, ReplayedEngine
 from parse_infer.calibration.risk import least_problems, n_passing, p_value, upper_bound
-from parse_infer.generation import GenerationSettings, Resume
+from parse_infer.calibration.schema import LOSSES, Calibration, Loss, Setting, Tried, risks
+from parse_infer.settings import GenerationSettings, Resume
 from parse_infer.held_out import leave_out_learnt
-from parse_infer.models.machine import describe_run
+from parse_infer.models.environment import describe_run
 from parse_infer.models.prompts import Prompt
 from parse_infer.models.sampling import Sampling
-from parse_infer.policy import ACCEPT_NOTHING, Acceptance, check_share
-from parse_infer.promise import LOSSES, Calibration, Loss, Setting, Tried, risks
 from parse_infer.record_store import RecordStore
 
 SAMPLE_TEMPERATURE = 0.7  # of the answers that vote

@@ -13,11 +13,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
-from parse_infer.generation import Generation, GenerationSettings
+from parse_infer.acceptance import reachable_prefixes
+from parse_infer.output import Generation
+from parse_infer.settings import GenerationSettings
+from parse_infer.loop import Around, Pair, V
 from parse_infer.models.prompts import Prompt
-from parse_infer.policy import reachable_prefixes
 from parse_infer.request import Request
-from parse_infer.rounds import Around, Pair, V
 
 
 class ReplayedEngine(Protocol):
@@ -56,7 +57,7 @@ class Memory:
 
 class Replay:
     """`engine` with a memory: `answer` gives what `engine.generate` gives, for greedy settings that differ in nothing
-    but what a promise chooses (`parse_infer.promise.Setting`).
+    but what a promise chooses (`parse_infer.calibration.schema.Setting`).
 
     with Replay(engine) as replay:      # nobody else uses the engine meanwhile
         generation, seconds = replay.answer(prompt, settings)

@@ -19,7 +19,7 @@ from parse_infer.cli.commands.eval import evaluate
 from parse_infer.cli.commands.generate import generate
 from parse_infer.cli.commands.score import score
 from parse_infer.cli.commands.serve import serve
-from parse_infer.extras import missing_package
+from parse_infer.optional_dependencies import missing_package
 
 _EXAMPLES = """
 Examples:

@@ -13,10 +13,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from parse_infer.bench.modes import BenchProblem, Mode, forget, make_modes, timed
-from parse_infer.cli.live import AnswerView, legend
+from parse_infer.cli.rich_view import AnswerView, legend
 from parse_infer.engine import ParseEngine
-from parse_infer.generation import Done, Generation, GenerationSettings, Resumed
+from parse_infer.evaluation.modes import BenchProblem, Mode, forget, make_modes, timed
+from parse_infer.events import Done, Resumed
+from parse_infer.output import Generation
+from parse_infer.settings import GenerationSettings
 from parse_infer.models.prompts import Prompt, Verbatim, content_of
 
 REFRESH_S = 0.05

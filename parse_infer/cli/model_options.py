@@ -15,10 +15,10 @@ from parse_infer.cli.options import Device, Dtype, check_device, check_dtype, re
 from parse_infer.suggest import suggestion
 
 if TYPE_CHECKING:
-    from parse_infer.coordinator.engine import Coordinator
+    from parse_infer.backends.coordinator import Coordinator
     from parse_infer.engine import ParseEngine
-    from parse_infer.generation import GenerationSettings
-    from parse_infer.verify.adapter_folder import AdapterFiles
+    from parse_infer.settings import GenerationSettings
+    from parse_infer.judge.adapter_files import AdapterFiles
 
 NOBODY = "none"
 # The embedded targets, each with the draft model and the adapter made for it.
@@ -179,7 +179,7 @@ class ModelOptions:
             raise ValueError("--device and --dtype are for the local engine: servers have their own")
         if self.trust_remote_code:
             raise ValueError("--trust-remote-code is for the local engine: vLLM runs the models that it knows itself")
-        from parse_infer.coordinator.engine import Coordinator
+        from parse_infer.backends.coordinator import Coordinator
 
         _quiet()
         return Coordinator.from_pretrained(
@@ -206,8 +206,8 @@ class ModelOptions:
         return frozenset() if files is None else files.train_problems
 
     def _adapter_files(self) -> AdapterFiles | None:
+        from parse_infer.judge.adapter_files import read_adapter
         from parse_infer.models.names import resolve
-        from parse_infer.verify.adapter_folder import read_adapter
 
         adapter = None if self.zero_shot else self.adapter or PAIRS.get(self.target_name, (None, None))[1]
         return None if adapter is None else read_adapter(resolve(adapter))

@@ -13,7 +13,7 @@ from parse_infer.cli.options import read_pairs
 
 def open_task(name: str, task_options: Sequence[str] | None = None) -> Any:
     """A task of `data_tools` with KEY=VALUE options; ValueError for an unknown one, or a value of another type."""
-    from data_tools.tasks.by_name import load_task
+    from data_tools.tasks.registry import load_task
 
     return load_task(name, **read_pairs(task_options, "--task-option"))
 

@@ -11,7 +11,7 @@ from parse_infer.files import STDIN, read_jsonl
 from parse_infer.models.prompts import Prompt
 
 if TYPE_CHECKING:
-    from parse_infer.models.language import Language
+    from parse_infer.models.tokenizer_spec import Language
 
 
 @dataclass(frozen=True)

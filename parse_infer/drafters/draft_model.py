@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parse_infer.drafters.drafter import Draft
-from parse_infer.drafters.translation import Translation, Writing
-from parse_infer.guesses.token_drafter import TokenDrafter
-from parse_infer.guesses.walk import guided_decode
-from parse_infer.models.language import Language
+from parse_infer.drafters.cross_tokenizer import Translation, Writing
+from parse_infer.drafters.source import Draft
+from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.models.loading import LanguageModel, same_tokenizer
 from parse_infer.models.prompts import Prompt
 from parse_infer.models.sampling import Sampling
-from parse_infer.verify.segments import CutPolicy, Segmenter
+from parse_infer.models.tokenizer_spec import Language
+from parse_infer.speculation.decode import guided_decode
+from parse_infer.speculation.proposer import TokenDrafter
 
 
 class ModelDrafter:

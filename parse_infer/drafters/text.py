@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parse_infer.drafters.drafter import Draft
+from parse_infer.drafters.source import Draft
 from parse_infer.models.detokenizer import encode_continuation
-from parse_infer.models.language import Language
 from parse_infer.models.prompts import Prompt, open_turn
 from parse_infer.models.sampling import Sampling
+from parse_infer.models.tokenizer_spec import Language
 
 
 class TextDrafter:

@@ -18,8 +18,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from parse_infer.models.architecture import layer_windows, output_layer
 from parse_infer.models.attention import layer_masks
-from parse_infer.models.fast_backbone import FastBackbone
-from parse_infer.models.kv_rows import KVLayer, KVRows
+from parse_infer.models.batched_kv_cache import KVLayer, KVRows
+from parse_infer.models.cpu.fast_backbone import FastBackbone
 from parse_infer.models.sampling import RowSampling, Sampling, uniform_numbers
 
 KEY_MULTIPLE = 8  # masks whose rows are not aligned are copied by the CUDA kernels

@@ -19,9 +19,9 @@ from transformers.cache_utils import Cache
 
 from parse_infer.models.architecture import decoder_layers, layer_windows, output_layer, text_config
 from parse_infer.models.attention import SPLIT_ATTENTION, layer_masks
-from parse_infer.models.fast_backbone import FastBackbone
+from parse_infer.models.cpu.fast_backbone import FastBackbone
+from parse_infer.models.growing_kv_cache import new_cache
 from parse_infer.models.hidden_capture import HiddenCapture
-from parse_infer.models.kv_buffer import new_cache
 from parse_infer.models.sampling import Sampling, choose, without
 
 _MOST_RESERVED = 4096  # new tokens: few answers are longer, whatever their budget

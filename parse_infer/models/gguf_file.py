@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from parse_infer.extras import EXTRAS, install
 from parse_infer.files import first_sentence, read_json, replacing_folder, write_json
+from parse_infer.optional_dependencies import EXTRAS, install
 
 _FORMAT = 1  # of the copies; a copy in another one is not found
 _NEEDED = ("gguf", "accelerate")  # by transformers, to read a GGUF file

@@ -28,13 +28,13 @@ from transformers.utils import is_accelerate_available, logging
 
 from parse_infer.files import first_sentence, replacing_folder
 from parse_infer.models.attention import enable_split_attention
+from parse_infer.models.cpu.prepacked_linear import pack_linears
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.devices import multiplies_in_16_bits
 from parse_infer.models.gguf_file import cache_folder, dequantised
-from parse_infer.models.language import Language, check_vocabulary
 from parse_infer.models.lora import Lora, is_lora, read_lora
 from parse_infer.models.names import is_gguf, resolve
-from parse_infer.models.packed_linear import pack_linears
+from parse_infer.models.tokenizer_spec import Language, check_vocabulary
 
 
 @dataclass

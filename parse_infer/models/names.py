@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from parse_infer.extras import install
+from parse_infer.optional_dependencies import install
 from parse_infer.suggest import suggestion
 
 ZOO = Path(__file__).parents[1] / "zoo"

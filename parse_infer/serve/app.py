@@ -9,21 +9,18 @@ from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from parse_infer.calibration.schema import apply_promise
 from parse_infer.models.sampling import Sampling
-from parse_infer.promise import apply_promise
 from parse_infer.serve import errors
-from parse_infer.serve.audit import Audit, Promises
-from parse_infer.serve.backend import Backend
-from parse_infer.serve.chat import ChatBody, ChatCompletion, ChatShape
-from parse_infer.serve.completion import Completion, CompletionBody, CompletionShape
-from parse_infer.serve.desk import Desk
+from parse_infer.serve.admission import Limits, Line
 from parse_infer.serve.errors import ApiError, ErrorBody
-from parse_infer.serve.gate import Gate
-from parse_infer.serve.line import Limits, Line
+from parse_infer.serve.handlers import Desk
 from parse_infer.serve.metrics import Metrics
+from parse_infer.serve.middleware import Gate
 from parse_infer.serve.page import page_file
-from parse_infer.serve.response import warning_header
-from parse_infer.serve.tokens import (
+from parse_infer.serve.protocol.chat import ChatBody, ChatCompletion, ChatShape
+from parse_infer.serve.protocol.completion import Completion, CompletionBody, CompletionShape
+from parse_infer.serve.protocol.tokens import (
     DetokenizeAnswer,
     DetokenizeBody,
     ModelCard,
@@ -31,6 +28,9 @@ from parse_infer.serve.tokens import (
     TokenizeAnswer,
     TokenizeBody,
 )
+from parse_infer.serve.response import warning_header
+from parse_infer.serve.risk_monitor import Audit, Promises
+from parse_infer.serve.runner import Backend
 
 if TYPE_CHECKING:
     from parse_infer.serve.traces import Traces  # an extra of its own

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from parse_infer.policy import check_share
+from parse_infer.acceptance import check_share
 
 _ALTERNATIVES = 8  # larger rates, half as far from 1 each time
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from parse_infer.generation import Done, Drafted, Generation, Verified
-from parse_infer.serve.backend import Moment
-from parse_infer.serve.choice import Choice
+from parse_infer.events import Done, Drafted, Verified
+from parse_infer.output import Generation
+from parse_infer.serve.choice_state import Choice
+from parse_infer.serve.runner import Moment
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

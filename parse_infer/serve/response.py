@@ -12,13 +12,13 @@ from typing import Any, Protocol
 from pydantic import BaseModel
 from starlette.types import Send
 
-from parse_infer.generation import Done, Event
-from parse_infer.serve.answers import Told
-from parse_infer.serve.body import AnswerBody
-from parse_infer.serve.choice import Choice, event_body
+from parse_infer.events import Done, Event
+from parse_infer.serve.choice_state import Choice, event_body
 from parse_infer.serve.errors import ApiError, failure
+from parse_infer.serve.event_stream import Told
 from parse_infer.serve.logs import request_id
-from parse_infer.serve.usage import Usage, usage_of, usage_so_far
+from parse_infer.serve.protocol.fields import AnswerBody
+from parse_infer.serve.protocol.usage import Usage, usage_of, usage_so_far
 
 log = logging.getLogger("parse_infer.serve")
 Answers = AsyncGenerator[Told, None]

@@ -10,7 +10,7 @@ import socket
 import uvicorn
 from fastapi import FastAPI
 
-from parse_infer.serve.line import Limits
+from parse_infer.serve.admission import Limits
 from parse_infer.serve.logs import log_settings
 
 

@@ -14,8 +14,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from parse_infer.guesses.eagle_head import EagleConfig, EagleHead
 from parse_infer.models.loading import LanguageModel
+from parse_infer.speculation.eagle_head import EagleConfig, EagleHead
 from parse_train.heads.training import HeadModel, HeadTrainingConfig, check_share, train_head
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from parse_infer.guesses.medusa import MedusaConfig, MedusaHead
 from parse_infer.models.loading import LanguageModel
+from parse_infer.speculation.medusa import MedusaConfig, MedusaHead
 from parse_train.heads.training import HeadModel, HeadTrainingConfig, train_head
 
 

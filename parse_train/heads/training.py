@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import EvalPrediction, Trainer, set_seed
 
-from data_tools.tasks.by_name import load_task
+from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import prompt_id
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_train import checkpoints, tracking
 from parse_train.length_sampler import EpochLengthSampler
-from parse_train.own_answers import AnswerConfig, collate, commonest_tokens, read_answers, write_answers
+from parse_train.self_generated_data import AnswerConfig, collate, commonest_tokens, read_answers, write_answers
 from parse_train.training_config import IGNORED, TrackedTrainingConfig
 from parse_train.zoo.muon import MuonWithAdamW
 

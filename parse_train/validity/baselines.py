@@ -8,8 +8,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.loading import LanguageModel
-from parse_infer.verify.zero_shot_judge import ZeroShotJudge
 from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.data import ValidityDataset, ValidityExample
 from parse_train.validity.kl_judge import KLJudge

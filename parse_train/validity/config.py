@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data_tools.labels.layouts import LAYOUTS
-from parse_infer.verify.segments import CutPolicy
+from parse_infer.judge.cuts import CutPolicy
 from parse_train.training_config import TrackedTrainingConfig
 
 # transformers decides about these itself; set otherwise they would break the recipe in ways hard to see.

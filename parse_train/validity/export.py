@@ -9,10 +9,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from parse_infer.verify.trained_judge import ValidityAdapter, ValidityConfig
+from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
 from parse_train.validity.figures import png
 from parse_train.validity.model import ValidityModel
-from parse_train.validity.threshold import RiskControl
+from parse_train.validity.pass_risk import RiskControl
 from parse_train.validity.trailing_lora import ADAPTER
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import DynamicCache, PreTrainedModel
 
+from parse_infer.judge.head import PartOfVocabulary, Probe, TokenDoubt, ValidityHead, surprise
+from parse_infer.judge.packing import probe_mask, probe_positions, readout_index
 from parse_infer.models.architecture import layer_windows, output_layer
 from parse_infer.models.attention import enable_split_attention, layer_masks
-from parse_infer.verify.head import PartOfVocabulary, Probe, TokenDoubt, ValidityHead, surprise
-from parse_infer.verify.packing import probe_mask, probe_positions, readout_index
 from parse_train.validity.draft_states import DraftStates, StateStore
 from parse_train.validity.trailing_lora import TrailingLora, attach_trailing_lora
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import set_seed
 
 from parse_infer.held_out import prompt_hash
+from parse_infer.judge.adapter_files import PROMISE
+from parse_infer.judge.cuts import CutPolicy
+from parse_infer.judge.head import Probe, ValidityHead, verbalizer_ids
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_language_model
-from parse_infer.verify.adapter_folder import PROMISE
-from parse_infer.verify.head import Probe, ValidityHead, verbalizer_ids
-from parse_infer.verify.segments import CutPolicy
 from parse_train import checkpoints, tracking
 from parse_train.validity.baselines import baseline_scores
 from parse_train.validity.build_info import BuildInfo, read_build_info
@@ -35,9 +35,9 @@ from parse_train.validity.figures import acceptance_figure, png, reliability_dia
 from parse_train.validity.kl_judge import KLJudge, find_kl_judge
 from parse_train.validity.metrics import ScoredDrafts, headline_metrics, ranking_metrics
 from parse_train.validity.model import ValidityModel
-from parse_train.validity.probabilities import fit_probabilities
-from parse_train.validity.promise import promise
-from parse_train.validity.threshold import RiskControl, choose_threshold
+from parse_train.validity.pass_risk import RiskControl, choose_threshold
+from parse_train.validity.platt_scaling import fit_probabilities
+from parse_train.validity.request_risk import promise
 from parse_train.validity.trainer import ValidityTrainer
 
 TRAINED = "trained head"

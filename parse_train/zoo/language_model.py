@@ -15,14 +15,14 @@ import torch
 from peft import PeftModel, save_as_lora
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
-from data_tools.tasks.by_name import load_task
+from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem
 from parse_infer.files import replacing_folder
 from parse_infer.models.loading import load_language_model, load_tokenizer
 from parse_infer.models.lora import write_base
 from parse_infer.models.token_map import token_map
 from parse_train import checkpoints
-from parse_train.own_answers import AnswerConfig, read_answers, write_answers
+from parse_train.self_generated_data import AnswerConfig, read_answers, write_answers
 from parse_train.training_config import IGNORED
 from parse_train.zoo.language_model_config import LanguageModelConfig
 from parse_train.zoo.muon import MuonWithAdamW

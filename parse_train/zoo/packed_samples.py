@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from data_tools.tasks.by_name import load_task
 from data_tools.tasks.drills import drill
+from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem, Task
 from parse_train.training_config import IGNORED
 from parse_train.zoo.language_model_config import LanguageModelConfig

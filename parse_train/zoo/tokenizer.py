@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from data_tools.tasks.by_name import load_task
+from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem
 from parse_infer.models.loading import load_tokenizer
 from parse_train.zoo.vocabulary_pruning import pruned, special_tokens

@@ -10,18 +10,19 @@ from threading import Event
 
 import pytest
 
-from parse_infer.controller import TRIALS
+from parse_infer.acceptance import maximal_valid_prefix
+from parse_infer.adaptive import TRIALS
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
-from parse_infer.generation import Accepted, Done, Drafted, GenerationSettings, Interrupted, Resumed, Verified
-from parse_infer.guesses.registry import load_token_drafter
+from parse_infer.events import Accepted, Done, Drafted, Interrupted, Resumed, Verified
+from parse_infer.settings import GenerationSettings
+from parse_infer.judge.cuts import CutPolicy
+from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.decoder import Decoder
-from parse_infer.models.kv_buffer import KVBuffer
+from parse_infer.models.growing_kv_cache import KVBuffer
 from parse_infer.models.prompts import Verbatim
 from parse_infer.models.sampling import Sampling
-from parse_infer.policy import maximal_valid_prefix
-from parse_infer.verify.segments import CutPolicy
-from parse_infer.verify.zero_shot_judge import ZeroShotJudge
+from parse_infer.speculation.registry import load_token_drafter
 from tests.parse_infer.language_models import (
     TokenCount,
     language_model,

@@ -11,11 +11,11 @@ import pytest
 
 from data_tools.labels.build_config import BuildConfig
 from data_tools.recipe_parser import parse_recipe
-from data_tools.tasks.by_name import load_task
+from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import prompt_id
 from parse_infer.held_out import leave_out_learnt, prompt_hash
+from parse_infer.judge.adapter_files import PROBLEMS
 from parse_infer.models.names import ZOO
-from parse_infer.verify.adapter_folder import PROBLEMS
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerFast
 
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
-from parse_infer.generation import GenerationSettings
-from parse_infer.models import language
+from parse_infer.settings import GenerationSettings
+from parse_infer.models import tokenizer_spec
 from parse_infer.models.prompts import RenderedPrompt, Verbatim
 from parse_infer.models.sampling import Sampling
-from parse_infer.serve.local import LocalBackend
+from parse_infer.serve.thread_runner import LocalBackend
 from tests.parse_infer.language_models import language_model, printable
 from tests.parse_infer.serve.conftest import running
 
@@ -28,13 +28,13 @@ SETTINGS = GenerationSettings(8, threshold=0.5, resume="hand_back")
 def rendered(monkeypatch) -> list[str]:
     """The end token of the tokenizer, for each rendering."""
     calls: list[str] = []
-    plain = language.render_prompt
+    plain = tokenizer_spec.render_prompt
 
     def counting(tokenizer, *arguments, **options):
         calls.append(tokenizer.eos_token)
         return plain(tokenizer, *arguments, **options)
 
-    monkeypatch.setattr(language, "render_prompt", counting)
+    monkeypatch.setattr(tokenizer_spec, "render_prompt", counting)
     return calls
 
 

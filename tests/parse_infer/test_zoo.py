@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from data_tools.tasks.by_name import load_task
-from parse_infer.bench.modes import make_modes, timed
+from data_tools.tasks.registry import load_task
 from parse_infer.engine import ParseEngine
-from parse_infer.generation import GenerationSettings
+from parse_infer.evaluation.modes import make_modes, timed
+from parse_infer.settings import GenerationSettings
 from parse_infer.models.names import ZOO, ZOO_NAMES
 
 DRAFTERS = ("lookup", "draft", "eagle3", "parallel", "medusa")

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from parse_infer.models.devices import multiplies_in_16_bits
 from parse_infer.models.loading import load_language_model
-from parse_train.own_answers import AnswerConfig, write_answers
+from parse_train.self_generated_data import AnswerConfig, write_answers
 from parse_train.tracking import RUN_ID
 from tests.parse_train.wandb_runs import offline_runs
 
@@ -183,7 +183,7 @@ import sys
 import time
 from pathlib import Path
 from accelerate import PartialState
-from data_tools.labels.group_folder import GroupFolder
+from data_tools.labels.shards import GroupFolder
 from parse_train.__main__ import main
 
 write = GroupFolder.write

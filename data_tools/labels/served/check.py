@@ -5,7 +5,7 @@ from __future__ import annotations
 from openai import APIConnectionError, APIError, APIStatusError, InternalServerError
 
 from data_tools.labels.served.completions import BrokenAnswer, Request
-from data_tools.labels.served.patience import reason
+from data_tools.labels.served.retry import reason
 from data_tools.labels.served.servers import CompletionServers
 from parse_infer.suggest import suggestion
 

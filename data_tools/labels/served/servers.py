@@ -11,7 +11,7 @@ from itertools import count
 from openai import APIError, AsyncOpenAI, Timeout
 
 from data_tools.labels.served.completions import Answer, BrokenAnswer, Request, read_answer, read_models
-from data_tools.labels.served.patience import Patience, is_away, reason
+from data_tools.labels.served.retry import Patience, is_away, reason
 
 _CONNECT = 5.0  # seconds
 

@@ -12,12 +12,12 @@ from data_tools.labels.served.servers import CompletionServers
 from parse_infer.models.batch_decoder import Contexts, Row
 from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.fingerprint import describe_config, fingerprint_of
-from parse_infer.models.language import Language
 from parse_infer.models.loading import load_config, load_served_model
+from parse_infer.models.tokenizer_spec import Language
 
 if TYPE_CHECKING:
+    from data_tools.labels.backends import Role
     from data_tools.labels.build_config import BuildConfig
-    from data_tools.labels.writers import Role
 
 
 class ServedWriter:

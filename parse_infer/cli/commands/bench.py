@@ -1,4 +1,4 @@
-"""`parse-infer bench`: the modes of `parse_infer.bench` on the problems of a task."""
+"""`parse-infer bench`: the modes of `parse_infer.evaluation` on the problems of a task."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from parse_infer.cli.options import given, read_numbers
 from parse_infer.cli.problems import open_task, take_problems
 
 if TYPE_CHECKING:
-    from parse_infer.coordinator.engine import Coordinator
+    from parse_infer.backends.coordinator import Coordinator
     from parse_infer.engine import ParseEngine
-    from parse_infer.generation import GenerationSettings
+    from parse_infer.settings import GenerationSettings
 
 
 # Modes name their own guesses and judge.
@@ -99,16 +99,16 @@ def bench(
         problems = take_problems(loaded_task, split, seed, limit)
         name = f"{' '.join([task, *(task_option or ())])}, {split} split, seed {seed}"
         ways = names or ("target", "parse", "parse:adaptive")
-        from parse_infer.generation import GenerationSettings
+        from parse_infer.settings import GenerationSettings
 
         answered = GenerationSettings(max_new_tokens, models.threshold, **given(resume=resume))
         _bench_clients(models, ways, clients or "1,4,16,32", problems, loaded_task.check, out, answered, repeats, name)
         return
     if clients is not None:
         raise ValueError("--clients is for --backend vllm, the local engine answers one at a time: give that too")
-    from parse_infer.bench.mode_names import DEFAULT_MODES, base_of, check_guides, needs
-    from parse_infer.bench.run import THRESHOLDS, BenchSettings, run_bench
-    from parse_infer.bench.tables import acceptance_note, terminal_tables
+    from parse_infer.evaluation.mode_names import DEFAULT_MODES, base_of, check_guides, needs
+    from parse_infer.evaluation.run import THRESHOLDS, BenchSettings, run_bench
+    from parse_infer.evaluation.tables import acceptance_note, terminal_tables
 
     settings = BenchSettings(
         modes=names or DEFAULT_MODES,
@@ -156,9 +156,9 @@ def _bench_clients(
 ) -> None:
     import torch
 
-    from parse_infer.bench.clients import check_ways, run_clients, table
+    from parse_infer.evaluation.load_test import check_ways, run_clients, table
     from parse_infer.held_out import leave_out_learnt
-    from parse_infer.models.machine import describe_machine
+    from parse_infer.models.environment import describe_machine
 
     parts = [part.strip() for part in clients.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
@@ -198,7 +198,7 @@ def _bench_clients(
 
 def _possible(modes: tuple[str, ...], engine: ParseEngine) -> tuple[str, ...]:
     """Without what needs a draft model whose tokens are the target's, where they are not."""
-    from parse_infer.bench.mode_names import SPECULATION
+    from parse_infer.evaluation.mode_names import SPECULATION
     from parse_infer.models.token_map import token_map
 
     if engine.draft is None or token_map(engine.draft.tokenizer, engine.target.tokenizer) is not None:

@@ -17,9 +17,9 @@ from parse_infer.cli.options import read_numbers
 from parse_infer.cli.problems import open_task, take_problems
 
 if TYPE_CHECKING:
-    from parse_infer.coordinator.engine import Coordinator
+    from parse_infer.backends.coordinator import Coordinator
+    from parse_infer.calibration.schema import Calibration
     from parse_infer.engine import ParseEngine
-    from parse_infer.promise import Calibration
 
 
 @with_models(threshold=None, calibration=None)
@@ -82,7 +82,7 @@ def calibrate(
     from data_tools.tasks.checkers import same_answer
     from parse_infer.calibration.measure import CalibrationSettings, check_problems
     from parse_infer.calibration.measure import calibrate as measure
-    from parse_infer.promise import FILE
+    from parse_infer.calibration.schema import FILE
 
     settings = CalibrationSettings(
         risks=read_numbers(risk, "--risk"),

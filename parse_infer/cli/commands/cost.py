@@ -30,7 +30,7 @@ def cost(
       parse-infer cost --target zoo:target --draft zoo:draft --context 200 --draft-tokens 100
     """
     place, numbers = options.placement(device, dtype)
-    from parse_infer.bench.forward_cost import forward_costs
+    from parse_infer.evaluation.forward_cost import forward_costs
 
     table, summary = forward_costs(target, draft, context, draft_tokens, rounds, place, numbers)
     Console().print(f"{target} and {draft}, random weights, {numbers}, {place}, {context} tokens of context")

@@ -67,9 +67,9 @@ def evaluate(
       HF_ALLOW_CODE_EVAL=1 parse-infer eval --tasks humaneval_plus,mbpp_plus --confirm-run-unsafe-code
     """
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    from parse_infer.eval.run import EvalSettings, run_eval
-    from parse_infer.eval.tables import terminal_table
-    from parse_infer.eval.tasks import load_tasks, read_data
+    from parse_infer.evaluation.lm_eval_run import EvalSettings, run_eval
+    from parse_infer.evaluation.lm_eval_tables import terminal_table
+    from parse_infer.evaluation.lm_eval_tasks import load_tasks, read_data
 
     settings = EvalSettings(
         limit=limit,

@@ -13,8 +13,8 @@ from parse_infer.cli.model_options import ModelOptions, with_models
 from parse_infer.cli.options import given
 
 if TYPE_CHECKING:
+    from parse_infer.backends.coordinator import Coordinator
     from parse_infer.cli.prompt_rows import PromptRow
-    from parse_infer.coordinator.engine import Coordinator
     from parse_infer.engine import ParseEngine
 
 
@@ -63,9 +63,9 @@ def generate(
       parse-infer generate "…" --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/qwen3-8b-0.6b/adapter \\
           --template-option enable_thinking=false
     """
-    from parse_infer.cli.answering import answer_file, print_answers, stream_answers
+    from parse_infer.cli.output import answer_file, print_answers, stream_answers
     from parse_infer.cli.prompt_rows import check_prompts
-    from parse_infer.generation import GenerationSettings
+    from parse_infer.settings import GenerationSettings
     from parse_infer.models.sampling import Sampling
 
     rows = _prompt_rows(prompt, file, draft_text)

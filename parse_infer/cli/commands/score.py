@@ -39,9 +39,9 @@ def score(
       parse-infer score "A box holds 12 pens. How many pens are in 7 boxes?" "12 x 7 = 74 pens"
       parse-infer score --file answers.jsonl --json
     """
-    from parse_infer.cli.live import score_table
     from parse_infer.cli.prompt_rows import check_prompts
-    from parse_infer.verify.segments import CutPolicy
+    from parse_infer.cli.rich_view import score_table
+    from parse_infer.judge.cuts import CutPolicy
 
     if every is not None and cuts != "tokens":
         raise ValueError("--every is for --cuts tokens: give that too")

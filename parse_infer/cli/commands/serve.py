@@ -64,12 +64,12 @@ def serve(
     if api_key is not None and not (api_key and api_key.isascii()):
         raise ValueError("--api-key must be a text of ASCII characters, or be left out")
     from data_tools.tasks.checkers import same_answer
+    from parse_infer.serve.admission import Limits
     from parse_infer.serve.app import create_app
-    from parse_infer.serve.audit import Promises
-    from parse_infer.serve.backend import Backend
-    from parse_infer.serve.line import Limits
-    from parse_infer.serve.local import LocalBackend
+    from parse_infer.serve.risk_monitor import Promises
+    from parse_infer.serve.runner import Backend
     from parse_infer.serve.server import Server, listen
+    from parse_infer.serve.thread_runner import LocalBackend
 
     promises = Promises(risk, audit, same_answer)
     traces = None
@@ -81,7 +81,7 @@ def serve(
     listening = listen(host, port)  # before the models are loaded: a port in use is found at once
     backend: Backend
     if models.served:
-        from parse_infer.serve.coordinated import CoordinatedBackend
+        from parse_infer.serve.loop_runner import CoordinatedBackend
 
         backend = CoordinatedBackend(models.coordinate(expected=promises.expected))
     else:

@@ -22,19 +22,19 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from data_tools.cli import main
+from data_tools.labels.backends import LocalWriter
 from data_tools.labels.build import Labeller, build
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.card import write_card
-from data_tools.labels.group_folder import GroupFolder
 from data_tools.labels.progress import BuildProgress
 from data_tools.labels.rows import read_rows
 from data_tools.labels.sequential_test import Tally, probability_kept
+from data_tools.labels.shards import GroupFolder
 from data_tools.labels.summary import summarise
-from data_tools.labels.writers import LocalWriter
 from data_tools.recipe_parser import parse_recipe
-from data_tools.tasks.by_name import load_task
+from data_tools.tasks.registry import load_task
+from parse_infer.judge.cuts import Segmenter
 from parse_infer.models.loading import LanguageModel, load_language_model
-from parse_infer.verify.segments import Segmenter
 from tests.parse_infer.language_models import word_tokenizer
 
 Make = Callable[..., BuildConfig]

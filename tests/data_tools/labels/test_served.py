@@ -51,8 +51,8 @@ def serve(models: dict[str, LanguageModel]) -> Iterator[Serve]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_tools.labels.served.patience._FIRST_WAIT", 0.01)
-    monkeypatch.setattr("data_tools.labels.served.patience._LONGEST_WAIT", 0.1)
+    monkeypatch.setattr("data_tools.labels.served.retry._FIRST_WAIT", 0.01)
+    monkeypatch.setattr("data_tools.labels.served.retry._LONGEST_WAIT", 0.1)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 

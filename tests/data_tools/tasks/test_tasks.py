@@ -9,8 +9,8 @@ from fractions import Fraction
 import pytest
 
 from data_tools.labels.rows import check_row
-from data_tools.tasks.by_name import load_task
 from data_tools.tasks.checkers import read_numbers, same_answer, same_number
+from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem
 
 

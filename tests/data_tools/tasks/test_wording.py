@@ -9,9 +9,9 @@ from random import Random
 import pytest
 
 from data_tools.tasks.arithmetic import evaluate
-from data_tools.tasks.by_name import load_task
 from data_tools.tasks.drills import equation, written_out
-from data_tools.tasks.wording import NUMBER, Step, numbers, read_steps, reduction, write
+from data_tools.tasks.paraphrase import NUMBER, Step, numbers, read_steps, reduction, write
+from data_tools.tasks.registry import load_task
 
 QUESTION = (
     "A hall has 5 rows of 12 seats and 7 more seats at the side. 9 people come for each seat. How many people come?"

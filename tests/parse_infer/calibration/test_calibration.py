@@ -15,17 +15,17 @@ import pytest
 import torch
 
 from data_tools.tasks.checkers import same_answer
-from parse_infer.calibration import splits
+from tools import calibration_splits
+from parse_infer.calibration.candidates import THRESHOLDS, strict_to_lax
 from parse_infer.calibration.measure import CalibrationSettings, Outcome, calibrate, certify
-from parse_infer.calibration.order import THRESHOLDS, strict_to_lax
 from parse_infer.calibration.replay import Replay
+from parse_infer.calibration.schema import Calibration, Setting, Tried
 from parse_infer.engine import ParseEngine
-from parse_infer.generation import GenerationSettings
-from parse_infer.guesses.registry import load_token_drafter
+from parse_infer.settings import GenerationSettings
 from parse_infer.held_out import prompt_hash
+from parse_infer.judge.verifier import Verifier
 from parse_infer.models.sampling import Sampling
-from parse_infer.promise import Calibration, Setting, Tried
-from parse_infer.verify.verifier import Verifier
+from parse_infer.speculation.registry import load_token_drafter
 from tests.parse_infer.language_models import TokenCount
 
 PROMPTS = ["Tom has 5 apples.", "Ann has 12 pens and a cat.", "How many?"]
@@ -418,7 +418,7 @@ def test_random_halves_of_a_calibration(tmp_path: Path, capsys):
     config = {"loss": "accuracy", "resumes": ["finish"], "max_new_tokens": 30}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
-    assert splits.main([str(tmp_path), "--risk", "0.001,0.05", "--splits", "20"]) == 0
+    assert calibration_splits.main([str(tmp_path), "--risk", "0.001,0.05", "--splits", "20"]) == 0
     impossible, shown = json.loads((tmp_path / "splits.json").read_text())["rows"]
     assert impossible["shown"] == 0 and impossible["speedup"] == 1 and impossible["lost"] == 0
     assert shown["shown"] == 1 and 0.02 < shown["lost"] < 0.05 and shown["above"] <= 0.3
@@ -426,13 +426,13 @@ def test_random_halves_of_a_calibration(tmp_path: Path, capsys):
     assert 1.05 < shown["speedup"] < 2
     some = [replace(row, target_seconds=2.0 if i < 7 else None) for i, row in enumerate(rows)]
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in some))
-    assert splits.main([str(tmp_path), "--risk", "0.05"]) == 0, "each half has some that were timed"
+    assert calibration_splits.main([str(tmp_path), "--risk", "0.05"]) == 0, "each half has some that were timed"
     found = json.loads((tmp_path / "splits.json").read_text())["rows"][0]
     assert found["lost"] == pytest.approx(shown["lost"], abs=0.01) and 1.05 < found["speedup"] < 2
     none = [replace(row, target_seconds=None) for row in rows]
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in none))
     capsys.readouterr()
-    assert splits.main([str(tmp_path)]) == 2
+    assert calibration_splits.main([str(tmp_path)]) == 2
     assert "none of these problems was timed" in capsys.readouterr().err
-    assert splits.main([str(tmp_path / "gone")]) == 2
+    assert calibration_splits.main([str(tmp_path / "gone")]) == 2
     assert "holds no calibration: run `parse-infer calibrate" in capsys.readouterr().err

@@ -70,7 +70,7 @@ def test_a_promise_is_broken_no_more_often_than_it_says(shape, n):
 
 def test_the_simulation_tells_problems_from_drafts(tmp_path, capsys):
     """Drafts counted as problems promise too much where the risk rests above the promise; problems do not."""
-    from parse_infer.calibration.simulate import SHAPES, broken_share, main
+    from tools.calibration_simulation import SHAPES, broken_share, main
 
     rates = SHAPES["rests just above the promise"]
     assert broken_share(rates, 300, 300, seed=1) <= 0.1 + 3 * (0.1 * 0.9 / 300) ** 0.5

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from parse_infer.bench.mode_names import DEFAULT_MODES
 from parse_infer.cli.app import main
 from parse_infer.engine import ParseEngine
-from parse_infer.guesses.draft_chain import DraftChain
+from parse_infer.evaluation.mode_names import DEFAULT_MODES
+from parse_infer.speculation.draft_model import DraftChain
 from tests.parse_infer.language_models import reduced_pair, word_tokenizer
 
 _folders: dict[str, str] = {}

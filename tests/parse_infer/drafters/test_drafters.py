@@ -9,14 +9,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from parse_infer.drafters.cross_tokenizer import Translation
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.drafters.text import TextDrafter
-from parse_infer.drafters.translation import Translation
-from parse_infer.guesses.lookup import LookupDrafter
-from parse_infer.guesses.rejected_draft import RejectedDraft
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import Sampling
+from parse_infer.speculation.prompt_lookup import LookupDrafter
+from parse_infer.speculation.rejected_draft import RejectedDraft
 from tests.parse_infer.language_models import TokenCount, language_model, printable, word_tokenizer
 
 PROMPT = "Tom has 5 apples."

@@ -8,12 +8,12 @@ from itertools import permutations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from parse_infer.drafters.translation import Translation
+from parse_infer.drafters.cross_tokenizer import Translation
 from parse_infer.engine import ParseEngine
-from parse_infer.generation import Accepted, Drafted, Resumed
+from parse_infer.events import Accepted, Drafted, Resumed
+from parse_infer.judge.cuts import CutPolicy
 from parse_infer.models.detokenizer import decode, encode_continuation
 from parse_infer.models.loading import LanguageModel, load_tokenizer
-from parse_infer.verify.segments import CutPolicy
 from tests.parse_infer.language_models import cycling, language_model, sentencepiece_tokenizer, word_tokenizer
 
 TEXT = "It costs 5€ more:\n\n12 × 38 = 456; “naïve” 日本語 🙂🙈, étéé."

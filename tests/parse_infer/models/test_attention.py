@@ -22,6 +22,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from parse_infer.judge.packing import dense_mask, probe_mask, probe_positions, probes
 from parse_infer.models import attention
 from parse_infer.models.architecture import layer_windows
 from parse_infer.models.attention import (
@@ -31,7 +32,6 @@ from parse_infer.models.attention import (
     split_attention_mask,
 )
 from parse_infer.models.decoder import Decoder
-from parse_infer.verify.packing import dense_mask, probe_mask, probe_positions, probes
 
 HEADS, HEAD_DIM = 4, 8
 

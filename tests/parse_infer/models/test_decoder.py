@@ -12,12 +12,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from parse_infer.guesses.tree import branches
+from parse_infer.judge.packing import probes
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
-from parse_infer.models.kv_buffer import KVBuffer
+from parse_infer.models.growing_kv_cache import KVBuffer
 from parse_infer.models.sampling import RowSampling, Sampling, choose
-from parse_infer.verify.packing import probes
+from parse_infer.speculation.tree import branches
 from tests.parse_infer.language_models import TokenCount
 
 EOS = 258

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parse_infer.models.devices import device_name, wait_for
-from parse_infer.models.machine import describe_machine
+from parse_infer.models.environment import describe_machine
 from parse_infer.models.timing import Step, measure
 
 SECOND = torch.device("cuda", 1)

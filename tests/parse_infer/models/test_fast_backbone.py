@@ -8,12 +8,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from parse_infer.guesses.tree import branches
-from parse_infer.models import fused_step, packed_linear
+from parse_infer.models.cpu import fused_step, prepacked_linear
 from parse_infer.models.attention import enable_split_attention
+from parse_infer.models.cpu.fast_backbone import FastBackbone
 from parse_infer.models.decoder import Decoder
-from parse_infer.models.fast_backbone import FastBackbone
 from parse_infer.models.loading import load_language_model
+from parse_infer.speculation.tree import branches
 from tests.conftest import randomise
 
 SHAPE = {
@@ -98,8 +98,8 @@ def test_the_fused_step_follows_weights_that_change(random_ids, monkeypatch, pac
     config = LlamaConfig(**SHAPE, num_key_value_heads=2, attention_bias=bias)
     model = randomise(MODEL_FOR_CAUSAL_LM_MAPPING[LlamaConfig](config), seed=1)
     if packed:
-        monkeypatch.setattr(packed_linear, "SMALL", 0)
-        assert packed_linear.pack_linears(model)
+        monkeypatch.setattr(prepacked_linear, "SMALL", 0)
+        assert prepacked_linear.pack_linears(model)
     fast, slow = Decoder(model, ()), without_it(model, monkeypatch)
     assert fast.fast is not None and fast.fast._fused is not None
     layer = model.model.layers[1]

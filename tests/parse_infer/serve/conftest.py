@@ -14,11 +14,11 @@ import openai
 import pytest
 
 from parse_infer.engine import ParseEngine
+from parse_infer.serve.admission import Limits, Line
 from parse_infer.serve.app import create_app
-from parse_infer.serve.audit import Promises
-from parse_infer.serve.line import Limits, Line
-from parse_infer.serve.local import LocalBackend
+from parse_infer.serve.risk_monitor import Promises
 from parse_infer.serve.server import Server, listen
+from parse_infer.serve.thread_runner import LocalBackend
 from parse_infer.serve.traces import Traces
 from tests.parse_infer.language_models import language_model, printable, resembling
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from parse_infer.serve.chat import ChatBody
-from parse_infer.serve.completion import CompletionBody
-from parse_infer.serve.tokens import DetokenizeBody, TokenizeBody
+from parse_infer.serve.protocol.chat import ChatBody
+from parse_infer.serve.protocol.completion import CompletionBody
+from parse_infer.serve.protocol.tokens import DetokenizeBody, TokenizeBody
 
 USER = {"role": "user", "content": "2 + 2"}
 MANY = 20_000

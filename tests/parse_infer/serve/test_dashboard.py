@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from parse_infer.serve.app import create_app
-from parse_infer.serve.local import LocalBackend
+from parse_infer.serve.thread_runner import LocalBackend
 
 DASHBOARD = Path(__file__).parents[3] / "deploy" / "grafana.json"
 ENDINGS = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}

@@ -18,13 +18,13 @@ import httpx
 import openai
 import pytest
 
+from parse_infer.adaptive import TRIALS
 from parse_infer.cli.app import main
-from parse_infer.controller import TRIALS
-from parse_infer.drafters.drafter import Draft
-from parse_infer.serve.line import Limits
-from parse_infer.serve.local import LocalBackend
+from parse_infer.drafters.source import Draft
+from parse_infer.serve.admission import Limits
 from parse_infer.serve.logs import JsonLines
 from parse_infer.serve.server import listen
+from parse_infer.serve.thread_runner import LocalBackend
 from tests.parse_infer.serve.conftest import running
 
 USER = [{"role": "user", "content": "Tom has 5 apples."}]

@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from parse_infer.generation import Generation
+from parse_infer.output import Generation
 from parse_infer.models.prompts import Chat
 from parse_infer.models.sampling import Sampling
-from parse_infer.serve.audit import Promises
-from parse_infer.serve.local import LocalBackend
+from parse_infer.serve.risk_monitor import Promises
+from parse_infer.serve.thread_runner import LocalBackend
 from tests.parse_infer.serve.conftest import Running, running
-from tests.parse_infer.serve.test_answers import PROMPTS, calibrated
+from tests.parse_infer.serve.test_event_stream import PROMPTS, calibrated
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": PROMPTS[0]}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from parse_infer.serve.local import LocalBackend
+from parse_infer.serve.thread_runner import LocalBackend
 from parse_infer.serve.traces import Traces
 from tests.parse_infer.serve.conftest import running
 

@@ -12,18 +12,18 @@ import torch
 from transformers import EvalPrediction
 
 from data_tools.recipe_parser import read_recipe
-from parse_infer.guesses.eagle import EagleDrafter
-from parse_infer.guesses.medusa import MedusaDrafter
-from parse_infer.guesses.registry import load_token_drafter
 from parse_infer.models.sampling import Sampling
+from parse_infer.speculation.eagle import EagleDrafter
+from parse_infer.speculation.medusa import MedusaDrafter
+from parse_infer.speculation.registry import load_token_drafter
 from parse_train.heads.train_eagle import EagleModel
 from parse_train.heads.train_medusa import MedusaModel
 from parse_train.heads.training import head_metrics, start_from_output
-from parse_train.own_answers import collate
+from parse_train.self_generated_data import collate
 from parse_train.training_config import IGNORED
-from tests.parse_infer.guesses.test_eagle import make_head
-from tests.parse_infer.guesses.test_medusa import make_heads
 from tests.parse_infer.language_models import language_model
+from tests.parse_infer.speculation.test_eagle import make_head
+from tests.parse_infer.speculation.test_medusa import make_heads
 
 
 @pytest.fixture

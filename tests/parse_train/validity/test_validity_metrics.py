@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from parse_infer.acceptance import ACCEPT_NOTHING, maximal_valid_prefix
 from parse_infer.calibration.risk import exact_bound
-from parse_infer.policy import ACCEPT_NOTHING, maximal_valid_prefix
 from parse_train.validity.baselines import segment_log_probability
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import ValidityDataset, ValidityExample
@@ -24,7 +24,7 @@ from parse_train.validity.metrics import (
     headline_metrics,
     score_thresholds,
 )
-from parse_train.validity.threshold import choose_threshold
+from parse_train.validity.pass_risk import choose_threshold
 from parse_train.validity.train import served_drafts
 from parse_train.validity.trainer import balanced_weights
 

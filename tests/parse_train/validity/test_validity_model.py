@@ -15,16 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
+from parse_infer.judge.adapter import ValidityAdapter
+from parse_infer.judge.adapter_files import HEAD
+from parse_infer.judge.cuts import Segmenter
+from parse_infer.judge.head import Probe, ValidityHead
+from parse_infer.judge.packing import probe_positions
+from parse_infer.judge.verifier import Verifier
+from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.devices import multiplies_in_16_bits
 from parse_infer.models.fingerprint import describe_target
-from parse_infer.verify.adapter_folder import HEAD
-from parse_infer.verify.head import Probe, ValidityHead
-from parse_infer.verify.packing import probe_positions
-from parse_infer.verify.segments import Segmenter
-from parse_infer.verify.trained_judge import ValidityAdapter
-from parse_infer.verify.verifier import Verifier
-from parse_infer.verify.zero_shot_judge import ZeroShotJudge
 from parse_train.recipe import load_recipe
 from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.config import ValidityTrainingConfig
@@ -32,7 +32,7 @@ from parse_train.validity.data import ValidityDataset, ValidityExample
 from parse_train.validity.draft_states import DraftStates, StateStore
 from parse_train.validity.export import AdapterFacts, export_adapter
 from parse_train.validity.model import ValidityModel
-from parse_train.validity.threshold import RiskControl
+from parse_train.validity.pass_risk import RiskControl
 from parse_train.validity.train import build_model, describe, frequent_tokens
 from tests.conftest import MOE_ARCHITECTURES
 from tests.parse_infer.language_models import language_model

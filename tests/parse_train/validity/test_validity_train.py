@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from parse_infer.held_out import prompt_hash
-from parse_infer.verify.adapter_folder import PROBLEMS
+from parse_infer.judge.adapter_files import PROBLEMS
 from parse_train import tracking
 from parse_train.__main__ import main
 from parse_train.validity import train

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from data_tools.tasks.by_name import load_task
+from data_tools.tasks.registry import load_task
 from parse_infer.models.loading import load_language_model, load_weights
 from parse_train.training_config import IGNORED
 from parse_train.zoo import language_model

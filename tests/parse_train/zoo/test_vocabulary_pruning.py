@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data_tools.tasks.by_name import load_task
+from data_tools.tasks.registry import load_task
 from parse_infer.models.loading import load_tokenizer, resolve
 from parse_train.recipe import load_recipe
 from parse_train.zoo.tokenizer import TokenizerConfig, make_tokenizer

@@ -1,0 +1,199 @@
+"""From names and addresses to what a `Coordinator` is made of; servers are started where there is no address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parse_infer.backends.client import Client
+from parse_infer.backends.launch import draft_server, launch, plain_options, stock_options
+from parse_infer.backends.local_draft import LocalDraft
+from parse_infer.backends.replicas import PATIENCE_S, Servers
+from parse_infer.backends.supervisor import READY_S, Processes
+from parse_infer.backends.vllm import Target
+from parse_infer.calibration.schema import Calibration, apply_promise, shipped_calibration
+from parse_infer.settings import GenerationSettings
+from parse_infer.judge.adapter import ValidityConfig, check_target
+from parse_infer.judge.adapter_files import AdapterFiles, read_adapter
+from parse_infer.judge.cuts import CutPolicy
+from parse_infer.models.fingerprint import describe_config
+from parse_infer.models.loading import (
+    LanguageModel,
+    load_config,
+    load_language_model,
+    load_served_model,
+    weights_folder,
+)
+from parse_infer.models.names import resolve
+from parse_infer.models.tokenizer_spec import Language
+from parse_infer.vllm_plugin.options import REJECTED_DRAFTS, engine_options, judge_name
+from parse_infer.vllm_plugin.validity_requests import Questions, TrainedQuestions, ZeroShotQuestions
+
+Urls = str | Sequence[str]
+_SMALL = 32 * 2**20  # bytes of weights in files; reading more of them for each token takes longer than a server's work
+
+
+@dataclass(frozen=True)
+class Parts:
+    """
+    Attributes:
+        draft: the draft model's servers, or itself; and its language.
+        models: which they are, as far as names tell.
+        train_problems: hashes of the prompts that the judge was trained on, see `leave_out_learnt`.
+        calibration: what promises go by.
+        threshold: the judge's own; None: it has none.
+        processes: the servers that were started, if any were.
+        share_cores: both models run on the cores of this machine.
+    """
+
+    target: Target
+    draft: tuple[Servers | LocalDraft, Language] | None
+    client: Client
+    models: dict[str, Any]
+    train_problems: frozenset[str]
+    calibration: Calibration | None
+    threshold: float | None
+    processes: Processes | None
+    share_cores: bool
+
+
+def find_parts(
+    target: str | Path,
+    draft: str | Path | None,
+    adapter: str | Path | None,
+    *,
+    zero_shot: bool,
+    cut_policy: CutPolicy | None,
+    calibration: str | Path | None,
+    template_options: Mapping[str, Any] | None,
+    target_url: Urls,
+    draft_url: Urls,
+    local_draft: bool | None,
+    target_options: Mapping[str, Any] | None,
+    draft_options: Mapping[str, Any] | None,
+    api_key: str | None,
+    patience_s: float | None,
+    expected: GenerationSettings | None,
+    tell: Callable[[str], None],
+) -> Parts:
+    """See `Coordinator.from_pretrained`. What can be wrong with the names is found before a server is started."""
+    target_urls, draft_urls = ([urls] if isinstance(urls, str) else list(urls) for urls in (target_url, draft_url))
+    for url in (*target_urls, *draft_urls):
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} is no address of a server: it begins with http:// or https://")
+    if local_draft and draft is None:
+        raise ValueError("local_draft was given, but no draft model: name one with draft")
+    if local_draft and (draft_urls or draft_options):
+        raise ValueError(
+            f"local_draft and {'draft_url' if draft_urls else 'draft_options'} were both given: choose one"
+        )
+    language = load_served_model(target, template_options=template_options)
+    if adapter is None and not zero_shot:
+        raise ValueError("there is nothing to judge drafts with: give an adapter, or zero_shot=True")
+    if adapter is not None and zero_shot:
+        raise ValueError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
+    files = None if adapter is None else read_adapter(resolve(adapter))
+    questions, own_cuts, threshold = _judge(target, files, language)
+    if local_draft is None:
+        local_draft = not draft_urls and not draft_options and draft is not None and _small_on_cpu(draft)
+    drafting: Language | None = None
+    if draft is not None and local_draft:
+        drafting = load_language_model(draft, role="draft", template_options=template_options)
+    elif draft is not None:
+        drafting = load_served_model(draft, template_options=template_options)
+    models = {
+        "backend": "vllm",
+        "target": str(target),
+        "draft": None if draft is None else str(draft),
+        "adapter": "zero-shot" if files is None else files.fingerprint,
+        "cut_policy": (cut_policy or own_cuts).to_dict(),
+        "template_options": dict(template_options or {}),
+    }
+    promises = None
+    if calibration is not None:
+        promises = Calibration.load(calibration)
+        promises.check(models)
+    elif files is not None:
+        promises = shipped_calibration(files.folder)
+        if promises is not None and promises.backend != models["backend"]:
+            promises = None  # the local engine's
+    if expected is not None:
+        servable(expected, promises, models)
+    wanted = {}
+    stock = adapter is None and draft is None  # the target alone needs nothing of ours
+    if not target_urls:
+        plain = stock_options if stock else plain_options
+        options = plain(target) if adapter is None else engine_options(target, adapter)
+        wanted["target"] = options | dict(target_options or {})
+    if draft is not None and not draft_urls and not local_draft:
+        wanted["draft"] = draft_server(draft) | dict(draft_options or {})
+    # Servers that are there are taken for such as `parse_infer.vllm_plugin.options` prints.
+    guesses = adapter is not None
+    if "target" in wanted:
+        guesses = wanted["target"].get("speculative_config") == REJECTED_DRAFTS
+    processes = launch(wanted, tell, api_key=api_key, stock=stock) if wanted else None
+    client = Client(api_key)
+    if processes is not None:
+        target_urls, draft_urls = target_urls or processes.urls("target"), draft_urls or processes.urls("draft")
+    failure: Callable[[], str | None] = (lambda: None) if processes is None else processes.failure
+    if patience_s is None:
+        patience_s = PATIENCE_S if processes is None else READY_S
+    judge = None if files is None else judge_name(files.fingerprint)
+    targets = Servers("target", target_urls, client, failure, patience_s, judge)
+    drafts_here = isinstance(drafting, LanguageModel) or "draft" in wanted
+    share_cores = "target" in wanted and drafts_here and not torch.cuda.is_available()
+    drafts: tuple[Servers | LocalDraft, Language] | None = None
+    if isinstance(drafting, LanguageModel):
+        drafts = LocalDraft(drafting, share_cores), drafting
+    elif drafting is not None:
+        drafts = Servers("draft", draft_urls, client, failure, patience_s), drafting
+    return Parts(
+        Target(language, targets, questions, cut_policy or own_cuts, guesses),
+        drafts,
+        client,
+        models,
+        frozenset() if files is None else files.train_problems,
+        promises,
+        threshold,
+        processes,
+        share_cores,
+    )
+
+
+def servable(
+    settings: GenerationSettings, calibration: Calibration | None, models: Mapping[str, Any]
+) -> GenerationSettings:
+    """`settings`, with what keeps their `risk`. Raises ValueError for those that servers cannot do, and for promises
+    that were not made for these models over servers."""
+    if settings.mode == "exact":
+        raise ValueError("mode 'exact' needs the target's own choice for every token, which servers do not tell")
+    if settings.risk is not None and calibration is None:
+        raise ValueError(
+            f"risk is {settings.risk}, but there is no calibration made over vLLM: run `parse-infer calibrate "
+            "--backend vllm`, and name its calibration.json"
+        )
+    if settings.risk is not None and calibration is not None:
+        calibration.check(models)
+    return apply_promise(settings, calibration)
+
+
+def _small_on_cpu(draft: str | Path) -> bool:
+    """Whether a model in a folder here costs less than a server of it would."""
+    folder = None if torch.cuda.is_available() else weights_folder(draft)
+    return isinstance(folder, Path) and 0 < sum(f.stat().st_size for f in folder.glob("*.safetensors")) <= _SMALL
+
+
+def _judge(
+    target: str | Path, adapter: AdapterFiles | None, language: Language
+) -> tuple[Questions, CutPolicy, float | None]:
+    """How the target is asked, where drafts are cut for that, and the threshold that goes with it."""
+    if adapter is None:
+        return ZeroShotQuestions.of(language.tokenizer, sorted(language.eos_ids), top=20), CutPolicy(), None
+    config = ValidityConfig.from_dict(adapter.validity_config)
+    check_target(str(adapter.folder), config.target, describe_config(load_config(target), str(target)))
+    questions = TrainedQuestions.of(config, sorted(language.eos_ids))
+    return questions, CutPolicy.from_dict(config.cut_policy), config.threshold

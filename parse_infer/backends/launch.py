@@ -1,0 +1,100 @@
+"""Starts the vLLM servers of a target and a draft model on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parse_infer.backends.supervisor import Processes
+from parse_infer.models.loading import load_config, weights_folder
+from parse_infer.vllm_plugin.options import PLUGIN, SETTINGS, VARIABLES, arguments
+
+PYTHON = "PARSE_VLLM_PYTHON"  # names the Python of another environment, where vLLM and the plugin are installed
+STREAM_INTERVAL = 16  # tokens that a draft server sends at a time: each piece costs both sides work
+
+
+def launch(
+    servers: Mapping[str, Mapping[str, Any]],
+    tell: Callable[[str], None] = lambda line: None,
+    api_key: str | None = None,
+    stock: bool = False,
+) -> Processes:
+    """Start a server for each role and wait until they are ready.
+
+    Args:
+        servers: the options of `vllm.LLM` for each role.
+        api_key: what they want to be sent.
+        stock: as `environment` has it.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed here.
+        FileNotFoundError: there is no Python where the environment variable says.
+        OSError: a server does not become ready; what its log says.
+    """
+    found = find_spec("vllm")
+    if PYTHON not in os.environ and (found is None or found.origin is None):  # a folder of that name is no package
+        raise ModuleNotFoundError("vLLM is not installed here", name="vllm")
+    if shutil.which(os.environ.get(PYTHON, sys.executable)) is None:
+        raise FileNotFoundError(f"{PYTHON} is {os.environ[PYTHON]!r}, where no program is: correct or unset it")
+    key = {} if api_key is None else {"VLLM_API_KEY": api_key}  # an argument would be seen by everybody here
+    started = [(role, command(role, each), environment(role, each, stock) | key) for role, each in servers.items()]
+    processes = Processes(started, tell)
+    processes.start()
+    return processes
+
+
+def command(role: str, options: Mapping[str, Any]) -> Sequence[str]:
+    """Starts a server that only this machine reaches; a port is still to follow."""
+    own = {"served_model_name": role, "host": "127.0.0.1", "disable_uvicorn_access_log": True}
+    words = [os.environ.get(PYTHON, sys.executable), "-m", "vllm.entrypoints.openai.api_server"]
+    # The target's threads wait for each other, so they come first; and drafts that wait are written together.
+    yields = role == "draft" and not torch.cuda.is_available() and shutil.which("nice") is not None
+    return [*(["nice", "-n", "5"] if yields else []), *words, *arguments({**own, **options})]
+
+
+def stock_options(model: str | Path) -> dict[str, Any]:
+    """Options of a server as vLLM comes, in the number type that the model is kept in."""
+    dtype = load_config(model).dtype or torch.float32
+    return {"model": str(weights_folder(model)), "dtype": str(dtype).removeprefix("torch.")}
+
+
+def plain_options(model: str | Path) -> dict[str, Any]:
+    """Options of a server without the plugin that works on drafts."""
+    options = stock_options(model) | {"enable_prefix_caching": True}
+    return options if torch.cuda.is_available() else options | {"block_size": 32}
+
+
+def draft_server(model: str | Path) -> dict[str, Any]:
+    """Options of a server that drafts."""
+    return plain_options(model) | {"stream_interval": STREAM_INTERVAL}
+
+
+def environment(role: str, options: Mapping[str, Any], stock: bool = False) -> dict[str, str]:
+    """Variables of a server's process. What is set already stays.
+
+    Args:
+        options: of `vllm.LLM`; they say whether it runs the plugin.
+        stock: it is to be what others run, to compare with: without the plugin, which vLLM loads wherever it is
+            installed.
+    """
+    wanted: dict[str, str] = {}
+    if not torch.cuda.is_available():  # all servers of this machine get the same cores, and as much memory
+        wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
+        if role == "draft":
+            wanted["OMP_NUM_THREADS"] = "1"  # a second team of threads on the target's cores makes both of them wait
+    if SETTINGS in options.get("hf_overrides", {}):
+        wanted |= VARIABLES
+    if (options.get("speculative_config") or {}).get("method") == "ngram":
+        wanted |= {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "1"}
+    wanted = {name: value for name, value in wanted.items() if name not in os.environ}
+    if stock:
+        named = os.environ.get("VLLM_PLUGINS", "").split(",")
+        wanted["VLLM_PLUGINS"] = ",".join(name for name in named if name not in ("", PLUGIN))
+    return wanted

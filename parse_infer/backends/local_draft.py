@@ -1,0 +1,154 @@
+"""A draft model in the coordinator's own process, asked as its servers would be.
+
+For a small model on a CPU: there a server spends milliseconds on each step, whatever the model costs. One thread
+writes all drafts in one batch, which requests join and leave at any token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from parse_infer.backends.retries import Unavailable
+from parse_infer.models.batch_decoder import Batch, BatchDecoder, Row, Run
+from parse_infer.models.loading import LanguageModel
+from parse_infer.models.sampling import Sampling
+
+_ROWS = 64  # drafts written at a time
+_PIECE = 16  # tokens that are handed over at a time: each piece wakes the event loop
+_NICE = 5
+_FREE = 1 / 4  # of the seats: fewer wait for the next draft, since taking seats away copies all others
+
+
+@dataclass
+class _Job:
+    """A draft that somebody waits for.
+
+    Attributes:
+        most: tokens.
+        pieces: of its text; then None, or what has gone wrong.
+        wanted: False: nobody waits any more.
+    """
+
+    ids: list[int]
+    most: int
+    sampling: Sampling
+    end_ids: frozenset[int]
+    loop: asyncio.AbstractEventLoop
+    pieces: asyncio.Queue[list[int] | Exception | None] = field(default_factory=asyncio.Queue)
+    wanted: bool = True
+    sent: int = 0
+
+    def tell(self, piece: list[int] | Exception | None) -> None:
+        with suppress(RuntimeError):  # its event loop has ended
+            self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
+
+
+class LocalDraft:
+    """
+    Args:
+        shares_cores: the target runs on the cores of this machine: leave them to it, as the server of a draft model
+            does (`launch.environment`).
+        rows: drafts written at a time; others wait.
+    """
+
+    role = "draft"
+    window = 0  # the model's own
+
+    def __init__(self, model: LanguageModel, shares_cores: bool = False, rows: int = _ROWS) -> None:
+        self._decoder = BatchDecoder(model.model, model.eos_ids, rows, model.decoder.fast)
+        self._shares_cores = shares_cores
+        self._arrived: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def place(self, patience_s: float | None = None) -> Iterator[None]:
+        """As `Servers.place`; nothing has to be waited for."""
+        yield
+
+    async def written(
+        self, ids: Sequence[int], most: int, settings: Mapping[str, Any], place: object = None, watched: bool = True
+    ) -> AsyncGenerator[list[int], None]:
+        """As `Servers.written`; `stop` is the caller's, who may close this at any time. Raises Unavailable."""
+        numbers = {name: settings[name] for name in ("temperature", "top_p", "top_k")}
+        sampling = Sampling(**numbers, seed=settings.get("seed", secrets.randbits(62)))
+        job = _Job(list(ids), most, sampling, frozenset(settings["stop_token_ids"]), asyncio.get_running_loop())
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="parse-draft", daemon=True)
+            self._thread.start()
+        self._arrived.put(job)
+        try:
+            while (piece := await job.pieces.get()) is not None:
+                if isinstance(piece, Exception):
+                    raise Unavailable(f"the draft model has failed: {piece}") from piece
+                yield piece
+        finally:
+            job.wanted = False
+
+    def close(self) -> None:
+        """What is under way is dropped. Returns when the thread has ended."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._arrived.put(None)
+            thread.join()
+
+    def _work(self) -> None:
+        """The thread."""
+        if self._shares_cores:
+            torch.set_num_threads(1)
+            if hasattr(os, "setpriority"):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        batch, writing, waiting = self._decoder.batch(), list[tuple[_Job, Run]](), deque[_Job]()
+        while True:
+            while not self._arrived.empty() or not (writing or waiting):
+                job = self._arrived.get()
+                if job is None:
+                    return
+                waiting.append(job)
+            waiting = deque(job for job in waiting if job.wanted)
+            try:
+                writing = self._step(batch, writing, waiting)
+            except Exception as error:  # out of memory: the next drafts may fit
+                for job in [*(job for job, _ in writing), *waiting]:
+                    job.tell(error)
+                batch, writing = self._decoder.batch(), []
+                waiting.clear()
+
+    def _step(self, batch: Batch, writing: list[tuple[_Job, Run]], waiting: deque[_Job]) -> list[tuple[_Job, Run]]:
+        """Seats for those who wait, and one more token for each. Returns those who are not ready."""
+        arriving = list(islice(waiting, self._decoder.batch_size - len(writing)))
+        runs = self._begun(arriving)
+        if runs:
+            batch.admit(runs)
+        writing += zip(arriving, runs, strict=True)
+        for _ in arriving:
+            waiting.popleft()
+        batch.step()
+        for job, run in writing:
+            run.ended = run.ended or run.written[-1] in job.end_ids or not job.wanted
+            if run.ended or len(run.written) - job.sent >= _PIECE:
+                job.tell(run.written[job.sent :])
+                job.sent = len(run.written)
+            if run.ended:
+                job.tell(None)
+        if len(batch.free) > _FREE * len(batch.seats):
+            batch.shrink()
+        return [(job, run) for job, run in writing if not run.ended]
+
+    def _begun(self, jobs: Sequence[_Job]) -> list[Run]:
+        if not jobs:
+            return []
+        contexts = self._decoder.prefill([job.ids for job in jobs])
+        rows = [Row(i, len(job.ids), job.most, job.sampling) for i, job in enumerate(jobs)]
+        return [self._decoder.run(contexts, row) for row in rows]

@@ -1,0 +1,41 @@
+"""Runs a command that ends, with all processes it has started, when whoever started this ends, however that happens.
+
+    python -m parse_infer.backends.parent_death_watchdog COMMAND …      # in a process group of its own, standard input a pipe
+
+The pipe tells: nobody writes to it, and it closes with the process at its other end, also after kill -9. When the
+command ends by itself, what it has left behind ends too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+GRACE_S = 15.0
+
+
+def main(command: Sequence[str]) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: None)  # which goes to the whole group, this process included
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+    def wait_for_the_end() -> None:
+        sys.stdin.buffer.read()
+        os.killpg(0, signal.SIGTERM)
+        try:
+            child.wait(GRACE_S)
+        finally:
+            os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
+    code = child.wait()
+    print(f"ended with code {code}", file=sys.stderr, flush=True)
+    os.killpg(0, signal.SIGKILL)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,214 @@
+"""Promises per request: which settings a calibration has shown to be safe, and how safe (`calibration.json`).
+
+A promise speaks of requests, not of drafts or verification passes: among new problems like those of the calibration,
+at most the share `risk` is answered wrong although the target alone would have been right, with the stated confidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from parse_infer.acceptance import Acceptance, check_share
+from parse_infer.files import locate, read_json, write_json
+from parse_infer.settings import GenerationSettings, Resume
+
+FILE = "calibration.json"
+SCHEMA_VERSION = 1
+Loss = Literal["accuracy", "disagreement"]
+LOSSES: dict[Loss, str] = {
+    "accuracy": "the target alone is right and PARSE is wrong",
+    "disagreement": "PARSE's final answer is not the target's own",
+}
+LOCAL = "local"
+_WAY_OUT = "run `parse-infer calibrate` again"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a promise is made for; fields as in `GenerationSettings`."""
+
+    threshold: float
+    resume: Resume = GenerationSettings.resume
+    acceptance: Acceptance = GenerationSettings.acceptance
+    max_rounds: int = GenerationSettings.max_rounds
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A setting on the problems of a calibration."""
+
+    setting: Setting
+    losses: float
+    """Sum over all problems."""
+    bound: float
+    """Upper confidence bound of its risk, taken by itself (a promise also counts the settings tested before it)."""
+    speedup: float
+    """Against the target alone: ratio of the mean times of an answer, on the problems that were timed."""
+    disagreement: float
+    """Upper confidence bound of how often the final answer is not that of the target's greedy one, right or wrong."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Content of calibration.json.
+
+    Attributes:
+        task: what the problems were.
+        n_problems: how many.
+        problems: hash of their ids and prompts.
+        loss: what counts as a loss, see `LOSSES`.
+        confidence: of each promise.
+        max_new_tokens: budget of the answers. One that it cuts off counts as wrong, the target's too, so with more
+            tokens a promise speaks of the problems that the target answers within these.
+        models: the pair and its judge, as the engine describes them.
+        tried: all settings, in the order of the tests.
+        promises: for each risk the place in `tried` of the fastest setting that was shown to keep it; None: none was.
+        made: when, where and how.
+    """
+
+    task: str
+    n_problems: int
+    problems: str
+    loss: Loss
+    confidence: float
+    max_new_tokens: int
+    models: dict[str, Any]
+    tried: list[Tried]
+    promises: dict[float, int | None]
+    made: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def backend(self) -> str:
+        """Whose answers it speaks of: the local engine's, or servers'."""
+        return str(self.models.get("backend", LOCAL))
+
+    def setting(self, risk: float) -> Tried:
+        """What keeps `risk`.
+
+        Raises:
+            ValueError: that risk was not tested, or nothing was shown to keep it; the nearest that was is named.
+        """
+        place = self.promises.get(risk)
+        if place is not None:
+            return self.tried[place]
+        shown = [r for r, where in self.promises.items() if where is not None]
+        if not shown:
+            raise ValueError(f"risk is {risk}, but the calibration shows no promise: {_WAY_OUT} on more problems")
+        nearest = min(shown, key=lambda r: abs(r - risk))
+        what = "no setting was shown to keep it" if risk in self.promises else "it was not tested"
+        raise ValueError(
+            f"risk is {risk}, but {what}; the nearest promise is {nearest}. For others {_WAY_OUT} with --risk {risk}"
+        )
+
+    def disagreement(self, risk: float) -> float:
+        """How often, at most, final answers under the promise `risk` differ from the target's greedy ones: what can be
+        watched where no checker is (`parse-infer serve --audit`). Raises ValueError as `setting` does."""
+        seen = self.setting(risk).disagreement
+        return max(risk, seen) if self.loss == "disagreement" else seen
+
+    def check(self, models: Mapping[str, Any]) -> None:
+        """ValueError unless this was measured with these models (`describe` of an engine)."""
+        known = {**models, "backend": models.get("backend", LOCAL)}
+        for part in ("backend", "target", "draft", "adapter", "dtype", "cut_policy", "template_options"):
+            mine, theirs = self.backend if part == "backend" else self.models.get(part), known.get(part)
+            if _weights(mine) != _weights(theirs):
+                raise ValueError(
+                    f"the calibration was made with another {part} ({_name(mine)}) than is loaded ({_name(theirs)}), "
+                    f"so its promises do not hold here: {_WAY_OUT}"
+                )
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, complete or not at all."""
+        content = asdict(self) | {"promises": {str(risk): place for risk, place in self.promises.items()}}
+        write_json(path, {"schema_version": SCHEMA_VERSION, **content})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Raises FileNotFoundError without a file, ValueError for one that is damaged or of another version."""
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no calibration {path}: make one with `parse-infer calibrate`")
+        content = read_json(path, _WAY_OUT)
+        if content.pop("schema_version", None) != SCHEMA_VERSION:
+            raise ValueError(f"{path} is of another version than this parse-engine reads: {_WAY_OUT}")
+        try:
+            content["tried"] = [Tried(Setting(**row.pop("setting")), **row) for row in content["tried"]]
+            content["promises"] = {float(risk): place for risk, place in content["promises"].items()}
+            calibration = cls(**content)
+            for place in calibration.promises.values():
+                assert place is None or calibration.tried[place]
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            raise ValueError(f"{path} is damaged ({error}): {_WAY_OUT}") from error
+        return calibration
+
+
+def shipped_calibration(adapter: str | Path | None) -> Calibration | None:
+    """The calibration in an adapter's folder (or repository on the Hub); None where there is none."""
+    if adapter is None:
+        return None
+    path = locate(adapter, (FILE,), "adapter") / FILE
+    return Calibration.load(path) if path.is_file() else None
+
+
+def apply_promise(settings: GenerationSettings, calibration: Calibration | None) -> GenerationSettings:
+    """`settings` with what keeps their `risk`; unchanged without one.
+
+    Raises:
+        ValueError: no calibration, a risk that it does not show, or settings that the promise does not cover.
+    """
+    risk = settings.risk
+    if risk is None:
+        return settings
+    if calibration is None:
+        raise ValueError(
+            f"risk is {risk}, but this engine has no calibration: run `parse-infer calibrate`, "
+            "and name its calibration.json"
+        )
+    for name in (*(f.name for f in fields(Setting)), "mode", "exact_tail"):
+        if getattr(settings, name) != getattr(GenerationSettings(), name):
+            raise ValueError(f"risk and {name} were both given: a promise chooses its own {name}")
+    if not (settings.draft_sampling.greedy and settings.resume_sampling.greedy):
+        raise ValueError(f"risk is {risk}, but the calibration covers greedy answers only: set temperatures to 0")
+    if settings.ignore_eos or settings.min_tokens:
+        given = "ignore_eos" if settings.ignore_eos else "min_tokens"
+        raise ValueError(f"risk is {risk}, but the calibration covers answers that end by themselves: omit {given}")
+    if settings.max_new_tokens < calibration.max_new_tokens:
+        raise ValueError(
+            f"risk is {risk}, but the calibration covers answers of up to {calibration.max_new_tokens} tokens and "
+            f"max_new_tokens is {settings.max_new_tokens}"
+        )
+    return settings.override(**asdict(calibration.setting(risk).setting))
+
+
+def promised(
+    settings: GenerationSettings, risk: float | None, calibration: Calibration | None
+) -> tuple[GenerationSettings, str | None]:
+    """`settings` with the promise `risk`, where it covers them and they do not name their own. Else unchanged, and
+    why it does not cover them."""
+    if risk is None or settings.risk is not None:
+        return settings, None
+    try:
+        apply_promise(settings.override(risk=risk), calibration)
+    except ValueError as error:
+        return settings, str(error)
+    return settings.override(risk=risk), None
+
+
+def risks(values: Sequence[float]) -> tuple[float, ...]:
+    """Rising, each once; ValueError for one that is not between 0 and 1, and for none."""
+    for value in values:
+        check_share(value, "risk")
+    if not values:
+        raise ValueError("name at least one risk, such as 0.05")
+    return tuple(sorted(set(map(float, values))))
+
+
+def _weights(part: Any) -> Any:
+    return part["weights"] if isinstance(part, dict) and "weights" in part else part
+
+
+def _name(part: Any) -> Any:
+    return part["name"] if isinstance(part, dict) and "name" in part else part

@@ -1,0 +1,144 @@
+"""Answers to rows of prompts: on the terminal, as JSON, or in a folder where an interrupted run goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from parse_infer.calibration.schema import apply_promise
+from parse_infer.cli.options import print_json
+from parse_infer.cli.prompt_rows import PromptRow
+from parse_infer.cli.rich_view import STYLES, coloured_spans
+from parse_infer.engine import ParseEngine
+from parse_infer.events import Accepted, Done, Event, Resumed
+from parse_infer.output import Generation
+from parse_infer.settings import GenerationSettings
+from parse_infer.record_store import RecordStore
+
+if TYPE_CHECKING:
+    from parse_infer.backends.coordinator import Coordinator
+
+
+@dataclass(frozen=True)
+class AnswerRecord:
+    """One line of an answer file."""
+
+    row: int
+    """In the file of prompts, from 0."""
+    id: Any
+    answer: dict[str, Any]
+
+    @property
+    def key(self) -> int:
+        return self.row
+
+
+def print_answers(
+    engine: ParseEngine | Coordinator, rows: Sequence[PromptRow], settings: GenerationSettings, as_json: bool
+) -> None:
+    """Each answer when it is complete, in the order of the rows."""
+    out = Console(highlight=False, soft_wrap=True)
+    for number, (row, generation) in enumerate(zip(rows, _generations(engine, rows, settings), strict=True)):
+        if as_json:
+            print_json({**row.labels, **_as_json(generation)})
+            continue
+        if number:
+            out.print()
+        out.print(coloured_spans(generation.spans))
+        _print_cost(generation)
+
+
+def stream_answers(
+    engine: ParseEngine | Coordinator, rows: Sequence[PromptRow], settings: GenerationSettings, as_json: bool
+) -> None:
+    """Text, or with `as_json` events, as they come; one answer after the other."""
+    out = Console(highlight=False, soft_wrap=True)
+    for number, row in enumerate(rows):
+        if number and not as_json:
+            out.print()
+        for event in _events(engine, row, settings):
+            done = event.generation if isinstance(event, Done) else None
+            if as_json:
+                body = asdict(event) if done is None else _as_json(done)
+                print_json({**row.labels, "event": type(event).__name__.lower(), **body})
+            elif isinstance(event, (Accepted, Resumed)):
+                out.print(Text(event.text, STYLES["accepted" if isinstance(event, Accepted) else "target"]), end="")
+            elif done is not None:
+                out.print()
+                _print_cost(done)
+
+
+def answer_file(
+    engine: ParseEngine | Coordinator,
+    rows: Sequence[PromptRow],
+    settings: GenerationSettings,
+    folder: str,
+) -> None:
+    """Write the answers into `records.jsonl` of the folder, in order, each as soon as those before it are there.
+
+    Raises ValueError for a folder with answers to other prompts, of other models or with other settings.
+    """
+    prompts = json.dumps([[row.prompt, row.id, row.draft] for row in rows]).encode()
+    config = {
+        **engine.describe(),
+        "threshold": engine.threshold,
+        "prompts": hashlib.sha256(prompts).hexdigest()[:16],
+        "settings": asdict(apply_promise(settings, engine.calibration)),
+    }
+    store = RecordStore(folder, config, AnswerRecord, "run of answers")
+    left = [(number, row) for number, row in enumerate(rows) if number not in store.records]
+    progress = Console(stderr=True, highlight=False)
+    generations = _generations(engine, [row for _, row in left], settings)
+    try:
+        for (number, row), generation in zip(left, generations, strict=True):
+            store.append(AnswerRecord(number, row.id, _as_json(generation)))
+            if progress.is_terminal:
+                print(f"{len(store.records)} of {len(rows)} answers", end="\r", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        raise
+    print(f"Written: {len(rows)} answers in {folder}/records.jsonl")
+
+
+def _generations(
+    engine: ParseEngine | Coordinator, rows: Sequence[PromptRow], settings: GenerationSettings
+) -> Iterator[Generation]:
+    if isinstance(engine, ParseEngine):
+        for row in rows:
+            *_, done = _events(engine, row, settings)
+            assert isinstance(done, Done)
+            yield done.generation
+        return
+    for row in rows:
+        if row.draft is not None:
+            with row.located():
+                engine.check(row.prompt, settings, row.draft)
+    yield from engine.each([row.prompt for row in rows], settings, [row.draft for row in rows])
+
+
+def _events(engine: ParseEngine | Coordinator, row: PromptRow, settings: GenerationSettings) -> Iterator[Event]:
+    with row.located():
+        return engine.stream(row.prompt, settings, row.draft)
+
+
+def _as_json(generation: Generation) -> dict[str, Any]:
+    body = asdict(generation)
+    body["stats"]["acceptance_rate"] = generation.stats.acceptance_rate
+    return body
+
+
+def _print_cost(generation: Generation) -> None:
+    stats, timings = generation.stats, generation.timings
+    text = (
+        f"kept {stats.acceptance_rate:.0%} of {stats.draft_tokens} draft tokens, {stats.target_forwards} target "
+        f"forwards, {len(generation.token_ids)} tokens in {timings.total_s:.2f} s (draft {timings.draft_s:.2f}, "
+        f"verify {timings.verify_s:.2f}, resume {timings.resume_s:.2f}); ended by {generation.finish_reason}"
+    )
+    Console(stderr=True, highlight=False).print(text, style="dim")

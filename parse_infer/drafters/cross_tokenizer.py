@@ -1,0 +1,123 @@
+"""Between two models: what a draft model reads of an answer, and what it writes, in tokens of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parse_infer.answer import Answer
+from parse_infer.drafters.source import Draft
+from parse_infer.models.detokenizer import decode, encode_continuation
+from parse_infer.models.prompts import Prompt, RenderedPrompt, left_context, open_turn
+from parse_infer.models.tokenizer_spec import Language, reads_alike
+
+
+class Translation:
+    """One answer, as the draft model sees it.
+
+    The prompt is rendered by the draft model's own chat template. With the target's tokenizer token ids pass straight
+    through; with another one the answer so far reaches the draft model as text, and its draft reaches the target as
+    text.
+
+    Args:
+        shares_tokens: `same_tokenizer` of the two.
+        stop: a draft may end at the first of these strings.
+
+    Raises:
+        ValueError: a prompt with tokens that the draft model does not know.
+    """
+
+    def __init__(
+        self, draft: Language, target: Language, shares_tokens: bool, prompt: Prompt, stop: Sequence[str] = ()
+    ) -> None:
+        prompt = RenderedPrompt.of(prompt)
+        if not shares_tokens:
+            prompt = prompt.as_text
+        self.draft, self.target, self.shares_tokens, self.stop = draft, target, shares_tokens, stop
+        self.end_ids = draft.eos_ids | target.eos_ids if shares_tokens else draft.eos_ids
+        reader = target if shares_tokens and reads_alike(draft, target, prompt) else draft
+        # Beyond the draft model's window there is no draft, and the target answers.
+        self.prompt_ids = reader.encode(prompt)
+        draft.check_tokens(self.prompt_ids)
+        self.before, self.left = open_turn(prompt), left_context(prompt, self.prompt_ids)
+
+    def begin(self, answer_ids: Sequence[int], max_new_tokens: int) -> Writing | None:
+        """What the draft model goes on from; None where it cannot."""
+        written = list(answer_ids)
+        if not self.shares_tokens:
+            text = decode(self.target.tokenizer, answer_ids)
+            if text.endswith("\ufffd"):  # inside a character, which the target has to finish
+                return None
+            written = encode_continuation(self.draft.tokenizer, self.before, text)
+        elif max(written, default=0) >= self.draft.n_embeddings:  # padding ids, which only untrained models write
+            return None
+        if written and written[-1] in self.end_ids:  # an end to the draft model, though none to the target
+            return None
+        room = min(max_new_tokens, self.draft.window - len(self.prompt_ids) - len(written))
+        return Writing(self, written, room, begun=bool(answer_ids)) if room > 0 else None
+
+
+class Writing:
+    """A draft while it is written.
+
+    Attributes:
+        context: of the draft model, in its own tokens.
+        room: tokens that it may write.
+
+    Args:
+        begun: the target has written something already.
+    """
+
+    def __init__(self, translation: Translation, written: list[int], room: int, begun: bool) -> None:
+        self.context = translation.prompt_ids + written
+        self.room = room
+        self._translation, self._begun = translation, begun
+        self._n_before = len(written)
+        tokenizer = translation.draft.tokenizer
+        size = len(written) + room
+        self._answer = Answer(tokenizer, translation.end_ids, translation.stop, size, translation.left)
+        self._answer.add(written, "target")
+        self._before = self._answer.text
+
+    @property
+    def open(self) -> bool:
+        return self._answer.open
+
+    @property
+    def text(self) -> str:
+        return self._answer.text[len(self._before) :]
+
+    @property
+    def n(self) -> int:
+        """Tokens so far, the draft model's own."""
+        return len(self._answer.ids) - self._n_before
+
+    @property
+    def own_ids(self) -> list[int]:
+        """In the draft model's tokens."""
+        return self._answer.ids[self._n_before :]
+
+    def add(self, ids: Sequence[int]) -> None:
+        """The draft model has written these; what follows the end is left out."""
+        # One token needs no look ahead.
+        self._answer.add(ids if len(ids) == 1 else self._answer.clip(ids, self._answer.room), "draft")
+
+    def draft(self) -> Draft:
+        """In the target's tokens."""
+        answer, target = self._answer, self._translation.target
+        ids, ended = self.own_ids, answer.finish_reason == "eos"
+        if not self._translation.shares_tokens:
+            text = self.text.rstrip("\ufffd")  # a budget may end inside a character
+            # A first token without text, such as a "▁" that the decoder strips, has begun the answer all the same.
+            before = self._translation.before + self._before or "\n" * self._begun
+            ids = encode_continuation(target.tokenizer, before, text)
+        else:
+            size = target.n_embeddings
+            if max(ids, default=0) >= size:
+                return Draft(ids[: next(i for i, token in enumerate(ids) if token >= size)])
+            if ended and ids[-1] in target.eos_ids:
+                return Draft(ids, finished=True)
+            if ended:
+                ids = ids[:-1]
+        if ended and target.end_token is not None:
+            return Draft([*ids, target.end_token], finished=True)
+        return Draft(ids)

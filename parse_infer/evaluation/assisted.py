@@ -1,0 +1,149 @@
+"""Token-level speculation by transformers itself (`model.generate(assistant_model=…)`), with the same two models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from parse_infer.evaluation.target_vocabulary import in_target_vocabulary
+from parse_infer.output import Generation, Span, Statistics, Timings
+from parse_infer.settings import GenerationSettings
+from parse_infer.models.loading import LanguageModel
+from parse_infer.models.prompts import Prompt
+from parse_infer.models.token_map import token_map
+
+Schedule = Literal["constant", "heuristic"]
+
+
+@dataclass(frozen=True)
+class AssistantSettings:
+    """How the assistant drafts; None leaves transformers' own default (20 tokens, confidence 0.4, constant)."""
+
+    tokens: int | None = None
+    """The most tokens before the target looks."""
+    confidence: float | None = None
+    """It stops earlier behind a token of a lower probability; 0: never. Where scikit-learn is installed, transformers
+    tunes it within each answer, beginning from here."""
+    schedule: Schedule | None = None
+    """"heuristic" changes `tokens` within an answer: two more if all held, else one less."""
+
+    @classmethod
+    def parse(cls, name: str) -> AssistantSettings:
+        """From "assisted:tokens=8:confidence=0.3:schedule=heuristic", each part optional.
+
+        Raises ValueError for an unknown key or a value out of range.
+        """
+        found: dict[str, Any] = {}
+        for part in name.split(":")[1:]:
+            key, _, value = part.partition("=")
+            if key == "tokens" and value.isdecimal() and int(value) > 0:
+                found[key] = int(value)
+            elif key == "confidence" and re.fullmatch(r"0(\.\d+)?|1(\.0+)?", value):
+                found[key] = float(value)
+            elif key == "schedule" and value in get_args(Schedule):
+                found[key] = value
+            else:
+                raise ValueError(
+                    f"{part!r} in mode {name!r} is none of: tokens=NUMBER, confidence=0 to 1, "
+                    f"schedule={' or '.join(get_args(Schedule))}"
+                )
+        return cls(**found)
+
+    @contextmanager
+    def on(self, assistant: PreTrainedModel) -> Iterator[None]:
+        """They are the assistant's inside the block: transformers reads them from its generation config, and a
+        heuristic schedule also writes there."""
+        config: Any = assistant.generation_config
+        wanted = {
+            "num_assistant_tokens": self.tokens,
+            "assistant_confidence_threshold": self.confidence,
+            "num_assistant_tokens_schedule": self.schedule,
+        }
+        before = {key: getattr(config, key) for key in wanted}
+        try:
+            for key, value in wanted.items():
+                setattr(config, key, before[key] if value is None else value)
+            yield
+        finally:
+            for key, value in before.items():
+                setattr(config, key, value)
+
+
+class TransformersGeneration:
+    """Greedy answers by transformers' own loop: assisted by `draft`, or plain where there is none.
+
+    A draft model with a reduced vocabulary assists in the target's (`in_target_vocabulary`), one with another
+    tokenizer by way of text, as transformers does by itself.
+    """
+
+    def __init__(
+        self, target: LanguageModel, draft: LanguageModel | None = None, assistant: AssistantSettings | None = None
+    ) -> None:
+        self._target = target
+        self._draft = draft
+        self._assistant = assistant or AssistantSettings()
+        self._options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        self._options["eos_token_id"] = sorted(target.eos_ids) or None
+        pad = target.tokenizer.pad_token_id
+        self._options["pad_token_id"] = target.end_token if pad is None else pad
+        self._draft_model: PreTrainedModel | None = None
+        if draft is not None:
+            tokens = token_map(draft.tokenizer, target.tokenizer)
+            self._draft_model = draft.model
+            if tokens is None:
+                self._options |= {"tokenizer": target.tokenizer, "assistant_tokenizer": draft.tokenizer}
+            elif not tokens.is_identity:
+                self._draft_model = in_target_vocabulary(draft, target, tokens)
+            self._options["assistant_model"] = self._draft_model
+
+    @torch.inference_mode()
+    def generate(self, prompt: Prompt, settings: GenerationSettings) -> Generation:
+        """Answer one prompt. Of the settings, `max_new_tokens` applies.
+
+        Statistics: every draft forward proposes one token; every target forward adds one token of its own to the
+        draft tokens that it accepts.
+        """
+        target = self._target
+        prompt_ids = target.render(prompt)
+        window = min(model.window for model in (target, self._draft) if model is not None)
+        budget = max(1, min(settings.max_new_tokens, window - len(prompt_ids)))
+        tokens = torch.tensor([prompt_ids], device=target.model.device)
+        stats = Statistics()
+        draft_model = self._draft_model
+        model: Any = target.model  # `generate` comes from a mixin that the base class does not declare
+        drafting = self._assistant.on(draft_model) if draft_model is not None else nullcontext()
+        with _counted(model) as target_calls, _counted(draft_model) as draft_calls, drafting:
+            output = model.generate(
+                input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=budget, **self._options
+            )
+        ids = output[0, len(prompt_ids) :].tolist()
+        stats.target_forwards, stats.draft_forwards = target_calls[0], draft_calls[0]
+        stats.draft_tokens = stats.draft_forwards
+        stats.accepted_tokens = min(stats.draft_tokens, max(0, len(ids) - stats.target_forwards))
+        ended = bool(ids) and ids[-1] in target.eos_ids
+        text = str(target.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        spans = [Span(text, "target", len(ids))]
+        return Generation(text, ids, spans, "eos" if ended else "length", stats, Timings())
+
+
+@contextmanager
+def _counted(model: nn.Module | None) -> Iterator[list[int]]:
+    """Counts the forwards of `model` inside the block."""
+    calls = [0]
+
+    def count(module: nn.Module, arguments: Any) -> None:
+        calls[0] += 1
+
+    handle = model.register_forward_pre_hook(count) if model is not None else None
+    try:
+        yield calls
+    finally:
+        if handle is not None:
+            handle.remove()

@@ -1,0 +1,105 @@
+"""The figure of a benchmark: speed-up against accuracy, over thresholds, the chosen one marked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+
+from parse_infer.evaluation.results_file import digest
+from parse_infer.files import replacing
+
+ORIGIN = "Results"  # key of the text in a PNG that says which results it shows
+CURVES = {"parse": ("PARSE, trained judge", "#1b7837"), "parse-zero-shot": ("PARSE, zero-shot judge", "#b2611d")}
+POINTS = {
+    "target": ("target alone", "o", "#222222"),
+    "draft": ("draft model alone", "s", "#777777"),
+    "sequential": ("sequential verification", "D", "#2166ac"),
+    "target+draft": ("target + draft model, lossless", "p", "#c51b7d"),
+    "assisted": ("assisted generation", "^", "#7b3294"),
+    "transformers": ("target, transformers' loop", "v", "#999999"),
+}
+
+
+def draw_figure(results: dict[str, Any], path: Path) -> None:
+    """Write a PNG. All of it shows the same problems: those of the sweep where there is one, else all.
+
+    The file says in its text which results it shows; see `drawn_from`.
+    Without the target among the modes, speed is in tokens per second.
+    """
+    sweep = results["sweep"]
+    modes = sweep["modes"] if sweep else results["modes"]
+    n = sweep["problems"] if sweep else results["environment"]["problems"]
+    speed = "speedup" if "target" in modes else "tokens_per_s"
+    figure = Figure(figsize=(7.2, 4.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, (label, colour) in CURVES.items():
+        points = [p for p in (sweep["points"] if sweep else []) if p["mode"] == name]
+        _curve(axes, points, speed, label, colour)
+        if name in modes:
+            chosen = name == "parse"
+            threshold = results["environment"].get("chosen_threshold") if chosen else None
+            suffix = "" if threshold is None else f", chosen threshold {threshold:.3g}"
+            _point(axes, modes[name], speed, label + suffix, "*" if chosen else "P", colour, 15 if chosen else 8)
+    for name in modes:
+        kind, _, sizes = name.partition(":")
+        if kind in POINTS:
+            label, marker, colour = POINTS[kind]
+            own = f", {sizes.replace(':', ', ').replace('=', ' ')}" if sizes else ""
+            _point(axes, modes[name], speed, label + own, marker, colour, 7)
+    scored = results["environment"].get("scored", True)
+    axes.set_xlabel(
+        f"{'right answers' if scored else 'answers as the target gives them'}, % (bars: 95 % interval; {n} problems)"
+    )
+    axes.set_ylabel("speed-up over the target alone (tokens/s)" if speed == "speedup" else "tokens/s")
+    axes.margins(x=0.08)
+    plain(axes)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    with replacing(path) as beside:
+        figure.savefig(beside, format="png", metadata={ORIGIN: digest(results)})
+
+
+def plain(axes: Axes) -> None:
+    """The look of every figure: from zero upwards, a faint grid, no frame."""
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def drawn_from(path: Path) -> str | None:
+    """The digest of the results that a figure shows; None for no such file, or one that says nothing."""
+    if not path.is_file():
+        return None
+    with Image.open(path) as image:
+        return image.info.get(ORIGIN)
+
+
+def _curve(axes: Axes, points: list[dict[str, Any]], speed: str, label: str, colour: str) -> None:
+    """Thresholds as a line; neighbours at the same place share a label."""
+    if not points:
+        return
+    xs, ys = [100 * p["accuracy"] for p in points], [p[speed] for p in points]
+    axes.plot(xs, ys, "-", color=colour, linewidth=1.2, marker=".", markersize=6, label=f"{label}: thresholds")
+    width, height = (max(xs) - min(xs)) or 1.0, max(ys)
+    labelled: list[tuple[float, float]] = []
+    for point, x, y in zip(points, xs, ys, strict=True):
+        if all(abs(x - a) > 0.05 * width or abs(y - b) > 0.04 * height for a, b in labelled):
+            text = f"{point['threshold']:g}"
+            axes.annotate(text, (x, y), (5, 4), textcoords="offset points", fontsize=7, color=colour)
+            labelled.append((x, y))
+
+
+def _point(axes: Axes, figures: dict[str, Any], speed: str, label: str, marker: str, colour: str, size: float) -> None:
+    x, y = 100 * figures["accuracy"], figures[speed]
+    low, high = figures["accuracy_ci"]
+    axes.plot([100 * low, 100 * high], [y, y], "-", color=colour, linewidth=0.8, alpha=0.35)
+    if figures["speedup_ci"] is not None and speed == "speedup":
+        axes.plot([x, x], list(figures["speedup_ci"]), "-", color=colour, linewidth=0.8, alpha=0.35)
+    axes.plot([x], [y], marker, color=colour, markersize=size, markeredgecolor="white", label=label, zorder=3)

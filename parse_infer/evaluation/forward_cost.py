@@ -1,0 +1,232 @@
+"""What every kind of forward costs at a pair's real size, with random weights: no download, any device.
+
+All are timed in turn, round by round. Random weights say nothing about how many guesses hold, so for each drafter the
+table gives the tokens per target forward from which on it pays.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, Qwen3Config
+
+from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
+from parse_infer.judge.cuts import Segmenter
+from parse_infer.judge.head import ValidityHead
+from parse_infer.judge.probe_lora import ProbeLoRA
+from parse_infer.judge.verifier import Verifier
+from parse_infer.models.attention import enable_split_attention
+from parse_infer.models.cpu.prepacked_linear import pack_linears
+from parse_infer.models.decoder import Decoder
+from parse_infer.models.environment import free_memory
+from parse_infer.models.fingerprint import describe_target
+from parse_infer.models.loading import LanguageModel, load_config
+from parse_infer.models.names import ZOO
+from parse_infer.models.sampling import Sampling
+from parse_infer.models.timing import Step, measure
+from parse_infer.speculation.decode import read_guess
+from parse_infer.speculation.eagle import EagleDrafter
+from parse_infer.speculation.eagle_head import EagleConfig, EagleHead
+from parse_infer.speculation.medusa import MedusaConfig, MedusaDrafter, MedusaHead
+from parse_infer.speculation.proposer import Guess
+
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+}
+SHAPES = {
+    "qwen3-8b": Qwen3Config(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, **_QWEN3
+    ),
+    "qwen3-0.6b": Qwen3Config(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        tie_word_embeddings=True,
+        **_QWEN3,
+    ),
+}
+STEP, DRAFT_STEP, PACKED, PREFILL = "target, one token", "draft model, one token", "packed pass", "prefill, no probes"
+CHAIN, TREE = "target, chain of 5", "target, tree of 16"
+_GUESS, _KEPT, _EVERY, _PROBE = 5, 3, 32, 2  # tokens: of a chain, kept of it on average, between cuts, of a probe
+_RANK, _TOKEN_RANK = 16, 64  # of the judge
+
+
+def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> LanguageModel:
+    """A model of this shape (a key of `SHAPES`, Hugging Face id or folder) whose weights are random.
+
+    Raises ValueError or OSError for an unknown shape.
+    """
+    with device:
+        model = AutoModelForCausalLM.from_config(_config(shape), dtype=dtype).eval().requires_grad_(False)
+    enable_split_attention(model)
+    pack_linears(model)
+    return LanguageModel(shape, model, AutoTokenizer.from_pretrained(ZOO / "target"))
+
+
+def _config(shape: str) -> PretrainedConfig:
+    return SHAPES[shape] if shape in SHAPES else load_config(shape)
+
+
+def _check_memory(shapes: Sequence[str], device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ValueError where the weights alone are more than what is free."""
+    needed = 0
+    for shape in shapes:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(_config(shape), dtype=dtype)
+        needed += sum(p.numel() * p.element_size() for p in model.parameters())
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"{' and '.join(shapes)} have {needed / 2**30:.1f} GiB of weights in {str(dtype).removeprefix('torch.')}, "
+            f"and {free / 2**30:.1f} GiB are free on {device}: choose smaller shapes or a smaller --dtype"
+        )
+
+
+def steps(target: LanguageModel, draft: LanguageModel, context: int, drafted: int) -> list[Step]:
+    """All that PARSE and the token drafters run, behind `context` tokens; a draft has `drafted`."""
+    ids = torch.randint(3, 2000, (context + drafted,)).tolist()
+    rest = ids[context:]
+    chain, tree = range(-1, _GUESS - 1), [-1] * 4 + [i // 2 for i in range(12)]
+    cuts = [*range(_EVERY, drafted, _EVERY), drafted]
+    main, small = target.decoder, draft.decoder
+    verifier = Verifier(main, random_judge(target), Segmenter(target.tokenizer))
+
+    def at(decoder: Decoder, n: int = context) -> Callable[[], None]:
+        """The first n tokens are the context, and all but the last are in the cache."""
+
+        def prepare() -> None:
+            decoder.seek(ids[: n - 1])
+            if decoder.cached < n - 1:
+                decoder.forward()
+            decoder.seek(ids[:n])
+
+        return prepare
+
+    def look_ahead(decoder: Decoder, parents: Sequence[int]) -> Callable[[], Any]:
+        return lambda: decoder.logits(read_guess(decoder, Guess(rest[: len(parents)], parents))).argmax(-1).tolist()
+
+    found = [
+        Step(STEP, at(main), look_ahead(main, ())),
+        Step(CHAIN, at(main), look_ahead(main, chain)),
+        Step(TREE, at(main), look_ahead(main, tree)),
+        Step(
+            PACKED,
+            at(main),
+            lambda: verifier.verify(rest, cuts),
+        ),
+        Step(PREFILL, at(main), lambda: main.forward(rest).hidden.sum().item()),
+        Step(DRAFT_STEP, at(small), look_ahead(small, ())),
+    ]
+    for name, drafter in _heads(target).items():
+        # As after a forward that kept some guesses: their features have not been read by the head.
+        decoder = drafter.model.decoder
+
+        def prepare(decoder: Decoder = decoder, drafter: Any = drafter) -> None:
+            at(decoder)()
+            drafter.guess(decoder.ids, _GUESS, Sampling(), None)
+            decoder.seek(ids[: context + _KEPT - 1])
+            decoder.forward()
+            decoder.seek(ids[: context + _KEPT])
+
+        def guess(decoder: Decoder = decoder, drafter: Any = drafter) -> None:
+            assert drafter.guess(decoder.ids, _GUESS, Sampling(), None).tokens
+
+        found.append(Step(name, prepare, guess))
+    return found
+
+
+def random_judge(target: LanguageModel) -> ValidityAdapter:
+    """A judge of the size that `recipes/train.yaml` trains, with random weights: its update, head and token doubt."""
+    model, size = target.model, target.model.config.get_text_config(decoder=True).hidden_size
+    linears = [m for m in getattr(model, model.base_model_prefix).modules() if isinstance(m, nn.Linear)]
+    with torch.device(model.device):
+        updates = [
+            (m, torch.randn(_RANK, m.in_features, dtype=model.dtype), torch.randn(m.out_features, _RANK).to(m.weight))
+            for m in linears
+        ]
+        head = ValidityHead(size, _TOKEN_RANK).eval().requires_grad_(False)
+    config = ValidityConfig((1,) * _PROBE, "?", describe_target(model), token_rank=_TOKEN_RANK)
+    return ValidityAdapter(config, head, ProbeLoRA(updates))
+
+
+def _heads(target: LanguageModel) -> dict[str, Any]:
+    own: Any = target.model.config.get_text_config(decoder=True)
+    weight: Any = target.model.get_input_embeddings().weight
+    small = min(32000, own.vocab_size)
+    eagle = EagleConfig(
+        hidden_size=own.hidden_size,
+        intermediate_size=own.intermediate_size,
+        num_attention_heads=own.num_attention_heads,
+        num_key_value_heads=own.num_key_value_heads,
+        head_dim=getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads,
+        vocab_size=own.vocab_size,
+        draft_vocab_size=small,
+        eagle_aux_hidden_state_layer_ids=(0, own.num_hidden_layers // 2, own.num_hidden_layers),
+    )
+    found: dict[str, Any] = {}
+    with torch.device(weight.device):
+        heads = {
+            "eagle3": EagleHead(eagle),
+            "parallel": EagleHead(replace(eagle, parallel_drafting=True, ptd_token_id=0)),
+            "medusa": MedusaHead(MedusaConfig(own.hidden_size, own.vocab_size, _GUESS, 1, small)),
+        }
+    for name, head in heads.items():
+        head.to(weight.dtype).eval().requires_grad_(False)
+        make: Any = MedusaDrafter if isinstance(head, MedusaHead) else EagleDrafter
+        for shape, top_k in (("chain", 1), ("tree", 4)):
+            # A decoder of its own keeps the features.
+            found[f"{name}, {shape}"] = make(head, replace(target), tokens=_GUESS, top_k=top_k)
+    return found
+
+
+def forward_costs(
+    target: str, draft: str, context: int, drafted: int, rounds: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Table, str]:
+    """Time all of it for two shapes; see `report`."""
+    torch.manual_seed(0)
+    _check_memory((target, draft), device, dtype)
+    pair = [random_model(shape, device, dtype) for shape in (target, draft)]
+    if context + drafted + _PROBE > min(lm.window for lm in pair):
+        raise ValueError(
+            f"{context} tokens of context and {drafted} of draft do not fit the context windows "
+            f"{[lm.window for lm in pair]}: choose fewer"
+        )
+    with torch.inference_mode():
+        return report(measure(steps(pair[0], pair[1], context, drafted), rounds, device), drafted)
+
+
+def report(seconds: dict[str, list[float]], drafted: int) -> tuple[Table, str]:
+    """The table, and what PARSE can reach at most with a draft of this many tokens."""
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    table = Table("forward", box=SIMPLE_HEAD)
+    table.columns[0].no_wrap = True
+    for heading in ("ms", "middle half", "target forwards", "pays from"):
+        table.add_column(heading, justify="right")
+    for name, times in seconds.items():
+        quarter, ordered = len(times) // 4, sorted(times)
+        half = f"{1e3 * ordered[quarter]:.2f}-{1e3 * ordered[-1 - quarter]:.2f}"
+        pays = ""
+        if name == DRAFT_STEP:  # as a token drafter
+            pays = f"{(_GUESS * median[name] + median[CHAIN]) / median[STEP]:.2f}"
+        elif name.endswith((", chain", ", tree")):
+            look = median[CHAIN if name.endswith("chain") else TREE]
+            pays = f"{(median[name] + look) / median[STEP]:.2f}"
+        table.add_row(name, f"{1e3 * median[name]:.2f}", half, f"{median[name] / median[STEP]:.2f}", pays)
+    limit = drafted * median[STEP] / (drafted * median[DRAFT_STEP] + median[PACKED])
+    return table, (
+        f"A draft of {drafted} tokens that is kept whole comes {limit:.2f} times as fast as from the target; with a "
+        f"draft that costs nothing {drafted * median[STEP] / median[PACKED]:.1f} times. The probes make the pass "
+        f"{median[PACKED] / median[PREFILL]:.2f} times as long as a prefill. Pays from: tokens per target forward "
+        "that a drafter must bring."
+    )

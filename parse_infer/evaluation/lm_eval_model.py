@@ -1,0 +1,189 @@
+"""An engine as lm-eval sees it: a model that answers each request twice, alone and with PARSE, side by side."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from parse_infer.engine import ParseEngine
+from parse_infer.evaluation.modes import Mode, timed
+from parse_infer.output import Generation
+from parse_infer.settings import GenerationSettings
+from parse_infer.models.prompts import Prompt, Verbatim
+from parse_infer.record_store import RecordStore
+
+MODES = ("target", "parse")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One answer of one mode. Tokens are target tokens."""
+
+    request: str
+    """Tells everything the answer depends on: task, problem, prompt, stops and budget."""
+    mode: str
+    task: str
+    problem: int
+    text: str
+    """As lm-eval gets it, without the stop string that ended it."""
+    seconds: float
+    """Wall clock from prompt to answer, all caches empty at the start."""
+    n_tokens: int
+    finish_reason: str
+    target_forwards: int
+    draft_tokens: int
+    accepted_tokens: int
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.request, self.mode
+
+
+@dataclass(frozen=True)
+class _Request:
+    task: str
+    problem: int
+    prompt: Prompt
+    settings: GenerationSettings
+    digest: str
+
+
+class ParseLM(LM):
+    """The model of an evaluation; generates, and has no log-likelihoods.
+
+    Whichever `mode` is evaluated first, a request is answered in both, one right after the other, so that whatever
+    slows the machine down slows both. The other mode's evaluation finds its answers in the store, as does a run that
+    goes on where another was interrupted.
+
+    Args:
+        store: where answers are kept.
+        settings: how PARSE answers; `max_new_tokens` and `stop` are the tasks' own.
+        max_new_tokens: instead of the tasks' own.
+        console: where the progress bar is drawn.
+
+    Attributes:
+        mode: of `MODES`; whose answers lm-eval gets.
+        asked: requests of the last evaluation, by task: keys of the store but for the mode.
+    """
+
+    def __init__(
+        self,
+        engine: ParseEngine,
+        store: RecordStore[Record],
+        settings: GenerationSettings | None = None,
+        max_new_tokens: int | None = None,
+        console: Console | None = None,
+    ) -> None:
+        super().__init__()
+        self.mode = MODES[0]
+        self.asked: dict[str, list[str]] = {}
+        self._engine = engine
+        self._store = store
+        self._settings = settings or GenerationSettings()
+        self._max_new_tokens = max_new_tokens
+        self._console = console or Console(stderr=True)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The answers of `mode`, each cut before the first stop string.
+
+        Raises ValueError for a prompt beyond a model's context window, before any is answered.
+        """
+        asked = [self._read(instance) for instance in requests]
+        self.asked = {}
+        for each in asked:
+            self.asked.setdefault(each.task, []).append(each.digest)
+        self._answer(list({each.digest: each for each in asked}.values()))
+        return [self._store.records[each.digest, self.mode].text for each in asked]
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        """Always a ValueError."""
+        raise ValueError(
+            f"task {requests[0].task_name!r} asks for log-likelihoods, which an answer that two models write does not "
+            "have: name a task that generates its answers"
+        )
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        """Always a ValueError."""
+        self.loglikelihood(requests)
+        return []
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The messages as they are: each of the two models puts them into a template of its own."""
+        return _CHAT + json.dumps(chat_history)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._engine.target.name
+
+    def _read(self, instance: Instance) -> _Request:
+        context, options = instance.args[:2]
+        options = normalize_gen_kwargs(options)
+        settings = self._settings.override(
+            max_new_tokens=self._max_new_tokens or options["max_gen_toks"],
+            stop=tuple(stop for stop in options["until"] if stop),
+        )
+        task, problem = str(instance.task_name), int(instance.doc_id or 0)
+        prompt = json.loads(context[len(_CHAT) :]) if context.startswith(_CHAT) else Verbatim(context)
+        told = [task, problem, instance.idx, context, settings.stop, settings.max_new_tokens]
+        digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+        return _Request(task, problem, prompt, settings, digest)
+
+    def _answer(self, requests: Sequence[_Request]) -> None:
+        """Answer what is not answered yet, each time starting with the other mode."""
+        pending = [
+            (request, mode)
+            for i, request in enumerate(requests)
+            for mode in (MODES if i % 2 == 0 else MODES[::-1])
+            if (request.digest, mode) not in self._store.records
+        ]
+        for model in filter(None, (self._engine.target, self._engine.draft)):
+            for request in {request.digest: request for request, _ in pending}.values():
+                try:
+                    model.render(request.prompt)
+                except ValueError as error:
+                    where = f"problem {request.problem} of {request.task} (fewer examples: --num-fewshot)"
+                    raise ValueError(f"{where}: {error}") from error
+        if not pending:
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, TimeRemainingColumn(), console=self._console) as progress:
+            bar = progress.add_task("warm-up", total=len(requests) * 2, completed=len(requests) * 2 - len(pending))
+            for mode in MODES:
+                self._timed(pending[0][0], mode)  # not counted: first calls are slower
+            for request, mode in pending:
+                progress.update(bar, description=request.task)
+                self._store.append(self._record(request, mode))
+                progress.advance(bar)
+
+    def _record(self, request: _Request, mode: str) -> Record:
+        answer, seconds = self._timed(request, mode)
+        return Record(
+            request=request.digest,
+            mode=mode,
+            task=request.task,
+            problem=request.problem,
+            text=postprocess_generated_text(answer.text, list(request.settings.stop), None),
+            seconds=round(seconds, 4),
+            n_tokens=len(answer.token_ids),
+            finish_reason=answer.finish_reason,
+            target_forwards=answer.stats.target_forwards,
+            draft_tokens=answer.stats.draft_tokens,
+            accepted_tokens=answer.stats.accepted_tokens,
+        )
+
+    def _timed(self, request: _Request, mode: str) -> tuple[Generation, float]:
+        engine = self._engine
+        generate: Callable[..., Any] = engine.generate if mode == "parse" else engine.generate_target
+        return timed(engine, Mode(mode, lambda prompt: generate(prompt, request.settings)), request.prompt)
+
+
+_CHAT = "\x00chat:"  # a prompt that is messages: lm-eval carries prompts as texts

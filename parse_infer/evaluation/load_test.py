@@ -1,0 +1,336 @@
+"""Many clients at a time over vLLM: PARSE, PARSE adaptive, and the target alone with and without vLLM's speculation.
+
+Each client sends its next problem when it has its answer. Every cell of the table has the server's cache for itself.
+The ways take turns, so that a machine whose speed changes is no advantage to one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import asdict, dataclass, field
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from parse_infer.backends.coordinator import Coordinator
+from parse_infer.evaluation.figure import plain
+from parse_infer.evaluation.mode_names import is_adaptive, resume_of
+from parse_infer.evaluation.modes import BenchProblem, problems_digest
+from parse_infer.evaluation.statistics import wilson_interval
+from parse_infer.evaluation.tables import format_times
+from parse_infer.files import replacing, write_json, write_text
+from parse_infer.events import Accepted, Done, Resumed
+from parse_infer.settings import GenerationSettings
+from parse_infer.models.environment import describe_run
+from parse_infer.models.names import ZOO
+from parse_infer.record_store import RecordStore
+
+_TOKENS = 3
+_EAGLE3 = {"method": "eagle3", "model": str(ZOO / "eagle3")}
+_SPECULATION: dict[str, dict[str, Any]] = {
+    "target+ngram": {"method": "ngram", "prompt_lookup_max": 4},
+    "target+eagle3": _EAGLE3,
+    "target+parallel": {**_EAGLE3, "model": str(ZOO / "parallel"), "parallel_drafting": True},
+}
+WAYS = {
+    "target": "vLLM, target alone",
+    "target+ngram": "vLLM with n-grams",
+    "target+eagle3": "vLLM with EAGLE-3",
+    "target+parallel": "vLLM with P-EAGLE",
+    "parse": "PARSE",
+    "parse:hand_back": "PARSE, hand back",
+    "parse:adaptive": "PARSE, adaptive",
+}
+_OWN_HEADS = ("target+eagle3", "target+parallel")
+_COLOURS = ("#222222", "#999999", "#7b3294", "#c51b7d", "#1b7837", "#7fbf7b", "#2166ac", "#b2611d", "#8c510a")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One turn of one way with so many clients. Lists have an entry for each answer, in seconds."""
+
+    way: str
+    clients: int
+    wall_s: float
+    answers: int
+    correct: int | None
+    """None: nothing tells."""
+    tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+    cpu_s: float
+    """Of the coordinator's process, with a draft model that runs in it; the servers' not included."""
+    first_s: list[float] = field(default_factory=list)
+    """From the request to its first text."""
+    all_s: list[float] = field(default_factory=list)
+    turn: int = 0
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.way, self.clients, self.turn
+
+
+def check_ways(names: Sequence[str], target: str, starts: bool = True) -> None:
+    """ValueError for an unknown way, one that this target has no head for, or one that needs a server to be started
+    for it while none is (`starts`)."""
+    for name in names:
+        base = _base(name)
+        if base not in WAYS or (name != base and not re.fullmatch(r":tokens=[1-9]\d*", name.removeprefix(base))):
+            raise ValueError(f"unknown mode {name!r} for --backend vllm; choose from {', '.join(WAYS)}")
+        if base in _SPECULATION and not starts:
+            raise ValueError(f"{name} needs a server of its own: leave --target-url out")
+        if base in _OWN_HEADS and target != "zoo:target":
+            raise ValueError(f"{name} uses the embedded head of zoo:target, which is no head of {target!r}")
+
+
+def server_of(name: str) -> tuple[bool, dict[str, Any]]:
+    """What the target's server of a way is: whether a stock one, which is what PARSE is compared with; and more of
+    vLLM's options, where it speculates for itself."""
+    base = _base(name)
+    if base not in _SPECULATION:
+        return not base.startswith("parse"), {}
+    tokens = int(name.partition("=")[2] or _TOKENS)
+    return True, {"speculative_config": {**_SPECULATION[base], "num_speculative_tokens": tokens}}
+
+
+def _base(name: str) -> str:
+    """The key of `WAYS`: vLLM's own speculation may have a size behind it, as in "target+ngram:tokens=5"."""
+    base = name.partition(":tokens=")[0]
+    return base if base in _SPECULATION else name
+
+
+def _label(name: str) -> str:
+    base = _base(name)
+    return WAYS[base] + (f", {name.partition('=')[2]} tokens" if name != base else "")
+
+
+def run_clients(
+    connect: Callable[[bool, dict[str, Any]], Coordinator],
+    ways: Sequence[str],
+    clients: Sequence[int],
+    problems: Sequence[BenchProblem],
+    check: Callable[[Any, str], bool | None],
+    folder: str | Path,
+    settings: GenerationSettings,
+    about: Mapping[str, Any],
+    tell: Callable[[str], None] = lambda line: None,
+    turns: int = 1,
+    together: bool = True,
+) -> dict[str, Any]:
+    """Measure what is not measured yet; write `clients.json`, `clients.md` and `clients.png` into the folder.
+
+    Args:
+        connect: a coordinator whose target server is as `server_of` says; ways with the same share one.
+        about: models, task and machine; part of what a continued run must share.
+        turns: how often each way answers all problems with each number of clients.
+        together: all servers are up at the same time, and the ways follow one another with each number of clients.
+            Otherwise (a GPU has room for one) those of a server go first, through all turns.
+
+    Returns:
+        The content of `clients.json`: `about`, and `cells` with the figures of the table.
+    """
+    ways, clients = list(dict.fromkeys(ways)), list(dict.fromkeys(clients))
+    config = {**about, "settings": asdict(settings), "problems": problems_digest(problems)}
+    store = RecordStore(folder, config, Cell)
+    todo = [key for key in _order(ways, clients, turns) if key not in store.records]
+    if not together:
+        todo.sort(key=lambda key: list(map(server_of, ways)).index(server_of(key[0])))
+    with ExitStack() as servers:
+        up: dict[str, Coordinator] = {}
+        warm = set()
+        for way, n, turn in todo:
+            server = server_of(way)
+            if str(server) not in up:
+                if not together:
+                    servers.close()
+                    up.clear()
+                up[str(server)] = servers.enter_context(connect(*server))
+            coordinator = up[str(server)]
+            tell(f"{_label(way)}, {n} clients" + (f", turn {turn + 1} of {turns}" if turns > 1 else ""))
+            if (way, n) not in warm:
+                coordinator.run(_measure(coordinator, way, n, turn, problems[: 2 * n], check, settings))
+                warm.add((way, n))
+            store.append(coordinator.run(_measure(coordinator, way, n, turn, problems, check, settings)))
+
+    def measured(way: str, n: int) -> list[Cell]:
+        return [store.records[way, n, turn] for turn in range(turns) if way in ways]
+
+    cells = [summary(measured(way, n), measured("target", n)) for n in clients for way in ways]
+    asked = {"max_new_tokens": settings.max_new_tokens, "n_problems": len(problems), "turns": turns}
+    told = {**about, **asked, **describe_run()}
+    results = {"about": told, "cells": cells}
+    write_json(Path(folder) / "clients.json", results)
+    write_text(Path(folder) / "clients.md", markdown(results))
+    draw(results, Path(folder) / "clients.png")
+    return results
+
+
+def _order(ways: Sequence[str], clients: Sequence[int], turns: int) -> Iterator[tuple[str, int, int]]:
+    """Keys of cells; every other turn goes backwards through the ways, so none always comes first."""
+    for turn in range(turns):
+        for n in clients:
+            for way in reversed(ways) if turn % 2 else ways:
+                yield way, n, turn
+
+
+def summary(own: Sequence[Cell], alone: Sequence[Cell]) -> dict[str, Any]:
+    """Figures of one way with so many clients, over all its turns.
+
+    Args:
+        own: its turns.
+        alone: those of the target alone with as many clients; empty: not measured, then the speed-up is None.
+
+    Returns:
+        `speedup` is in answers/s, `speedup_range` its lowest and highest turn (None for a single one).
+    """
+    first = own[0]
+    answers, seconds = sum(cell.answers for cell in own), sum(cell.wall_s for cell in own)
+    drafted, kept = sum(cell.draft_tokens for cell in own), sum(cell.accepted_tokens for cell in own)
+    right = None if any(cell.correct is None for cell in own) else sum(cell.correct or 0 for cell in own)
+    # By answers, since a way may write shorter ones.
+    each = [_answers_per_s([cell]) / _answers_per_s([other]) for cell, other in zip(own, alone, strict=False)]
+    first_s, all_s = ([s for cell in own for s in getattr(cell, name)] for name in ("first_s", "all_s"))
+    return {
+        "way": first.way,
+        "clients": first.clients,
+        "answers": answers,
+        "accuracy": None if right is None else right / answers,
+        # The turns ask the same problems: together they tell no more about accuracy than one.
+        "accuracy_ci": None if right is None else wilson_interval(round(right / len(own)), first.answers),
+        "tokens_per_s": sum(cell.tokens for cell in own) / seconds,
+        "speedup": _answers_per_s(own) / _answers_per_s(alone) if alone else None,
+        "speedup_range": [min(each), max(each)] if len(each) > 1 else None,
+        "first_p50_s": _percentile(first_s, 50),
+        "first_p99_s": _percentile(first_s, 99),
+        "p50_s": _percentile(all_s, 50),
+        "p99_s": _percentile(all_s, 99),
+        "acceptance_rate": kept / drafted if drafted else None,
+        "coordinator_cpu_ms": 1000 * sum(cell.cpu_s for cell in own) / answers,
+    }
+
+
+def _answers_per_s(cells: Sequence[Cell]) -> float:
+    return sum(cell.answers for cell in cells) / sum(cell.wall_s for cell in cells)
+
+
+def table(results: dict[str, Any]) -> Table:
+    """What fits a terminal of 80 columns; `markdown` has the rest."""
+    shown = Table(title="Clients at a time", header_style="bold")
+    for name in _SHORT:
+        shown.add_column(name, justify="left" if name == "way" else "right")
+    for cell in results["cells"]:
+        row = dict(zip(_HEADER, _row(cell), strict=True))
+        shown.add_row(*(row[name].partition(" (")[0] for name in _SHORT))
+    return shown
+
+
+def markdown(results: dict[str, Any]) -> str:
+    lines = [f"{key}: {value}" for key, value in results["about"].items()]
+    rows = ["| " + " | ".join(row) + " |" for row in (_HEADER, ["---"] * len(_HEADER), *map(_row, results["cells"]))]
+    return "\n".join([*(f"- {line}" for line in lines), "", *rows]) + "\n"
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Answers per second over the target alone, and the median time of an answer, at each number of clients."""
+    figure = Figure(figsize=(8.4, 4.0), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    compared = all(cell["speedup"] for cell in results["cells"])
+    for way, colour in zip(dict.fromkeys(cell["way"] for cell in results["cells"]), cycle(_COLOURS), strict=False):
+        own = [cell for cell in results["cells"] if cell["way"] == way]
+        at = [cell["clients"] for cell in own]
+        speed = [cell["speedup" if compared else "tokens_per_s"] for cell in own]
+        left.plot(at, speed, "o-", color=colour, linewidth=1.2, markersize=5, label=_label(way))
+        right.plot(at, [cell["p50_s"] for cell in own], "o-", color=colour, linewidth=1.2, markersize=5)
+    left.set_ylabel("answers/s over the target alone" if compared else "tokens/s")
+    right.set_ylabel("median time of an answer, s")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({cell["clients"] for cell in results["cells"]}))
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        axes.set_xlabel("clients at a time")
+        plain(axes)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    with replacing(path) as beside:
+        figure.savefig(beside, format="png")
+
+
+async def _measure(
+    coordinator: Coordinator,
+    way: str,
+    clients: int,
+    turn: int,
+    problems: Sequence[BenchProblem],
+    check: Callable[[Any, str], bool | None],
+    settings: GenerationSettings,
+) -> Cell:
+    coordinator.forget()  # what another cell has read is not there for this one
+    coordinator.falls_back = False
+    settings = settings.override(resume=resume_of(way) or settings.resume, adaptive=is_adaptive(way))
+    waiting = iter(problems)
+    first_s, all_s, found = [], [], []
+
+    async def client() -> None:
+        for problem in waiting:
+            begun, first = time.perf_counter(), None
+            events = coordinator.events(problem.prompt, settings, alone=way.startswith("target"))
+            async with aclosing(events):
+                async for event in events:
+                    if first is None and isinstance(event, (Accepted, Resumed)) and event.text:
+                        first = time.perf_counter()
+                    if isinstance(event, Done):
+                        found.append((problem, event.generation))
+            end = time.perf_counter()
+            first_s.append((first or end) - begun)
+            all_s.append(end - begun)
+
+    cpu, start = time.process_time(), time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+    right = [check(problem, generation.text) for problem, generation in found]
+    return Cell(
+        way,
+        clients,
+        wall,
+        len(found),
+        None if None in right else sum(map(bool, right)),
+        sum(len(generation.token_ids) for _, generation in found),
+        sum(generation.stats.draft_tokens for _, generation in found),
+        sum(generation.stats.accepted_tokens for _, generation in found),
+        cpu,
+        [round(s, 4) for s in first_s],
+        [round(s, 4) for s in all_s],
+        turn,
+    )
+
+
+_HEADER = ["way", "clients", "right", "answers/s over target", "tokens/s", "first text p50", "first text p99"]
+_HEADER += ["answer p50", "answer p99", "kept", "coordinator CPU"]
+_SHORT = ["way", "clients", "right", "answers/s over target", "tokens/s", "answer p50", "kept"]
+
+
+def _row(cell: dict[str, Any]) -> list[str]:
+    low, high = cell["accuracy_ci"] or (0.0, 0.0)
+    return [
+        _label(cell["way"]),
+        str(cell["clients"]),
+        "" if cell["accuracy"] is None else f"{100 * cell['accuracy']:.1f} % ({100 * low:.0f}–{100 * high:.0f})",
+        format_times(cell["speedup"], cell["speedup_range"]),
+        f"{cell['tokens_per_s']:.0f}",
+        *(f"{cell[name]:.2f} s" for name in ("first_p50_s", "first_p99_s", "p50_s", "p99_s")),
+        "" if cell["acceptance_rate"] is None else f"{100 * cell['acceptance_rate']:.0f} %",
+        f"{cell['coordinator_cpu_ms']:.1f} ms",
+    ]
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]

@@ -1,0 +1,201 @@
+"""From records to results: accuracies, speeds and their intervals, as JSON-ready numbers and as a Markdown page.
+
+`summarise` returns `{"environment", "modes": {mode: figures}, "limit", "acceptance", "sweep", "records"}`, and
+"categories" where the problems have some; the records (see `parse_infer.evaluation.results_file`) are all that it needs to
+do so again. Figures of a mode:
+
+- accuracy, accuracy_ci: share of right answers, 95 % Wilson interval; where the task has no references
+  (environment: scored is False), the share of answers that are the target's own;
+- accuracy_diff, accuracy_diff_ci: accuracy minus the target's on the same problems, 95 % interval (Newcombe, paired);
+- tokens_per_s: all tokens of its answers / all seconds it took;
+- speedup, speedup_ci: its tokens_per_s / the target's, paired bootstrap. Fair to a mode that answers at other length;
+- time_speedup, time_speedup_ci: the target's time per answer / its own. What a user waits for;
+- acceptance_rate: accepted / proposed draft tokens;
+- target_forwards, drafter_forwards: forwards of the target, and of token drafters, per answer;
+- acceptance_length: tokens per forward of the target (for the draft model alone it says nothing);
+- limit_share: its tokens_per_s / those of the limit, which is the draft model alone plus one target forward that reads
+  prompt and draft. Only what speeds up the draft model itself can go beyond it.
+
+With repeats, the median time of a problem counts. Where the target (or the draft model) was not run, what compares
+with it is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from parse_infer.evaluation.records import Record
+from parse_infer.evaluation.results_file import to_columns
+from parse_infer.evaluation.statistics import difference_interval, rate_ratio_interval, wilson_interval
+
+Figures = dict[str, Any]
+
+
+def summarise(
+    records: Sequence[Record],
+    problem_ids: Sequence[str],
+    environment: dict[str, Any],
+    categories: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The content of `results.json`; every mode must have a record for every problem, a sweep for the first ones.
+
+    Args:
+        categories: of problems, by id; they get a table of their own.
+    """
+    if any(record.correct is None for record in records):  # then nothing tells for any of them
+        environment, records = environment | {"scored": False}, _compared(records)
+    table = _by_mode(records, problem_ids)
+    seed = int(environment.get("seed", 0))
+    base = {name: rows for name, rows in table.items() if "@" not in name}
+    order = [name for name in environment.get("modes", base) if name in base]
+    modes = {name: _figures(base[name], base, seed) for name in order}
+    results = {
+        "environment": environment,
+        "modes": modes,
+        "limit": None,
+        "acceptance": None,
+        "sweep": None,
+        "categories": None,
+    }
+    if "draft" in base:
+        results["limit"] = {"tokens_per_s": _limit_rate(base["draft"])}
+    if "parse" in base:
+        parse = modes["parse"]
+        results["acceptance"] = {
+            "semantic": parse["semantic_acceptance"],
+            "token_exact": parse["token_exact_acceptance"],
+        }
+    swept = {name: rows for name, rows in table.items() if "@" in name}
+    if swept:
+        n = min(len(rows) for rows in swept.values())
+        part = {name: rows[:n] for name, rows in base.items()}
+        points = []
+        for name, rows in swept.items():
+            mode, _, threshold = name.partition("@")
+            points.append({"mode": mode, "threshold": float(threshold), **_figures(rows, part, seed)})
+        points.sort(key=lambda point: (point["mode"], point["threshold"]))
+        results["sweep"] = {
+            "problems": n,
+            "points": points,
+            "modes": {name: _figures(part[name], part, seed) for name in order},
+        }
+    if categories:
+        results["categories"] = _by_category(base, order, categories)
+    results["records"] = to_columns(records, problem_ids)
+    return results
+
+
+def _compared(records: Sequence[Record]) -> list[Record]:
+    """Without references, an answer counts that is the target's own; none does where the target alone was not run."""
+    own = {(r.problem_id, r.repeat): r.text for r in records if r.mode == "target"}
+    return [replace(r, correct=r.text == own.get((r.problem_id, r.repeat))) for r in records]
+
+
+def _by_category(
+    base: dict[str, list[Record]], order: Sequence[str], categories: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """For each category: its problems, and for each mode tokens per forward of the target and the speed-up."""
+    found: dict[str, dict[str, Any]] = {}
+    for category in sorted(set(categories.values())):
+        part = {name: [r for r in base[name] if categories.get(r.problem_id) == category] for name in order}
+        rates = {name: sum(r.n_tokens for r in rows) / sum(r.seconds for r in rows) for name, rows in part.items()}
+        found[category] = {
+            "n": len(part[order[0]]),
+            "modes": {
+                name: {
+                    "acceptance_length": sum(r.n_tokens for r in rows) / max(1, sum(r.target_forwards for r in rows)),
+                    "speedup": rates[name] / rates["target"] if "target" in rates else None,
+                }
+                for name, rows in part.items()
+            },
+        }
+    return found
+
+
+def _by_mode(records: Sequence[Record], problem_ids: Sequence[str]) -> dict[str, list[Record]]:
+    """One record per problem (in order) and mode: the first repeat's, with the median time of all."""
+    place = {problem: i for i, problem in enumerate(problem_ids)}
+    groups: dict[str, dict[str, list[Record]]] = {}
+    for record in records:
+        if record.problem_id in place:
+            groups.setdefault(record.mode, {}).setdefault(record.problem_id, []).append(record)
+    table = {}
+    for mode, problems in groups.items():
+        rows = []
+        for problem in sorted(problems, key=place.__getitem__):
+            repeats = sorted(problems[problem], key=lambda r: r.repeat)
+            prefill = [r.prefill_s for r in repeats if r.prefill_s is not None]
+            medians: dict[str, Any] = {"seconds": float(np.median([r.seconds for r in repeats]))}
+            if prefill:
+                medians["prefill_s"] = float(np.median(prefill))
+            rows.append(Record(**{**repeats[0].__dict__, **medians}))
+        table[mode] = rows
+    return table
+
+
+def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int) -> Figures:
+    """All figures of one mode; `base` has the plain modes on the same problems."""
+    n = len(rows)
+    tokens, seconds = [r.n_tokens for r in rows], [r.seconds for r in rows]
+    right = [bool(r.correct) for r in rows]
+    rate = sum(tokens) / sum(seconds)
+    figures: Figures = {
+        "n": n,
+        "accuracy": sum(right) / n,
+        "accuracy_ci": wilson_interval(sum(right), n),
+        "accuracy_diff": None,
+        "accuracy_diff_ci": None,
+        "tokens_per_s": rate,
+        "speedup": None,
+        "speedup_ci": None,
+        "time_speedup": None,
+        "time_speedup_ci": None,
+        "acceptance_rate": None,
+        "target_forwards": sum(r.target_forwards for r in rows) / n,
+        "drafter_forwards": sum(r.drafter_forwards or 0 for r in rows) / n,
+        "acceptance_length": sum(tokens) / max(1, sum(r.target_forwards for r in rows)),
+        "limit_share": None,
+        "seconds_per_answer": sum(seconds) / n,
+        "seconds_median": float(np.median(seconds)),
+        "seconds_p90": float(np.percentile(seconds, 90)),
+        "tokens_per_answer": sum(tokens) / n,
+        "cut_off": sum(r.finish_reason == "length" for r in rows) / n,
+    }
+    if "target" in base:
+        target = base["target"]
+        their_tokens, their_seconds = [r.n_tokens for r in target], [r.seconds for r in target]
+        theirs, ones = [bool(r.correct) for r in target], np.ones(n)
+        figures |= {
+            "accuracy_diff": (sum(right) - sum(theirs)) / n,
+            "accuracy_diff_ci": difference_interval(right, theirs, seed=seed),
+            "speedup": rate / (sum(their_tokens) / sum(their_seconds)),
+            "speedup_ci": rate_ratio_interval(tokens, seconds, their_tokens, their_seconds, seed=seed),
+            "time_speedup": sum(their_seconds) / sum(seconds),
+            "time_speedup_ci": rate_ratio_interval(ones, seconds, ones, their_seconds, seed=seed),
+        }
+    if "draft" in base:
+        figures["limit_share"] = rate / _limit_rate(base["draft"])
+    if rows[0].draft_tokens is not None:
+        proposed = max(1, sum(r.draft_tokens or 0 for r in rows))
+        accepted = sum(r.accepted_tokens or 0 for r in rows)
+        figures["acceptance_rate"] = accepted / proposed
+        if rows[0].mode.startswith("parse"):
+            figures["semantic_acceptance"] = (accepted - sum(r.exact_tail_tokens or 0 for r in rows)) / proposed
+            figures["token_exact_acceptance"] = _token_exact(base.get("draft"))
+    return figures
+
+
+def _limit_rate(draft: Sequence[Record]) -> float:
+    """Tokens per second of the draft model alone plus one target forward over prompt and draft."""
+    return sum(r.n_tokens for r in draft) / sum(r.seconds + (r.prefill_s or 0.0) for r in draft)
+
+
+def _token_exact(draft: Sequence[Record] | None) -> float | None:
+    """Share of the draft tokens before the first that differs from the target's greedy choice."""
+    if draft is None:
+        return None
+    return sum(r.token_exact_tokens or 0 for r in draft) / max(1, sum(r.n_tokens for r in draft))

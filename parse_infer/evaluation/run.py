@@ -1,0 +1,223 @@
+"""The benchmark: every mode answers the same problems, interleaved, and everything is written down.
+
+`run_bench` measures and reports; it goes on where an interrupted run in the same folder has stopped. Problems and
+checker are arguments: where they come from is the command line's business.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from parse_infer.acceptance import check_threshold
+from parse_infer.engine import ParseEngine
+from parse_infer.evaluation.figure import draw_figure
+from parse_infer.evaluation.mode_names import DEFAULT_MODES, DRAFTING, SWEPT, check_modes
+from parse_infer.evaluation.modes import BenchProblem, Mode, make_modes, problems_digest, read_draft, timed
+from parse_infer.evaluation.records import Record
+from parse_infer.evaluation.report import summarise
+from parse_infer.evaluation.results_file import write_results
+from parse_infer.evaluation.tables import markdown
+from parse_infer.files import write_text
+from parse_infer.settings import GenerationSettings, Resume
+from parse_infer.held_out import leave_out_learnt
+from parse_infer.models.environment import describe_run
+from parse_infer.record_store import RecordStore
+
+THRESHOLDS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99)
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What is measured. Part of the configuration that two halves of a run must share."""
+
+    modes: tuple[str, ...] = DEFAULT_MODES
+    max_new_tokens: int = GenerationSettings.max_new_tokens
+    threshold: float | None = None
+    """For the trained judge; None: the adapter's own."""
+    zero_shot_threshold: float | None = None
+    """For the zero-shot judge; None: 0.5."""
+    resume: Resume = GenerationSettings.resume
+    """What follows a rejected draft, in the PARSE modes; see `GenerationSettings.resume`."""
+    thresholds: tuple[float, ...] = THRESHOLDS
+    """Thresholds of the sweep behind the figure; () for none."""
+    sweep_limit: int = 100
+    """The sweep runs on the first problems only, this many."""
+    repeats: int = 1
+    """Runs of every mode on every problem; the median time counts."""
+    seed: int = 0
+    """Seed of the bootstrap (on the command line also of the problems)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "modes", check_modes(self.modes))
+        object.__setattr__(self, "thresholds", tuple(sorted({float(t) for t in self.thresholds})))
+        self.generation()  # names a wrong value
+        if self.repeats < 1:
+            raise ValueError(f"repeats is {self.repeats}; it must be at least 1")
+        if self.sweep_limit < 0:
+            raise ValueError(f"sweep_limit is {self.sweep_limit}; it must be at least 0")
+        for value in (*self.thresholds, self.zero_shot_threshold):
+            if value is not None:
+                check_threshold(value)
+
+    def generation(self) -> GenerationSettings:
+        """How every mode answers; greedy."""
+        return GenerationSettings(self.max_new_tokens, self.threshold, resume=self.resume)
+
+
+def run_bench(
+    engine: ParseEngine,
+    problems: Sequence[BenchProblem],
+    check: Callable[[Any, str], bool | None],
+    folder: str | Path,
+    settings: BenchSettings | None = None,
+    *,
+    task: str = "",
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Measure what is not measured yet, and write `results.json`, `results.md` and `figure.png` into `folder`.
+
+    Args:
+        engine: with target, draft model and adapter, as far as the modes need them.
+        problems: with different ids; those that the adapter was trained on are left out, see `leave_out_learnt`.
+        check: whether a text answers a problem; None where nothing tells.
+        folder: results and records; an interrupted run continues there.
+        task: what the problems are, for the report.
+        console: where the progress bar is drawn (None: standard error).
+
+    Returns:
+        The content of `results.json`; see `parse_infer.evaluation.report`.
+
+    Raises:
+        ValueError: no problems, two with one id, mostly training problems of the adapter, a mode that lacks a part,
+            or a folder with another benchmark.
+    """
+    settings = settings or BenchSettings()
+    if not problems:
+        raise ValueError("there are no problems to run: choose another task, split or limit")
+    name, count = Counter(p.id for p in problems).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{count} problems have the id {name!r}: give each its own")
+    problems = leave_out_learnt(problems, engine.train_problems)
+    if len({check(problem, "") is None for problem in problems}) > 1:
+        raise ValueError("some problems have references and others have none: run them as two benchmarks")
+    modes = make_modes(
+        engine,
+        settings.modes,
+        settings.generation(),
+        zero_shot_threshold=settings.zero_shot_threshold,
+        thresholds=settings.thresholds if settings.sweep_limit else (),
+    )
+    environment = {
+        **engine.describe_machine(),
+        **engine.describe(),
+        "task": task,
+        "problems": len(problems),
+        "digest": problems_digest(problems),
+    }
+    drafters = {mode.name: mode.engine.describe_drafters() for mode in modes if mode.engine is not None}
+    config = {**_as_config(settings), **environment, "drafters": drafters}
+    store = RecordStore(folder, config, Record)
+    _measure(engine, problems, check, modes, settings, store, console)
+    environment |= {**_as_config(settings), "chosen_threshold": _chosen(engine, settings), **describe_run()}
+    categories = {p.id: category for p in problems if (category := getattr(p, "metadata", {}).get("category"))}
+    results = summarise(list(store.records.values()), [p.id for p in problems], environment, categories)
+    folder = Path(folder)
+    draw_figure(results, folder / "figure.png")
+    write_text(folder / "results.md", markdown(results))
+    write_results(folder / "results.json", results)
+    return results
+
+
+def schedule(
+    problems: Sequence[BenchProblem], modes: Sequence[Mode], sweep_limit: int, repeats: int
+) -> Iterator[tuple[BenchProblem, Mode, int]]:
+    """All runs in order: problem by problem, each time starting with another mode, so that none is always first."""
+    for index, problem in enumerate(problems):
+        here = [mode for mode in modes if index < sweep_limit or "@" not in mode.name]
+        for repeat in range(repeats):
+            turn = (index + repeat) % len(here)
+            for mode in here[turn:] + here[:turn]:
+                yield problem, mode, repeat
+
+
+def _measure(
+    engine: ParseEngine,
+    problems: Sequence[BenchProblem],
+    check: Callable[[Any, str], bool | None],
+    modes: Sequence[Mode],
+    settings: BenchSettings,
+    store: RecordStore[Record],
+    console: Console | None,
+) -> None:
+    runs = list(schedule(problems, modes, settings.sweep_limit, settings.repeats))
+    pending = [run for run in runs if (run[0].id, run[1].name, run[2]) not in store.records]
+    if not pending:
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console or Console(stderr=True)) as progress:
+        bar = progress.add_task("warm-up", total=len(runs), completed=len(runs) - len(pending))
+        for mode in {run[1].name: run[1] for run in pending}.values():
+            timed(engine, mode, pending[0][0].prompt)  # not counted: first calls are slower
+        for problem, mode, repeat in pending:
+            progress.update(bar, description=mode.name)
+            store.append(_run(engine, problem, check, mode, repeat))
+            progress.advance(bar)
+
+
+def _run(
+    engine: ParseEngine, problem: BenchProblem, check: Callable[[Any, str], bool | None], mode: Mode, repeat: int
+) -> Record:
+    generation, seconds = timed(engine, mode, problem.prompt)
+    stats = generation.stats
+    drafted = mode.base in DRAFTING
+    prefill_s, token_exact = None, None
+    if mode.name == "draft":
+        prefill, token_exact = read_draft(engine, problem.prompt, generation.token_ids)
+        prefill_s = round(prefill, 4)
+    return Record(
+        problem_id=problem.id,
+        mode=mode.name,
+        repeat=repeat,
+        correct=check(problem, generation.text),
+        seconds=round(seconds, 4),
+        n_tokens=len(generation.token_ids),
+        text=generation.text,
+        finish_reason=generation.finish_reason,
+        target_forwards=stats.target_forwards,
+        draft_forwards=stats.draft_forwards,
+        drafter_forwards=stats.drafter_forwards,
+        draft_tokens=stats.draft_tokens if drafted else None,
+        accepted_tokens=stats.accepted_tokens if drafted else None,
+        exact_tail_tokens=stats.exact_tail_tokens if drafted else None,
+        prefill_s=prefill_s,
+        token_exact_tokens=token_exact,
+    )
+
+
+def _as_config(settings: BenchSettings) -> dict[str, Any]:
+    swept = any(name in SWEPT for name in settings.modes)
+    return {
+        "modes": list(settings.modes),
+        "max_new_tokens": settings.max_new_tokens,
+        "threshold": settings.threshold,
+        "zero_shot_threshold": settings.zero_shot_threshold,
+        "resume": settings.resume,
+        "thresholds": list(settings.thresholds) if swept else [],
+        "sweep_limit": settings.sweep_limit if swept else 0,
+        "repeats": settings.repeats,
+        "seed": settings.seed,
+    }
+
+
+def _chosen(engine: ParseEngine, settings: BenchSettings) -> float | None:
+    """The threshold that mode "parse" ran with."""
+    if engine.judge is None:
+        return None
+    return engine.threshold if settings.threshold is None else settings.threshold

@@ -1,0 +1,203 @@
+"""The results of a benchmark for people: one table on the terminal, one page of Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from parse_infer.evaluation.mode_names import describe
+
+HEADER = (
+    "mode",
+    "right, %",
+    "to target",
+    "tokens/s",
+    "speed-up",
+    "by time",
+    "s/answer",
+    "accepted, %",
+    "forwards",
+    "tokens each",
+    "of limit, %",
+)
+AGREES = "as the target, %"  # in place of "right, %" where nothing tells what is right
+SPEED_COLUMNS, COST_COLUMNS = range(1, 6), range(6, len(HEADER))
+WIDE = 130  # characters that all columns need
+
+
+def rows(modes: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Cells under `HEADER`, one row per mode; intervals in brackets are 95 % intervals."""
+    return [
+        [
+            name,
+            format_percent(m["accuracy"], m["accuracy_ci"]),
+            "" if name == "target" else format_points(m["accuracy_diff"], m["accuracy_diff_ci"]),
+            format_number(m["tokens_per_s"], 0),
+            format_times(m["speedup"], None if name == "target" else m["speedup_ci"]),
+            format_times(m["time_speedup"]),
+            format_number(m["seconds_per_answer"], 3),
+            format_percent(m["acceptance_rate"]),
+            format_number(m["target_forwards"], 1),
+            format_number(m["acceptance_length"] if m["target_forwards"] else None, 2),
+            format_percent(m["limit_share"]),
+        ]
+        for name, m in modes.items()
+    ]
+
+
+def header(environment: dict[str, Any]) -> tuple[str, ...]:
+    """Column headings of `rows`."""
+    return HEADER if environment.get("scored", True) else (HEADER[0], AGREES, *HEADER[2:])
+
+
+def terminal_tables(results: dict[str, Any], width: int) -> list[Table]:
+    """What `bench` prints: one table, or two where the terminal has fewer than `WIDE` columns."""
+    title = f"{results['environment']['problems']} problems; brackets: 95 % intervals"
+    if width >= WIDE:
+        return [_terminal_table(results, [*SPEED_COLUMNS, *COST_COLUMNS], title)]
+    return [_terminal_table(results, SPEED_COLUMNS, title), _terminal_table(results, COST_COLUMNS, None)]
+
+
+def _terminal_table(results: dict[str, Any], columns: Iterable[int], title: str | None) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column(HEADER[0], overflow="fold")  # the folder of a head may be long; figures are never cut
+    chosen = list(columns)
+    for i in chosen:
+        table.add_column(header(results["environment"])[i], justify="right", no_wrap=True)
+    for row in rows(results["modes"]):
+        cells = [row[i].replace(" [", "\n[") for i in chosen]  # intervals on a line of their own
+        table.add_row(row[0].replace(":", "\n  "), *cells, style="bold" if row[0] == "parse" else None)
+    return table
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The content of `results.md`: what ran on what, the table, acceptance, the sweep, definitions."""
+    environment = results["environment"]
+    lines = [
+        f"# {environment['problems']} problems of {environment['task']}",
+        "",
+        *_environment(environment),
+        "",
+        *markdown_table(header(environment), rows(results["modes"])),
+        "",
+    ]
+    lines += [f"- {name}: {describe(name)}" for name in results["modes"]]
+    lines += ["", *_notes(results), ""]
+    if results.get("categories"):
+        lines += ["## Tokens per target forward, by category", "", *category_table(results), ""]
+    if results["sweep"]:
+        sweep = results["sweep"]
+        lines += [f"## Thresholds, first {sweep['problems']} problems", ""]
+        right = header(results["environment"])[1]
+        heading = ("mode", "threshold", right, "against target, points", "speed-up", "accepted, %")
+        cells = [
+            [
+                p["mode"],
+                f"{p['threshold']:g}",
+                format_percent(p["accuracy"], p["accuracy_ci"]),
+                format_points(p["accuracy_diff"], p["accuracy_diff_ci"]),
+                format_times(p["speedup"], p["speedup_ci"]),
+                format_percent(p["acceptance_rate"]),
+            ]
+            for p in sweep["points"]
+        ]
+        lines += [*markdown_table(heading, cells), "", "![speed-up against accuracy](figure.png)", ""]
+    return "\n".join(lines)
+
+
+def category_table(results: dict[str, Any]) -> list[str]:
+    """Lines of Markdown: tokens per forward of the target, and the speed-up, for each category and mode."""
+    names = [name for name in results["modes"] if name not in ("target", "draft")]
+    cells = [
+        [category, str(part["n"])]
+        + [
+            f"{part['modes'][name]['acceptance_length']:.2f} ({format_times(part['modes'][name]['speedup'])})"
+            for name in names
+        ]
+        for category, part in results["categories"].items()
+    ]
+    return markdown_table(("category", "prompts", *(f"`{name}`" for name in names)), cells)
+
+
+def acceptance_note(results: dict[str, Any]) -> str:
+    """How much of the draft is right against how much is worded as the target words it; "" where it is not known."""
+    acceptance = results["acceptance"]
+    if not acceptance or acceptance["token_exact"] is None:
+        return ""
+    return (
+        f"Share of the draft kept by validity: {format_percent(acceptance['semantic'])} %; share before the first "
+        f"token that differs from the target's greedy choice: {format_percent(acceptance['token_exact'])} %."
+    )
+
+
+def machine(environment: dict[str, Any]) -> str:
+    """What it ran on, in words."""
+    name = environment.get("gpu") or environment["cpu"]
+    counts = [f"{environment[f'{part}s']} {part}{'s' * (environment[f'{part}s'] != 1)}" for part in ("core", "thread")]
+    return ", ".join([name, *counts])
+
+
+def _environment(environment: dict[str, Any]) -> list[str]:
+    lines = [
+        f"`{environment['command']}`, {environment['date']}.",
+        "",
+        f"{machine(environment)}; {environment['device']}, "
+        f"{environment['dtype']}; torch {environment['torch']}, transformers {environment['transformers']}.",
+    ]
+    for role in ("target", "draft"):
+        model = environment.get(role)
+        if model:
+            lines.append(f"{role.capitalize()}: {model['name']}, {model['parameters'] / 1e6:.1f} M parameters.")
+    lines.append(
+        f"Greedy, at most {environment['max_new_tokens']} tokens, {environment['repeats']} run(s) per problem and "
+        f"mode; threshold {environment['chosen_threshold']}, resume {environment['resume']}. Modes take turns on each "
+        "problem, from empty caches, after a warm-up that does not count."
+    )
+    return lines
+
+
+def _notes(results: dict[str, Any]) -> list[str]:
+    lines = [
+        "To target: difference in percentage points. Forwards: of the target, per answer; tokens each: tokens per "
+        "forward. Brackets: 95 % intervals (Wilson for shares, Newcombe for differences of them, a paired bootstrap "
+        "over problems for speed-ups). Speed-up: ratio of tokens per second, all tokens over all seconds; by time: "
+        "ratio of seconds per answer. Accepted: share of draft tokens that became part of the answer. "
+        "Limit: the draft model alone plus one target forward over prompt and draft."
+    ]
+    if results["limit"]:
+        lines[0] += f" Here it is {results['limit']['tokens_per_s']:.0f} tokens/s."
+    note = acceptance_note(results)
+    lines += ["", note] if note else []
+    return lines
+
+
+def markdown_table(heading: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    rule = ["---"] + ["---:"] * (len(heading) - 1)
+    return ["| " + " | ".join(row) + " |" for row in (heading, rule, *cells)]
+
+
+def format_number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def format_percent(value: float | None, interval: Sequence[float] | None = None) -> str:
+    if value is None:
+        return ""
+    around = f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]" if interval else ""
+    return f"{100 * value:.1f}{around}"
+
+
+def format_points(value: float | None, interval: Sequence[float] | None) -> str:
+    if value is None or interval is None:
+        return ""
+    return f"{100 * value:+.1f} [{100 * interval[0]:+.1f}, {100 * interval[1]:+.1f}]"
+
+
+def format_times(value: float | None, interval: Sequence[float] | None = None) -> str:
+    if value is None:
+        return ""
+    around = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
+    return f"{value:.2f}×{around}"

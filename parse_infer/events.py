@@ -1,0 +1,58 @@
+"""What happens while an answer is written, in the order in which `ParseEngine.stream` yields it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parse_infer.output import Generation, Segment
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """The draft model has proposed `text` (already cut at the first stop string and at the budget)."""
+
+    round: int
+    text: str
+    n_tokens: int
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One verification pass has read the draft. No segments in mode "exact" or for an empty draft."""
+
+    round: int
+    segments: list[Segment]
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What is kept of the draft, and what is dropped. `text` continues the answer so far."""
+
+    round: int
+    text: str
+    n_tokens: int
+    rejected: str
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The target has written one token. `text` is what became readable with it: "" while a character that spans
+    tokens is incomplete. The texts of all Accepted and Resumed events concatenate to the answer."""
+
+    round: int
+    text: str
+    token_id: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """The answer is complete."""
+
+    generation: Generation
+
+
+Event = Drafted | Verified | Accepted | Resumed | Done
+
+
+class Interrupted(Exception):
+    """A stream has ended because nobody wants it any more."""

@@ -1,0 +1,202 @@
+"""The validity adapter: a probe, a low-rank update for it, and a head that reads the validity off its last token.
+
+On disk it is a folder of safetensors and JSON: `adapter_config.json` and `adapter_model.safetensors` (plain peft),
+`validity_head.safetensors`, `validity_config.json` and `README.md`. One without a probe has no peft files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from parse_infer.judge.adapter_files import judge_fingerprint, read_adapter, write_adapter
+from parse_infer.judge.head import Probe, ValidityHead
+from parse_infer.judge.probe_lora import ProbeLoRA
+from parse_infer.models.fingerprint import describe_target, fingerprint, same_weights
+
+__all__ = ["Probe", "ValidityAdapter", "ValidityConfig", "ValidityHead", "describe_target", "fingerprint"]
+
+SCHEMA_VERSION = 1
+_NEEDED = ("probe_ids", "probe_text", "target")
+
+
+@dataclass
+class ValidityConfig:
+    """Content of validity_config.json.
+
+    Attributes:
+        probe_ids, probe_text: the probe; empty where token doubt decides alone.
+        token_rank: of the head's `TokenDoubt`; 0: it has none.
+        surprise_vocab_size: how many tokens of the vocabulary it compares with; 0: all of them.
+        closes_turn: the probe itself ends the assistant's turn (`Probe.closes_turn`).
+        verbalizer: the words (valid, not valid) that the head was initialised from.
+        cut_policy: `CutPolicy.to_dict()` of the cuts the adapter was trained on.
+        target: `describe_target(model)`: name, model_type, hidden_size, num_hidden_layers, vocab_size, fingerprint.
+        label: definition of the training label.
+        probability: scale and shift of the logit, fitted so that validities are probabilities; None: as it comes.
+        threshold: calibrated threshold; None: not calibrated.
+        risk: risk level of the threshold.
+        metrics: held-out figures.
+        provenance: data, code and settings that made the adapter.
+    """
+
+    probe_ids: tuple[int, ...]
+    probe_text: str
+    target: dict[str, Any]
+    token_rank: int = 0
+    surprise_vocab_size: int = 0
+    closes_turn: bool = False
+    verbalizer: tuple[str, str] | None = None
+    cut_policy: dict[str, Any] = field(default_factory=dict)
+    label: dict[str, Any] = field(default_factory=dict)
+    probability: dict[str, float] | None = None
+    threshold: float | None = None
+    risk: dict[str, Any] | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        self.probe_ids = tuple(self.probe_ids)
+        self.verbalizer = None if self.verbalizer is None else tuple(self.verbalizer)  # type: ignore[assignment]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ValidityConfig:
+        """Raises ValueError for another schema version or a missing key; keys that are not known are left out."""
+        version = values.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ValueError(
+                f"validity_config.json has schema version {version}, this parse-engine reads {SCHEMA_VERSION}: "
+                "install the version that wrote it, or export the adapter again"
+            )
+        needed = ("target",) if values.get("probe_ids") == [] and values.get("token_rank") else _NEEDED
+        missing = [key for key in needed if not values.get(key)]
+        if missing:
+            raise ValueError(f"validity_config.json has no {missing[0]}: the adapter was not exported completely")
+        scaled = values.get("probability")
+        if scaled is not None and not (set(scaled) == {"scale", "shift"} and scaled["scale"] > 0):
+            raise ValueError(f"validity_config.json has probability {scaled}: it needs a scale above 0 and a shift")
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+
+
+@dataclass
+class ValidityAdapter:
+    """A trained judge for one target.
+
+    Attributes:
+        config: see `ValidityConfig`.
+        head: the read-out, on the target's device.
+        lora: the update bound to a loaded target; None while nothing is bound (an adapter about to be saved), and
+            without a probe, which alone is updated.
+        peft_config: content of adapter_config.json; empty without a probe.
+        tensors: content of adapter_model.safetensors, by peft's names; empty without a probe.
+        train_problems: hashes of the prompts that it was trained on, where they are known.
+    """
+
+    config: ValidityConfig
+    head: ValidityHead
+    lora: ProbeLoRA | None = None
+    peft_config: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    train_problems: frozenset[str] = frozenset()
+
+    @property
+    def probe(self) -> Probe:
+        return Probe(self.config.probe_ids, self.config.probe_text, self.config.closes_turn)
+
+    @property
+    def fingerprint(self) -> str:
+        return judge_fingerprint((self.peft_config, self.config.to_dict()), (self.tensors, self.head.state_dict()))
+
+    def save_pretrained(self, folder: str | Path, figures: Mapping[str, bytes] | None = None) -> Path:
+        """Write the files, all or nothing: into a temporary folder beside `folder`, which is then renamed.
+
+        Args:
+            figures: PNG files by name, for the model card.
+
+        Raises:
+            ValueError: there is no low-rank update to save, or `folder` holds something else than an adapter.
+        """
+        if self.config.probe_ids and not (self.peft_config and self.tensors):
+            raise ValueError("an adapter without its peft configuration and weights cannot be saved")
+        peft_config = dict(self.peft_config)
+        if peft_config:
+            peft_config["base_model_name_or_path"] = self.config.target.get("name")
+            peft_config["alora_invocation_tokens"] = list(self.config.probe_ids)
+        head = {
+            name: tensor.float() if tensor.is_floating_point() else tensor
+            for name, tensor in self.head.state_dict().items()
+        }
+        return write_adapter(
+            Path(folder), peft_config, self.tensors, head, self.config.to_dict(), figures or {}, self.train_problems
+        )
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, target: PreTrainedModel) -> ValidityAdapter:
+        """Load an adapter (local folder or Hugging Face id) for `target`.
+
+        Raises:
+            FileNotFoundError: no such folder or id, or a file is missing.
+            ValueError: a file is damaged, or the adapter belongs to another model.
+        """
+        files = read_adapter(name_or_path)
+        config = ValidityConfig.from_dict(files.validity_config)
+        check_target(str(name_or_path), config.target, describe_target(target))
+        head = read_head(str(name_or_path), config, files.head).to(target.device)
+        lora = ProbeLoRA.from_peft(files.peft_config, files.tensors, target) if config.probe_ids else None
+        return cls(config, head, lora, files.peft_config, files.tensors, files.train_problems)
+
+
+def read_head(adapter: str, config: ValidityConfig, tensors: Mapping[str, Tensor]) -> ValidityHead:
+    """The head in an adapter's files, in float32 and without gradient.
+
+    Raises:
+        ValueError: the files do not go together, or name tokens outside the target's vocabulary.
+    """
+    size = config.surprise_vocab_size
+    vocabulary = torch.zeros(size, dtype=torch.long) if size and config.token_rank else None
+    head = ValidityHead(config.target["hidden_size"], config.token_rank, vocabulary, bool(config.probe_ids)).float()
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    if shapes != {key: tuple(tensor.shape) for key, tensor in head.state_dict().items()}:
+        raise ValueError(f"the validity head of {adapter} holds {shapes}: its files do not go together")
+    head.load_state_dict(tensors)
+    _check_tokens("probe", config.probe_ids, config.target["vocab_size"])
+    if head.tokens is not None and head.tokens.vocabulary is not None:
+        _check_tokens("part of the vocabulary", head.tokens.vocabulary.tolist(), config.target["vocab_size"])
+    return head.requires_grad_(False).eval()
+
+
+def check_target(adapter: str, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming both, unless an adapter's `target` entry describes the model that `found` describes.
+
+    Args:
+        expected, found: as `describe_target` makes them; fingerprints are compared where `found` has one.
+    """
+    shape = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+    wrong = [key for key in shape if expected.get(key) != found[key]]
+    if wrong:
+        differs = ", ".join(f"{key} {expected.get(key)} and not {found[key]}" for key in wrong)
+        raise ValueError(
+            f"the adapter {adapter} was trained for the target {expected.get('name')!r} and does not fit "
+            f"{found['name']!r}: it expects {differs}"
+        )
+    if "fingerprint" in found and not same_weights(str(expected.get("fingerprint")), found["fingerprint"]):
+        raise ValueError(
+            f"the adapter {adapter} was trained for the target {expected.get('name')!r}; {found['name']!r} has the "
+            "same shape but other weights: load the target it was trained on, or train an adapter for this one"
+        )
+
+
+def _check_tokens(what: str, ids: Sequence[int], size: int) -> None:
+    wrong = [i for i in ids if not (isinstance(i, int) and 0 <= i < size)]
+    if wrong:
+        raise ValueError(f"the adapter's {what} has tokens outside the target's vocabulary of {size}: {wrong[:5]}")

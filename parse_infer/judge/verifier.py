@@ -1,0 +1,221 @@
+"""One verification pass: the validity of a draft at every cut, from a single forward of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, cast
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
+
+from parse_infer.judge.adapter import ValidityConfig
+from parse_infer.judge.cuts import Segmenter
+from parse_infer.judge.head import PartOfVocabulary, Probe, TokenDoubt, ValidityHead, surprise
+from parse_infer.judge.packing import probes, readout_index
+from parse_infer.judge.probe_lora import ProbeLoRA
+from parse_infer.models.architecture import text_config
+from parse_infer.models.attention import enable_split_attention
+from parse_infer.models.decoder import Decoder
+
+
+class Judge(Protocol):
+    """What a verifier needs: `ValidityAdapter` (trained) and `ZeroShotJudge` both are one."""
+
+    config: ValidityConfig
+    head: ValidityHead
+    lora: ProbeLoRA | None
+
+    @property
+    def probe(self) -> Probe: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells another judge apart."""
+        ...
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Result of one verification pass.
+
+    Attributes:
+        cuts: K token offsets in the draft.
+        validity: K probabilities; validity[k] belongs to the prefix draft[:cuts[k]].
+        hidden: [1 + len(draft), H]; entry i is the target's final-norm state that predicts draft token i, the last one
+            what follows the whole draft; [0, H] for an empty draft. `decoder.logits(hidden[cut])` resumes at a cut
+            without a forward. It holds its own memory: the states of prompt and probes are freed.
+        own_choice: for each draft token whether it is the target's greedy choice; None where that was not needed.
+        offsets: the rows that `compact` has left in `hidden`; None: all of them.
+    """
+
+    cuts: list[int]
+    validity: list[float]
+    hidden: Tensor
+    own_choice: list[bool] | None = None
+    offsets: list[int] | None = None
+
+    def state(self, offset: int) -> Tensor:
+        """Row `offset` of all rows, [H]. ValueError for one that `compact` has dropped."""
+        return self.hidden[offset if self.offsets is None else self.offsets.index(offset)]
+
+    def compact(self, offsets: Collection[int]) -> Verification:
+        """The same without the states of all rows but these, so that many verifications may be kept."""
+        kept = sorted(set(offsets))
+        return replace(self, hidden=self.hidden[kept], offsets=kept)
+
+
+class Verifier:
+    """Runs verification passes with one decoder and one judge.
+
+    Args:
+        decoder: the target's decoder. Split attention is enabled on its model.
+        judge: adapter or zero-shot judge; None: passes without cuts only, as mode "exact" runs them.
+        segmenter: finds the cuts.
+
+    Raises:
+        ValueError: the target's architecture cannot run the packed pass exactly (checked once per model, on a few
+            tokens).
+    """
+
+    def __init__(self, decoder: Decoder, judge: Judge | None, segmenter: Segmenter) -> None:
+        enable_split_attention(decoder.model)
+        _check_packed_pass(decoder.model)
+        self.decoder = decoder
+        self.judge = judge
+        self.segmenter = segmenter
+        self._probe = Probe((), "") if judge is None else judge.probe
+        tokens = None if judge is None else judge.head.tokens
+        vocabulary = None if tokens is None else tokens.vocabulary
+        self._part = None if vocabulary is None else PartOfVocabulary.of(decoder.model, vocabulary)
+        self._embeddings = cast(nn.Embedding, decoder.model.get_input_embeddings())
+
+    @torch.inference_mode()
+    def verify(self, draft_ids: Sequence[int], cuts: Sequence[int] | None = None) -> Verification:
+        """Judge a draft that follows the decoder's context. One forward (several for a long text), and one device
+        synchronisation at the end.
+
+        Nothing is run for an empty draft. Else the decoder's context is context + draft afterwards, all of it cached:
+        resume with `decoder.seek(context + draft[:cut])` and `decoder.set_next_logits(decoder.logits(hidden[cut]))`.
+
+        Args:
+            draft_ids: draft in target tokens, its end token included.
+            cuts: strictly increasing offsets in 0..len(draft); by default the segmenter's.
+
+        Raises:
+            ValueError: cuts out of order or range, cuts without a judge, or an empty context.
+        """
+        cuts = self.segmenter.cuts(draft_ids) if cuts is None else list(cuts)
+        if any(not 0 <= c <= len(draft_ids) for c in cuts) or any(
+            b <= a for a, b in zip(cuts, cuts[1:], strict=False)
+        ):
+            raise ValueError(f"cuts must increase strictly within 0..{len(draft_ids)}, not {cuts}")
+        judge = self.judge
+        if judge is None and cuts:
+            raise ValueError("this verifier has no judge, so it can verify drafts without cuts only")
+        if not draft_ids and not cuts:
+            return Verification([], [], self._embeddings.weight.new_empty(0, self._embeddings.weight.shape[1]))
+        start = len(self.decoder.ids)
+        visible = [start + cut - self._repeats_end(draft_ids, cut) for cut in cuts]
+        probed = len(cuts) * len(self._probe.ids)
+        lora = None if judge is None else judge.lora
+        behind = probes(self._probe.ids, visible, start + len(draft_ids), self.decoder.device) if probed else None
+        if behind is not None and lora is not None:
+            behind = replace(behind, within=partial(lora.applied, probed))
+        output = self.decoder.forward(draft_ids, behind)
+        hidden = output.hidden.clone()  # it views the probes' states too
+        if judge is None or not cuts:
+            return Verification(cuts, [], hidden)
+        asked = output.trailing[readout_index(len(cuts), len(self._probe.ids))] if probed else None
+        tokens = judge.head.tokens
+        if tokens is None:
+            return Verification(cuts, self._validity(judge.head(asked)).tolist(), hidden)
+        doubt, own_choice = self._doubt(tokens, draft_ids, hidden[:-1], cuts)
+        validity = self._validity(judge.head(asked, doubt))
+        if own_choice is None:
+            return Verification(cuts, validity.tolist(), hidden)
+        found = torch.cat([validity, own_choice.to(validity.dtype)]).tolist()
+        return Verification(cuts, found[: len(cuts)], hidden, [value > 0 for value in found[len(cuts) :]])
+
+    def _validity(self, logits: Tensor) -> Tensor:
+        """Probabilities; a trained judge may say how its logits become some (`ValidityConfig.probability`)."""
+        fitted = None if self.judge is None else self.judge.config.probability
+        return (logits if fitted is None else logits * fitted["scale"] + fitted["shift"]).sigmoid()
+
+    def _doubt(
+        self, tokens: TokenDoubt, draft_ids: Sequence[int], before: Tensor, cuts: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the draft's tokens say against each prefix, [K], from the states [T, H] before them; and for each
+        whether it is the target's own choice, [T], where that is known."""
+        if not draft_ids:
+            return before.new_zeros(len(cuts), dtype=torch.float32), None
+        ids, ends = (torch.tensor(values, device=before.device) for values in (draft_ids, cuts))
+        # A lookup in the matrix, not a call of the module: some models scale there, and the reader normalises anyway.
+        written = embedding(ids, self._embeddings.weight)
+        surprised = surprise(before, ids, self.decoder.logits, self._part)
+        return TokenDoubt.of_prefixes(tokens(before, written, surprised.features), ends), surprised.own_choice
+
+    @torch.inference_mode()
+    def greedy_match(self, draft_ids: Sequence[int], verification: Verification, start: int = 0) -> int:
+        """How many draft tokens from `start` on are the target's own greedy choice.
+
+        Reads the pass's hidden states: no forward. Where the pass has not compared the tokens already (a head without
+        `TokenDoubt`, or with one that compares a part of the vocabulary), the output layer runs on growing chunks, one
+        synchronisation each.
+        """
+        if verification.own_choice is not None:
+            behind = verification.own_choice[start:]
+            return behind.index(False) if False in behind else len(behind)
+        position, chunk = start, 8
+        while position < len(draft_ids):
+            stop = min(position + chunk, len(draft_ids))
+            own = self.decoder.logits(verification.hidden[position:stop]).argmax(-1).tolist()
+            for i, token in enumerate(own):
+                if token != draft_ids[position + i]:
+                    return position + i - start
+            position, chunk = stop, 2 * chunk
+        return position - start
+
+    def _repeats_end(self, draft_ids: Sequence[int], cut: int) -> int:
+        """1 where the prefix ends with an end token although the probe closes the turn itself, else 0."""
+        return int(self._probe.closes_turn and cut > 0 and draft_ids[cut - 1] in self.decoder.eos_ids)
+
+
+_checked: WeakSet[PreTrainedModel] = WeakSet()
+
+
+def _check_packed_pass(model: PreTrainedModel) -> None:
+    """Run two probes packed and one after the other; refuse the model where they differ.
+
+    Some architectures derive positions from the order of tokens (ALiBi, learnt offsets) and would be silently wrong.
+    """
+    if model in _checked:
+        return
+    size = text_config(model).vocab_size
+    tokens = [i % size for i in (1, 2, 3, 5, 7, 11, 13, 17)]
+    context, draft, probe = tokens[:3], tokens[3:6], tokens[6:]
+    packed = Decoder(model, ())
+    packed.seek(context)
+    output = packed.forward(draft, probes(probe, [4, 6], 6, model.device))
+    with torch.inference_mode():
+        pairs = [(packed.logits(output.hidden[-1]), _last_logits(model, context + draft))]
+        asked = output.trailing[readout_index(2, len(probe))]
+        for row, visible in enumerate((4, 6)):
+            pairs.append((packed.logits(asked[row]), _last_logits(model, (context + draft)[:visible] + probe)))
+    limit = 1e-3 if model.dtype == torch.float32 else 0.1
+    for ours, own in pairs:
+        difference = (ours.float() - own.float()).norm() / own.float().norm().clamp_min(1e-6)
+        if not difference <= limit:
+            raise ValueError(
+                f"{type(model).__name__} gives other results for packed probes than for separate ones (relative "
+                f"difference {difference:.1e}): its positions do not follow position_ids; choose another target"
+            )
+    _checked.add(model)
+
+
+def _last_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    return model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1]

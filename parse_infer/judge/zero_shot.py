@@ -1,0 +1,92 @@
+"""The judge that needs no training: ask the target itself whether the solution so far is correct.
+
+After every prefix stands the same suffix, rendered by the chat template: end of the answer, a user turn with the
+question, start of an answer. The validity is the target's own choice between the two answer words (HoVer, ICLR 2026
+submission 9587; the zero-shot verifier of PARSE, arXiv 2605.04263). Same packed layout as the adapter's, no LoRA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedModel
+
+from parse_infer.judge.adapter import ValidityConfig
+from parse_infer.judge.adapter_files import judge_fingerprint
+from parse_infer.judge.cuts import CutPolicy
+from parse_infer.judge.head import Probe, ValidityHead, verbalizer_ids
+from parse_infer.judge.probe_lora import ProbeLoRA
+from parse_infer.models.fingerprint import describe_target
+
+QUESTION = (
+    "Is the solution so far correct? It may be incomplete. Check every step, then answer with one word: Correct or "
+    "Incorrect."
+)
+_MARKER = "@@PREFIX-ENDS-HERE@@"
+
+
+class ZeroShotJudge:
+    """Drop-in for `ValidityAdapter` in a `Verifier`: `probe`, `head`, `lora` (None) and `config`.
+
+    Args:
+        model: the target.
+        tokenizer: the target's tokenizer; without a chat template the question follows as plain text.
+        cut_policy: where drafts are cut; by default after every step.
+        question: what is asked after each prefix.
+        words: the answers for valid and not valid; they must begin with different tokens.
+
+    Raises:
+        ValueError: the chat template cannot render a question after an answer, or the words begin alike.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        cut_policy: CutPolicy | None = None,
+        question: str = QUESTION,
+        words: tuple[str, str] = ("Correct", "Incorrect"),
+    ) -> None:
+        chat = bool(getattr(tokenizer, "chat_template", None))
+        text = chat_suffix(tokenizer, question) if chat else f"\n\n{question}\nAnswer: "
+        yes_id, no_id = verbalizer_ids(tokenizer, text, words)
+        self.probe = Probe(tuple(tokenizer.encode(text, add_special_tokens=False)), text, closes_turn=chat)
+        self.head = ValidityHead.from_verbalizer(model, yes_id, no_id).requires_grad_(False).eval()
+        self.lora: ProbeLoRA | None = None
+        self.config = ValidityConfig(
+            probe_ids=self.probe.ids,
+            probe_text=text,
+            closes_turn=chat,
+            verbalizer=words,
+            cut_policy=(cut_policy or CutPolicy()).to_dict(),
+            target=describe_target(model),
+            label={"kind": "zero-shot"},
+            threshold=0.5,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        return judge_fingerprint((self.config.to_dict(),), (self.head.state_dict(),))
+
+
+def chat_suffix(tokenizer: Any, question: str) -> str:
+    """What the chat template puts after an assistant's unfinished text when the user then asks `question`."""
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": _MARKER},
+        {"role": "user", "content": question},
+    ]
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=False,  # the answer word must come first; templates without the switch ignore it
+        )
+    except TemplateError as error:
+        raise ValueError(f"the chat template cannot render a question after an answer ({error})") from error
+    _, marker, suffix = text.rpartition(_MARKER)
+    if not marker or question not in suffix:
+        raise ValueError("the chat template drops earlier turns, so the zero-shot judge cannot ask about a draft")
+    return suffix

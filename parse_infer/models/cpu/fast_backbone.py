@@ -1,0 +1,284 @@
+"""The backbone of Llama-like models, without the work that transformers' own forward adds to every token.
+
+The same modules and weights, and the same results up to rounding; what is left out is the bookkeeping between them:
+masks for tokens that see everything, a rotary table for each step, a dozen small operations in each norm and rotation.
+For one token of a small model on a CPU that bookkeeping costs more than the matrices (docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from parse_infer.models.architecture import layer_windows, text_config
+from parse_infer.models.attention import split_attention_forward
+from parse_infer.models.cpu.fused_step import FusedStep, is_hooked, rotate
+from parse_infer.models.growing_kv_cache import new_cache
+
+_MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
+_ROUNDINGS = 10  # of the number type, each half of its epsilon
+# Kinds of rotary position embedding whose angles depend on nothing but the position.
+_ROTARY = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class _Layer:
+    attention: nn.Module
+    query: nn.Module
+    key: nn.Module
+    value: nn.Module
+    output: nn.Module
+    query_norm: nn.Module | None
+    key_norm: nn.Module | None
+    before: nn.Module
+    between: nn.Module
+    gate: nn.Module
+    up: nn.Module
+    down: nn.Module
+    activation: nn.Module
+
+    @property
+    def linears(self) -> tuple[nn.Module, ...]:
+        return self.query, self.key, self.value, self.output, self.gate, self.up, self.down
+
+
+class FastBackbone:
+    """From token ids to final-norm hidden states, for one sequence. Made by `for_model`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        backbone: Any = getattr(model, model.base_model_prefix)
+        config = text_config(model)
+        self._embed, self._norm, self._rotary = backbone.embed_tokens, backbone.norm, backbone.rotary_emb
+        self._head_size: int = backbone.layers[0].self_attn.head_dim
+        self._kv_heads: int = config.num_key_value_heads
+        self._groups: int = config.num_attention_heads // config.num_key_value_heads
+        self._cos, self._sin = torch.empty(0), torch.empty(0)
+        self._backbone, self._config = backbone, config
+        self._read_layers()
+
+    @classmethod
+    def for_model(cls, model: PreTrainedModel) -> FastBackbone | None:
+        """None for a model that needs its own forward: another architecture, sliding windows, several devices."""
+        backbone: Any = getattr(model, model.base_model_prefix)
+        if type(backbone).__name__ not in _MODELS or not type(backbone).__module__.startswith("transformers."):
+            return None
+        rotary = getattr(text_config(model), "rope_parameters", None) or {}
+        windows = list(layer_windows(model).values())
+        modules = list(model.modules())
+        hooked = any(hasattr(m, "_hf_hook") for m in modules)  # accelerate moves weights or inputs about
+        devices = {p.device for p in model.parameters()}
+        if rotary.get("rope_type") not in _ROTARY or windows != [None] or hooked or len(devices) != 1:
+            return None
+        return cls(model)
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, cache: Cache, mask: Tensor | None, heard: dict[int, Tensor]
+    ) -> Tensor:
+        """One forward; the cache grows by T tokens.
+
+        Args:
+            tokens, positions: int64 [1, T]; a chain has the positions that follow on the cache.
+            mask: what trailing tokens see, bool [1, 1, n, context + T] (`split_attention_forward`); None: all of the T
+                tokens are a chain.
+            heard: gets what enters the layers that are its keys.
+
+        Returns:
+            [1, T, H].
+        """
+        self._check_places()
+        n, past = tokens.shape[1], cache.get_seq_length()
+        if past == 0:
+            self._check_fused()
+        x = self._embed(tokens)
+        self._prepare_angles(past + n, x)
+        if self._fused is not None and n == 1 and mask is None:
+            return self._fused(x, self._cos[past], self._sin[past], cache, heard)
+        at = past if n == 1 and mask is None else positions[0]
+        cos, sin = self._cos[at], self._sin[at]
+        if mask is None and n > 1 and past:
+            mask = torch.empty(1, 1, 0, past + n, dtype=torch.bool, device=x.device)  # causal throughout
+        for i, layer in enumerate(self._layers):
+            if i in heard:
+                heard[i] = x
+            x = x + self._attention(i, layer, x, cos, sin, cache, mask)
+            x = x + self._mlp(layer, x)
+        return _rms(self._norm, x)
+
+    @torch.inference_mode()
+    def agrees(self, tokens: Tensor) -> bool:
+        """Whether the model's own forward computes the same from a few tokens, int64 [1, T].
+
+        Each part of each layer is compared for itself, on the input that it had in the model's own forward. In 16 bits
+        the whole may differ by half of a state although each part is right (SmolLM2-135M in bfloat16), since later
+        layers enlarge what earlier ones have rounded. A part's rows differed by 4.4 roundings at most, in bfloat16 and
+        float16, over random models 32 to 1,024 wide, the embedded pair and SmolLM2. Ten are allowed: 4 % in bfloat16.
+        """
+        own, n = _OwnStates.of(self._backbone, tokens), tokens.shape[1]
+        if not len(self._layers) == len(own.attended) == len(own.fed) == len(own.entering) - 1:
+            return False  # a part is left out, or runs twice
+        parts, cache = (slice(0, n - 1), slice(n - 1, n)), new_cache()
+        self._prepare_angles(n, own.entering[0])
+        pairs = [(self._embed(tokens), own.entering[0]), (_rms(self._norm, own.entering[-1]), own.hidden)]
+        for i, layer in enumerate(self._layers):
+            x, attended = own.entering[i], own.attended[i]
+            ours = [self._attention(i, layer, x[:, p], self._cos[p], self._sin[p], cache, None) for p in parts]
+            pairs += [(torch.cat(ours, dim=1), attended), (self._mlp(layer, x + attended), own.fed[i])]
+            pairs += [(x + attended + own.fed[i], own.entering[i + 1])]
+        info = torch.finfo(own.hidden.dtype)
+        same = max(_difference(a, b) for a, b in pairs) <= max(_ROUNDINGS * info.eps / 2, 1e-5)
+        if not same or info.bits < 32:
+            return same
+        cache, places = new_cache(), torch.arange(n, device=tokens.device)[None]  # with the fused step of one token
+        whole = [self(tokens[:, p], places[:, p], cache, None, {}) for p in parts]
+        return _difference(torch.cat(whole, dim=1), own.hidden) <= 1e-4
+
+    @property
+    def steps_rows(self) -> bool:
+        """Whether `step_rows` may be asked. Weights that have changed are found here, and nowhere else."""
+        self._check_places()
+        self._check_fused()
+        return self._fused is not None
+
+    def step_rows(self, tokens: Tensor, slots: Tensor, rows: Cache, visible: Tensor) -> Tensor:
+        """One token for each of B texts at their own positions.
+
+        Args:
+            tokens, slots: int64 [B, 1]: which, and where.
+            rows: their keys and values, `KVRows` with these slots placed.
+            visible: bool [B, 1, 1, keys].
+
+        Returns:
+            [B, 1, H].
+        """
+        assert self._fused is not None
+        x = self._embed(tokens)
+        self._prepare_angles(visible.shape[-1], x)
+        cos, sin = self._cos[slots][:, None], self._sin[slots][:, None]
+        mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+        return self._fused(x, cos, sin, rows, {}, mask)
+
+    def _attention(
+        self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, mask: Tensor | None
+    ) -> Tensor:
+        """What the attention of a layer adds to its input [1, T, H]."""
+        return layer.output(self._attend(i, layer, _rms(layer.before, x), cos, sin, cache, mask))
+
+    @staticmethod
+    def _mlp(layer: _Layer, x: Tensor) -> Tensor:
+        """What the MLP of a layer adds to the state behind its attention [1, T, H]."""
+        y = _rms(layer.between, x)
+        return layer.down(layer.activation(layer.gate(y)).mul_(layer.up(y)))
+
+    def _attend(
+        self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, mask: Tensor | None
+    ) -> Tensor:
+        n, size = x.shape[1], self._head_size
+        query, key = layer.query(x).view(1, n, -1, size), layer.key(x).view(1, n, -1, size)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key = _rms(layer.query_norm, query), _rms(layer.key_norm, key)
+        query, key = rotate(query.transpose(1, 2), cos, sin), rotate(key.transpose(1, 2), cos, sin)
+        value = layer.value(x).view(1, n, -1, size).transpose(1, 2)
+        keys, values = cache.update(key, value, i)
+        scaling = layer.attention.scaling
+        if n == 1 and mask is None:  # one token sees all: the heads of a group are so many queries of one head
+            query = query.view(1, self._kv_heads, self._groups, size)
+            out = nn.functional.scaled_dot_product_attention(query, keys, values, scale=scaling)  # type: ignore[arg-type]
+            return out.reshape(1, 1, -1)
+        out, _ = split_attention_forward(layer.attention, query, keys, values, mask, scaling=scaling)  # type: ignore[arg-type]
+        return out.reshape(1, n, -1)
+
+    def _check_places(self) -> None:
+        if not all(children[name] is module for children, name, module in self._places):
+            self._read_layers()  # somebody has wrapped linears, as peft does
+
+    def _read_layers(self) -> None:
+        self._layers = [_layer(layer) for layer in self._backbone.layers]
+        parts = (part for layer in self._backbone.layers for part in (layer.self_attn, layer.mlp))
+        self._places = [(part._modules, name, child) for part in parts for name, child in part._modules.items()]
+        self._fuse()
+
+    def _fuse(self) -> None:
+        self._fused = FusedStep.of(self._layers, self._norm, self._config, self._head_size)
+        self._stamp = self._weights_stamp()
+
+    def _check_fused(self) -> None:
+        """Fuse again if weights have changed in place or layers got hooks. This is looked at where a context begins
+        from nothing (`seek([])`), since what is cached is the old weights'."""
+        if self._stamp != self._weights_stamp():
+            self._fuse()
+
+    def _weights_stamp(self) -> list[Any]:
+        weights = self._backbone.parameters()
+        versions = [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
+        return [*versions, *(is_hooked(linear) for layer in self._layers for linear in layer.linears)]
+
+    def _prepare_angles(self, end: int, x: Tensor) -> None:
+        """Tables for positions below `end`: cosines, and sines with the sign that `rotate` wants; [T, head size]."""
+        if end > len(self._cos) or self._cos.dtype != x.dtype or self._cos.device != x.device:
+            cos, sin = self._rotary(x, torch.arange(max(1024, 2 * end), device=x.device)[None])
+            half = self._head_size // 2
+            self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+
+
+def _layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        attention,
+        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+        *(getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)),
+        *(layer.input_layernorm, layer.post_attention_layernorm),
+        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn),
+    )
+
+
+@dataclass(frozen=True)
+class _OwnStates:
+    """What the model's own forward computes, [1, T, H] each.
+
+    Attributes:
+        entering: the input of every layer and of the last norm.
+        attended, fed: what the attention and the MLP of each layer add.
+        hidden: the final-norm states.
+    """
+
+    entering: list[Tensor]
+    attended: list[Tensor]
+    fed: list[Tensor]
+    hidden: Tensor
+
+    @classmethod
+    def of(cls, backbone: Any, tokens: Tensor) -> _OwnStates:
+        entering: list[Tensor] = []
+        attended: list[Tensor] = []
+        fed: list[Tensor] = []
+
+        def note_input(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            entering.append(args[0] if args else kwargs["hidden_states"])
+
+        handles = [
+            m.register_forward_pre_hook(note_input, with_kwargs=True) for m in (*backbone.layers, backbone.norm)
+        ]
+        for layer in backbone.layers:
+            handles.append(layer.self_attn.register_forward_hook(lambda m, args, output: attended.append(output[0])))
+            handles.append(layer.mlp.register_forward_hook(lambda m, args, output: fed.append(output)))
+        try:
+            hidden = backbone(input_ids=tokens, use_cache=False).last_hidden_state
+        finally:
+            for handle in handles:
+                handle.remove()
+        return cls(entering, attended, fed, hidden)
+
+
+def _difference(ours: Tensor, own: Tensor) -> float:
+    """The largest difference of two rows, [1, T, H], relative to the length of the own one."""
+    difference = torch.linalg.vector_norm(ours.float() - own.float(), dim=-1)
+    return float((difference / torch.linalg.vector_norm(own.float(), dim=-1).clamp_min(1e-20)).max())
+
+
+def _rms(norm: Any, x: Tensor) -> Tensor:
+    return nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)

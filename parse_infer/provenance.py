@@ -1,0 +1,58 @@
+"""Which models measured something: part of its results, and of what must not change between two halves of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from typing import Any
+
+from torch import nn
+
+from parse_infer.judge.cuts import CutPolicy
+from parse_infer.judge.verifier import Judge
+from parse_infer.models.cpu.prepacked_linear import n_parameters
+from parse_infer.models.fingerprint import fingerprint, fingerprint_of
+from parse_infer.models.loading import LanguageModel
+from parse_infer.speculation.proposer import TokenDrafter
+
+
+def describe_models(
+    target: LanguageModel, draft: LanguageModel | None, judge: Judge | None, cut_policy: CutPolicy
+) -> dict[str, Any]:
+    """Device, number type and the loaded parts, each with a fingerprint that tells a retrained one apart; how prompts
+    are rendered, and where drafts are cut."""
+    return {
+        "device": str(target.model.device),
+        "dtype": str(target.model.dtype).removeprefix("torch."),
+        "target": _describe(target),
+        "draft": _describe(draft) if draft is not None else None,
+        "adapter": None if judge is None else judge.fingerprint,
+        "cut_policy": cut_policy.to_dict(),
+        "template_options": dict(target.template_options),
+    }
+
+
+def describe_drafter(drafter: TokenDrafter | None) -> dict[str, Any] | None:
+    """Who guesses tokens, with its sizes, and a fingerprint of a head. It changes no answer, but what one costs."""
+    if drafter is None:
+        return None
+    sizes = [name for name in inspect.signature(type(drafter)).parameters if name not in ("head", "model", "draft")]
+    described = {"kind": type(drafter).__name__, **{name: getattr(drafter, name, None) for name in sizes}}
+    head = getattr(drafter, "head", None)
+    return described | ({"weights": _short(fingerprint_of(_weights(head)))} if isinstance(head, nn.Module) else {})
+
+
+def _describe(model: LanguageModel) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "parameters": n_parameters(model.model),
+        "weights": _short(fingerprint(model.model)),
+    }
+
+
+def _weights(head: nn.Module) -> list[Any]:
+    return [value for value in head.state_dict().values() if value.is_floating_point()]
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

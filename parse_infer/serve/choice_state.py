@@ -1,0 +1,144 @@
+"""One of the answers to a request, while it is written: its text as the client sees it, and what it has cost."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from parse_infer.events import Accepted, Done, Drafted, Event, Resumed, Verified
+from parse_infer.output import Fallback, Generation, Source, Span
+from parse_infer.serve.runner import Job, Moment
+from parse_infer.serve.stop_strings import StopStrings
+
+
+class Part(BaseModel):
+    """A stretch of the answer by one author, and how valid the answer was found up to its end."""
+
+    model_config = ConfigDict(extra="forbid")
+    text: str
+    source: Source
+    n_tokens: int
+    validity: float | None = None
+
+
+class Seconds(BaseModel):
+    """Where the time went. `waiting_s`: in the queue; `first_text_s`: from the request to the first text."""
+
+    model_config = ConfigDict(extra="forbid")
+    draft_s: float
+    verify_s: float
+    resume_s: float
+    total_s: float
+    waiting_s: float
+    first_text_s: float | None
+
+
+class ParseStatistics(BaseModel):
+    """Who wrote what, what it cost, and what is promised."""
+
+    model_config = ConfigDict(extra="forbid")
+    spans: list[Part]
+    kept: float
+    """Share of the draft tokens that became part of the answer."""
+    draft_tokens: int
+    accepted_tokens: int
+    exact_tail_tokens: int
+    rounds: int
+    target_forwards: int
+    draft_forwards: int
+    drafter_forwards: int
+    verification_passes: int
+    risk: float | None
+    """The promise that was kept: at most this share of such requests is lost."""
+    fallback: Fallback | None
+    """Why the target wrote without the draft that was wanted. Then nothing is promised."""
+    unpromised: str | None
+    """Why the promise of this server does not cover the answer, where it does not."""
+    timings: Seconds
+
+
+class Choice:
+    """What the events of one job add up to."""
+
+    def __init__(self, index: int, job: Job, prompt_tokens: int, asked_at: float) -> None:
+        self.index = index
+        self.job = job
+        self.prompt_tokens = prompt_tokens
+        self.generation: Generation | None = None
+        self.first_text_s: float | None = None
+        self.drafted = False
+        self.tokens_so_far = 0
+        self.unpromised: str | None = None
+        self.asked_at = self.started_at = asked_at
+        self._text = StopStrings(job.settings.stop)
+
+    @property
+    def text(self) -> str:
+        """What may be sent of the answer so far."""
+        return self._text.text
+
+    @property
+    def answer(self) -> Generation:
+        assert self.generation is not None, "the answer has not ended"
+        return self.generation
+
+    @property
+    def tokens(self) -> int:
+        return len(self.answer.token_ids)
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length"]:
+        return "length" if self.answer.finish_reason == "length" else "stop"
+
+    def take(self, moment: Moment) -> str:
+        """The text that may be sent now."""
+        event, text = moment.event, ""
+        if isinstance(event, Drafted):
+            self.drafted = True
+        elif isinstance(event, (Accepted, Resumed)):
+            self.tokens_so_far += event.n_tokens if isinstance(event, Accepted) else 1
+            text = self._text.add(event.text)
+        elif isinstance(event, Done):
+            self.generation = event.generation
+            self.started_at = moment.at - event.generation.timings.total_s
+            text = self._text.finish(event.generation.finish_reason == "stop")
+        if text and self.first_text_s is None:
+            self.first_text_s = moment.at - self.asked_at
+        return text
+
+    def statistics(self) -> ParseStatistics:
+        stats, timings = self.answer.stats, self.answer.timings
+        return ParseStatistics(
+            spans=self._parts(self.answer.spans),
+            kept=stats.acceptance_rate,
+            **asdict(stats),
+            risk=None if self.answer.fallback else self.job.settings.risk,
+            fallback=self.answer.fallback,
+            unpromised=self.unpromised,
+            timings=Seconds(
+                **asdict(timings),
+                waiting_s=max(0.0, self.started_at - self.asked_at),
+                first_text_s=self.first_text_s,
+            ),
+        )
+
+    def _parts(self, spans: list[Span]) -> list[Part]:
+        """The spans without the stop string behind the text: their texts concatenate to `text`."""
+        parts, room = [], len(self.text)
+        for span in spans:
+            text = span.text[:room]
+            room -= len(text)
+            parts.append(Part(text=text, source=span.source, n_tokens=span.n_tokens, validity=span.validity))
+        return parts
+
+
+def event_body(event: Event) -> dict[str, object] | None:
+    """An event for those who want to watch: what is drafted, verified, accepted, rejected and written."""
+    if isinstance(event, Done):
+        return None
+    name = type(event).__name__.lower()
+    if isinstance(event, (Drafted, Accepted, Verified, Resumed)):
+        return {"event": name, **asdict(event)}
+    return {"event": name}

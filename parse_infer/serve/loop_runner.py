@@ -1,0 +1,94 @@
+"""The coordinator behind the server: vLLM answers many jobs at the same time, on the event loop of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from functools import partial
+from typing import Any
+
+from parse_infer.backends import client
+from parse_infer.backends.coordinator import Coordinator
+from parse_infer.backends.retries import Failing, Unavailable
+from parse_infer.serve.errors import ApiError
+from parse_infer.serve.runner import Job, Moment, Refused
+from parse_infer.serve.tokenizer_service import PromptReader
+
+log = logging.getLogger("parse_infer.serve")
+
+PATIENCE_S = 2.0  # while no server of the target is well: a client that is told so can go elsewhere
+_RETRY_AFTER_S = 5
+
+
+class CoordinatedBackend(PromptReader):
+    """A `Backend` for one `Coordinator`, which nobody else may use from now on."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__(coordinator.target, coordinator.draft)
+        self.parallel = coordinator.parallel
+        self.threshold = coordinator.threshold
+        self.calibration = coordinator.calibration
+        self._coordinator = coordinator
+        self._room = asyncio.Semaphore(coordinator.parallel)
+        target = coordinator.servers["target"]
+        target.patience_s = min(target.patience_s, PATIENCE_S)
+
+    @property
+    def running(self) -> int:
+        return self._coordinator.running
+
+    @property
+    def gauges(self) -> Mapping[str, tuple[str, Callable[[], float]]]:
+        found: dict[str, tuple[str, Callable[[], float]]] = {}
+        for role, servers in self._coordinator.servers.items():
+            found[f"parse_{role}_servers_well"] = f"Servers of the {role} model that answer.", servers.count
+        text = "Servers of the target that answer and run the coordinator's adapter."
+        found["parse_target_servers_judging"] = text, partial(self._coordinator.servers["target"].count, judging=True)
+        return found
+
+    def check_calibration(self) -> None:
+        self._coordinator.check_calibration()
+
+    async def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
+        draft = None
+        if (text := job.draft_text) is not None:
+            draft = await self.ask(lambda own: self._coordinator.read_draft(text, job.prompt, own))
+        try:
+            events = self._coordinator.events(job.prompt, job.settings, draft, job.alone, job.watched)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        with _told_when_gone():
+            async with self._room, aclosing(events):
+                async for event in events:
+                    yield Moment(event, time.perf_counter())
+
+    async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        try:
+            with _told_when_gone():
+                async with self._room, aclosing(self._coordinator.relay(fields)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+        except client.Refused as error:
+            raise Refused(error.sentence) from error
+
+    def close(self) -> None:
+        """No jobs follow; servers that were started for this end."""
+        super().close()
+        self._coordinator.close()
+
+
+@contextmanager
+def _told_when_gone() -> Iterator[None]:
+    """A target without any server is no fault of the request: 503, and when to try again."""
+    try:
+        yield
+    except Failing:
+        raise
+    except Unavailable as error:
+        log.error("no answer: %s", error)
+        message = f"no server of this model answers at the moment: try again in {_RETRY_AFTER_S} s"
+        headers = {"Retry-After": str(_RETRY_AFTER_S)}
+        raise ApiError(503, message, "target_unavailable", headers=headers) from error

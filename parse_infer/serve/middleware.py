@@ -1,0 +1,116 @@
+"""What every HTTP request passes: API key, size of the body, a number, the log and the counts."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from parse_infer.serve.cancellable_response import GONE
+from parse_infer.serve.errors import ApiError, failure
+from parse_infer.serve.logs import request_id
+from parse_infer.serve.metrics import Metrics
+
+log = logging.getLogger("parse_infer.serve")
+OPEN = ("/", "/page.js", "/page.css", "/health")  # need no key
+_DISCARDED = 64 << 20  # bytes of a body too large that are read before the connection is given up
+
+
+class Gate:
+    """Middleware around the whole application."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None, body_bytes: int, metrics: Metrics) -> None:
+        self._app = app
+        self._key = None if api_key is None else api_key.encode()
+        self._body_bytes = body_bytes
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        number, begin, status = uuid.uuid4().hex, time.perf_counter(), GONE
+        request_id.set(number)  # in a context of its own: the server runs each request in one
+
+        async def numbered(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = number
+            await send(message)
+
+        try:
+            headers = Headers(scope=scope)
+            if not self._knows(scope["path"], headers):
+                message = "this server needs its API key, in the header Authorization: Bearer …"
+                wrong = ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+                await wrong.response()(scope, receive, numbered)
+            elif _announced(headers) > self._body_bytes:
+                await _discard(receive)
+                await self._too_large().response()(scope, receive, numbered)
+            else:
+                await self._app(scope, self._measured(receive), numbered)
+        except Exception:  # it goes no further: others would quote it in logs and traces
+            log.exception("failure")
+            if status != GONE:  # the answer has begun
+                raise failure() from None
+            await failure().response()(scope, receive, numbered)
+        finally:
+            seconds = time.perf_counter() - begin
+            path = getattr(scope.get("route"), "path", "other")
+            self._metrics.requests.labels(path, status).inc()
+            self._metrics.request_s.labels(path).observe(seconds)
+            fields: Mapping[str, Any] = {
+                "method": scope["method"][:20],
+                "path": scope["path"][:200],
+                "status": status,
+                "seconds": round(seconds, 4),
+            }
+            log.info("request", extra={"fields": fields})
+
+    def _knows(self, path: str, headers: Headers) -> bool:
+        if self._key is None or path in OPEN:
+            return True
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        # In constant time: how long it takes says nothing of the key.
+        return hmac.compare_digest(given.strip().encode("latin-1"), self._key) and kind.lower() == "bearer"
+
+    def _measured(self, receive: Receive) -> Receive:
+        """`receive` for a body that does not say how long it is."""
+        size = 0
+
+        async def measured() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._body_bytes:
+                await _discard(receive)
+                raise HTTPException(413, self._too_large().args[0])
+            return message
+
+        return measured
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body has more than the {self._body_bytes} bytes allowed here", "body_too_large")
+
+
+def _announced(headers: Headers) -> int:
+    length = headers.get("content-length", "")
+    return int(length) if length.isdecimal() and len(length) < 19 else 0
+
+
+async def _discard(receive: Receive) -> None:
+    """Read the rest of a body: a client that is still sending would not see the answer."""
+    size = 0
+    while size < _DISCARDED:
+        message = await receive()
+        size += len(message.get("body", b""))
+        if message["type"] == "http.disconnect" or not message.get("more_body"):
+            return

@@ -1,0 +1,109 @@
+"""`/v1/completions`: text or tokens that are continued as they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from parse_infer.models.prompts import Verbatim
+from parse_infer.serve.choice_state import Choice, ParseStatistics
+from parse_infer.serve.protocol.fields import AnswerBody, AtMost1024, Text, Tokens, neutral
+from parse_infer.serve.protocol.usage import Usage
+from parse_infer.serve.runner import TokenPrompt
+
+
+def _form(prompt: Any) -> str | None:
+    """Which of its forms a prompt has, by its first item. One is tried then, not all of them."""
+    if isinstance(prompt, str):
+        return "str"
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    forms = {str: "list[str]", int: "list[int]", list: "list[list[int]]"}
+    return forms.get(type(first))
+
+
+Prompts = Annotated[
+    Annotated[Text, Tag("str")]
+    | Annotated[AtMost1024[Text], Tag("list[str]")]
+    | Annotated[Tokens, Tag("list[int]")]
+    | Annotated[AtMost1024[Tokens], Tag("list[list[int]]")],
+    Discriminator(
+        _form,
+        custom_error_type="sentence",
+        custom_error_message="prompt: give a text, a list of texts, a list of token ids or a list of such lists",
+    ),
+]
+
+
+class CompletionBody(AnswerBody):
+    prompt: Prompts = Field(description="Text or token ids, or a list of either; no chat template is used.")
+    best_of: Any = neutral("not offered here; only 1", 1)
+    echo: Any = neutral("not offered here", False)
+    suffix: Any = neutral("not offered here", "")
+    logprobs: Any = neutral(
+        "not offered here: the tokens of an answer come from two models, and what was kept has no logprob of its own"
+    )
+
+    @property
+    def prompts(self) -> list[Verbatim | TokenPrompt]:
+        """One entry per answer that is asked for, but for `n`."""
+        prompt: Any = self.prompt
+        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+        return [
+            Verbatim(one) if isinstance(one, str) else TokenPrompt(one) for one in (prompt if several else [prompt])
+        ]
+
+    @property
+    def draft_text(self) -> str | None:
+        return None if self.parse is None else self.parse.draft_text
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.max_tokens or 16  # as OpenAI has it
+
+
+class CompletionChoice(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: Literal["stop", "length"]
+    parse: ParseStatistics
+
+
+class Completion(BaseModel):
+    """OpenAI's object, with `parse` in every choice."""
+
+    model_config = ConfigDict(extra="forbid")
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionShape:
+    """How plain completions are written out."""
+
+    prefix = "cmpl-"
+    chunk_object = "text_completion"
+
+    def opening(self, index: int) -> None:
+        return None
+
+    def piece(self, index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
+    def closing(self, choice: Choice) -> dict[str, Any]:
+        return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason}
+
+    def whole(self, name: str, created: int, model: str, choices: Sequence[Choice], usage: Usage) -> BaseModel:
+        written = [
+            CompletionChoice(
+                index=choice.index, text=choice.text, finish_reason=choice.finish_reason, parse=choice.statistics()
+            )
+            for choice in choices
+        ]
+        return Completion(id=name, created=created, model=model, choices=written, usage=usage)

@@ -1,0 +1,240 @@
+"""What the bodies of chat and plain completions have in common: OpenAI's fields, and PARSE's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    StrictInt,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from parse_infer.acceptance import Acceptance
+from parse_infer.settings import GenerationSettings, Resume
+from parse_infer.models.sampling import Sampling, seed_of
+from parse_infer.serve.errors import refusals
+
+LONGEST_STOP = 1000  # characters
+MOST_CHOICES = 16
+MOST_UNKNOWN = 8  # unknown fields of an object that are named
+
+Item = TypeVar("Item")
+# Without fail_fast, pydantic collects an error for each item of a list. Their number is checked first.
+AtMost16 = Annotated[list[Item], Field(max_length=16, fail_fast=True)]
+AtMost1024 = Annotated[list[Item], Field(max_length=1024, fail_fast=True)]
+AtMost4096 = Annotated[list[Item], Field(max_length=4096, fail_fast=True)]
+Tokens = Annotated[list[StrictInt], Field(max_length=1 << 20, fail_fast=True)]  # the largest windows in use
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can write half of a character, "\\ud800"; tokenizers cannot read it
+        raise PydanticCustomError("string_unicode", "not Unicode") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+
+
+def neutral(why: str, *values: Any) -> Any:
+    """A field of OpenAI's that is understood, but offered only where it asks for nothing: null, or one of `values`."""
+    return Field(default=None, description=why, json_schema_extra={"enum": [None, *values]})
+
+
+def ignored() -> Any:
+    """A field of OpenAI's without influence on the answer; it is not relayed either."""
+    return Field(default=None, description="Accepted and ignored.", exclude=True)
+
+
+class Body(BaseModel):
+    """A JSON object with values of exactly these types. Other fields are ignored; `unknown` names them."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+    _unknown: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_unknown(cls, fields: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        body = read(fields)
+        if isinstance(fields, dict):
+            unknown = (str(name) for name in fields if name not in cls.model_fields)
+            body._unknown = tuple(islice(unknown, MOST_UNKNOWN))
+        return body
+
+    def unknown(self, at: str = "") -> Iterator[str]:
+        """The unknown fields here and within, as paths such as `messages.0.mood`."""
+        yield from (at + name for name in self._unknown)
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Body):
+                yield from value.unknown(f"{at}{name}.")
+            elif isinstance(value, list) and value and isinstance(value[0], Body):
+                for i, item in enumerate(value):
+                    yield from item.unknown(f"{at}{name}.{i}.")
+
+    @model_validator(mode="after")
+    def _ask_for_nothing_else(self) -> Body:
+        for name, field in type(self).model_fields.items():
+            extra = field.json_schema_extra
+            if isinstance(extra, dict) and "enum" in extra and getattr(self, name) not in extra["enum"]:  # type: ignore[operator]
+                raise PydanticCustomError("unsupported", "{why}", {"why": f"{name}: {field.description}"})
+        return self
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = Field(None, description="End with a chunk that has the usage.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: each chunk has the usage of its choice so far."
+    )
+    include_obfuscation: Any = ignored()
+
+
+class ParseOptions(Body):
+    """How PARSE answers; what is left out is the engine's default. Who writes these knows them: none is ignored."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    threshold: float | None = Field(None, ge=0, description="Keep a prefix whose validity is at least this.")
+    risk: float | None = Field(
+        None, gt=0, lt=1, description="Instead of a threshold: keep this promise of the calibration."
+    )
+    mode: Literal["validity", "exact", "target"] | None = Field(
+        None,
+        description="validity: what the judge finds right is kept; exact: what the target would have written itself; "
+        "target: the target alone, without a draft.",
+    )
+    resume: Resume | None = Field(None, description="What the target writes after a rejected draft.")
+    acceptance: Acceptance | None = Field(None, description="Up to the first failing cut, or to the last valid one.")
+    exact_tail: bool | None = Field(None, description="Use draft tokens that equal the target's choice.")
+    max_rounds: int | None = Field(None, ge=1, le=1000, description="Most drafts of one answer, with hand_back.")
+    adaptive: bool | None = Field(None, description="The target answers alone while that is measured to be faster.")
+    draft_temperature: float | None = Field(None, ge=0, le=2, description="Default: temperature.")
+    draft_text: Text | None = Field(None, min_length=1, description="Check this draft instead of the draft model's.")
+    events: bool = Field(False, description="Streams also tell what is drafted, verified and rejected.")
+
+
+class AnswerBody(Body):
+    """The fields that both kinds of completion have."""
+
+    model: Text | None = Field(None, description="Default: the model that is served.")
+    max_tokens: int | None = Field(None, ge=1, le=1 << 31)
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="Default: that of the model's generation config, else 0, the most likely token."
+    )
+    top_p: float | None = Field(None, ge=0.001, le=1)
+    top_k: int | None = Field(None, ge=-1, le=1 << 31, description="0 and -1 keep all tokens.")
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    stop: Text | AtMost16[Text] | None = Field(None, description="The answer ends before the first of these texts.")
+    stop_token_ids: AtMost1024[StrictInt] | None = Field(None, description="Tokens that end the answer as well.")
+    ignore_eos: bool | None = Field(None, description="The model's own end tokens do not end the answer.")
+    min_tokens: int | None = Field(
+        None, ge=0, le=1 << 31, description="The answer does not end within its first tokens, this many."
+    )
+    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    parse: ParseOptions | None = None
+
+    frequency_penalty: Any = neutral("no penalties here; only 0", 0)
+    presence_penalty: Any = neutral("no penalties here; only 0", 0)
+    repetition_penalty: Any = neutral("no penalties here; only 1", 1)
+    min_p: Any = neutral("not offered here; only 0", 0)
+    logit_bias: Any = neutral("not offered here", {})
+    bad_words: Any = neutral("not offered here", [])
+    allowed_token_ids: Any = neutral("not offered here")
+    structured_outputs: Any = neutral("not offered here: use response_format")
+    include_stop_str_in_output: Any = neutral("not offered here", False)
+    skip_special_tokens: Any = neutral("special tokens have no text here", True)
+    use_beam_search: Any = neutral("not offered here", False)
+    prompt_logprobs: Any = neutral("not offered here")
+
+    user: Any = ignored()
+    metadata: Any = ignored()
+    store: Any = ignored()
+    service_tier: Any = ignored()
+    safety_identifier: Any = ignored()
+    prompt_cache_key: Any = ignored()
+    prompt_cache_retention: Any = ignored()
+
+    @model_validator(mode="after")
+    def _check(self) -> AnswerBody:
+        strings = self.stop_strings
+        if any(not 0 < len(string) <= LONGEST_STOP for string in strings):
+            sentence = "stop: give texts of 1 to {most} characters"
+            raise PydanticCustomError("sentence", sentence, {"most": LONGEST_STOP})
+        if self.temperature is not None and 0 < self.temperature < 0.01:
+            raise PydanticCustomError("sentence", "temperature: give 0 (the most likely token) or at least 0.01")
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("sentence", "stream_options: only with stream: true")
+        if self.parse is not None and self.parse.mode == "target" and self.parse.draft_text is not None:
+            raise PydanticCustomError("sentence", "parse.draft_text: mode target uses no draft")
+        return self
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def alone(self) -> bool:
+        """Whether the target answers without a draft."""
+        return self.parse is not None and self.parse.mode == "target"
+
+    @property
+    def wants_greedy(self) -> bool:
+        """Whether it asks for what only greedy answers have."""
+        return self.parse is not None and (self.parse.mode == "exact" or self.parse.risk is not None)
+
+    @property
+    def says_adaptive(self) -> bool:
+        return self.parse is not None and self.parse.adaptive is not None
+
+    def sampling(self, defaults: Sampling) -> Sampling:
+        """As it is given, and where it is not, by these defaults."""
+        if self.wants_greedy:
+            defaults = Sampling()
+        return Sampling(
+            defaults.temperature if self.temperature is None else self.temperature,
+            defaults.top_p if self.top_p is None else self.top_p,
+            defaults.top_k if self.top_k is None else max(0, self.top_k),
+            self.seed,
+        )
+
+    def settings(self, max_new_tokens: int, choice: int, defaults: Sampling) -> GenerationSettings:
+        """For one of the `n` answers; the first one has the seed as it is given. Raises ApiError.
+
+        Args:
+            defaults: for what the body leaves out; their seed is not used.
+        """
+        options = self.parse or ParseOptions.model_validate({})
+        sampling = self.sampling(defaults)
+        if self.seed is not None and choice:
+            sampling = replace(sampling, seed=seed_of(self.seed, choice))
+        drafts = sampling.temperature if options.draft_temperature is None else options.draft_temperature
+        kept = ("threshold", "risk", "mode", "resume", "acceptance", "exact_tail", "max_rounds", "adaptive")
+        given = {name: value for name in kept if (value := getattr(options, name)) not in (None, "target")}
+        with refusals():
+            return GenerationSettings(
+                max_new_tokens=max_new_tokens,
+                stop=self.stop_strings,
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                ignore_eos=bool(self.ignore_eos),
+                min_tokens=self.min_tokens or 0,
+                draft_sampling=replace(sampling, temperature=drafts),
+                resume_sampling=sampling,
+                **given,
+            )

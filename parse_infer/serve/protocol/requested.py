@@ -1,0 +1,41 @@
+"""What one request asks for, before any of it is rendered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parse_infer.settings import GenerationSettings
+from parse_infer.models.prompts import Prompt
+from parse_infer.serve.errors import ApiError
+from parse_infer.serve.runner import Backend, Job, Refused, TokenPrompt
+
+
+@dataclass(frozen=True)
+class RequestedAnswers:
+    """An answer to each of the prompts with each of the settings. The other fields are those of `Job`."""
+
+    prompts: Sequence[Prompt | TokenPrompt]
+    settings: Sequence[GenerationSettings]
+    draft_text: str | None = None
+    alone: bool = False
+    watched: bool = True
+
+    def __len__(self) -> int:
+        return len(self.prompts) * len(self.settings)
+
+    async def jobs(self, backend: Backend) -> list[tuple[Job, int]]:
+        """Each with the number of tokens of its prompt, which is rendered once. Raises ApiError."""
+        found = []
+        for prompt in self.prompts:
+            try:
+                rendered, ids = await backend.render(prompt, drafted=not self.alone and self.draft_text is None)
+            except Refused as error:
+                code = "context_length_exceeded" if "window" in str(error) else "invalid_value"
+                raise ApiError(400, str(error), code) from error
+            tokens = len(ids)
+            found += [
+                (Job(rendered, settings, self.draft_text, self.alone, self.watched), tokens)
+                for settings in self.settings
+            ]
+        return found

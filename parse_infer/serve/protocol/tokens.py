@@ -1,0 +1,69 @@
+"""`/tokenize` and `/detokenize`, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from parse_infer.models.prompts import Chat
+from parse_infer.serve.protocol.chat import ChatMessage
+from parse_infer.serve.protocol.fields import AtMost4096, Body, Text, Tokens
+
+
+class TokenizeBody(Body):
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: AtMost4096[ChatMessage] | None = Field(
+        None, min_length=1, description="Instead of prompt; by the template."
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("sentence", "prompt: give either prompt or messages")
+        if any(message.of_tools for message in self.messages or ()):
+            raise PydanticCustomError("sentence", "messages: those of tools have no tokens here")
+        return self
+
+    @property
+    def chat(self) -> Chat | None:
+        if self.messages is None:
+            return None
+        return Chat([message.plain() for message in self.messages], self.chat_template_kwargs or {})
+
+
+class TokenizeAnswer(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeBody(Body):
+    model: Text | None = None
+    tokens: Tokens
+
+
+class DetokenizeAnswer(BaseModel):
+    prompt: str
+
+
+class ModelCard(BaseModel):
+    """OpenAI's fields, and the window as vLLM calls it."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "parse"
+    max_model_len: int
+    parse: dict[str, Any]
+
+
+class ModelList(BaseModel):
+    object: str = "list"
+    data: list[ModelCard]

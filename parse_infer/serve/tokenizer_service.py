@@ -1,0 +1,107 @@
+"""The part of a backend that needs tokenizers only."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from parse_infer.models.loading import same_tokenizer
+from parse_infer.models.prompts import Prompt, RenderedPrompt, Verbatim
+from parse_infer.models.tokenizer_spec import Language, reads_alike
+from parse_infer.serve.runner import Refused, TokenPrompt
+
+Result = TypeVar("Result")
+_NO_FORMS = (
+    "tools and structured output are not offered here: the local engine cannot hold an answer to a form, but "
+    "`parse-infer serve --backend vllm` has it done by vLLM"
+)
+
+
+class PromptReader:
+    """Text to tokens and back, in a thread of its own: a long text stops neither the event loop nor the engine, and
+    copies of the tokenizers are used, since tokenizers are not made for two threads.
+
+    Args:
+        draft: the draft model, which reads a prompt by its own chat template.
+    """
+
+    def __init__(self, target: Language, draft: Language | None = None) -> None:
+        self.name = target.name
+        self.window = target.window
+        self.default_sampling = target.default_sampling
+        self._target = target
+        self._own = _own_copy(target)
+        self._draft = draft
+        self._own_draft = None if draft is None else _own_copy(draft)
+        self._shares_tokens = draft is not None and same_tokenizer(draft.tokenizer, target.tokenizer)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse-tokenizer")
+
+    @property
+    def gauges(self) -> Mapping[str, tuple[str, Callable[[], float]]]:
+        return {}
+
+    async def encode(self, text: str, special_tokens: bool) -> list[int]:
+        return await self.ask(lambda own: own.tokenizer.encode(text, add_special_tokens=special_tokens))
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        def decoded(own: Language) -> str:
+            own.check_tokens(ids)
+            return str(own.tokenizer.decode(list(ids)))
+
+        return await self.ask(decoded)
+
+    async def token_texts(self, ids: Sequence[int]) -> list[str]:
+        return await self.ask(lambda own: [str(own.tokenizer.convert_ids_to_tokens(i)) for i in ids])
+
+    async def render(self, prompt: Prompt | TokenPrompt, drafted: bool = False) -> tuple[RenderedPrompt, list[int]]:
+        return await self.ask(lambda own: self._rendered(own, prompt, drafted))
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        tokenizer = self._target.tokenizer
+        special = {
+            name: getattr(tokenizer, name, None) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            "vocab_size": len(tokenizer),
+            "max_model_len": self.window,
+            "chat_template": tokenizer.chat_template,
+            **{name: None if token is None else str(token) for name, token in special.items()},
+        }
+
+    async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        raise Refused(_NO_FORMS)
+        yield  # an asynchronous generator, as those of other backends
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+    async def ask(self, question: Callable[[Language], Result]) -> Result:
+        """Run something in the thread of the tokenizers, with the target's copy. A ValueError becomes Refused."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, question, self._own)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+    def _rendered(self, own: Language, asked: Prompt | TokenPrompt, drafted: bool) -> tuple[RenderedPrompt, list[int]]:
+        if isinstance(asked, TokenPrompt):
+            own.check_tokens(asked.ids)
+            asked = Verbatim.of_tokens(asked.ids, own.tokenizer)
+        rendered = RenderedPrompt.of(asked)
+        ids = own.render(rendered.prompt)
+        rendered.remember(self._target, ids)
+        draft = self._own_draft if drafted else None
+        if draft is None or (self._shares_tokens and reads_alike(draft, own, rendered)):
+            return rendered, ids  # a draft model that reads alike takes these
+        theirs = rendered if self._shares_tokens else rendered.as_text
+        theirs.remember(self._draft, draft.encode(theirs.prompt))
+        return rendered, ids
+
+
+def _own_copy(language: Language) -> Language:
+    own = copy.copy(language)
+    own.tokenizer = copy.deepcopy(language.tokenizer)
+    return own

@@ -1,0 +1,116 @@
+"""A draft model as a token-level drafter: classical speculative decoding (arXiv 2211.17192)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from parse_infer.models.loading import LanguageModel
+from parse_infer.models.sampling import Sampling, distribution, draw
+from parse_infer.models.token_map import TokenMap, TranslatedContext, token_map
+from parse_infer.speculation.proposer import Guess
+
+
+class DraftChain:
+    """Lets `draft` write a chain of the next few tokens; its cache follows the context by itself.
+
+    Args:
+        draft: the small model, with the tokenizer of `model` or a reduced vocabulary inside it (`token_map`).
+        model: the model whose tokens are guessed.
+        tokens: the most tokens in a chain.
+        confidence: a chain ends with the first token to which `draft` gives a lower probability. Whether a chain goes
+            on depends on nothing but its tokens, so block verification stays exact.
+
+    The defaults are the best of nine settings on validation problems of the embedded pair (docs/benchmarks.md).
+
+    Raises:
+        ValueError: the draft model's tokens are no tokens of `model`, both share a decoder, `tokens` is below 1, or
+            `confidence` is not in 0..1.
+    """
+
+    def __init__(self, draft: LanguageModel, model: LanguageModel, tokens: int = 32, confidence: float = 0.4) -> None:
+        shared = token_map(draft.tokenizer, model.tokenizer)
+        if shared is None:
+            raise ValueError(
+                f"{draft.name!r} cannot guess tokens of {model.name!r}: their tokenizers differ; token-level "
+                "speculation needs a draft model with the same tokenizer, or with a part of its tokens and no others"
+            )
+        if draft.decoder is model.decoder:
+            raise ValueError("a draft model needs a decoder of its own: give dataclasses.replace(draft)")
+        if tokens < 1:
+            raise ValueError(f"a chain needs at least 1 token, not {tokens}")
+        if not 0 <= confidence <= 1:
+            raise ValueError(f"confidence is a probability, not {confidence}")
+        self.draft, self.tokens, self.confidence = draft, tokens, confidence
+        self.forwards = 0
+        self._vocabularies = _Vocabularies(shared, draft, model)
+
+    @torch.inference_mode()
+    def guess(self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
+        both = self._vocabularies
+        context = both.context(ids)
+        size = min(self.tokens, limit, self.draft.window - len(context))
+        if size < 1 or not context:
+            return Guess.chain(())
+        decoder, tokens, drawn_from = self.draft.decoder, [], []
+        decoder.reserve(len(context), limit)
+        decoder.seek(context)
+        if max(decoder.ids[decoder.cached :], default=0) >= self.draft.n_embeddings:
+            return Guess.chain(())  # padding ids, which only untrained models write
+        before = decoder.forwards
+        logits = decoder.next_logits()
+        while True:
+            scores = logits[both.of_draft]
+            q = scores.float().softmax(-1) if sampling.greedy else distribution(scores, sampling)
+            drawn = q.argmax() if sampling.greedy else draw(q, generator)
+            doubtful = q.gather(-1, drawn[None])[0] < self.confidence
+            choice, ends = torch.stack([drawn, doubtful.to(drawn.dtype)]).tolist()  # a token's one synchronisation
+            token = both.draft_ids[choice]
+            tokens.append(both.target_ids[choice])
+            if not sampling.greedy:
+                drawn_from.append(both.in_target(q))
+            if ends or token in decoder.eos_ids or len(tokens) == size:
+                break
+            logits = decoder.advance(token, both.draft_token(drawn))
+        self.forwards += decoder.forwards - before
+        return Guess.chain(tokens, torch.stack(drawn_from) if drawn_from else None)
+
+
+class _Vocabularies:
+    """The tokens that both models know. The same slice of both vocabularies where the tokenizers are the same.
+
+    Attributes:
+        draft_ids, target_ids: the k tokens.
+        of_draft: picks them out of the draft model's logits, [V] -> [k].
+    """
+
+    def __init__(self, tokens: TokenMap, draft: LanguageModel, model: LanguageModel) -> None:
+        self._n_target = model.model.config.get_text_config(decoder=True).vocab_size
+        self.draft_ids, self.target_ids = tokens.draft_ids, tokens.target_ids
+        self.of_draft: slice | torch.Tensor
+        self._of_target: slice | torch.Tensor
+        if tokens.is_identity:  # padding included, as both models may write it
+            shared = min(draft.n_embeddings, model.n_embeddings, self._n_target)
+            self.draft_ids = self.target_ids = range(shared)
+            self.of_draft = self._of_target = slice(shared)
+            self._translated = None
+        else:
+            self.of_draft, self._of_target = (
+                torch.tensor(ids, device=draft.decoder.device) for ids in (self.draft_ids, self.target_ids)
+            )
+            self._translated = TranslatedContext(tokens)
+
+    def context(self, ids: Sequence[int]) -> Sequence[int]:
+        """The target's context in the draft model's tokens."""
+        return ids if self._translated is None else self._translated.follow(ids)
+
+    def draft_token(self, choice: torch.Tensor) -> torch.Tensor:
+        """The draft model's id of one of the k tokens, both int64 [] on its device."""
+        return choice if isinstance(self.of_draft, slice) else self.of_draft.gather(0, choice[None])[0]
+
+    def in_target(self, q: torch.Tensor) -> torch.Tensor:
+        """A distribution over the tokens, [k], as one over the target's vocabulary, [V]."""
+        wide = q.new_zeros(self._n_target)
+        wide[self._of_target] = q
+        return wide

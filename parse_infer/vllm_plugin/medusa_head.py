@@ -1,0 +1,36 @@
+"""A Medusa head in the form that vLLM 0.32 runs; EAGLE-3 and parallel heads it loads as they are.
+
+vLLM wants heads over the whole vocabulary, the probe's ids included, and takes any key with "num" and "layers" in its
+name for the number of layers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from parse_infer.files import replacing_folder, write_json
+from parse_infer.speculation.head_files import CONFIG, WEIGHTS, read_config, read_weights
+
+
+def convert(head: str | Path, folder: str | Path, vocab_size: int) -> Path:
+    """Write `head` anew, with a row for each token: those that it does not know get the logit 0.
+
+    Args:
+        vocab_size: as the server counts, `options["hf_overrides"]["vocab_size"]`.
+
+    Raises:
+        FileNotFoundError, ValueError: as for any head that is not complete.
+    """
+    config, weights = read_config(Path(head)), read_weights(Path(head))
+    known = weights.pop("token_map", torch.arange(config["vocab_size"]))
+    for name, rows in weights.items():
+        if name.startswith("lm_heads."):
+            weights[name] = torch.zeros(vocab_size, rows.shape[1], dtype=rows.dtype).index_copy(0, known, rows)
+    config = {key: value for key, value in config.items() if key != "target_num_hidden_layers"}
+    with replacing_folder(folder) as beside:
+        write_json(beside / CONFIG, config | {"vocab_size": vocab_size, "truncated_vocab_size": vocab_size})
+        save_file(weights, beside / WEIGHTS, metadata={"format": "pt"})
+    return Path(folder)

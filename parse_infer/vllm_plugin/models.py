@@ -1,0 +1,290 @@
+"""vLLM's models with a judge in them: one class for each architecture, all by one mixin.
+
+A request whose prompt ends with the ids of `ProbeIds` gets validities instead of a next token. In a step that holds
+such ids, the rows of their tokens get the adapter's update, and the state of such a prompt's last token is replaced by
+a reference to what the judge says. All other rows, and all other steps, are the base class's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import vllm
+from torch import Tensor, nn
+from torch.nn.functional import linear, logsigmoid, pad
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+from parse_infer.judge.adapter import ValidityConfig, check_target, read_head
+from parse_infer.judge.adapter_files import AdapterFiles, read_adapter
+from parse_infer.judge.head import PartOfVocabulary, ValidityHead
+from parse_infer.models.fingerprint import describe_config, fingerprint_of, fingerprinted
+from parse_infer.vllm_plugin.compatibility import check_version
+from parse_infer.vllm_plugin.options import SETTINGS
+from parse_infer.vllm_plugin.probe_ids import ProbeIds, answer_ids
+from parse_infer.vllm_plugin.row_update import RowUpdate
+from parse_infer.vllm_plugin.token_doubt import SlotStates
+
+check_version(vllm.__version__)
+
+_MARK = 4096.0  # first entry of a row that refers to an answer; exact in every number type
+_BASE = 256  # of the number of that answer, in the entries behind it: so are whole numbers up to here
+
+
+class _Judge:
+    """The adapter as this server uses it. No module: vLLM would look for its weights in the target's files.
+
+    Attributes:
+        files: as read; dropped once they are loaded.
+        shape: the target as transformers builds it, to whose layers the files refer, without weights; dropped too.
+    """
+
+    def __init__(self, settings: dict[str, Any], config: Any) -> None:
+        self.name: str = settings["adapter"]
+        self.files: AdapterFiles | None = read_adapter(self.name)
+        self.config = ValidityConfig.from_dict(self.files.validity_config)
+        self.target = describe_config(config, "the server's target")
+        check_target(self.name, self.config.target, self.target)
+        self.head: ValidityHead = read_head(self.name, self.config, self.files.head)
+        self.ids = ProbeIds.of(self.config, settings["end_ids"])
+        self.answers = answer_ids(settings["end_ids"], self.ids.together)
+        self.update = RowUpdate()
+        self.states: SlotStates | None = None
+        self.part: PartOfVocabulary | None = None
+        with torch.device("meta"):
+            self.shape: PreTrainedModel | None = AutoModelForCausalLM.from_config(config)
+
+
+class JudgesDrafts:
+    """Mixin before a `…ForCausalLM` of vLLM. What it needs stands in the model's configuration (`engine_options`)."""
+
+    # The base class's.
+    model: Any
+    lm_head: Any
+    logits_processor: Any
+    packed_modules_mapping: dict[str, list[str]]
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        config = vllm_config.model_config.hf_config
+        settings = getattr(config, SETTINGS)
+        extra = config.vocab_size - settings["vocab_size"]
+        with _own_vocabulary(config, settings["vocab_size"]):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+            self._judge = _Judge(settings, config)
+        self._extra_ids = extra
+        self._cache_config = vllm_config.cache_config
+        self._told: Tensor | None = None  # for each prompt that this step answers, what `_answer` says
+        self._embed = _with_probe_ids(self.model.embed_tokens, self._judge.ids)
+        self._attention: str = self.model.layers[0].self_attn.attn.layer_name
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """As the base class's; raises ValueError unless they are the weights that the adapter was trained on."""
+        judge = self._judge
+        if judge.files is None or judge.shape is None:
+            raise ValueError(
+                "an adapter belongs to the weights it was trained on: start another server for other ones"
+            )
+        sampled: dict[str, Tensor | None] = dict.fromkeys(fingerprinted(judge.shape))
+
+        def watched() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if name in sampled:
+                    sampled[name] = tensor
+                yield name, tensor
+
+        loaded = super().load_weights(watched())  # type: ignore[misc]
+        found = judge.target | {"fingerprint": fingerprint_of(sampled.values())}
+        check_target(judge.name, judge.config.target, found)
+        judge.head.to(self.lm_head.weight.device)
+        if judge.config.probe_ids:
+            judge.update.patch(cast(nn.Module, self), judge.files, judge.shape, self.packed_modules_mapping)
+        tokens = judge.head.tokens
+        if tokens is not None and tokens.vocabulary is not None:
+            rows = _output_rows(self.lm_head, tokens.vocabulary)
+            judge.part = PartOfVocabulary(tokens.vocabulary, lambda x: linear(x, rows) * self.logits_processor.scale)
+        judge.files = judge.shape = None
+        return loaded
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Any:
+        judge, context = self._judge, get_forward_context()
+        step = context.attn_metadata and context.attn_metadata[self._attention]  # None: vLLM measures or warms up
+        probed = None
+        if step and input_ids is not None:
+            # Beyond the actual tokens stand padding and what was there before.
+            found = (input_ids[: step.num_actual_tokens] >= judge.ids.vocab_size).nonzero()[:, 0]
+            probed = found if len(found) else None
+        if probed is not None and judge.config.probe_ids:
+            context.skip_compiled = True  # compiled without probes: the update is no part of that graph
+            judge.update.rows = probed
+        try:
+            output = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)  # type: ignore[misc]
+        finally:
+            judge.update.rows = None
+        if step and input_ids is not None:
+            hidden = output[0] if isinstance(output, tuple) else output  # with what an EAGLE-3 head reads
+            self._note(step, input_ids, hidden)
+            self._told = None if probed is None else self._answer(step, input_ids, positions, hidden, probed)
+        return output
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """[n, H] -> [n, V and the probe's ids]: nobody ever writes one of those."""
+        logits = pad(self._base_logits(hidden_states), (0, self._extra_ids), value=-torch.inf)
+        if self._told is not None:
+            refers = (hidden_states[:, 0] == _MARK) & (hidden_states[:, 3:] == 0).all(-1)
+            rows = refers.nonzero()[:, 0]
+            number = (hidden_states[rows, 1].float() * _BASE + hidden_states[rows, 2].float()).long()
+            told = self._told[number]  # [n, most, 2]
+            logits = logits.float()
+            logits[rows] = -torch.inf
+            answers = torch.tensor(self._judge.answers, device=logits.device)[: told.shape[1]].flatten()
+            logits[rows[:, None], answers] = told.flatten(1)
+        return logits
+
+    def _base_logits(self, hidden: Tensor) -> Tensor:
+        return super().compute_logits(hidden)  # type: ignore[misc]
+
+    def _note(self, step: Any, ids: Tensor, hidden: Tensor) -> None:
+        """Keep for later steps what token doubt needs of this one."""
+        judge, n = self._judge, step.num_actual_tokens
+        if judge.head.tokens is None:
+            return
+        if judge.states is None:  # now the cache has its size
+            slots = self._cache_config.num_gpu_blocks * self._cache_config.block_size
+            judge.states = SlotStates(
+                judge.head.tokens, slots, hidden, self._base_logits, self._embed, judge.part, judge.ids.vocab_size
+            )
+        judge.states.write(step.slot_mapping[:n].long(), ids[:n].long(), hidden[:n])
+
+    def _answer(self, step: Any, ids: Tensor, positions: Tensor, hidden: Tensor, probed: Tensor) -> Tensor | None:
+        """What the judge says to the prompts that end in this step, if any: for each of the K prefixes of each of n
+        prompts the log-probabilities of both answers (of which the softmax over all takes log K); float32
+        [n, most, 2], -inf for those that others have more. The states of their last tokens come to refer to it."""
+        judge = self._judge
+        rows = probed[ids[probed] >= judge.ids.closing]
+        if judge.states is not None:
+            # The last one of each request. Where nothing else is left to read, vLLM puts room for guesses behind it.
+            asks = torch.searchsorted(step.query_start_loc[1:].long(), rows, right=True)
+            is_last = asks != pad(asks[1:], (0, 1), value=-1)
+            rows, asks = rows[is_last], asks[is_last]
+        if not len(rows):
+            return None
+        sizes, doubt = torch.ones_like(rows), None
+        if judge.states is not None:
+            sizes, doubt = self._doubt(judge.states, step, asks, ids[rows].long(), positions[rows].long())
+        logit = judge.head(hidden[rows] if judge.config.probe_ids else None, doubt)
+        told = hidden.new_full((len(rows), int(sizes.max()), 2), -torch.inf, dtype=torch.float32)
+        told[_places(sizes)] = logsigmoid(torch.stack([logit, -logit], dim=-1))
+        number = torch.arange(len(rows), device=rows.device)
+        refers = hidden.new_zeros(len(rows), hidden.shape[-1])
+        refers[:, 0], refers[:, 1], refers[:, 2] = _MARK, number // _BASE, number % _BASE
+        hidden[rows] = refers
+        return told
+
+    def _doubt(
+        self, states: SlotStates, step: Any, asks: Tensor, closing: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """How many prefixes each of n prompts asks about, and token doubt about all of these.
+
+        Args:
+            asks: int64 [n], their requests in this step.
+            closing, positions: int64 [n], id and position of the last token of each.
+        """
+        ids, size = self._judge.ids, self._cache_config.block_size
+
+        def slots(request: Tensor, position: Tensor) -> Tensor:
+            return step.block_table[request, position // size].long() * size + position % size
+
+        # The ids before the last one may have been read in an earlier step.
+        back = torch.arange(ids.together, device=asks.device)
+        before = (positions[:, None] - back).clamp_min(0)
+        said = states.ids(slots(asks[:, None], before))
+        said[:, 0] = closing
+        sizes = ((said >= ids.closing) & (back <= positions[:, None])).cumprod(-1).sum(-1)
+        prompt, place = _places(sizes)
+        said = said[prompt, (sizes - 1)[prompt] - place] - ids.closing  # the shortest prefix first
+
+        kinds = 1 + len(ids.end_ids)
+        # A made-up prompt may be shorter than the probe, or count more tokens than there are.
+        behind = (positions - (sizes - 1) - max(len(ids.probe) - 1, 0)).clamp_min(0)  # the longest prefix
+        start = (behind - (closing - ids.closing) // kinds).clamp_min(0)  # of the draft
+        drafted, end = (said // kinds).minimum((behind - start)[prompt]), said % kinds
+        counts = drafted + (end > 0)
+        which = torch.repeat_interleave(counts)
+        offset = torch.arange(len(which), device=asks.device) - (counts.cumsum(0) - counts)[which]
+        request = asks[prompt][which]
+        position = start[prompt][which] + offset
+        tokens = slots(request, position)
+        if ids.end_ids:
+            ends = torch.tensor([0, *ids.end_ids], device=asks.device)[end][which]
+            tokens = torch.where(offset == drafted[which], -1 - ends, tokens)
+        return sizes, states.of_prefixes(slots(request, (position - 1).clamp_min(0)), tokens, counts)
+
+
+def _places(sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and column of each entry of rows of these sizes."""
+    row = torch.repeat_interleave(sizes)
+    return row, torch.arange(len(row), device=sizes.device) - (sizes.cumsum(0) - sizes)[row]
+
+
+def _output_rows(layer: Any, ids: Tensor) -> Tensor:
+    """[n, H], those of tokens [n] of an output layer that may be shared out among ranks. Copied when the weights are
+    loaded, because a CPU's layers may repack theirs later."""
+    weight, first = layer.weight.detach(), layer.shard_indices.org_vocab_start_index
+    here = ((ids >= first) & (ids < layer.shard_indices.org_vocab_end_index))[:, None]
+    return cast(Tensor, tensor_model_parallel_all_reduce(torch.where(here, weight[(ids - first) * here[:, 0]], 0)))
+
+
+@contextmanager
+def _own_vocabulary(config: Any, size: int) -> Iterator[None]:
+    """Within the `with`, the configuration says how many tokens the target itself has."""
+    extended = config.vocab_size
+    config.vocab_size = size
+    try:
+        yield
+    finally:
+        config.vocab_size = extended
+
+
+def _with_probe_ids(embedding: nn.Module, ids: ProbeIds) -> Any:
+    """Let an embedding (which a token drafter may share) know the probe's ids; returns how it was before."""
+    before = embedding.forward
+    embedding.register_buffer("probe", torch.tensor(ids.probe or (0,)), persistent=False)
+    last = max(len(ids.probe) - 1, 0)
+
+    def forward(input_ids: Tensor) -> Tensor:
+        beyond = (input_ids - ids.vocab_size).clamp(0, last)
+        asked = cast(Tensor, embedding.probe)[beyond].to(input_ids.dtype)
+        return before(torch.where(input_ids < ids.vocab_size, input_ids, asked))
+
+    embedding.forward = forward  # type: ignore[method-assign]
+    return before
+
+
+class ParseLlamaForCausalLM(JudgesDrafts, LlamaForCausalLM):
+    pass
+
+
+class ParseMistralForCausalLM(JudgesDrafts, MistralForCausalLM):
+    pass
+
+
+class ParseQwen2ForCausalLM(JudgesDrafts, Qwen2ForCausalLM):
+    pass
+
+
+class ParseQwen3ForCausalLM(JudgesDrafts, Qwen3ForCausalLM):
+    pass

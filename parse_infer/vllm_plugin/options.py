@@ -1,0 +1,145 @@
+"""How to start a vLLM server that judges drafts: options for `vllm.LLM(**options)` or `vllm serve`.
+
+python -m parse_infer.vllm_plugin.options TARGET ADAPTER      # prints the command
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parse_infer.files import first_sentence
+from parse_infer.judge.adapter import ValidityConfig, check_target, read_head
+from parse_infer.judge.adapter_files import read_adapter
+from parse_infer.models.fingerprint import describe_config
+from parse_infer.models.loading import load_config, load_served_model, weights_folder
+from parse_infer.models.names import resolve
+from parse_infer.speculation.rejected_draft import TOKENS
+from parse_infer.vllm_plugin.compatibility import ARCHITECTURES
+from parse_infer.vllm_plugin.probe_ids import ProbeIds
+from parse_infer.vllm_plugin.reference import Reference, measure
+
+MAX_DRAFT = 4096  # tokens; with token doubt each takes an id beyond the vocabulary
+SETTINGS = "parse"  # the key of ours in the model's configuration
+PLUGIN = "parse"  # the name of the entry point
+VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""What the environment of a server with the plugin must hold: the plugin refuses vLLM's default on GPUs."""
+PORT = 8001  # of the printed command; `parse-infer serve` has 8000
+REJECTED_DRAFTS = {
+    "method": "custom_class",
+    "model": "parse_infer.vllm_plugin.rejected_drafts.RejectedDrafts",
+    "num_speculative_tokens": TOKENS,
+}
+"""For vLLM's `speculative_config`: what was rejected of a draft guesses what the target writes instead."""
+
+
+def engine_options(
+    target: str | Path, adapter: str | Path, *, max_draft: int = MAX_DRAFT, reference: Reference | None = None
+) -> dict[str, Any]:
+    """Options of a vLLM engine that runs `target` with the plugin; any others may be added.
+
+    The number type is the one that the target is kept in, as in the local engine: vLLM by itself would round float32.
+    What is rejected of a draft guesses what the target writes instead (`speculative_config`); leave that out, or give
+    another, as you like.
+
+    Args:
+        target: a folder, Hugging Face id or embedded model ("zoo:target"), or a GGUF file.
+        adapter: its validity adapter.
+        max_draft: tokens of the longest draft.
+        reference: what the server's validities are compared with when it starts, from an earlier call; None: measured
+            now, by loading the target once.
+
+    Raises:
+        FileNotFoundError: target or adapter, or a part of one, does not exist.
+        ValueError: they do not belong together, or the plugin has no class for the target's architecture.
+    """
+    folder, config = weights_folder(target), load_config(target)
+    config._name_or_path = str(target)
+    architecture = next(iter(config.architectures or ["none"]))
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"{str(target)!r} is of the architecture {architecture}, and the PARSE plugin for vLLM knows "
+            f"{', '.join(sorted(ARCHITECTURES))} only: use the local engine for it"
+        )
+    files = read_adapter(resolve(adapter))
+    judge = ValidityConfig.from_dict(files.validity_config)
+    check_target(str(adapter), judge.target, describe_config(config, architecture))
+    read_head(str(adapter), judge, files.head)
+    end_ids = end_tokens_of(target)
+    ids = ProbeIds.of(judge, end_ids)
+    n_ids = ids.size(min(max_draft, getattr(config, "max_position_embeddings", max_draft)))
+    settings = {
+        "adapter": str(files.folder),
+        "vocab_size": config.vocab_size,
+        "end_ids": end_ids,
+        "reference": asdict(reference or measure(target, adapter)),
+        "fingerprint": files.fingerprint,
+    }
+    options = {
+        "model": str(folder),
+        "served_model_name": [str(folder), judge_name(files.fingerprint)],
+        "dtype": str(config.dtype or torch.float32).removeprefix("torch."),
+        "enable_prefix_caching": True,
+        "max_logprobs": max(20, ids.log_probabilities),  # 20 is vLLM's default
+        "speculative_config": dict(REJECTED_DRAFTS),
+        "hf_overrides": {
+            "architectures": [ARCHITECTURES[architecture]],
+            "vocab_size": config.vocab_size + n_ids,
+            SETTINGS: settings,
+        },
+    }
+    # The smallest blocks of CPU attention (its default is 128): what K probes share ends at a block.
+    return options if torch.cuda.is_available() else options | {"block_size": 32}
+
+
+def judge_name(fingerprint: str) -> str:
+    """The name under which a server with this adapter serves its target too. Who asks for a judgement by this name is
+    refused by a server with another adapter, also by one that has just taken the place of the right one."""
+    return f"parse-adapter-{fingerprint}"
+
+
+def end_tokens_of(target: str | Path) -> list[int]:
+    """Every token that ends an answer of the target, rising: `LanguageModel.eos_ids` without the weights."""
+    return sorted(load_served_model(target).eos_ids)
+
+
+def arguments(options: Mapping[str, Any]) -> list[str]:
+    """The options as arguments of `vllm serve`, or of `python -m vllm.entrypoints.openai.api_server`; None: none."""
+    words: list[str] = []
+    for name, value in options.items():
+        if value is None:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
+        else:
+            words += [flag, json.dumps(value, separators=(",", ":")) if isinstance(value, dict) else str(value)]
+    return words
+
+
+def main(names: Sequence[str]) -> int:
+    if len(names) != 2:
+        print("usage: python -m parse_infer.vllm_plugin.options TARGET ADAPTER", file=sys.stderr)
+        return 2
+    try:
+        options = engine_options(*names)
+    except (OSError, ValueError) as error:
+        print(f"error: {first_sentence(error)}", file=sys.stderr)
+        return 2
+    variables = [f"{name}={value}" for name, value in VARIABLES.items()]
+    server = ["python", "-m", "vllm.entrypoints.openai.api_server"]
+    print(shlex.join(["env", *variables, *server, *arguments(options | {"port": PORT})]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,291 @@
+"""What to ask a server about a draft, and how to read its answer.
+
+Without a probe one prompt asks about all cuts. With one, or with a question in words, there are K prompts for K cuts,
+which share the prefix's blocks in the server's cache with one another and with the request that goes on from a cut.
+
+    questions = TrainedQuestions.of(config, end_ids)            # for a server with the plugin
+    asked = questions.about(context_ids, draft_ids, cuts)
+    body = asked.request(model_name)                            # POST /v1/completions
+    validities = asked.validities(answer)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from parse_infer.judge.adapter import ValidityConfig
+from parse_infer.judge.head import verbalizer_ids
+from parse_infer.judge.zero_shot import QUESTION, chat_suffix
+from parse_infer.vllm_plugin.probe_ids import ProbeIds, answer_ids
+
+LogProbabilities = Mapping[int, float]
+"""Of the likeliest next tokens of one prompt, by id."""
+
+MAX_PROMPTS = 256
+"""Prompts about one draft, at most: each takes one of the server's sequences, of which vLLM runs 256 at a time."""
+MAX_IDS = 2**20
+"""Token ids in all prompts about one draft, at most: about 6 MB of JSON."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Prompts that ask about a draft.
+
+    Attributes:
+        prompts: token ids.
+        sizes: how many of the cuts each is about.
+    """
+
+    questions: Questions
+    prompts: list[list[int]]
+    sizes: list[int]
+
+    @property
+    def top(self) -> int:
+        """How many log-probabilities to ask for."""
+        return self.questions.top * max(self.sizes)
+
+    def request(self, model: str) -> dict[str, Any]:
+        """Body of a `POST /v1/completions`."""
+        return {
+            "model": model,
+            "prompt": self.prompts,
+            "max_tokens": 1,
+            "temperature": 0,
+            "logprobs": self.top,
+            "return_tokens_as_token_ids": True,
+        }
+
+    def validities(self, answer: Any) -> list[float]:
+        """What the JSON object that a server sends back says about each cut.
+
+        Raises:
+            ValueError: it is not complete, or no answer to the question.
+        """
+        found = read_completion(answer, len(self.prompts), self.questions.words)
+        return [validity_of(logit) for logit in self.logits(found)]
+
+    def logits(self, found: Sequence[LogProbabilities]) -> list[float]:
+        """Of each cut, from the log-probabilities in the answer to each prompt. Raises as `validities` does."""
+        pairs = zip(found, self.sizes, strict=True)
+        return [logit for one, size in pairs for logit in self.questions.logits(one, size)]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What both kinds of judge have in common.
+
+    Attributes:
+        end_ids: the target's end tokens.
+        closes_turn: the suffix itself ends the turn, so a draft's own end token is not shown before it.
+        answers: for each cut that a prompt may be about, the token that says valid and the one that says not valid.
+        top: how many log-probabilities to ask for, for each cut in a prompt.
+        words: texts of the answer tokens, for servers that list tokens by text.
+    """
+
+    end_ids: tuple[int, ...]
+    closes_turn: bool
+    answers: Sequence[tuple[int, int]]
+    top: int
+    words: Mapping[str, int] = field(default_factory=dict, kw_only=True)
+
+    def about(
+        self, context_ids: Sequence[int], draft_ids: Sequence[int], cuts: Sequence[int], window: int | None = None
+    ) -> Asked:
+        """
+        Args:
+            context_ids: at least one token.
+            cuts: at least one; strictly increasing offsets in 0..len(draft_ids).
+            window: tokens that the server takes, one for its answer included. A draft that fills it is asked about in
+                more prompts.
+
+        Raises:
+            ValueError: cuts out of order or range, or an empty context.
+        """
+        if not context_ids:
+            raise ValueError("a draft is judged in its context, which is empty")
+        if any(not 0 <= c <= len(draft_ids) for c in cuts) or any(
+            b <= a for a, b in zip(cuts, cuts[1:], strict=False)
+        ):
+            raise ValueError(f"cuts must increase strictly within 0..{len(draft_ids)}, not {list(cuts)}")
+        prompts, sizes = [], []
+        for some in self._groups(len(context_ids), len(draft_ids), cuts, window):
+            shown = 0
+            suffix: list[int] = []
+            for cut in some:
+                end = draft_ids[cut - 1] if cut and self.closes_turn and draft_ids[cut - 1] in self.end_ids else None
+                shown = cut if end is None else cut - 1
+                suffix += self.suffix(shown, end)
+            prompts.append([*context_ids, *draft_ids[:shown], *suffix])
+            sizes.append(len(some))
+        return Asked(self, prompts, sizes)
+
+    def affordable(
+        self, n_context: int, cuts: Sequence[int], window: int | None = None, *, singly: bool = False
+    ) -> list[int]:
+        """The cuts of a draft that are asked about: all, or every second, fourth, … one, until the prompts keep
+        within `MAX_PROMPTS` and `MAX_IDS`. The last cut always stays. A longer draft keeps none that a shorter one
+        has left out.
+
+        Args:
+            n_context: tokens before the draft.
+            cuts: all of them, as for `about`.
+            singly: the cuts will be asked about one by one, while the draft grows.
+        """
+        kept, step = list(cuts), 1
+        while len(kept) > 1 and not self._fits(n_context, kept, window, singly):
+            step *= 2
+            kept = [*cuts[step - 1 : -1 : step], cuts[-1]]
+        return kept
+
+    def _fits(self, n_context: int, cuts: Sequence[int], window: int | None, singly: bool) -> bool:
+        groups = [[cut] for cut in cuts] if singly else self._groups(n_context, cuts[-1], cuts, window)
+        suffixes = len(cuts) * len(self.suffix(0, None))
+        ids = sum(n_context + group[-1] for group in groups) + suffixes
+        return len(groups) <= MAX_PROMPTS and ids <= MAX_IDS
+
+    def _groups(
+        self, n_context: int, n_draft: int, cuts: Sequence[int], window: int | None
+    ) -> Sequence[Sequence[int]]:
+        """The cuts that each prompt is about."""
+        together = len(self.answers)
+        if window is not None:
+            together = max(1, min(together, window - 1 - n_context - n_draft))
+        return [cuts[i : i + together] for i in range(0, len(cuts), together)]
+
+    def suffix(self, draft_tokens: int, end: int | None) -> Sequence[int]:
+        """What follows a prefix whose last `draft_tokens` tokens are the draft's, and a hidden `end` token."""
+        raise NotImplementedError
+
+    @property
+    def probe_tokens(self) -> int:
+        """Tokens of the judge's probe, 0 without one: what a cut costs, as in the local engine."""
+        raise NotImplementedError
+
+    def logits(self, found: LogProbabilities, n: int) -> list[float]:
+        """Of the `n` cuts that a prompt was about, from the log-probabilities in its answer.
+
+        Raises:
+            ValueError: the server gave no answer to the question.
+        """
+        lowest = min(found.values())  # one that is not listed is no likelier
+        for yes, no in self.answers[:n]:
+            if yes not in found and no not in found:
+                raise ValueError(f"the server's log-probabilities hold neither answer ({yes} or {no}): ask for more")
+        return [found.get(yes, lowest) - found.get(no, lowest) for yes, no in self.answers[:n]]
+
+
+@dataclass(frozen=True)
+class TrainedQuestions(Questions):
+    """For a server with the plugin: the probe of an adapter.
+
+    Attributes:
+        ids: the probe's.
+        scale, shift: of the logit (`ValidityConfig.probability`).
+    """
+
+    ids: ProbeIds = field(kw_only=True)
+    scale: float = 1.0
+    shift: float = 0.0
+
+    @classmethod
+    def of(cls, config: ValidityConfig, end_ids: Sequence[int]) -> TrainedQuestions:
+        """
+        Args:
+            config: of the adapter that the server has.
+            end_ids: the target's end tokens, as in the server's options (`end_tokens_of`).
+        """
+        ends = tuple(end_ids)
+        ids = ProbeIds.of(config, ends)
+        answers = answer_ids(ends, ids.together)
+        scaled = config.probability or {"scale": 1.0, "shift": 0.0}
+        return cls(ends, config.closes_turn, answers, 2, ids=ids, scale=scaled["scale"], shift=scaled["shift"])
+
+    def suffix(self, draft_tokens: int, end: int | None) -> Sequence[int]:
+        return self.ids.suffix(draft_tokens, end)
+
+    @property
+    def probe_tokens(self) -> int:
+        return len(self.ids.probe)
+
+    def logits(self, found: LogProbabilities, n: int) -> list[float]:
+        sums = [sum(math.exp(found.get(token, -math.inf)) for token in pair) for pair in self.answers[:n]]
+        if not all(abs(n * one - 1) <= 1e-3 for one in sums):
+            raise ValueError("the server's answer is no validity: it runs without the PARSE plugin or another target")
+        return [logit * self.scale + self.shift for logit in super().logits(found, n)]
+
+
+@dataclass(frozen=True)
+class ZeroShotQuestions(Questions):
+    """For any server that gives log-probabilities: the target itself is asked in words (`ZeroShotJudge`).
+
+    Attributes:
+        asked: the suffix.
+    """
+
+    asked: tuple[int, ...] = field(kw_only=True)
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Any,
+        end_ids: Sequence[int],
+        question: str = QUESTION,
+        words: tuple[str, str] = ("Correct", "Incorrect"),
+        top: int = 5,
+    ) -> ZeroShotQuestions:
+        """
+        Args:
+            top: more than OpenAI's 5 where the server gives more (vLLM: 20).
+
+        Raises:
+            ValueError: as `ZeroShotJudge` does.
+        """
+        chat = bool(getattr(tokenizer, "chat_template", None))
+        text = chat_suffix(tokenizer, question) if chat else f"\n\n{question}\nAnswer: "
+        yes, no = verbalizer_ids(tokenizer, text, words)
+        asked = tuple(tokenizer.encode(text, add_special_tokens=False))
+        texts = {tokenizer.decode([i]): i for i in (yes, no)}
+        return cls(tuple(end_ids), chat, [(yes, no)], top, asked=asked, words=texts)
+
+    def suffix(self, draft_tokens: int, end: int | None) -> Sequence[int]:
+        return self.asked
+
+    @property
+    def probe_tokens(self) -> int:
+        return len(self.asked)
+
+
+def validity_of(logit: float) -> float:
+    return 1 / (1 + math.exp(-min(max(logit, -500.0), 500.0)))
+
+
+def read_completion(answer: Any, n: int, words: Mapping[str, int] | None = None) -> list[LogProbabilities]:
+    """Log-probabilities in the answer to `n` prompts, in their order.
+
+    Args:
+        answer: the JSON object.
+        words: ids by text, for a server that does not know `return_tokens_as_token_ids`.
+
+    Raises:
+        ValueError: the answer is not complete.
+    """
+    try:
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        if [choice["index"] for choice in choices] != list(range(n)):
+            raise ValueError(f"{len(choices)} choices")
+        found = [choice["logprobs"]["top_logprobs"][0] for choice in choices]
+        return [_by_id(one, words or {}) for one in found]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"the server's answer does not hold the log-probabilities of {n} tokens ({type(error).__name__})"
+        ) from error
+
+
+def _by_id(found: Mapping[str, float], words: Mapping[str, int]) -> LogProbabilities:
+    """Tokens that have a text only, which is none of `words`, get ids below 0: their values are bounds for others."""
+    ids = {text: int(text.removeprefix("token_id:")) for text in found if text.startswith("token_id:")} or words
+    return {ids.get(text, -1 - i): value for i, (text, value) in enumerate(found.items())}

@@ -1,0 +1,280 @@
+"""An OpenAI-compatible server in a thread of this process, whose model is a local decoder. It can be told to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from parse_infer.judge.verifier import Verifier
+from parse_infer.models.decoder import Decoder
+from parse_infer.models.loading import LanguageModel
+from parse_infer.models.sampling import Sampling
+from parse_infer.vllm_plugin.validity_requests import TrainedQuestions
+
+PIECE = 3  # tokens at a time in a stream
+_ONE_AT_A_TIME = threading.Lock()  # servers share weights, to which a verification applies an adapter
+
+
+class FakeServer:
+    """
+    Args:
+        lm: what it serves; decoded with a decoder of its own.
+        verifier: the plugin; None: a plain server.
+
+    Attributes:
+        faults: what happens to the next requests: "500", "cut" (breaks off in the middle), "half" (of the JSON),
+            "unended" (a stream without its mark at the end), "nonsense", "gone" (the connection is closed), "refused",
+            "hangs" (no answer ever), None.
+        bodies: of the requests so far.
+        written: tokens that were sent in streams.
+        pause: seconds before each piece of a stream.
+        key: what clients must send.
+        max_logprobs: so many log-probabilities it gives at most, as a vLLM server that is started with that option.
+        judge_fault: what happens to every request about a draft.
+        names: under which it serves the model; the second one, with a judge, says which.
+        root: where the model's files are.
+        away: every connection is closed before an answer.
+        ill: what /health answers instead of 200, or "hangs".
+        clients: the ports from which requests came, in order.
+    """
+
+    def __init__(self, lm: LanguageModel, verifier: Verifier | None = None) -> None:
+        self.lm = lm
+        self.decoder = Decoder(lm.model, ())
+        self.verifier = verifier
+        self.questions = None
+        if verifier is not None:
+            verifier.decoder = self.decoder
+            self.questions = TrainedQuestions.of(verifier.judge.config, sorted(lm.eos_ids))
+        self.faults: deque[str | None] = deque()
+        self.bodies: list[dict[str, Any]] = []
+        self.written = 0
+        self.pause = 0.0
+        self.url = ""
+        self.key: str | None = None
+        self.max_logprobs = 20 if self.questions is None else max(20, self.questions.ids.log_probabilities)
+        self.judge_fault: str | None = None
+        self.names = [lm.name]
+        self.root = f"/models/{lm.name}"
+        self.away = False
+        self.ill: int | str | None = None
+        self.clients: list[int] = []
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        fault = self.faults.popleft() if self.faults else None
+        if body.get("logprobs") and self.judge_fault:
+            fault = self.judge_fault
+        if body["model"] not in self.names:
+            return _error(404, f"The model `{body['model']}` does not exist.")
+        if fault == "refused":
+            return _error(400, "this is refused")
+        if fault == "hangs":
+            await asyncio.sleep(3600)
+        prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
+        size = self.lm.n_embeddings
+        if self.questions is None and any(token >= size for prompt in prompts for token in prompt):
+            return _error(400, f"Token id {size} is out of vocabulary")
+        if max(map(len, prompts)) + body["max_tokens"] > self.lm.window:
+            return _error(400, f"This model's maximum context length is {self.lm.window} tokens")
+        if body.get("logprobs", 0) > self.max_logprobs:
+            return _error(400, f"Requested sample logprobs of {body['logprobs']} is greater than {self.max_logprobs}")
+        if body.get("min_tokens", 0) > body["max_tokens"]:
+            return _error(400, f"min_tokens must be less than or equal to max_tokens={body['max_tokens']}")
+        if fault == "500":
+            return _error(500, "the engine is dead")
+        if fault == "gone":
+            request.transport.close()
+            raise asyncio.CancelledError
+        if body.get("logprobs"):
+            return _answer([self._choice(i, p, body["logprobs"]) for i, p in enumerate(prompts)], fault)
+        if not body.get("stream"):
+            ids = list(self._write(prompts[0], body))
+            return _answer([{"index": 0, "token_ids": ids, "text": "", "finish_reason": "stop"}], fault)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        with suppress(ConnectionError):
+            piece: list[int] = []
+            for n, token in enumerate(self._write(prompts[0], body)):
+                piece.append(token)
+                if len(piece) == PIECE:
+                    await self._send(response, piece)
+                    piece = []
+                if fault == "cut" and n == 7:
+                    request.transport.close()
+                    return response
+            await self._send(response, piece, "stop")
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Calls a tool, whatever is said; a choice of "auto" is refused, as vLLM does without a parser."""
+        body = await request.json()
+        self.bodies.append(body)
+        fault = self.faults.popleft() if self.faults else None
+        if fault == "500":
+            return _error(500, "the engine is dead")
+        if body.get("tool_choice") == "auto":
+            return _error(400, '"auto" tool choice requires --enable-auto-tool-choice')
+        call = {"id": "call-1", "type": "function", "function": {"name": "weigh", "arguments": '{"n": 5}'}}
+        own = {"id": "chatcmpl-1", "created": 1, "model": "target-17", "prompt_logprobs": None}
+        if not body.get("stream"):
+            message = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": None}
+            choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "token_ids": None}
+            usage = {"prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15, "prompt_tokens_details": None}
+            return web.json_response(own | {"object": "chat.completion", "choices": [choice], "usage": usage})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for delta, reason in (({"tool_calls": [{"index": 0, **call}]}, None), ({}, "tool_calls")):
+            choice = {"index": 0, "delta": delta, "finish_reason": reason}
+            chunk = own | {"object": "chat.completion.chunk", "choices": [choice]}
+            await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            if fault == "cut":
+                request.transport.close()
+                return response
+        if fault != "unended":
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _write(self, prompt: list[int], body: dict[str, Any]) -> Iterator[int]:
+        sampling = Sampling(body.get("temperature", 1.0), seed=body.get("seed"))
+        generator = sampling.generator(self.decoder.device)
+        ids: list[int] = []
+        stops, least = set(body.get("stop_token_ids", ())), body.get("min_tokens", 0)
+        ends = stops if body.get("ignore_eos") else stops | self.lm.eos_ids
+        while len(ids) < body["max_tokens"]:
+            with _ONE_AT_A_TIME:
+                self.decoder.seek([*prompt, *ids])
+                banned = stops | self.lm.eos_ids if len(ids) < least else ()
+                ids += self.decoder.decode(1, sampling, generator, banned)
+            self.written += bool(body.get("stream"))
+            yield ids[-1]
+            if ids[-1] in ends:
+                return
+            text = self.lm.tokenizer.decode(ids)
+            if len(ids) > least and any(text.endswith(stop) for stop in body.get("stop", ())):
+                return
+
+    async def _send(self, response: web.StreamResponse, piece: list[int], reason: str | None = None) -> None:
+        await asyncio.sleep(self.pause)
+        choice = {"index": 0, "text": "", "token_ids": list(piece), "finish_reason": reason}
+        await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+
+    def _choice(self, index: int, prompt: list[int], top: int) -> dict[str, Any]:
+        questions = self.questions
+        if questions is not None and prompt[-1] >= self.lm.n_embeddings:
+            validities = self._judged(prompt)
+            found = {}
+            for pair, validity in zip(questions.answers, validities, strict=False):
+                p = min(max(validity, 1e-9), 1 - 1e-9)
+                found |= dict(
+                    zip(pair, (math.log(p / len(validities)), math.log((1 - p) / len(validities))), strict=True)
+                )
+        else:
+            with _ONE_AT_A_TIME:
+                self.decoder.seek(prompt)
+                values, ids = torch.log_softmax(self.decoder.next_logits(), -1).topk(top)
+            found = dict(zip(ids.tolist(), values.tolist(), strict=True))
+        listed = {f"token_id:{token}": value for token, value in found.items()}
+        return {"index": index, "text": "", "logprobs": {"top_logprobs": [listed]}}
+
+    def _judged(self, prompt: list[int]) -> list[float]:
+        """Of the prefixes that the ids at the end of a prompt ask about."""
+        ids = self.questions.ids
+        text = prompt[: next(i for i, token in enumerate(prompt) if token >= ids.vocab_size)]
+        said = [divmod(token - ids.closing, 1 + len(ids.end_ids)) for token in prompt if token >= ids.closing]
+        start = len(text) - said[-1][0]  # of the draft
+        validities = []
+        for drafted, end in said:
+            draft = text[start : start + drafted] + ([ids.end_ids[end - 1]] if end else [])
+            with _ONE_AT_A_TIME:
+                self.decoder.seek(text[:start])
+                validities += self.verifier.verify(draft, [len(draft)]).validity
+        return validities
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)
+
+
+def _answer(choices: list[dict[str, Any]], fault: str | None) -> web.Response:
+    text = json.dumps({"choices": choices})
+    if fault == "half":
+        text = text[: len(text) // 2]
+    if fault == "nonsense":
+        text = "<html>not here</html>"
+    return web.Response(text=text, content_type="application/json")
+
+
+@contextmanager
+def serving(server: FakeServer) -> Iterator[FakeServer]:
+    loop, ready = asyncio.new_event_loop(), threading.Event()
+
+    async def models(request: web.Request) -> web.Response:
+        card = {"max_model_len": server.lm.window, "root": server.root}
+        return web.json_response({"data": [{"id": name, **card} for name in server.names]})
+
+    async def health(request: web.Request) -> web.Response:
+        if server.ill == "hangs":
+            await asyncio.sleep(3600)
+        return web.Response(status=server.ill or 200)
+
+    async def tokenize(request: web.Request) -> web.Response:
+        text = (await request.json())["prompt"]
+        return web.json_response({"tokens": server.lm.tokenizer.encode(text, add_special_tokens=False)})
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
+        server.clients.append(request.transport.get_extra_info("peername")[1])
+        if server.away:
+            request.transport.close()
+            raise asyncio.CancelledError
+        given = request.headers.get("Authorization")
+        if request.path.startswith("/v1/") and server.key and given != f"Bearer {server.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)  # as vLLM says it
+        return await handler(request)
+
+    async def begin() -> web.AppRunner:
+        app = web.Application(middlewares=[guarded])
+        app.add_routes(
+            [
+                web.get("/v1/models", models),
+                web.get("/health", health),
+                web.post("/tokenize", tokenize),
+                web.post("/v1/completions", server.completions),
+                web.post("/v1/chat/completions", server.chat),
+            ]
+        )
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return runner
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        runner = loop.run_until_complete(begin())
+        ready.set()
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield server
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)

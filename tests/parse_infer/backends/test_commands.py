@@ -1,0 +1,205 @@
+"""`--backend vllm` on the command line and in the server."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from parse_infer.calibration.schema import Calibration
+from parse_infer.cli.app import main
+from parse_infer.cli.model_options import ModelOptions
+from parse_infer.serve.loop_runner import CoordinatedBackend
+from tests.parse_infer.serve.conftest import running
+
+PROMPTS = [f"Tom has {n} apples. How many are left?" for n in range(6)]
+
+
+@pytest.fixture
+def coordinated(engine, connect, monkeypatch):
+    coordinator, targets, draft = connect(engine)
+    monkeypatch.setattr(coordinator, "close", lambda: None)  # for one command after the other
+    monkeypatch.setattr(ModelOptions, "coordinate", lambda self, **_: coordinator)
+    return engine, targets[0]
+
+
+def local(engine, prompt: str) -> str:
+    return engine.generate(prompt, max_new_tokens=24, exact_tail=False).text
+
+
+def test_a_file_of_prompts_is_answered_in_order_and_goes_on_where_it_stopped(coordinated, tmp_path, capsys):
+    engine, target = coordinated
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "answers"
+    file.write_text("".join(json.dumps({"prompt": p, "id": f"q{i}"}) + "\n" for i, p in enumerate(PROMPTS)))
+    command = ["generate", "--file", str(file), "--backend", "vllm", "--max-new-tokens", "24"]
+    assert main([*command, "--out", str(out)]) == 0
+    records = out / "records.jsonl"
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    assert [(row["row"], row["id"]) for row in rows] == [(i, f"q{i}") for i in range(6)]
+    assert [row["answer"]["text"] for row in rows] == [local(engine, p) for p in PROMPTS]
+    whole = records.read_text()
+    records.write_text("".join(whole.splitlines(keepends=True)[:4])[:-20])  # killed in the middle of a line
+    target.bodies.clear()
+    assert main([*command, "--out", str(out)]) == 0
+    again = [json.loads(line) for line in records.read_text().splitlines()]
+    assert [row["answer"]["text"] for row in again] == [row["answer"]["text"] for row in rows]
+    asked = {
+        tuple(body["prompt"][0] if isinstance(body["prompt"][0], list) else body["prompt"]) for body in target.bodies
+    }
+    first = tuple(engine.target.render(PROMPTS[0]))
+    assert not any(prompt[: len(first)] == first for prompt in asked), "an answer that was there was asked for again"
+    capsys.readouterr()
+    assert main([*command, "--out", str(out), "--stop", "x"]) == 2
+    assert "holds a run of answers with settings" in capsys.readouterr().err
+
+
+def test_answers_and_events_are_written_as_those_of_the_local_engine_are(coordinated, capsys):
+    engine, _ = coordinated
+    command = ["generate", PROMPTS[0], "--backend", "vllm", "--max-new-tokens", "24", "--json"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == local(engine, PROMPTS[0])
+    assert main([*command, "--stream"]) == 0
+    *events, done = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert done["event"] == "done" and done["text"] == local(engine, PROMPTS[0])
+    assert "".join(e["text"] for e in events if e["event"] in ("accepted", "resumed")) == done["text"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--backend", "sglang"], "--backend is 'sglang'; choose local or vllm"),
+        (["--target-url", "http://127.0.0.1:9"], "--target-url and --draft-url are for --backend vllm"),
+        (["--backend", "vllm", "--target-drafter", "lookup"], "--target-drafter is for the local engine"),
+        (["--backend", "vllm", "--dtype", "float32"], "--device and --dtype are for the local engine"),
+        (["--backend", "vllm", "--zero-shot", "--adapter", "zoo:adapter"], "choose one judge"),
+        (
+            ["--backend", "vllm", "--target-url", "http://127.0.0.1:9", "--draft-url", "http://127.0.0.1:9"],
+            "the target server http://127.0.0.1:9/v1/models does not answer",
+        ),
+        (["--backend", "vllm", "--target-url", "gpu-1:8000"], "'gpu-1:8000' is no address of a server"),
+        (["--backend", "vllm", "--mode", "exact"], "mode 'exact' needs the target's own choice"),
+        (["--backend", "vllm", "--risk", "0.01"], "risk is 0.01, but there is no calibration made over vLLM"),
+        (
+            ["--backend", "vllm", "--target", "zoo:draft", "--adapter", "zoo:adapter", "--draft", "zoo:draft"],
+            "was trained for the target",
+        ),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, sentence, capsys):
+    assert main(["generate", "Hi", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and said.startswith("error: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["bench", "--clients", "1,4"], "--clients is for --backend vllm"),
+        (["serve", "--backend", "vllm", "--risk", "0.01"], "there is no calibration made over vLLM"),
+        (["serve", "--backend", "vllm", "--zero-shot", "--risk", "0.01"], "there is no calibration made over vLLM"),
+        (["calibrate", "--backend", "vllm", "--limit", "20"], "takes at least 299 problems"),
+        (["generate", "Hi", "--backend", "vllm"], "PARSE_VLLM_PYTHON is '/nowhere/python', where no program is"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_loaded_or_started(arguments, sentence, capsys, monkeypatch):
+    monkeypatch.setenv("PARSE_VLLM_PYTHON", "/nowhere/python")
+    monkeypatch.setattr(ModelOptions, "load", lambda self, **_: pytest.fail("models were loaded"))
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and said.startswith("error: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_the_key_of_the_servers_reaches_them(by, engine, connect, monkeypatch, capsys):
+    coordinator, (target,), draft = connect(engine, keys=("secret", "secret"))
+    addresses = ["--target-url", target.url, "--draft-url", draft.url, "--backend", "vllm"]
+    if by == "variable":
+        monkeypatch.setenv("VLLM_API_KEY", "secret")
+    command = ["generate", "Hi", "--adapter", "zoo:adapter", *addresses, "--max-new-tokens", "8"]
+    assert main([*command, *(["--server-key", "secret"] if by == "option" else [])]) == 2
+    # The server lets it in, and turns out to be another one.
+    assert "(401)" not in (said := capsys.readouterr().err) and "has other tokens than" in said
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert main(command) == 2 and "(401): Unauthorized: give its API key" in capsys.readouterr().err
+
+
+def test_a_calibration_over_servers_leaves_the_local_one_alone(coordinated, monkeypatch, tmp_path, capsys):
+    found = Calibration("t", 300, "x", "accuracy", 0.9, 24, {}, [], {0.1: None})
+    monkeypatch.setattr("parse_infer.calibration.measure.calibrate", lambda *_, **__: found)
+    adapter, out = tmp_path / "adapter", tmp_path / "out"
+    adapter.mkdir()
+    out.mkdir()
+    assert main(["calibrate", "--backend", "vllm", "--adapter", str(adapter), "--out", str(out)]) == 0
+    assert [path.name for path in out.iterdir()] == ["calibration.json"] and not list(adapter.iterdir())
+    assert "not shown" in capsys.readouterr().out
+
+
+def test_behind_the_server_many_clients_get_the_engines_text(engine, connect):
+    coordinator, _, _ = connect(engine, parallel=4)
+    own = {prompt: local(engine, prompt) for prompt in PROMPTS}
+    with running(CoordinatedBackend(coordinator), engine) as served, ThreadPoolExecutor(8) as pool:
+        bodies = [{"max_tokens": 24, "parse": {"adaptive": n % 3 == 0, "threshold": 0.5}} for n in range(12)]
+        answers = list(pool.map(lambda pair: served.chat(pair[0], **pair[1]), zip(PROMPTS * 2, bodies, strict=True)))
+        for n, (prompt, answer) in enumerate(zip(PROMPTS * 2, answers, strict=True)):
+            assert answer.status_code == 200, answer.text
+            if n % 3:
+                assert answer.json()["choices"][0]["message"]["content"] == own[prompt]
+        assert served.becomes_idle(5)
+        refused = served.chat("Hi", parse={"mode": "exact"})
+        assert refused.status_code == 400 and "mode 'exact' needs" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("options", "adaptive"),
+    [
+        (["--backend", "vllm"], True),
+        (["--backend", "vllm", "--no-adaptive"], False),
+        ([], False),
+        (["--adaptive"], True),
+    ],
+)
+def test_over_servers_the_target_may_answer_alone_unless_told_otherwise(coordinated, monkeypatch, options, adaptive):
+    asked = []
+    for place in ("local.LocalBackend", "coordinated.CoordinatedBackend"):
+        backend = SimpleNamespace(name="target", close=lambda: None)
+        monkeypatch.setattr(f"parse_infer.serve.{place}", lambda models, backend=backend: backend)
+    monkeypatch.setattr("parse_infer.serve.app.create_app", lambda *_, adaptive, **__: asked.append(adaptive))
+    monkeypatch.setattr("parse_infer.serve.server.Server", lambda *_: SimpleNamespace(run=lambda sockets: None))
+    assert main(["serve", "--port", "0", *options]) == 0
+    assert asked == [adaptive]
+
+
+@pytest.mark.parametrize("given", [[], ["--draft", "zoo:draft", "--adapter", "zoo:adapter", "--local-draft"]])
+@pytest.mark.parametrize(
+    ("modes", "judged"), [("target+ngram", False), ("target,parse", False), ("parse,target", True)]
+)
+def test_the_target_alone_is_measured_without_draft_model_and_judge(monkeypatch, tmp_path, modes, judged, given):
+    """On a server of its own, then: a stock one."""
+    asked = []
+
+    def from_pretrained(target, draft, adapter, **options):
+        asked.append((target, draft, adapter, options["zero_shot"]))
+        raise OSError("no server here")
+
+    monkeypatch.setattr("parse_infer.backends.coordinator.Coordinator.from_pretrained", from_pretrained)
+    command = ["bench", "--backend", "vllm", "--limit", "1", "--modes", modes, "--clients", "1"]
+    assert main([*command, *given, "--out", str(tmp_path / "own")]) == 2
+    assert asked == [("zoo:target", "zoo:draft", "zoo:adapter", False) if judged else ("zoo:target", None, None, True)]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "together"), [(False, [], True), (True, [], False), (True, ["--target-url", "http://x"], True)]
+)
+def test_servers_are_up_together_where_there_is_room(monkeypatch, tmp_path, gpu, options, together):
+    asked = []
+
+    def run_clients(*_, turns, together):
+        asked.append((turns, together))
+        raise OSError("enough")
+
+    monkeypatch.setattr("parse_infer.evaluation.load_test.run_clients", run_clients)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    command = ["bench", "--backend", "vllm", "--limit", "1", "--modes", "target", "--repeats", "3", *options]
+    assert main([*command, "--out", str(tmp_path)]) == 2 and asked == [(3, together)]

@@ -1,0 +1,474 @@
+"""The coordinator's promises, over small servers in this process: the local engine's answers, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from parse_infer.acceptance import maximal_valid_prefix
+from parse_infer.backends.client import Refused
+from parse_infer.backends.retries import Unavailable
+from parse_infer.drafters.draft_model import ModelDrafter
+from parse_infer.engine import ParseEngine
+from parse_infer.events import Accepted, Done, Drafted, Resumed, Verified
+from parse_infer.output import Generation
+from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
+from parse_infer.judge.head import ValidityHead
+from parse_infer.judge.zero_shot import ZeroShotJudge
+from parse_infer.models import tokenizer_spec
+from parse_infer.models.fingerprint import describe_target
+from parse_infer.models.sampling import Sampling
+from parse_infer.serve.loop_runner import CoordinatedBackend
+from tests.parse_infer.backends.conftest import CUTS
+from tests.parse_infer.backends.fake_server import FakeServer
+from tests.parse_infer.language_models import language_model, printable, word_tokenizer
+from tests.parse_infer.serve.conftest import running
+
+PROMPT = "Tom has 5 apples."
+PROMPTS = [PROMPT, "How many?", "Ann sells 48 clips.", "2 + 2"]
+
+
+def partial_threshold(engine: ParseEngine, prompt: str = PROMPT) -> float:
+    """One at which some segments of the first draft are kept, but not all."""
+    _, verified, *_ = itertools.islice(engine.stream(prompt, max_new_tokens=40), 2)
+    validity = [segment.validity for segment in verified.segments]
+    between = [(a + b) / 2 for a, b in itertools.pairwise(sorted(validity))]  # a server tells it to a few digits less
+    return next(t for t in between if 0 < maximal_valid_prefix(validity, t) < len(validity))
+
+
+def same(ours: Generation, theirs: Generation) -> bool:
+    spans = [[(s.text, s.source, s.n_tokens) for s in each.spans] for each in (ours, theirs)]
+    return ours.token_ids == theirs.token_ids and ours.finish_reason == theirs.finish_reason and spans[0] == spans[1]
+
+
+@pytest.mark.parametrize("local_rows", [0, 3])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("options", [{}, {"resume": "hand_back"}, {"acceptance": "longest"}, {"stop": ("e",)}])
+def test_answers_are_those_of_the_local_engine(engine, connect, overlap, options, local_rows):
+    coordinator, (target,), draft = connect(engine, overlap=overlap, local_rows=local_rows)
+    for threshold in (0.0, partial_threshold(engine), 1.01):
+        settings = {"max_new_tokens": 40, "threshold": threshold, **options}
+        found = coordinator.generate(PROMPTS, **settings)
+        wanted = [engine.generate(prompt, exact_tail=False, **settings) for prompt in PROMPTS]
+        assert all(map(same, found, wanted))
+    assert coordinator.running == 0
+    assert not (local_rows and draft.bodies)
+
+
+def verified(engine: ParseEngine, prompt: str = PROMPT, **settings) -> Verified:
+    return next(event for event in engine.stream(prompt, **settings) if isinstance(event, Verified))
+
+
+def surprised(model) -> ValidityAdapter:
+    """A judge without a probe that accepts what the target would write itself, however long, and nothing else."""
+    head = ValidityHead(model.config.hidden_size, token_rank=3, probe=False)
+    with torch.no_grad():
+        head.tokens.out.weight.zero_()
+        head.tokens.out.weight[0, :2] = torch.tensor([20.0, -20.0])  # of the distance to the first choice
+        head.tokens.out.bias.fill_(-30.0)
+    config = ValidityConfig((), "", token_rank=3, target=describe_target(model), cut_policy=CUTS.to_dict())
+    return ValidityAdapter(config, head.requires_grad_(False), None, {}, {})
+
+
+def test_one_wrong_line_near_the_end_of_a_long_draft_costs_that_line_alone(make_engine, connect):
+    """Without a probe all cuts are judged, by either backend: far more than the 32 of the policy."""
+    engine = make_engine()
+    engine = ParseEngine(engine.target, engine.draft, surprised(engine.target.model), cut_policy=CUTS)
+    settings = {"max_new_tokens": 320, "exact_tail": False}
+    own = engine.generate_target(PROMPT, max_new_tokens=320).token_ids
+    engine.target.decoder.seek([*engine.target.render(PROMPT), *own[:297]])
+    logits = engine.target.decoder.next_logits()
+    letters = [i for i, logit in enumerate(logits.tolist()) if logit != 0]  # those that the target writes
+    wrong = min(letters, key=lambda token: float(logits[token]))
+    text = engine.target.tokenizer.decode([*own[:297], wrong, *own[298:]])
+    local = engine.generate(PROMPT, draft_text=text, **settings)
+    assert local.stats.draft_tokens == 320 and local.token_ids == own
+    assert local.stats.accepted_tokens == 294, "cuts stand after every 6 tokens, and token 297 is wrong"
+    coordinator, _, _ = connect(engine)
+    assert same(coordinator.generate(PROMPT, draft_text=text, max_new_tokens=320), local)
+    ours, its = (verified(each, draft_text=text, max_new_tokens=320) for each in (coordinator, engine))
+    assert [s.n_tokens for s in ours.segments] == [s.n_tokens for s in its.segments] == [6] * 53 + [2]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_long_drafts_with_a_probe_are_judged_at_the_cuts_of_the_local_engine(engine, connect, overlap):
+    coordinator, _, _ = connect(engine, overlap=overlap)
+    settings = {"max_new_tokens": 300, "threshold": 0.0}
+    ours, its = (verified(each, **settings) for each in (coordinator, engine))
+    sizes = [s.n_tokens for s in its.segments]
+    assert [s.n_tokens for s in ours.segments] == sizes
+    assert sizes[:32] == [6] * 32 and max(sizes) > 12 and sum(sizes) == 300
+    assert [s.validity for s in ours.segments] == pytest.approx([s.validity for s in its.segments], abs=1e-4)
+
+
+def test_above_one_a_threshold_keeps_nothing_and_the_target_alone_is_the_same(engine, connect):
+    coordinator, _, draft = connect(engine)
+    alone = engine.generate_target(PROMPTS, max_new_tokens=40)
+    found = coordinator.generate(PROMPTS, max_new_tokens=40, threshold=1.01)
+    assert [g.token_ids for g in found] == [g.token_ids for g in alone]
+    draft.bodies.clear()
+    found = coordinator.generate_target(PROMPTS, max_new_tokens=40)
+    assert [g.token_ids for g in found] == [g.token_ids for g in alone] and not draft.bodies
+
+
+@pytest.mark.parametrize("resume", ["finish", "hand_back"])
+def test_above_one_a_draft_is_written_once_and_only_to_guess(engine, connect, resume):
+    coordinator, _, draft = connect(engine)
+    own = engine.generate_target(PROMPT, max_new_tokens=40).token_ids
+    for guesses, drafts in ((False, 0), (True, 1)):
+        coordinator._target.guesses = guesses
+        draft.bodies.clear()
+        found = coordinator.generate(PROMPT, max_new_tokens=40, threshold=1.01, resume=resume)
+        assert found.token_ids == own and len(draft.bodies) == drafts, (guesses, len(draft.bodies))
+        assert found.stats.rounds == 1
+
+
+def test_events_tell_the_answer_as_it_comes(engine, connect):
+    coordinator, _, _ = connect(engine)
+    threshold = partial_threshold(engine)
+    *events, done = coordinator.stream(PROMPT, max_new_tokens=40, threshold=threshold)
+    assert isinstance(done, Done)
+    assert [type(e) for e in events[:3]] == [Drafted, Verified, Accepted]
+    assert "".join(e.text for e in events if isinstance(e, (Accepted, Resumed))) == done.generation.text
+    local = engine.generate(PROMPT, max_new_tokens=40, threshold=threshold, exact_tail=False)
+    validities = [s.validity for s in local.spans if s.source == "draft"]
+    assert [s.validity for s in done.generation.spans if s.source == "draft"] == pytest.approx(validities, abs=1e-4)
+    stream = coordinator.stream(PROMPT, max_new_tokens=40, threshold=threshold)
+    next(stream)
+    stream.close()
+    assert coordinator.running == 0
+
+
+def test_a_draft_that_breaks_is_stopped_at_once_where_another_one_follows(engine, connect):
+    """Or where its rest is no use; a target that guesses from it gets all of it."""
+    coordinator, _, draft = connect(engine)
+    draft.pause = 0.02
+    settings = {"max_new_tokens": 120, "threshold": 1.0}
+    local = engine.generate(PROMPT, exact_tail=False, **settings)
+    for guesses, options, stopped in (
+        (False, {}, True),
+        (True, {}, False),
+        (True, {"resume": "hand_back", "max_rounds": 1}, False),
+        (True, {"resume": "hand_back", "max_rounds": 2}, True),
+    ):
+        coordinator._target.guesses = guesses
+        (first, *_) = coordinator.stream(PROMPT, **settings, **options)
+        assert first.n_tokens == (CUTS.every if stopped else local.stats.draft_tokens), (guesses, options)
+    draft.written = 0
+    coordinator._target.guesses = False
+    assert coordinator.generate(PROMPT, **settings).token_ids == local.token_ids
+    assert draft.written < local.stats.draft_tokens / 2
+
+
+def test_the_target_reads_a_long_prompt_while_the_draft_is_written(engine, connect):
+    coordinator, (target,), _ = connect(engine)
+    prompt, settings = "Tom has 5 apples. " * 20, {"max_new_tokens": 30, "threshold": 0.0}
+    assert same(coordinator.generate(prompt, **settings), engine.generate(prompt, exact_tail=False, **settings))
+    first = target.bodies[0]
+    assert first["prompt"] == engine.target.render(prompt) and first["max_tokens"] == 1 and "logprobs" not in first
+
+
+def test_a_head_without_a_probe_is_asked_about_all_cuts_in_one_prompt(make_engine, connect, random_adapter):
+    engine = make_engine(cut_policy=CUTS)
+    engine = ParseEngine(
+        engine.target, engine.draft, random_adapter(engine.target.model, probe_ids=()), cut_policy=CUTS
+    )
+    for overlap in (True, False):
+        coordinator, (target,), _ = connect(engine, overlap=overlap)
+        for threshold in (0.0, partial_threshold(engine)):
+            settings = {"max_new_tokens": 40, "threshold": threshold}
+            found = coordinator.generate(PROMPTS, **settings)
+            assert all(map(same, found, engine.generate(PROMPTS, exact_tail=False, **settings)))
+        assert all(len(body["prompt"]) == 1 for body in target.bodies if body.get("logprobs"))
+
+
+def test_a_server_that_answers_at_once_is_told_where_to_stop(engine, connect):
+    """A stream is closed there; a whole answer would go on to its end."""
+    for overlap, told in ((True, None), (False, ["e"])):
+        coordinator, (target,), draft = connect(engine, overlap=overlap)
+        coordinator.generate(PROMPT, max_new_tokens=40, threshold=1.0, stop=("e",))
+        assert draft.bodies[0].get("stop") == told and target.bodies[-1].get("stop") == ["e"]
+
+
+def test_without_a_probe_a_draft_may_fill_the_window(make_engine, connect, random_adapter):
+    engine = make_engine(cut_policy=CUTS)
+    engine = ParseEngine(
+        engine.target, engine.draft, random_adapter(engine.target.model, probe_ids=()), cut_policy=CUTS
+    )
+    context = engine.target.render(PROMPT)
+    engine.target.window = len(context) + 40
+    coordinator, (target,), _ = connect(engine, overlap=False)
+    found = coordinator.generate(PROMPT, max_new_tokens=1000, threshold=0.0)
+    asked = [body for body in target.bodies if body.get("logprobs")]
+    # Besides the draft there is room for one id that asks, and for the token that carries its answer.
+    assert [len(body["prompt"]) for body in asked] == [7] and len(found.token_ids) == 40
+    assert max(len(prompt) for prompt in asked[0]["prompt"]) == engine.target.window - 1
+
+
+def test_all_probes_of_a_short_draft_are_one_request(engine, connect):
+    coordinator, (target,), _ = connect(engine, overlap=False)
+    coordinator.generate(PROMPT, max_new_tokens=40, threshold=0.0)
+    assert [len(body["prompt"]) for body in target.bodies] == [7]
+
+
+def test_a_draft_model_with_tokens_of_its_own(engine, connect, make_model, random_adapter):
+    words = word_tokenizer()
+    other = language_model(printable(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words), words, "o")
+    local = ParseEngine(engine.target, other, engine.judge, cut_policy=CUTS)
+    assert isinstance(local.drafter, ModelDrafter) and not local.drafter.shares_tokens
+    for overlap in (True, False):
+        coordinator, _, _ = connect(local, overlap=overlap)
+        for threshold in (0.0, 0.5, 1.01):
+            settings = {"max_new_tokens": 40, "threshold": threshold}
+            found = coordinator.generate(PROMPTS, **settings)
+            assert all(map(same, found, local.generate(PROMPTS, exact_tail=False, **settings)))
+
+
+def test_given_drafts_need_no_draft_server(engine, connect):
+    coordinator, _, draft = connect(engine)
+    text = "Tom has 5 apples.\nHe eats 2.\nSo 3 are left."
+    for threshold in (0.0, 0.5):
+        settings = {"max_new_tokens": 40, "threshold": threshold, "draft_text": text}
+        assert same(coordinator.generate(PROMPT, **settings), engine.generate(PROMPT, exact_tail=False, **settings))
+    assert not draft.bodies
+
+
+def test_a_plain_server_is_asked_in_words(engine, connect):
+    judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, CUTS)
+    local = ParseEngine(engine.target, engine.draft, judge)
+    coordinator, _, _ = connect(local)
+    _, verified, *_ = itertools.islice(local.stream(PROMPT, max_new_tokens=40), 2)
+    for threshold in sorted(segment.validity for segment in verified.segments)[::2]:
+        settings = {"max_new_tokens": 40, "threshold": threshold - 1e-6, "acceptance": "longest"}
+        assert same(coordinator.generate(PROMPT, **settings), local.generate(PROMPT, exact_tail=False, **settings))
+
+
+@pytest.mark.parametrize("fault", ["500", "cut", "gone", "half", "nonsense"])
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_server_that_fails_is_asked_again_and_no_token_comes_twice(engine, connect, fault, watched):
+    coordinator, targets, draft = connect(engine, n_targets=2)
+    settings = {"max_new_tokens": 60, "threshold": partial_threshold(engine), "resume": "hand_back"}
+    wanted = engine.generate(PROMPT, exact_tail=False, **settings)
+    for server in (*targets, draft):
+        server.faults.extend([None, fault, None, fault])
+    if watched:
+        *events, done = coordinator.stream(PROMPT, **settings)
+        assert same(done.generation, wanted)
+        assert "".join(e.text for e in events if isinstance(e, (Accepted, Resumed))) == wanted.text
+    else:
+        assert same(coordinator.generate(PROMPT, **settings), wanted)
+
+
+def test_requests_of_an_answer_stay_with_a_server_and_answers_are_spread(engine, connect):
+    coordinator, targets, _ = connect(engine, n_targets=2)
+    coordinator.generate(PROMPT, max_new_tokens=40, resume="hand_back", threshold=0.9)
+    assert not all(server.bodies for server in targets)
+    coordinator.generate(PROMPTS * 3, max_new_tokens=20)
+    assert all(server.bodies for server in targets)
+
+
+def test_one_server_of_several_may_be_away_at_the_start(engine, connect, caplog):
+    coordinator, targets, _ = connect(engine, n_targets=2)
+    servers, text = coordinator._target.servers, coordinator.generate(PROMPT, max_new_tokens=20).text
+    address, servers.members[0].url = servers.members[0].url, "http://127.0.0.1:9"
+    coordinator.run(coordinator.meet())
+    (said,) = (record.getMessage() for record in caplog.records if record.name == "parse_infer.backends")
+    assert said.startswith("the target server http://127.0.0.1:9/v1/models does not answer")
+    assert [g.text for g in coordinator.generate([PROMPT] * 3, max_new_tokens=20)] == [text] * 3
+    servers.members[0].url = address  # it is back
+    targets[0].bodies.clear()
+    coordinator.run(asyncio.sleep(1.2))
+    coordinator.generate([PROMPT] * 4, max_new_tokens=20)
+    assert targets[0].bodies
+
+
+def test_servers_that_stay_away_end_in_one_sentence(engine, connect):
+    coordinator, (target,), _ = connect(engine, patience_s=0.3)
+    target.faults.extend(["nonsense"] * 100)
+    with pytest.raises(Unavailable, match="the target servers have failed 4 times: .* no complete JSON"):
+        coordinator.generate(PROMPT, max_new_tokens=20)
+    target.faults.clear()
+    assert coordinator.generate(PROMPT, max_new_tokens=20).text
+    coordinator._target.servers.members[0].url = "http://127.0.0.1:9"
+    with pytest.raises(Unavailable, match="no target server answers: .* does not answer"):
+        coordinator.generate(PROMPT, max_new_tokens=20)
+
+
+def test_bad_requests_and_servers_are_refused_in_one_sentence(engine, connect):
+    coordinator, (target,), _ = connect(engine)
+    for message, settings in (
+        ("mode 'exact' needs", {"mode": "exact"}),
+        ("there is no calibration made over vLLM", {"risk": 0.01}),
+        ("is not a generation setting", {"thresold": 0.5}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            coordinator.generate(PROMPT, **settings)
+    with pytest.raises(ValueError, match="empty"):
+        coordinator.generate(["fine", " "])
+    with pytest.raises(ValueError, match="does not serve the adapter parse-adapter-.*: start it with the command"):
+        connect(engine, plugin=False)
+    target.questions = None
+    with pytest.raises(ValueError, match="cannot judge drafts for 'target': .* out of vocabulary"):
+        coordinator.run(coordinator.meet())
+
+
+def test_servers_may_want_a_key(engine, connect):
+    coordinator, _, _ = connect(engine, keys=("secret", "secret"))
+    assert coordinator.generate(PROMPT, max_new_tokens=8).text
+    for wrong in (None, "guess"):
+        with pytest.raises(Refused, match=r"refuses a request \(401\): Unauthorized: give its API key with"):
+            connect(engine, keys=("secret", wrong))
+
+
+def test_a_server_with_other_tokens_is_refused(engine, connect, make_model):
+    coordinator, _, draft = connect(engine)
+    words = word_tokenizer()
+    draft.lm = language_model(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words, "o")
+    with pytest.raises(ValueError, match="the draft server .* has other tokens than 'draft'"):
+        coordinator.run(coordinator.meet())
+
+
+def test_sampled_answers_follow_their_seed(engine, connect):
+    coordinator, _, _ = connect(engine)
+    sampling = Sampling(temperature=1.0, seed=3)
+    settings = {"max_new_tokens": 30, "threshold": 0.5, "draft_sampling": sampling, "resume_sampling": sampling}
+    assert same(coordinator.generate(PROMPT, **settings), coordinator.generate(PROMPT, **settings))
+    other = Sampling(temperature=1.0, seed=4)
+    assert not same(
+        coordinator.generate(PROMPT, **settings),
+        coordinator.generate(PROMPT, **{**settings, "draft_sampling": other, "resume_sampling": other}),
+    )
+
+
+def test_a_useless_draft_is_given_up_and_looked_at_again_now_and_then(engine, connect):
+    coordinator, _, draft = connect(engine, parallel=1)
+    draft.pause = 0.02
+    found = coordinator.generate([PROMPT] * 9, max_new_tokens=20, threshold=1.0, adaptive=False)
+    assert all(g.stats.draft_tokens for g in found)
+    coordinator.adaptive = True  # as it is, unless a test says otherwise
+    found = coordinator.generate([PROMPT] * 30, max_new_tokens=20, threshold=1.0)
+    assert {tuple(g.token_ids) for g in found} == {tuple(engine.generate_target(PROMPT, max_new_tokens=20).token_ids)}
+    assert [bool(g.stats.draft_tokens) for g in found[6:]] == [False] * 24
+
+
+@pytest.mark.parametrize("local_rows", [0, 4])
+def test_a_prompt_beyond_the_draft_models_window_is_the_targets_alone(make_engine, connect, local_rows):
+    engine = make_engine(draft_window=10)
+    coordinator, _, draft = connect(engine, local_rows=local_rows)
+    told = []
+    coordinator.controller.note = lambda *_, kept=None: told.append(kept)
+    wanted = engine.generate_target(PROMPT, max_new_tokens=20).token_ids
+    for adaptive in (False, True):
+        found = coordinator.generate(PROMPT, max_new_tokens=20, threshold=0.0, adaptive=adaptive)
+        assert found.token_ids == wanted and found.stats.draft_tokens == 0
+    assert not draft.bodies and not told, "an empty draft tells nothing about drafts"
+
+
+def test_the_controller_is_told_what_was_kept(engine, connect, monkeypatch):
+    coordinator, _, _ = connect(engine)
+    told = []
+    monkeypatch.setattr(coordinator.controller, "note", lambda *_, kept=None: told.append(kept))
+    found = coordinator.generate(PROMPT, max_new_tokens=20, threshold=0.0, adaptive=True)
+    assert found.stats.accepted_tokens and told == [found.stats.accepted_tokens]
+    coordinator.threshold = 1.01  # a draft then only serves as guesses, where the servers take them
+    coordinator._target.guesses = True
+    for threshold in (None, 1.01):
+        told.clear()
+        coordinator.generate(PROMPT, max_new_tokens=20, threshold=threshold, adaptive=True)
+        assert told == [None], threshold
+
+
+def test_a_server_with_a_limit_of_its_own_is_asked_on(engine, connect, monkeypatch):
+    """As vLLM has where a model's generation_config.json has max_new_tokens."""
+    write = FakeServer._write
+    monkeypatch.setattr(
+        FakeServer, "_write", lambda self, p, b: write(self, p, {**b, "max_tokens": min(8, b["max_tokens"])})
+    )
+    coordinator, (target,), _ = connect(engine)
+    alone = engine.generate_target(PROMPT, max_new_tokens=24)
+    assert coordinator.generate_target(PROMPT, max_new_tokens=24).token_ids == alone.token_ids
+    assert sum("logprobs" not in body for body in target.bodies) == -(-len(alone.token_ids) // 8) > 1
+    *_, done = coordinator.stream(PROMPT, max_new_tokens=24, threshold=1.01)
+    assert done.generation.token_ids == alone.token_ids and done.generation.stats.rounds == 1
+
+
+def test_a_server_that_stumbles_at_the_start_is_watched_where_requests_run(engine, connect):
+    coordinator, targets, _ = connect(engine, n_targets=2, patience_s=5.0)
+    targets[0].faults.append("500")
+    coordinator.run(coordinator.meet())
+    with running(CoordinatedBackend(coordinator), engine) as served:  # on another event loop
+        targets[0].bodies.clear()
+        end = time.monotonic() + 10
+        while not targets[0].bodies:  # a health check there has it judge a draft, and it is asked again
+            assert time.monotonic() < end, "the server was not checked again"
+            assert served.chat(max_tokens=8).status_code == 200
+        for target in targets:
+            target.bodies.clear()
+        for _ in range(2):
+            for target in targets:
+                target.faults.append("500")
+            with ThreadPoolExecutor(4) as clients:
+                assert [a.status_code for a in clients.map(lambda _: served.chat(max_tokens=8), range(4))] == [200] * 4
+        assert all(target.bodies for target in targets), "each has its share of the requests"
+
+
+def test_several_answers_to_a_request_are_written_side_by_side(engine, connect):
+    coordinator, _, draft = connect(engine)
+    draft.pause = 0.1
+    with running(CoordinatedBackend(coordinator), engine) as served:
+        most = []
+        asked = {"max_tokens": 24, "n": 3, "temperature": 1.0, "seed": 5, "parse": {"draft_temperature": 0}}
+        with ThreadPoolExecutor(1) as client:
+            answer = client.submit(lambda: served.chat(PROMPT, **asked))
+            while not answer.done():
+                most.append(coordinator.running)
+                time.sleep(0.005)
+        assert max(most) == 3
+        texts = [choice["message"]["content"] for choice in answer.result().json()["choices"]]
+        assert [choice["index"] for choice in answer.result().json()["choices"]] == [0, 1, 2]
+        draft.pause = 0.0
+        alone = [served.chat(PROMPT, **{**asked, "n": 1}).json()["choices"][0]["message"]["content"]]
+        assert texts[:1] == alone, "the first one has the seed as it is given"
+
+
+@pytest.mark.parametrize(("overlap", "local_rows"), [(True, 0), (False, 3)])
+@pytest.mark.parametrize("ends", ["ignore_eos", "stop_token_ids", "min_tokens", "min_tokens and stop"])
+def test_an_answer_ends_where_the_local_engines_does(engine, connect, overlap, ends, local_rows):
+    """Its servers are told: what they write behind an end is not wanted, and what they must not write yet."""
+    free = engine.generate_target(PROMPT, max_new_tokens=40).token_ids
+    for part in (engine.target, engine.draft):
+        part.eos_ids = {free[8]}
+        part.decoder.eos_ids = frozenset(part.eos_ids)
+    coordinator, (target,), _ = connect(engine, overlap=overlap, local_rows=local_rows)
+    options = {
+        "ignore_eos": {"ignore_eos": True},
+        "stop_token_ids": {"ignore_eos": True, "stop_token_ids": [free[30]]},
+        "min_tokens": {"min_tokens": 20},
+        "min_tokens and stop": {"min_tokens": 20, "stop_token_ids": free[:2], "stop": ("e",)},
+    }[ends]
+    for threshold in (0.0, partial_threshold(engine), 1.01):
+        for resume in ("finish", "hand_back"):
+            settings = {"max_new_tokens": 40, "threshold": threshold, "resume": resume, **options}
+            for ours, prompt in zip(coordinator.generate(PROMPTS[:2], **settings), PROMPTS, strict=False):
+                assert same(ours, engine.generate(prompt, exact_tail=False, **settings)), (threshold, resume, prompt)
+            alone = engine.generate_target(PROMPT, **settings)
+            target.bodies.clear()
+            assert same(coordinator.generate_target(PROMPT, **settings), alone) and len(target.bodies) == 1
+            target.faults.extend(["cut"] if threshold > 1 else [])  # a stream that breaks off goes on
+            *_, done = coordinator.stream(PROMPT, **settings)
+            assert same(done.generation, engine.generate(PROMPT, exact_tail=False, **settings))
+    written = [body for body in target.bodies if body["max_tokens"] > 1]
+    assert all(body.get("min_tokens", 0) <= body["max_tokens"] for body in written), "vLLM refuses it"
+
+
+def test_a_prompt_is_rendered_once_for_models_that_read_it_alike(engine, connect, monkeypatch):
+    coordinator, _, _ = connect(engine)
+    calls, render = [], tokenizer_spec.render_prompt
+    monkeypatch.setattr(tokenizer_spec, "render_prompt", lambda *arguments: calls.append(1) or render(*arguments))
+    assert coordinator.generate(PROMPT, max_new_tokens=8, threshold=0.0).stats.draft_tokens
+    assert len(calls) == 1

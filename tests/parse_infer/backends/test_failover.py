@@ -1,0 +1,137 @@
+"""Which server is asked: one that is well, the same for all of an answer, and not one that was lost unnoticed."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+
+import pytest
+import uvicorn
+
+from parse_infer.backends import client, health
+from parse_infer.backends.client import Client
+from parse_infer.backends.retries import Failing, Unavailable
+from tests.parse_infer.backends.conftest import WAIT_S, soon
+from tests.parse_infer.backends.test_coordinator import PROMPT, partial_threshold, same
+
+
+@pytest.mark.parametrize("fault", ["nonsense", "half", "500"])
+def test_a_request_that_fails_everywhere_takes_no_server_away_from_others(engine, connect, fault, caplog):
+    coordinator, targets, _ = connect(engine, n_targets=2)
+    caplog.set_level(logging.INFO, "parse_infer.backends")
+    for target in targets:
+        target.faults.extend([fault] * 4)
+    with pytest.raises(Failing, match="the target servers have failed 4 times: "):
+        coordinator.generate_target(PROMPT, max_new_tokens=8)
+    assert [server.well for server in coordinator._target.servers.members] == [True, True]
+    assert [len(target.bodies) for target in targets] == [2, 2], "each is tried, and nobody more than the other"
+    assert not caplog.records, "nothing has happened to a server"
+
+
+def test_a_server_whose_connections_break_is_out_until_its_health_is_good(engine, connect, caplog):
+    coordinator, targets, _ = connect(engine, n_targets=2)
+    caplog.set_level(logging.INFO, "parse_infer.backends")
+    wanted = coordinator.generate_target(PROMPT, max_new_tokens=8).token_ids
+    first, second = coordinator._target.servers.members
+    targets[0].away = True
+    assert coordinator.generate_target(PROMPT, max_new_tokens=8).token_ids == wanted
+    assert (first.well, second.well) == (False, True)
+    targets[1].bodies.clear()
+    coordinator.generate_target([PROMPT] * 3, max_new_tokens=8)
+    assert len(targets[1].bodies) == 3
+    targets[0].away = False
+    assert soon(coordinator, lambda: first.well)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2, said
+    assert said[0].startswith(f"the target server {targets[0].url} is out: ") and "does not answer" in said[0]
+    assert said[1] == f"the target server {targets[0].url} is back"
+
+
+def test_a_server_that_falls_ill_is_noticed_before_a_request_is(engine, connect, quick_checks):
+    coordinator, targets, _ = connect(engine, n_targets=2)
+    coordinator.generate_target(PROMPT, max_new_tokens=8)
+    first, second = coordinator._target.servers.members
+    targets[0].ill = 503
+    assert soon(coordinator, lambda: not first.well) and second.well
+    targets[0].bodies.clear()
+    coordinator.generate_target([PROMPT] * 3, max_new_tokens=8)
+    assert not targets[0].bodies
+    targets[0].ill = None
+    assert soon(coordinator, lambda: first.well)
+
+
+def test_a_server_that_is_slow_to_tell_its_health_is_believed_a_few_times(engine, connect, quick_checks, monkeypatch):
+    monkeypatch.setattr(health, "CHECK_LIMIT_S", 0.2)
+    monkeypatch.setattr(health, "CHECKS_MISSED", 1_000_000)
+    coordinator, (target,), _ = connect(engine)
+    coordinator.generate_target(PROMPT, max_new_tokens=8)
+    target.ill = "hangs"
+    asked = len(target.clients)
+    assert soon(coordinator, lambda: len(target.clients) > asked + 4)
+    (server,) = coordinator._target.servers.members
+    assert server.well and coordinator.generate_target(PROMPT, max_new_tokens=8).token_ids
+    monkeypatch.setattr(health, "CHECKS_MISSED", 3)
+    assert soon(coordinator, lambda: not server.well)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_request_does_not_wait_for_a_server_that_has_vanished(engine, connect, quick_checks, monkeypatch, watched):
+    """As where a machine is gone: no connection breaks, but nothing comes any more."""
+    monkeypatch.setattr(health, "CHECK_LIMIT_S", 0.2)
+    coordinator, targets, _ = connect(engine, n_targets=2)
+    wanted = coordinator.generate_target(PROMPT, max_new_tokens=8).token_ids
+    targets[0].faults.extend(["hangs"] * 4)
+    targets[0].ill = "hangs"
+
+    async def answered() -> list[int]:
+        async with asyncio.timeout(WAIT_S):
+            *_, done = [
+                e
+                async for e in coordinator.events(
+                    PROMPT, coordinator._settings(None, {"max_new_tokens": 8}), alone=True, watched=watched
+                )
+            ]
+        return done.generation.token_ids
+
+    assert coordinator.run(answered()) == wanted
+
+
+def test_after_a_failure_the_rest_of_an_answer_stays_with_the_other_server(engine, connect):
+    """There its prefix is cached, so the first server is not asked again although it is well."""
+    coordinator, targets, draft = connect(engine, n_targets=2)
+    settings = {"max_new_tokens": 60, "threshold": partial_threshold(engine), "resume": "hand_back"}
+    draft.pause = 0.1  # time enough for a server to come back
+    targets[0].faults.append("500")
+    found = coordinator.generate(PROMPT, **settings)
+    assert same(found, engine.generate(PROMPT, exact_tail=False, **settings))
+    assert len(targets[0].bodies) == 1 and len(targets[1].bodies) > 2
+    assert [server.busy for server in coordinator._target.servers.members] == [0, 0]
+    assert all(server.well for server in coordinator._target.servers.members)
+
+
+def test_servers_that_are_gone_are_an_error_of_its_own(engine, connect):
+    coordinator, (target,), _ = connect(engine, patience_s=0.2)
+    target.away = True
+    with pytest.raises(Unavailable, match="no target server answers: .* does not answer") as raised:
+        coordinator.generate_target(PROMPT, max_new_tokens=8)
+    assert not isinstance(raised.value, Failing)
+
+
+def test_no_request_goes_into_a_connection_that_its_server_is_about_to_close(engine, connect, monkeypatch):
+    """vLLM is served by uvicorn, which closes a connection after 5 s without a request."""
+    assert client.KEEP_ALIVE_S < inspect.signature(uvicorn.Config).parameters["timeout_keep_alive"].default
+    coordinator, (target,), _ = connect(engine)
+    for keep_alive_s, reused in ((5.0, True), (0.05, False)):
+        monkeypatch.setattr(client, "KEEP_ALIVE_S", keep_alive_s)
+
+        async def ask_twice() -> None:
+            http = Client()
+            for _ in range(2):
+                await http.get(f"{target.url}/health")
+                await asyncio.sleep(0.2)
+            await http.close()
+
+        target.clients.clear()
+        asyncio.run(ask_twice())
+        assert (len(set(target.clients)) == 1) == reused, target.clients

@@ -1,0 +1,196 @@
+"""Without a draft or a judge the target answers alone, at once, and says so; without a target there is an error."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from parse_infer.backends import vllm
+from parse_infer.backends.coordinator import Coordinator
+from parse_infer.backends.retries import Unavailable
+from parse_infer.calibration.replay import Replay
+from parse_infer.settings import GenerationSettings
+from parse_infer.models.batch_decoder import BatchDecoder
+from parse_infer.models.prompts import Verbatim
+from parse_infer.serve.loop_runner import CoordinatedBackend
+from tests.parse_infer.backends.conftest import soon
+from tests.parse_infer.backends.fake_server import FakeServer
+from tests.parse_infer.backends.test_coordinator import PROMPT, partial_threshold
+from tests.parse_infer.serve.conftest import running
+
+SETTINGS = {"max_new_tokens": 24, "threshold": 0.0}
+LONG_S = 60.0  # how long requests would wait for a server; no test waits so long
+
+
+def alone(engine) -> list[int]:
+    return engine.generate_target(PROMPT, max_new_tokens=24).token_ids
+
+
+def warnings(caplog) -> list[str]:
+    records = [r for r in caplog.records if r.name == "parse_infer.backends" and r.levelno >= logging.WARNING]
+    return [record.getMessage() for record in records]
+
+
+@pytest.mark.parametrize("resume", ["finish", "hand_back"])
+@pytest.mark.parametrize("watched", [True, False])
+def test_without_a_draft_server_the_target_answers_alone_at_once(engine, connect, caplog, resume, watched):
+    coordinator, _, draft = connect(engine, patience_s=LONG_S)
+    draft.away = True
+    begun = time.monotonic()
+    if watched:
+        *_, done = coordinator.stream(PROMPT, **SETTINGS, resume=resume)
+        found = done.generation
+    else:
+        found = coordinator.generate(PROMPT, **SETTINGS, resume=resume)
+    assert time.monotonic() - begun < LONG_S / 2
+    assert found.token_ids == alone(engine) and found.fallback == "no_draft"
+    out, said = warnings(caplog)
+    assert out.startswith(f"the draft server {draft.url} is out: ")
+    assert said.startswith("the target answers without a draft (no_draft): no draft server answers: ")
+    draft.away = False
+    assert soon(coordinator, lambda: coordinator._drafts[0].members[0].well)
+    found = coordinator.generate(PROMPT, **SETTINGS, resume=resume)
+    assert found.fallback is None and found.stats.accepted_tokens == 24
+
+
+def test_a_refused_draft_is_done_without(engine, connect, caplog):
+    coordinator, _, draft = connect(engine)
+    draft.faults.append("refused")
+    found = coordinator.generate(PROMPT, **SETTINGS)
+    assert found.token_ids == alone(engine) and found.fallback == "draft_refused"
+    assert warnings(caplog) == ["the target answers without a draft (draft_refused): a request was refused (400)"]
+    assert coordinator.generate(PROMPT, **SETTINGS).fallback is None
+
+
+def test_a_draft_server_that_is_silent_is_done_without(engine, connect, monkeypatch, caplog):
+    """Its health is good, and its engine stuck."""
+    monkeypatch.setattr(vllm, "DRAFT_SILENCE_S", 0.2)
+    coordinator, _, draft = connect(engine)
+    draft.faults.append("hangs")
+    begun = time.monotonic()
+    found = coordinator.generate(PROMPT, **SETTINGS)
+    assert time.monotonic() - begun < LONG_S / 2
+    assert found.token_ids == alone(engine) and found.fallback == "no_draft"
+    assert warnings(caplog)[-1].endswith("(no_draft): no token of the draft has come for 0.2 s")
+
+
+def test_a_draft_model_of_our_own_that_fails_is_done_without(engine, connect, monkeypatch, caplog):
+    coordinator, _, _ = connect(engine, local_rows=2)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(BatchDecoder, "prefill", fail)
+    found = coordinator.generate(PROMPT, **SETTINGS)
+    assert found.token_ids == alone(engine) and found.fallback == "no_draft"
+    assert "the draft model has failed: no memory" in warnings(caplog)[0]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("resume", ["finish", "hand_back"])
+@pytest.mark.parametrize("how", ["refused", "nonsense", "no validity"])
+def test_a_draft_that_cannot_be_judged_is_dropped(engine, connect, monkeypatch, caplog, overlap, resume, how):
+    coordinator, (target,), draft = connect(engine, overlap=overlap)
+    if how == "no validity":
+        monkeypatch.setattr(FakeServer, "_judged", lambda self, prompt: [0.5, 0.5])  # for each prompt, and not one
+    else:
+        target.judge_fault = how
+    found = coordinator.generate(PROMPT, **SETTINGS, resume=resume)
+    assert found.token_ids == alone(engine) and found.fallback == "judge_failed"
+    assert [span.source for span in found.spans] == ["target"]
+    assert len(draft.bodies) == 1, "no other draft is written for this answer"
+    (said,) = warnings(caplog)
+    assert said.startswith("the target answers without a draft (judge_failed): ")
+
+
+def test_what_was_accepted_before_a_failure_stays(engine, connect):
+    coordinator, _, draft = connect(engine)
+    threshold = partial_threshold(engine)
+    settings = {"max_new_tokens": 60, "threshold": threshold, "resume": "hand_back"}
+    draft.faults.extend([None, "refused"])
+    found = coordinator.generate(PROMPT, **settings)
+    assert found.fallback == "draft_refused" and found.stats.accepted_tokens and found.stats.rounds == 2
+    assert found.spans[0].source == "draft" and found.spans[-1].source == "target"
+    context = engine.target.render(PROMPT)
+    ids = found.token_ids
+    kept = found.stats.accepted_tokens
+    before = Verbatim.of_tokens(context + ids[:kept], engine.target.tokenizer)
+    assert ids[kept:] == engine.generate_target(before, max_new_tokens=60 - kept).token_ids
+
+
+def test_where_drafts_are_measured_a_failure_is_an_error(engine, connect):
+    """A benchmark or a calibration must not take the target's own answers for answers with drafts."""
+    coordinator, _, draft = connect(engine, patience_s=0.1)
+    draft.away = True
+    with Replay(coordinator) as replay, pytest.raises(Unavailable, match="no draft server answers"):
+        replay.answer(PROMPT, GenerationSettings(24, 0.0))
+    coordinator.falls_back = False
+    with pytest.raises(Unavailable, match="no draft server answers"):
+        coordinator.generate(PROMPT, **SETTINGS)
+
+
+def test_the_controller_learns_nothing_from_failures(engine, connect, monkeypatch):
+    coordinator, _, draft = connect(engine)
+    told: list[object] = []
+    monkeypatch.setattr(coordinator.controller, "note", lambda *_, **__: told.append(_))
+    for fault in ("refused", "refused"):
+        draft.faults.append(fault)
+        assert coordinator.generate(PROMPT, **SETTINGS, adaptive=True).fallback
+    assert not told
+
+
+def test_without_a_target_there_is_an_error_and_not_for_lack_of_a_judge(engine, connect):
+    coordinator, (target,), _ = connect(engine, patience_s=0.1)
+    target.away = True
+    with pytest.raises(Unavailable, match="no target server answers"):
+        coordinator.generate(PROMPT, **SETTINGS)
+
+
+def test_over_http_a_failed_draft_is_counted_and_told(engine, connect, capfd):
+    coordinator, _, draft = connect(engine, patience_s=LONG_S)
+    with running(CoordinatedBackend(coordinator), engine) as served:
+        draft.away = True
+        answer = served.chat(PROMPT, max_tokens=24, parse={"threshold": 0.0})
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["parse"]["fallback"] == "no_draft"
+        draft.away = False
+        assert 'parse_fallbacks_total{reason="no_draft"} 1.0' in served.metrics
+        assert "parse_draft_servers_well 0.0" in served.metrics
+    assert "the target answers without a draft (no_draft)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_over_http_a_target_that_is_gone_is_503_at_once(engine, connect, stream):
+    coordinator: Coordinator
+    coordinator, (target,), _ = connect(engine, patience_s=LONG_S)
+    with running(CoordinatedBackend(coordinator), engine) as served:
+        target.away = True
+        begun = time.monotonic()
+        with ThreadPoolExecutor(4) as clients:
+            answers = list(clients.map(lambda _: served.chat(PROMPT, max_tokens=8, stream=stream), range(4)))
+        assert time.monotonic() - begun < LONG_S / 2
+        if stream:  # which had begun with the (empty) draft
+            assert all('"code":"target_unavailable"' in a.text and "[DONE]" not in a.text for a in answers)
+        else:
+            assert [answer.status_code for answer in answers] == [503] * 4
+            assert all(int(answer.headers["Retry-After"]) >= 1 for answer in answers)
+            assert answers[0].json()["error"]["code"] == "target_unavailable"
+        assert not any("127.0.0.1" in answer.text for answer in answers), "where servers are is no client's business"
+        assert served.becomes_idle(5)
+        target.away = False
+        assert soon_well(served, coordinator)
+        assert served.chat(PROMPT, max_tokens=8).status_code == 200
+
+
+def soon_well(served, coordinator: Coordinator) -> bool:
+    """Whether the server's own event loop notices that the target is back."""
+    end = time.monotonic() + 10
+    while not coordinator._target.servers.members[0].well:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True

@@ -1,0 +1,148 @@
+"""The benchmark with many clients: every cell measured once, a table and a figure of them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from parse_infer.backends.retries import Unavailable
+from parse_infer.evaluation.load_test import check_ways, run_clients, server_of
+from parse_infer.settings import GenerationSettings
+
+
+@dataclass(frozen=True)
+class Problem:
+    id: str
+    prompt: str
+    reference: str = ""
+
+
+def test_every_way_answers_at_every_load_and_a_second_run_measures_nothing_again(engine, connect, tmp_path):
+    coordinator, (target,), _ = connect(engine)
+    connected: list[tuple[bool, dict[str, object]]] = []
+
+    class Connection:
+        def __enter__(self):
+            return coordinator
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    checked = ["p0"]
+
+    def run(ways: list[str], folder: Path = tmp_path, n: int = 6) -> dict[str, object]:
+        return run_clients(
+            lambda stock, options: connected.append((stock, options)) or Connection(),
+            ways,
+            [1, 3],
+            [Problem(f"p{n}", f"Tom has {n} apples.") for n in range(n)],
+            lambda problem, text: None if None in checked else problem.id in checked,
+            folder,
+            GenerationSettings(12, 0.5),
+            {"target": "tiny"},
+        )
+
+    results = run(["target", "parse", "parse:hand_back", "parse:adaptive"])
+    assert connected == [(True, {}), (False, {})], "the target alone has a stock server"
+    cells = {(cell["way"], cell["clients"]): cell for cell in results["cells"]}
+    assert len(cells) == 8 and all(cell["answers"] == 6 for cell in cells.values())
+    assert cells["target", 3]["speedup"] == 1 and cells["parse", 1]["speedup"] > 0
+    assert cells["parse", 1]["accuracy"] == pytest.approx(1 / 6) and 0 <= cells["parse", 1]["acceptance_rate"] <= 1
+    salts = {body["cache_salt"] for body in target.bodies}
+    assert len(salts) == 16, "warming up has a cache of its own too"
+    with Image.open(tmp_path / "clients.png") as image:
+        assert image.size[0] > 500
+    assert (tmp_path / "clients.md").read_text().count("| PARSE |") == 2
+    assert json.loads((tmp_path / "clients.json").read_text())["cells"] == json.loads(json.dumps(results["cells"]))
+    run(["target", "parse"])
+    checked = [None]
+    open_ended = run(["parse"], tmp_path / "open")["cells"][0]
+    assert open_ended["accuracy"] is None and "0.0 %" not in (tmp_path / "open" / "clients.md").read_text()
+    with pytest.raises(ValueError, match="with problems"):
+        run(["parse"], tmp_path / "open", n=5)
+    assert connected == [(True, {}), (False, {}), (False, {})], "what is there is not measured again"
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_ways_take_turns_and_the_spread_is_told(engine, connect, tmp_path, together):
+    coordinator, _, _ = connect(engine)
+    happened: list[str] = []
+
+    class Connection:
+        def __init__(self, stock: bool, options: dict[str, object]) -> None:
+            self.name = "plain" if stock else "guessing"
+
+        def __enter__(self):
+            happened.append(f"{self.name} up")
+            return coordinator
+
+        def __exit__(self, *_: object) -> None:
+            happened.append(f"{self.name} down")
+
+    def run(turns: int) -> dict[str, object]:
+        problems = [Problem(f"p{n}", f"Tom has {n} apples.") for n in range(4)]
+        about = {"target": "tiny"}
+        return run_clients(
+            Connection, ["target", "parse"], [2], problems, lambda problem, text: problem.id == "p1", tmp_path,
+            GenerationSettings(12, 0.5), about, happened.append, turns, together,
+        )  # fmt: skip
+
+    results = run(2)
+    first, second = "2 clients, turn 1 of 2", "2 clients, turn 2 of 2"
+    plain = [f"vLLM, target alone, {first}", f"vLLM, target alone, {second}"]
+    guessing = [f"PARSE, {first}", f"PARSE, {second}"]
+    if together:
+        assert happened == [
+            "plain up", plain[0], "guessing up", *guessing, plain[1], "guessing down", "plain down"
+        ]  # fmt: skip
+    else:
+        assert happened == ["plain up", *plain, "plain down", "guessing up", *guessing, "guessing down"]
+    target, parse = results["cells"]
+    assert parse["answers"] == 8 and parse["accuracy"] == 0.25
+    low, high = parse["speedup_range"]
+    assert low <= parse["speedup"] <= high and target["speedup_range"] == [1, 1]
+    assert parse["accuracy_ci"][0] < 0.1 < 0.6 < parse["accuracy_ci"][1], "asked twice, the problems are still four"
+    happened.clear()
+    assert len(run(3)["cells"]) == 2, "more turns go on where the others ended"
+    assert [line for line in happened if "turn" in line] == [
+        "vLLM, target alone, 2 clients, turn 3 of 3",
+        "PARSE, 2 clients, turn 3 of 3",
+    ]
+    records = (tmp_path / "records.jsonl").read_text().splitlines()
+    speeds = {(r["way"], r["turn"]): r["answers"] / r["wall_s"] for r in map(json.loads, records)}
+    ratios = [speeds["parse", turn] / speeds["target", turn] for turn in range(3)]
+    assert json.loads((tmp_path / "clients.json").read_text())["cells"][1]["speedup_range"] == [
+        min(ratios),
+        max(ratios),
+    ]
+    assert f"[{min(ratios):.2f}, {max(ratios):.2f}]" in (tmp_path / "clients.md").read_text()
+
+
+def test_answers_without_a_draft_are_not_taken_for_answers_with_one(engine, connect, tmp_path):
+    coordinator, _, draft = connect(engine, patience_s=0.1)
+    draft.away = True
+    with pytest.raises(Unavailable, match="no draft server answers"):
+        run_clients(
+            lambda *_: nullcontext(coordinator), ["parse"], [1], [Problem("p0", "Tom has 5 apples.")],
+            lambda problem, text: True, tmp_path, GenerationSettings(12, 0.5), {"target": "tiny"},
+        )  # fmt: skip
+
+
+def test_ways_are_checked():
+    with pytest.raises(ValueError, match="unknown mode 'eagle'"):
+        check_ways(["eagle"], "zoo:target")
+    with pytest.raises(ValueError, match="unknown mode 'target\\+ngram:tokens=0'"):
+        check_ways(["target+ngram:tokens=0"], "zoo:target")
+    check_ways(["target+ngram:tokens=5", "target+parallel:tokens=4"], "zoo:target")
+    speculation = {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 5}
+    assert server_of("target+ngram:tokens=5") == (True, {"speculative_config": speculation})
+    assert server_of("target") == (True, {}) and server_of("parse:adaptive") == (False, {})
+    with pytest.raises(ValueError, match="no head of 'zoo:smollm2'"):
+        check_ways(["target+eagle3"], "zoo:smollm2")
+    with pytest.raises(ValueError, match="needs a server of its own"):
+        check_ways(["target+ngram"], "zoo:target", starts=False)

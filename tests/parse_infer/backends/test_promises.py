@@ -1,0 +1,98 @@
+"""Promises over servers: calibrated there, kept there, and not those of another backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data_tools.tasks.checkers import same_answer
+from parse_infer.calibration.measure import CalibrationSettings, calibrate
+from parse_infer.calibration.replay import Replay
+from parse_infer.calibration.schema import Calibration
+from parse_infer.settings import GenerationSettings
+from parse_infer.serve.loop_runner import CoordinatedBackend
+from parse_infer.serve.risk_monitor import Promises
+from tests.parse_infer.calibration.test_calibration import PROMPTS, Problem, middle_thresholds
+from tests.parse_infer.serve.conftest import running
+
+SETTINGS = CalibrationSettings(risks=(0.5, 0.9), loss="disagreement", max_new_tokens=24)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_replayed_answers_are_the_coordinators(make_engine, connect, overlap: bool):
+    """Also where a draft would be stopped early, which depends on the threshold; and nothing is asked twice."""
+    engine = make_engine(noise=0.15)
+    coordinator, (target,), draft = connect(engine, overlap=overlap)
+    for prompt in PROMPTS:
+        thresholds = [1.1, *middle_thresholds(engine, prompt), 0.0]
+        kinds = [GenerationSettings(24, t, resume=resume) for t in thresholds for resume in ("finish", "hand_back")]
+        wanted = [coordinator.generate(prompt, settings) for settings in kinds]
+        assert len({answer.text for answer in wanted}) > 2, "the settings must differ for the test to say something"
+        with Replay(coordinator) as replay:
+            replay.forget()
+            for _ in range(2):
+                for settings, own in zip(kinds, wanted, strict=True):
+                    answer, seconds = replay.answer(prompt, settings)
+                    assert answer.token_ids == own.token_ids, settings
+                    assert [(s.source, s.text) for s in answer.spans] == [(s.source, s.text) for s in own.spans]
+                    assert seconds > 0
+            target.bodies.clear()
+            draft.bodies.clear()
+            for settings in reversed(kinds):
+                replay.answer(prompt, settings)
+            assert not target.bodies and not draft.bodies
+
+
+def test_what_the_target_writes_has_a_time_for_each_token(engine, connect):
+    """One way to resume takes all of it, another stops after a step and must not be charged for the rest."""
+    coordinator, (target,), _ = connect(engine)
+    target.pause = 0.1  # before each piece of three tokens
+    with Replay(coordinator) as replay:
+        replay.answer(PROMPTS[0], GenerationSettings(18, 1.1))
+        (written,) = replay.memory.written.values()
+    assert len(written.tokens) == 18 and written.seconds[0] < 0.25 and written.seconds[-1] > 0.5
+
+
+def test_what_one_problem_has_read_is_not_there_for_the_next(engine, connect):
+    coordinator, (target,), _ = connect(engine)
+    for n in (1, 2):
+        coordinator.forget()
+        coordinator.generate(PROMPTS[0], max_new_tokens=8)
+        assert len({body["cache_salt"] for body in target.bodies}) == n
+
+
+def test_a_calibration_over_servers_is_kept_by_them_and_by_nobody_else(make_engine, connect, tmp_path: Path):
+    engine = make_engine(noise=0.15)
+    coordinator, (target,), _ = connect(engine)
+    problems = [Problem(f"p{i}", f"{PROMPTS[i % 3]} {i}") for i in range(6)]
+    coordinator.adaptive = True  # its default; but what is calibrated is what drafts lose, so each answer has one
+    coordinator.controller.answering = lambda running: pytest.fail("an answer of the calibration was adaptive")
+    found = calibrate(coordinator, problems, lambda p, text: None, same_answer, tmp_path, SETTINGS, task="t")
+    assert found.models == coordinator.describe() and found.made["timed_problems"] == 6
+    here = calibrate(engine, problems, lambda p, text: None, same_answer, tmp_path / "local", SETTINGS, task="t")
+    assert found.tried[0].losses == 0, "above 1 the answer is the target's own"
+    assert found.tried[-1].losses == here.tried[-1].losses > 0, "where all is kept, an exact tail changes nothing"
+    path = tmp_path / "calibration.json"
+    found.save(path)
+    coordinator.adaptive = False
+    coordinator.calibration = Calibration.load(path)
+    setting = found.setting(0.9).setting
+    wanted = coordinator.generate(PROMPTS[0], max_new_tokens=24, threshold=setting.threshold, resume=setting.resume)
+    assert coordinator.generate(PROMPTS[0], max_new_tokens=24, risk=0.9).token_ids == wanted.token_ids
+    with pytest.raises(ValueError, match="risk and draft_text were both given"):
+        coordinator.generate(PROMPTS[0], draft_text="4", max_new_tokens=24, risk=0.9)
+    with running(CoordinatedBackend(coordinator), engine, promises=Promises(0.9, audit=1.0)) as served:
+        answer = served.chat(PROMPTS[0], max_tokens=24).json()["choices"][0]
+        assert answer["message"]["content"] == wanted.text and answer["parse"]["risk"] == 0.9
+    other = make_engine(noise=0.15, calibration=found)
+    with pytest.raises(ValueError, match=r"made with another backend \(vllm\) than is loaded \(local\)"):
+        other.generate(PROMPTS[0], max_new_tokens=24, risk=0.9)
+
+
+def test_a_calibration_of_other_models_is_refused(engine, connect):
+    coordinator, _, _ = connect(engine)
+    models = {**coordinator.describe(), "draft": "another"}
+    coordinator.calibration = Calibration("t", 1, "x", "accuracy", 0.9, 24, models, [], {0.1: None})
+    with pytest.raises(ValueError, match=r"made with another draft \(another\) than is loaded \(draft\)"):
+        coordinator.generate(PROMPTS[0], risk=0.1)

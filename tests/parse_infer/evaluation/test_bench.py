@@ -1,0 +1,504 @@
+"""The benchmark: statistics, what each mode computes, and a whole run that stops and goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from parse_infer.adaptive import TRIALS
+from parse_infer.engine import ParseEngine
+from parse_infer.evaluation.assisted import AssistantSettings
+from parse_infer.evaluation.mode_names import DEFAULT_MODES, MODES, check_modes, describe, title
+from parse_infer.evaluation.modes import Mode, make_modes, read_draft, timed
+from parse_infer.evaluation.records import Record
+from parse_infer.evaluation.report import summarise
+from parse_infer.evaluation.results_file import from_columns, read_results, to_columns, write_results
+from parse_infer.evaluation.run import BenchSettings, run_bench, schedule
+from parse_infer.evaluation.statistics import difference_interval, rate_ratio_interval, wilson_interval
+from parse_infer.evaluation.tables import category_table, header
+from parse_infer.evaluation.target_vocabulary import in_target_vocabulary
+from parse_infer.settings import GenerationSettings
+from parse_infer.held_out import prompt_hash
+from parse_infer.judge.cuts import CutPolicy
+from parse_infer.models.loading import LanguageModel
+from parse_infer.models.names import ZOO
+from parse_infer.models.token_map import token_map
+from parse_infer.record_store import RecordStore
+from parse_infer.speculation.draft_model import DraftChain
+from parse_infer.speculation.prompt_lookup import LookupDrafter
+from tests.parse_infer.language_models import reduced_pair, resembling, word_tokenizer
+
+KEYS = {
+    *("accuracy", "accuracy_ci", "accuracy_diff", "accuracy_diff_ci", "tokens_per_s", "speedup", "speedup_ci"),
+    *("acceptance_rate", "target_forwards", "limit_share"),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    id: str
+    prompt: str
+    reference: str = ""
+
+
+PROBLEMS = [Problem(f"p{i}", f"What is {i} and {i}?") for i in range(4)]
+BUDGET = 12
+ALL_MODES = (*MODES, "target+lookup", "target+draft", "parse+none", "parse+lookup", "parse+draft")
+
+
+@pytest.fixture
+def engine(
+    make_model: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast, random_adapter
+) -> ParseEngine:
+    target, draft = make_model("llama", seed=0), make_model("llama", seed=5)
+    return ParseEngine(
+        LanguageModel("tiny-target", target, tokenizer),
+        LanguageModel("tiny-draft", draft, tokenizer),
+        random_adapter(target),
+    )
+
+
+def make(engine: ParseEngine, *names: str, **settings) -> list[Mode]:
+    return make_modes(engine, names, GenerationSettings(BUDGET, **settings))
+
+
+def outputs(engine: ParseEngine, names: tuple[str, ...], **settings) -> dict[str, list[list[int]]]:
+    modes = make(engine, *names, **settings)
+    return {m.name: [timed(engine, m, p.prompt)[0].token_ids for p in PROBLEMS] for m in modes}
+
+
+def test_wilson_interval_has_width_at_the_ends_and_holds_the_share():
+    low, high = wilson_interval(300, 300)
+    assert 0.98 < low < 1 and high == pytest.approx(1)
+    low, high = wilson_interval(81, 263)  # Newcombe 1998, table II: 0.2553 to 0.3662
+    assert (round(low, 4), round(high, 4)) == (0.2553, 0.3662)
+    with pytest.raises(ValueError, match="must not be greater than"):
+        wilson_interval(3, 2)
+
+
+def test_bootstrap_is_paired_and_repeatable():
+    generator = np.random.default_rng(0)
+    seconds = generator.uniform(1, 100, 60)  # problems differ much more than modes do
+    tokens = np.full(60, 50.0)
+    low, high = rate_ratio_interval(tokens, seconds / 2, tokens, seconds)
+    assert low == pytest.approx(2) and high == pytest.approx(2)
+    share, other = generator.random(60), generator.random(60) < 0.8
+    interval = difference_interval(share, other, seed=3)
+    assert interval == difference_interval(share, other, seed=3)
+    assert interval[0] < share.mean() - other.mean() < interval[1]
+
+
+def test_the_interval_of_a_difference_of_shares():
+    """It covers the true difference as often as it says, also where the two differ seldom or not at all."""
+    generator = np.random.default_rng(0)
+    for n, lost, gained in ((50, 0.02, 0.0), (150, 0.01, 0.005), (150, 0.02, 0.08), (400, 0.1, 0.05)):
+        covered = 0
+        for u in generator.random((400, n)):
+            theirs, ours = u < 0.8, (u >= lost) & ((u < 0.8) | (u > 1 - gained))
+            low, high = difference_interval(ours, theirs)
+            covered += low <= gained - lost <= high
+            assert difference_interval(theirs, ours) == pytest.approx((-high, -low))
+        assert covered / 400 > 0.93, (n, lost, gained)
+    low, high = difference_interval([1] * 160 + [0] * 40, [1] * 160 + [0] * 40)
+    assert -0.02 < low == -high < 0
+    large = difference_interval([1] * 9000 + [0] * 1000, [1] * 5000 + [0] * 5000)
+    assert large == pytest.approx((0.39, 0.41), abs=0.001)
+
+
+def test_every_mode_comes_first_equally_often_and_the_sweep_stays_within_its_limit():
+    modes = [Mode(name, lambda prompt: None) for name in ("target", "parse", "parse@0.5")]
+    runs = list(schedule(PROBLEMS, modes, 3, 2))
+    assert len(runs) == 2 * (3 * 3 + 2)
+    first = [next(m.name for p, m, r in runs if p is problem and r == 0) for problem in PROBLEMS[:3]]
+    assert sorted(first) == ["parse", "parse@0.5", "target"]
+    assert not any(p is PROBLEMS[3] and "@" in m.name for p, m, r in runs)
+
+
+def test_lossless_modes_write_what_the_target_writes(engine):
+    wanted = outputs(engine, ("target",))["target"]
+    found = outputs(engine, ("parse", "sequential", "assisted", "transformers"), threshold=1.1)
+    assert found == dict.fromkeys(found, wanted)
+
+
+def test_a_threshold_of_zero_keeps_the_whole_draft(engine):
+    found = outputs(engine, ("draft", "parse", "sequential"), threshold=0.0)
+    assert found["draft"] == found["parse"] == found["sequential"]
+
+
+def test_sequential_verification_reads_each_segment_once(engine):
+    mode = make(engine, "sequential", threshold=0.0)[0]
+    stats = timed(engine, mode, PROBLEMS[0].prompt)[0].stats
+    assert stats.rounds == stats.verification_passes == stats.target_forwards == BUDGET // 4  # cut every 4 tokens
+    assert stats.acceptance_rate == 1
+
+
+def test_assisted_generation_is_counted(engine):
+    mode = make(engine, "assisted")[0]
+    stats = timed(engine, mode, PROBLEMS[0].prompt)[0].stats
+    assert 0 < stats.target_forwards <= BUDGET and stats.draft_forwards > 0
+    assert stats.accepted_tokens == BUDGET - stats.target_forwards
+
+
+def test_token_exact_share_is_that_of_the_target(engine):
+    own = engine.generate_target(PROBLEMS[0].prompt, max_new_tokens=BUDGET).token_ids
+    assert read_draft(engine, PROBLEMS[0].prompt, own)[1] == BUDGET
+    other = [*own[:5], (own[5] + 1) % 256, *own[6:]]
+    seconds, exact = read_draft(engine, PROBLEMS[0].prompt, other)
+    assert seconds > 0 and exact == 5
+
+
+def test_no_mode_starts_from_another_ones_cache(engine):
+    target, parse = make(engine, "target", "parse", threshold=1.1)
+    timed(engine, parse, PROBLEMS[0].prompt)
+    generation, _ = timed(engine, target, PROBLEMS[0].prompt)
+    assert generation.stats.target_forwards == BUDGET  # the prompt is read again
+
+
+GUIDED = ("parse", "parse+none", "parse+lookup", "parse-zero-shot", "sequential")
+
+
+def test_every_mode_cuts_drafts_as_the_engine_does(engine):
+    policy = CutPolicy("tokens", every=3)  # the adapter's own: every 4
+    engine = ParseEngine(engine.target, engine.draft, engine.judge, cut_policy=policy)
+    for mode in make(engine, *GUIDED, threshold=0.0):
+        assert mode.engine.segmenter.policy == policy, mode.name
+        stats = timed(engine, mode, PROBLEMS[0].prompt)[0].stats
+        if mode.name == "sequential":
+            assert stats.rounds == BUDGET / 3
+
+
+def test_rivals_get_the_guesses_that_parse_gets(engine, make_model):
+    draft = LanguageModel("alike", resembling(make_model, engine.target.model), engine.draft.tokenizer)
+    engine = ParseEngine(engine.target, draft, engine.judge)
+    drafters = {mode.name: mode.engine.target_drafter for mode in make(engine, *GUIDED, "target")}
+    assert drafters["target"] is drafters["parse+none"] is None
+    assert isinstance(drafters["parse+lookup"], LookupDrafter)
+    for name in ("parse", "parse-zero-shot", "sequential"):
+        assert isinstance(drafters[name], DraftChain), name
+    # They are used: with nothing accepted, the target writes everything, and needs fewer forwards for it.
+    forwards = {}
+    for mode in make(engine, "parse", "parse+none", threshold=1.1, exact_tail=False):
+        forwards[mode.name] = sum(timed(engine, mode, p.prompt)[0].stats.target_forwards for p in PROBLEMS)
+    assert forwards["parse"] < forwards["parse+none"]
+
+
+def test_an_engines_own_token_drafters_play_no_part(engine):
+    guesses = DraftChain(engine.draft, engine.target)
+    engine = ParseEngine(engine.target, engine.draft, engine.judge, target_drafter=guesses)
+    target, parse = make(engine, "target", "parse+none", threshold=1.1)
+    assert timed(engine, target, PROBLEMS[0].prompt)[0].stats.target_forwards == BUDGET  # plain: a token each
+    assert parse.engine.target_drafter is None
+
+
+def test_a_draft_model_with_other_tokens_guesses_nothing(engine, make_model):
+    draft = LanguageModel("foreign", make_model("llama", seed=5, vocab_size=300, eos_token_id=0), word_tokenizer())
+    foreign = ParseEngine(engine.target, draft, engine.judge)
+    assert [mode.engine.target_drafter for mode in make(foreign, *GUIDED[:2], *GUIDED[3:])] == [None] * 4
+
+
+def test_a_draft_model_with_few_of_the_targets_tokens_takes_part_everywhere(make_model, random_adapter):
+    target, draft = reduced_pair(make_model, noise=0.01)
+    engine = ParseEngine(target, draft, random_adapter(target.model))
+    modes = make(engine, "target", "assisted", "target+draft", "parse", threshold=1.1)
+    assert isinstance(modes[-1].engine.target_drafter, DraftChain)
+    found = {mode.name: [timed(engine, mode, p.prompt)[0] for p in PROBLEMS] for mode in modes}
+    texts = {name: [generation.token_ids for generation in found[name]] for name in found}
+    assert texts == dict.fromkeys(texts, texts["target"])
+    alone = sum(generation.stats.target_forwards for generation in found["target"])
+    for name in ("assisted", "target+draft"):
+        assert sum(generation.stats.target_forwards for generation in found[name]) < 0.8 * alone, name
+
+
+def test_in_the_targets_vocabulary_a_draft_model_says_the_same(make_model):
+    target, draft = reduced_pair(make_model)
+    tokens = token_map(draft.tokenizer, target.tokenizer)
+    other = in_target_vocabulary(draft, target, tokens)
+    known = [tokens.target_ids[i] for i in (7, 100, 260, -1, 0)]
+    own = [i for token in known for i in tokens.from_target(token)]
+    with torch.no_grad():
+        wide = other(torch.tensor([known])).logits
+        narrow = draft.model(torch.tensor([own])).logits
+    assert (wide.shape[-1], narrow.shape[-1]) == (300, len(draft.tokenizer)) and len(draft.tokenizer) < 300
+    assert torch.equal(wide[..., tokens.target_ids], narrow)
+    assert wide.isneginf().sum(-1).unique().tolist() == [300 - len(draft.tokenizer)]
+    assert other.model.layers[0].mlp.up_proj.weight is draft.model.model.layers[0].mlp.up_proj.weight
+
+
+def test_sizes_stand_behind_the_mode(engine):
+    fine, coarse = make(engine, "target+draft:tokens=1:confidence=0", "target+draft:tokens=9:confidence=0")
+    drafted = [timed(engine, mode, PROBLEMS[0].prompt)[0].stats.drafter_forwards for mode in (fine, coarse)]
+    assert drafted[0] < drafted[1]
+    names = ("assisted:tokens=1:confidence=0", "assisted:tokens=5:confidence=0:schedule=heuristic", "assisted")
+    config = engine.draft.model.generation_config
+    before, seen = config.to_dict(), []
+    engine.draft.model.register_forward_pre_hook(
+        lambda *_: seen.append((config.num_assistant_tokens, config.num_assistant_tokens_schedule))
+    )
+    for mode in make(engine, *names):
+        seen.clear()
+        stats = timed(engine, mode, PROBLEMS[0].prompt)[0].stats
+        assert config.to_dict() == before, mode.name
+        if mode.name == names[0]:
+            assert set(seen) == {(1, None)} and stats.draft_forwards <= stats.target_forwards
+        elif mode.name == names[1]:
+            assert seen[0] == (5, "heuristic")
+        else:
+            assert set(seen) == {(None, None)}
+    assert AssistantSettings.parse("assisted:tokens=8:confidence=0.25") == AssistantSettings(8, 0.25)
+
+
+def test_modes_in_words():
+    assert title("parse") == "**PARSE**" and title("target") == "target alone"
+    assert title("target+draft:tokens=12:confidence=0.3") == (
+        "target + draft model (tokens 12, confidence 0.3), lossless speculation"
+    )
+    assert title("assisted:tokens=8") == "transformers' assisted generation (tokens 8)"
+    assert title("parse+none+parallel") == "PARSE, nobody guesses for the target, parallel guesses for the draft model"
+    assert describe("parse+none") == "PARSE with the trained adapter, the target's tokens guessed by nobody"
+    assert set(DEFAULT_MODES) - set(MODES) == {"target+draft"}
+
+
+@pytest.mark.parametrize(
+    "name", ["assisted:tokens=0", "assisted:confidence=2", "assisted:schedule=never", "assisted:size=3", "assisted:"]
+)
+def test_wrong_sizes_of_assisted_generation_are_named(name):
+    with pytest.raises(ValueError, match=f"in mode '{name}' is none of: tokens=NUMBER"):
+        check_modes([name])
+
+
+def test_a_mode_may_say_what_follows_a_rejected_draft(engine):
+    settings = GenerationSettings(max_new_tokens=24, threshold=1.0, resume="finish", exact_tail=False)
+    names = ("parse", "parse:finish", "parse:hand_back", "parse:hand_back+none")
+    modes = make_modes(engine, names, settings)
+    rounds = {mode.name: timed(engine, mode, PROBLEMS[0].prompt)[0].stats.rounds for mode in modes}
+    assert rounds["parse"] == rounds["parse:finish"] == 1
+    assert rounds["parse:hand_back"] == rounds["parse:hand_back+none"] > 1
+    assert title("parse:hand_back") == "**PARSE** (resume hand_back)"
+    assert title("parse:hand_back+none") == "PARSE (resume hand_back), nobody guesses for the target"
+    with pytest.raises(ValueError, match="unknown mode 'parse:hand_bak'"):
+        check_modes(["parse:hand_bak"])
+
+
+def test_a_mode_may_let_the_target_answer_alone(engine):
+    (mode,) = make_modes(engine, ["parse:adaptive"], GenerationSettings(max_new_tokens=8, threshold=1.0))
+    found = [timed(engine, mode, PROBLEMS[0].prompt)[0].stats.rounds for _ in range(2 * TRIALS)]
+    assert found == [1] * TRIALS + [0] * TRIALS, "both ways are tried before they are compared"
+    assert title(mode.name) == "**PARSE** (adaptive)" and describe(mode.name).endswith(", adaptive")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [(["parze"], "unknown mode 'parze'; did you mean 'parse'"), ([" "], "no mode to run; modes: target")]
+    + [
+        ([name], "unknown mode")
+        for name in ("draft+lookup", "parse+", "target:tokens=2", "target+lookup+lookup", "parse+a+b+c")
+    ],
+)
+def test_unknown_modes_are_named(names, message):
+    with pytest.raises(ValueError, match=message):
+        check_modes(names)
+
+
+def test_a_mode_without_its_part_is_refused(engine):
+    alone = ParseEngine(engine.target)
+    with pytest.raises(ValueError, match="mode 'parse' needs a draft model"):
+        make_modes(alone, ("target", "parse"))
+    with pytest.raises(ValueError, match="mode 'sequential' needs an adapter"):
+        make_modes(ParseEngine(engine.target, engine.draft), ("sequential",))
+
+
+def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_path: Path):
+    settings = BenchSettings(ALL_MODES, 6, thresholds=(0.5,), sweep_limit=1, repeats=2)
+    calls = 0
+
+    def check(problem: Problem, text: str) -> bool:
+        nonlocal calls
+        if not text:  # asked before anything is measured, whether there are references at all
+            return False
+        calls += 1
+        if calls == 20:
+            raise KeyboardInterrupt
+        return len(text) % 2 == 0
+
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(engine, PROBLEMS[:2], check, tmp_path, settings)
+    assert not (tmp_path / "results.json").exists()
+    before = (tmp_path / "records.jsonl").read_text()
+    assert before.count("\n") == 19
+    (tmp_path / "records.jsonl").write_text(before + '{"problem_id": "p0", "mo')  # cut off while writing
+
+    results = run_bench(engine, PROBLEMS[:2], check, tmp_path, settings)
+    assert (tmp_path / "records.jsonl").read_text().startswith(before)
+    rows = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    keys = {(r["problem_id"], r["mode"], r["repeat"]) for r in rows}
+    assert len(keys) == len(rows) == 2 * (2 * len(ALL_MODES) + 1 * 2)
+    assert calls == len(rows) + 1
+
+    assert json.loads((tmp_path / "results.json").read_text()) == json.loads(json.dumps(results))
+    evidence = read_results(tmp_path / "results.json")
+    ids = evidence["records"]["problems"]
+    kept = list(from_columns(evidence["records"]))
+    assert json.loads(json.dumps(summarise(kept, ids, evidence["environment"]))) == evidence
+    assert len(kept) == len(rows) and not any(r.text for r in kept)
+    assert list(results["modes"]) == list(ALL_MODES)
+    assert all(KEYS <= set(figures) for figures in results["modes"].values())
+    assert results["modes"]["target"]["speedup"] == 1 and results["modes"]["target"]["accuracy_diff"] == 0
+    for lossless in ("assisted", "target+lookup", "target+draft"):
+        low, high = results["modes"][lossless]["accuracy_diff_ci"]
+        assert results["modes"][lossless]["accuracy_diff"] == 0 and low == -high, lossless
+    for name in ("none", "lookup", "draft"):  # what is guessed changes no answer of PARSE either
+        texts = {mode: [r["text"] for r in rows if r["mode"] == mode] for mode in ("parse", f"parse+{name}")}
+        assert texts["parse"] == texts[f"parse+{name}"]
+    assert results["modes"]["target+draft"]["drafter_forwards"] > 0
+    assert 0 <= results["acceptance"]["token_exact"] <= 1
+    assert results["sweep"]["problems"] == 1 and len(results["sweep"]["points"]) == 2
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert "| parse |" in (tmp_path / "results.md").read_text()
+    assert not list(tmp_path.glob(".*"))
+
+    size = (tmp_path / "records.jsonl").stat().st_size
+    run_bench(engine, PROBLEMS[:2], check, tmp_path, settings)
+    assert (tmp_path / "records.jsonl").stat().st_size == size
+    with pytest.raises(ValueError, match=r"holds a benchmark with max_new_tokens 6 and this one has 13"):
+        run_bench(engine, PROBLEMS[:2], check, tmp_path, BenchSettings(ALL_MODES, 13, repeats=2))
+    with pytest.raises(ValueError, match="digest|problems"):
+        run_bench(engine, PROBLEMS[1:3], check, tmp_path, settings)
+
+
+def test_modes_without_target_or_draft_leave_their_comparisons_open(engine, tmp_path: Path):
+    settings = BenchSettings(("parse",), BUDGET, thresholds=())
+    results = run_bench(engine, PROBLEMS[:2], lambda p, text: True, tmp_path, settings)
+    figures = results["modes"]["parse"]
+    assert figures["speedup"] is None and figures["accuracy_diff"] is None and figures["limit_share"] is None
+    assert figures["accuracy"] == 1 and (tmp_path / "figure.png").exists()
+
+
+def test_problems_must_be_there_and_differ(engine, tmp_path: Path):
+    with pytest.raises(ValueError, match="no problems"):
+        run_bench(engine, [], lambda p, t: True, tmp_path)
+    with pytest.raises(ValueError, match="2 problems have the id 'p0'"):
+        run_bench(engine, [PROBLEMS[0], PROBLEMS[0]], lambda p, t: True, tmp_path)
+    before = engine.target.decoder.forwards
+    with pytest.raises(ValueError, match="some problems have references and others have none"):
+        run_bench(engine, PROBLEMS[:2], lambda p, t: None if p.id == "p0" else True, tmp_path)
+    assert engine.target.decoder.forwards == before
+
+
+def test_problems_that_the_adapter_was_trained_on_are_not_measured(engine, tmp_path: Path):
+    judge, settings = engine.judge, BenchSettings(("target", "parse"), 4, thresholds=())
+    engine.judge = replace(judge, train_problems=frozenset({prompt_hash(PROBLEMS[1].prompt)}))
+    results = run_bench(engine, PROBLEMS, lambda p, t: True, tmp_path / "some", settings)
+    assert results["records"]["problems"] == ["p0", "p2", "p3"]
+    assert results["environment"]["problems"] == 3
+    engine.judge = replace(judge, train_problems=frozenset(prompt_hash(p.prompt) for p in PROBLEMS))
+    before = engine.target.decoder.forwards
+    with pytest.raises(ValueError, match="4 of the 4 problems are among those that the adapter was trained on"):
+        run_bench(engine, PROBLEMS, lambda p, t: True, tmp_path / "all", settings)
+    assert engine.target.decoder.forwards == before and not (tmp_path / "all").exists()
+
+
+def test_a_head_that_was_trained_again_is_measured_again(engine, tmp_path: Path):
+    """It has the same name and is another rival."""
+    head = tmp_path / "head"
+    shutil.copytree(ZOO / "eagle3", head)
+    zoo = ParseEngine.from_pretrained("zoo:target", target_drafter=None)
+    settings = BenchSettings(("target", f"target+{head}"), 4)
+    run_bench(zoo, PROBLEMS[:1], lambda p, t: True, tmp_path / "out", settings)
+    weights = load_file(path := head / "model.safetensors")
+    save_file({name: values * 2 if values.is_floating_point() else values for name, values in weights.items()}, path)
+    with pytest.raises(ValueError, match="holds a benchmark with drafters"):
+        run_bench(zoo, PROBLEMS[:1], lambda p, t: True, tmp_path / "out", settings)
+
+
+def test_settings_out_of_range_are_refused():
+    with pytest.raises(ValueError, match="threshold must be a finite number"):
+        BenchSettings(thresholds=(0.5, -1.0))
+    with pytest.raises(ValueError, match="repeats is 0"):
+        BenchSettings(repeats=0)
+
+
+def record(problem: str, mode: str, seconds: float, tokens: int, correct: bool = True, **more) -> Record:
+    return Record(problem, mode, more.pop("repeat", 0), correct, seconds, tokens, "", "eos", 1, **more)
+
+
+def test_speedup_is_the_ratio_of_rates_and_time_speedup_that_of_times():
+    records = [record("a", "target", 2.0, 100), record("a", "parse", 1.0, 40, draft_tokens=50, accepted_tokens=40)]
+    records += [record("a", "draft", 0.5, 50, False, prefill_s=0.3, token_exact_tokens=10)]
+    results = summarise(records, ["a"], {"modes": ["target", "draft", "parse"]})
+    parse = results["modes"]["parse"]
+    assert parse["speedup"] == pytest.approx(0.8) and parse["time_speedup"] == 2
+    assert results["limit"]["tokens_per_s"] == 62.5 and parse["limit_share"] == pytest.approx(0.64)
+    assert results["acceptance"] == {"semantic": 0.8, "token_exact": 0.2}
+    assert results["modes"]["draft"]["accuracy_diff"] == -1
+
+
+def test_the_median_of_repeats_counts():
+    records = [record("a", "target", s, 10, repeat=i) for i, s in enumerate((1.0, 9.0, 2.0))]
+    assert summarise(records, ["a"], {})["modes"]["target"]["tokens_per_s"] == 5
+
+
+def test_a_damaged_record_is_named_with_its_line(tmp_path: Path):
+    store = RecordStore(tmp_path, {"seed": 0}, Record)
+    store.append(record("a", "target", 1.0, 10))
+    with (tmp_path / "records.jsonl").open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(ValueError, match="records.jsonl, line 2 is damaged"):
+        RecordStore(tmp_path, {"seed": 0}, Record)
+    with pytest.raises(ValueError, match="seed 0 and this one has 1"):
+        RecordStore(tmp_path, {"seed": 1}, Record)
+
+
+def test_records_survive_as_columns_with_a_line_each(tmp_path: Path):
+    ids = ["a [1]", "b, {2}"]
+    records = [
+        record(problem, mode, 0.5 + i, 10 * i, i % 2 == 0, repeat=repeat, draft_tokens=i if mode == "parse" else None)
+        for i, (repeat, problem, mode) in enumerate(product((0, 1), ids, ("target", "parse")))
+    ] + [record(ids[0], "parse@0.5", 1.0, 3, repeat=repeat) for repeat in (0, 1)]
+    columns = to_columns(records[::-1], ids)
+    assert set(from_columns(columns)) == set(records)
+    assert "draft_tokens" not in columns["modes"]["target"]
+    write_results(tmp_path / "results.json", {"environment": {}, "modes": {}, "sweep": None, "records": columns})
+    lines = (tmp_path / "results.json").read_text().splitlines()
+    assert '        "n_tokens": [0, 20, 40, 60],' in lines and len(lines) < 40
+    assert read_results(tmp_path / "results.json")["records"] == columns
+
+
+def test_results_that_are_none_are_one_sentence(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="run parse-infer bench"):
+        read_results(tmp_path / "results.json")
+    (tmp_path / "results.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match="has no key 'environment'"):
+        read_results(tmp_path / "results.json")
+
+
+def test_prompts_without_references_are_compared_with_the_target():
+    """By category, with tokens per forward; an answer that differs from the target's is the only kind of mistake."""
+
+    def answer(mode: str, problem: str, text: str, forwards: int, seconds: float) -> Record:
+        return Record(problem, mode, 0, None, seconds, 12, text, "eos", forwards)
+
+    records = [answer("target", name, f"text of {name}", 12, 1.2) for name in ("a", "b", "c")]
+    records += [answer("target+lookup", name, f"text of {name}", 4, 0.6) for name in ("a", "b")]
+    records.append(answer("target+lookup", "c", "another text", 6, 0.3))
+    environment = {"modes": ["target", "target+lookup"]}
+    results = summarise(records, ["a", "b", "c"], environment, {"a": "qa", "b": "qa", "c": "writing"})
+    assert results["environment"]["scored"] is False
+    assert results["modes"]["target"]["accuracy"] == 1
+    assert results["modes"]["target+lookup"]["accuracy"] == pytest.approx(2 / 3)
+    lookup = {category: part["modes"]["target+lookup"] for category, part in results["categories"].items()}
+    assert lookup == {
+        "qa": {"acceptance_length": 3.0, "speedup": pytest.approx(2.0)},
+        "writing": {"acceptance_length": 2.0, "speedup": pytest.approx(4.0)},
+    }
+    assert header(results["environment"])[1] == "as the target, %"
+    assert "| qa | 2 | 3.00 (2.00×) |" in category_table(results)

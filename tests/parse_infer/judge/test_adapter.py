@@ -1,0 +1,232 @@
+"""The exported adapter: saved equals loaded, belongs to one target, and a damaged folder is a clear error."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
+from parse_infer.judge.adapter_files import CARD, CONFIG, HEAD, PEFT_CONFIG, PEFT_WEIGHTS, read_adapter
+from parse_infer.judge.head import ValidityHead, verbalizer_ids
+from parse_infer.models.fingerprint import describe_target, fingerprint, same_weights
+
+FILES = {PEFT_CONFIG, PEFT_WEIGHTS, HEAD, CONFIG, CARD}
+
+
+@pytest.fixture
+def target(make_model):
+    return make_model("llama_gqa")
+
+
+@pytest.fixture
+def folder(target, random_adapter, tmp_path):
+    return random_adapter(target).save_pretrained(tmp_path / "adapter")
+
+
+def test_saved_equals_loaded(target, random_adapter, random_ids, tmp_path):
+    adapter = random_adapter(target)
+    adapter.config.metrics = {"auroc": 0.93}
+    adapter.config.verbalizer = ("Correct", "Incorrect")
+    folder = adapter.save_pretrained(tmp_path / "deep" / "adapter")
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert [path.name for path in folder.parent.iterdir()] == ["adapter"]  # no temporary folder stays
+    loaded = ValidityAdapter.from_pretrained(str(folder), target)
+    assert loaded.config == adapter.config and loaded.probe == adapter.probe
+    assert loaded.tensors.keys() == adapter.tensors.keys()
+    tokens = torch.tensor([random_ids(8)])
+    validities = []
+    for one in (adapter, loaded):
+        with torch.no_grad(), one.lora.applied(2):
+            validities.append(one.head(target.base_model(tokens).last_hidden_state))
+    assert torch.equal(*validities)
+    assert not any(p.requires_grad for p in loaded.head.parameters())
+    card = (folder / CARD).read_text()
+    assert "auroc | 0.93" in card and "LlamaForCausalLM" in card
+
+
+def test_a_fingerprint_is_of_all_that_judges(target, folder):
+    loaded = ValidityAdapter.from_pretrained(folder, target)
+    assert loaded.fingerprint == read_adapter(folder).fingerprint  # the same over servers
+    name = min(loaded.tensors)
+    others = [
+        replace(loaded, tensors=loaded.tensors | {name: loaded.tensors[name] + 1}),
+        replace(loaded, config=replace(loaded.config, probability={"scale": 2.0, "shift": 0.0})),
+        replace(loaded, peft_config=loaded.peft_config | {"lora_alpha": 1}),
+        replace(loaded, head=ValidityHead(loaded.head.hidden_size)),
+    ]
+    assert len({loaded.fingerprint, *(other.fingerprint for other in others)}) == 5
+
+
+def test_without_a_probe_nothing_is_said_of_peft(target, random_adapter, tmp_path):
+    adapter = random_adapter(target, probe_ids=())
+    folder = adapter.save_pretrained(tmp_path / "adapter")
+    assert {path.name for path in folder.iterdir()} == {CONFIG, HEAD, CARD}
+    assert "peft" not in (folder / CARD).read_text() and "- probe: none" in (folder / CARD).read_text()
+    loaded = ValidityAdapter.from_pretrained(folder, target)
+    assert loaded.lora is None and loaded.probe.ids == () and loaded.config == adapter.config
+    doubt = torch.tensor([0.5, -1.0])
+    assert torch.equal(loaded.head(None, doubt), adapter.head(None, doubt))
+    with pytest.raises(ValueError, match="nothing to judge by"):
+        ValidityHead(32, probe=False)
+
+
+def test_saving_again_replaces_the_adapter(target, random_adapter, folder):
+    changed = random_adapter(target, seed=5)
+    changed.config.threshold = 0.25
+    changed.save_pretrained(folder)
+    assert ValidityAdapter.from_pretrained(folder, target).config.threshold == 0.25
+    assert [path.name for path in folder.parent.iterdir()] == ["adapter"]
+
+
+def test_saving_never_replaces_something_else(target, random_adapter, tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="is no adapter folder"):
+        random_adapter(target).save_pretrained(tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_failed_save_leaves_the_old_adapter(target, random_adapter, folder):
+    broken = random_adapter(target, seed=5)
+    broken.config.provenance = {"model": object()}  # no JSON
+    with pytest.raises(TypeError):
+        broken.save_pretrained(folder)
+    assert ValidityAdapter.from_pretrained(folder, target).config.provenance == {}
+    assert [path.name for path in folder.parent.iterdir()] == ["adapter"]
+
+
+def test_an_adapter_without_an_update_cannot_be_saved(target, random_adapter, tmp_path):
+    adapter = random_adapter(target)
+    adapter.tensors = {}
+    with pytest.raises(ValueError, match="without its peft configuration and weights"):
+        adapter.save_pretrained(tmp_path / "adapter")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", sorted(FILES - {CARD}))
+def test_a_missing_file_is_named(target, folder, name):
+    (folder / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{re.escape(name)} is missing"):
+        ValidityAdapter.from_pretrained(folder, target)
+
+
+@pytest.mark.parametrize("name", sorted(FILES - {CARD}))
+@pytest.mark.parametrize("keep", [0, 40])
+def test_a_half_written_file_is_named(target, folder, name, keep):
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=f"{re.escape(name)} is damaged"):
+        ValidityAdapter.from_pretrained(folder, target)
+
+
+def test_a_folder_that_is_not_there(target, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no adapter folder"):
+        ValidityAdapter.from_pretrained(str(tmp_path / "nowhere"), target)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="give the folder of the adapter"):
+        ValidityAdapter.from_pretrained(str(tmp_path / "file"), target)
+
+
+def test_an_unknown_hub_id(target, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match="someone/no-such-adapter is neither a local adapter folder nor"):
+        ValidityAdapter.from_pretrained("someone/no-such-adapter", target)
+
+
+def test_a_target_of_another_shape_is_refused_by_name(make_model, folder):
+    other = make_model("qwen3")
+    other.config._name_or_path = "Acme/Other-8B"
+    with pytest.raises(ValueError, match="'LlamaForCausalLM' and does not fit 'Acme/Other-8B'.*model_type llama"):
+        ValidityAdapter.from_pretrained(folder, other)
+
+
+def test_a_target_with_other_weights_is_refused_by_name(make_model, folder):
+    other = make_model("llama_gqa", seed=3)
+    other.config._name_or_path = "Acme/Other-8B"
+    with pytest.raises(ValueError, match="'LlamaForCausalLM'; 'Acme/Other-8B' has the same shape but other weights"):
+        ValidityAdapter.from_pretrained(folder, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"schema_version": 99}, "schema version 99"),
+        ({"probe_ids": None}, "no probe_ids"),
+        ({"probe_ids": [], "token_rank": 0}, "no probe_ids"),
+        ({"probe_ids": []}, "its files do not go together"),
+        ({"probe_ids": [260]}, "outside the target's vocabulary of 260"),
+        ({"target": None}, "no target"),
+    ],
+)
+def test_a_wrong_configuration_is_named(target, folder, change, sentence):
+    path = folder / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=sentence):
+        ValidityAdapter.from_pretrained(folder, target)
+
+
+def test_a_head_of_another_shape_is_named(target, folder, random_adapter, make_model, tmp_path):
+    other = random_adapter(target)
+    other.head = ValidityHead(16)
+    wrong = other.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="validity head"):
+        ValidityAdapter.from_pretrained(wrong, target)
+
+
+def test_unknown_configuration_keys_are_left_for_later_versions(target, folder):
+    path = folder / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"colour": "blue"}))
+    assert ValidityAdapter.from_pretrained(folder, target).config.threshold == 0.5
+
+
+def test_the_configuration_survives_json():
+    config = ValidityConfig(
+        probe_ids=(1, 2), probe_text="\n?", target={"name": "t"}, verbalizer=("a", "b"), risk={"alpha": 0.05}
+    )
+    assert ValidityConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_fingerprint_survives_the_number_type_and_the_disk(target, tmp_path, dtype):
+    print_of_target = fingerprint(target)
+    target.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert same_weights(print_of_target, fingerprint(loaded))
+    assert same_weights(fingerprint(loaded), fingerprint(loaded.float()))
+
+
+def test_a_fingerprint_tells_fine_tuned_weights_apart(make_model, target):
+    tuned = make_model("llama_gqa")
+    with torch.no_grad():
+        for parameter in tuned.model.layers.parameters():
+            parameter.mul_(1.02)
+    assert not same_weights(fingerprint(target), fingerprint(tuned))
+    assert not same_weights(fingerprint(target), "None")
+
+
+def test_a_target_is_named_without_its_path(target):
+    for path, name in (("/home/me/models/big/", "big"), ("Acme/Big-8B", "Acme/Big-8B"), ("./x", "x"), ("", None)):
+        target.config._name_or_path = path
+        assert describe_target(target)["name"] == (name or "LlamaForCausalLM")
+
+
+def test_the_untrained_head_is_the_choice_between_two_tokens(model, random_ids):
+    head = ValidityHead.from_verbalizer(model, 3, 4)
+    with torch.no_grad():
+        output = model.base_model(torch.tensor([random_ids(9)])).last_hidden_state[0]
+        logits = model.get_output_embeddings()(output)
+    expected = torch.softmax(logits[:, [3, 4]], -1)[:, 0]
+    assert torch.allclose(torch.sigmoid(head(output)), expected, atol=1e-5)
+    assert head(output.bfloat16()).dtype == torch.float32
+    with pytest.raises(ValueError, match="must differ"):
+        ValidityHead.from_verbalizer(model, 3, 3)
+
+
+def test_verbalizer_tokens(tokenizer):
+    assert verbalizer_ids(tokenizer, "Is it? ", ("Yes", "No")) == tuple(tokenizer.encode("YN"))
+    with pytest.raises(ValueError, match="begin with the same token"):
+        verbalizer_ids(tokenizer, "Is it? ", ("Right", "Rong"))

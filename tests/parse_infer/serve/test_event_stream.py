@@ -1,0 +1,346 @@
+"""Answers through the server: the engine's own text, streamed or not, for one client and for many."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from parse_infer.adaptive import TRIALS
+from parse_infer.calibration.schema import Calibration, Setting, Tried
+from parse_infer.engine import ParseEngine
+from parse_infer.events import Done
+from parse_infer.output import Generation
+from parse_infer.settings import GenerationSettings
+from parse_infer.models.prompts import Verbatim
+from parse_infer.models.sampling import Sampling, seed_of
+from parse_infer.serve.app import create_app
+from parse_infer.serve.protocol.chat import ChatCompletion
+from parse_infer.serve.protocol.completion import Completion
+from parse_infer.serve.risk_monitor import Promises
+from parse_infer.serve.runner import Job
+from parse_infer.serve.thread_runner import LocalBackend
+from tests.parse_infer.serve.conftest import running
+
+PROMPTS = [f"Tom has {n} apples. How many are left?" for n in range(8)]
+
+
+def test_an_answer_that_nobody_reads_as_it_is_written_wakes_the_loop_once(make_engine, monkeypatch):
+    """And loses no event for that."""
+    backend = LocalBackend(make_engine())
+
+    async def events(watched: bool) -> tuple[list[str], int]:
+        loop, woken = asyncio.get_running_loop(), []
+        wake = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *what: (woken.append(what), wake(*what))[1])
+        job = Job(PROMPTS[0], GenerationSettings(24), watched=watched)
+        found = [moment.event async for moment in backend.stream(job)]
+        assert isinstance(found[-1], Done)
+        return [str(event) for event in found[:-1]], len(woken)
+
+    (watched, several), (unwatched, once) = asyncio.run(events(True)), asyncio.run(events(False))
+    assert watched == unwatched and len(watched) > 2
+    assert once == 1 <= several <= len(watched) + 2
+
+
+def test_the_engine_is_loaded_in_the_thread_that_uses_it(make_engine):
+    """In another one, OpenMP would keep a second set of threads; what goes wrong is raised here all the same."""
+    threads = []
+
+    def load() -> ParseEngine:
+        threads.append(threading.current_thread().name)
+        return make_engine()
+
+    assert LocalBackend(load).threshold == make_engine().threshold
+    assert threads == ["parse-engine"]
+
+    def fail() -> ParseEngine:
+        raise OSError("no such adapter")
+
+    with pytest.raises(OSError, match="no such adapter"):
+        LocalBackend(fail)
+
+
+def streamed(client: openai.OpenAI, content: str, **options: Any) -> tuple[str, list[Any]]:
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": content}], stream=True, **options
+        )
+    )
+    texts = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+    return "".join(texts), chunks
+
+
+def whole(client: openai.OpenAI, content: str, **options: Any) -> str:
+    answer = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": content}], **options)
+    return answer.choices[0].message.content
+
+
+@pytest.mark.parametrize("clients", [1, 16])
+def test_text_is_the_engines_streamed_or_not(served, clients):
+    own = {prompt: served.engine.generate(prompt, max_new_tokens=32).text for prompt in PROMPTS}
+    assert len(set(own.values())) > 1
+    with served.client as client, ThreadPoolExecutor(clients) as pool:
+        for answer in (whole, lambda *args, **options: streamed(*args, **options)[0]):
+            texts = pool.map(lambda prompt, answer=answer: answer(client, prompt, max_tokens=32), PROMPTS * 2)
+            assert list(texts) == [own[prompt] for prompt in PROMPTS * 2]
+
+
+@pytest.mark.parametrize("resume", ["finish", "hand_back"])
+def test_characters_that_span_tokens_arrive_whole(served_bytes, resume):
+    own = served_bytes.engine.generate(PROMPTS[0], max_new_tokens=48, resume=resume)
+    assert not own.text.isascii()
+    with served_bytes.client as client:
+        text, chunks = streamed(client, PROMPTS[0], max_tokens=48, extra_body={"parse": {"resume": resume}})
+    assert text == own.text and len(chunks) > 3
+
+
+def test_a_stream_begins_with_the_role_and_ends_with_usage(served):
+    own = served.engine.generate(PROMPTS[1], max_new_tokens=32)
+
+    async def ask() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+            stream = await client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": PROMPTS[1]}],
+                stream=True,
+                stream_options={"include_usage": True},
+                max_completion_tokens=32,
+            )
+            return [chunk async for chunk in stream]
+
+    first, *middle, closing, last = asyncio.run(ask())
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in middle) == own.text
+    assert [chunk.choices[0].finish_reason for chunk in middle] == [None] * len(middle)
+    assert closing.choices[0].finish_reason == "length" and closing.choices[0].parse["rounds"] == own.stats.rounds
+    assert not last.choices and last.usage.completion_tokens == 32
+    assert last.usage.prompt_tokens == len(served.engine.target.render(PROMPTS[1]))
+
+
+@pytest.mark.parametrize("at", [5, 20])
+def test_stop_strings_are_left_out_also_across_pieces(served, at):
+    text = served.engine.generate(PROMPTS[2], max_new_tokens=32, threshold=0.0).text
+    stop = text[at : at + 3]  # three tokens
+    kept = text[: text.index(stop)]
+    for threshold in (0.0, 1.01):  # inside the draft, and token by token
+        text = served.engine.generate(PROMPTS[2], max_new_tokens=32, threshold=threshold).text
+        kept = text[: text.index(stop)] if stop in text else text
+        options = {"max_tokens": 32, "stop": [stop, text[:2] + "§"], "extra_body": {"parse": {"threshold": threshold}}}
+        with served.client as client:
+            assert whole(client, PROMPTS[2], **options) == kept
+            assert streamed(client, PROMPTS[2], **options)[0] == kept
+        answer = served.chat(PROMPTS[2], max_tokens=32, stop=stop, parse={"threshold": threshold}).json()["choices"][0]
+        assert "".join(span["text"] for span in answer["parse"]["spans"]) == kept
+        assert answer["finish_reason"] == ("stop" if stop in text else "length")
+
+
+def test_what_is_sampled_depends_on_seed_and_number(served):
+    fields = {"temperature": 1, "top_p": 0.9, "n": 2, "max_tokens": 24}
+    texts = [c["message"]["content"] for c in served.chat(PROMPTS[3], seed=4, **fields).json()["choices"]]
+    for seed, text in ((4, texts[0]), (seed_of(4, 1), texts[1])):
+        sampling = Sampling(1, 0.9, seed=seed)
+        own = served.engine.generate(PROMPTS[3], max_new_tokens=24, draft_sampling=sampling, resume_sampling=sampling)
+        assert own.text == text
+    assert texts[0] != texts[1]
+
+
+def test_the_assistants_last_message_is_continued(served):
+    messages = [
+        {"role": "developer", "content": "Count."},
+        {"role": "user", "content": [{"type": "text", "text": "1"}]},
+    ]
+    messages.append({"role": "assistant", "content": "one"})
+    body = {"messages": messages, "max_tokens": 16, "continue_final_message": True}
+    plain = [{"role": "system", "content": "Count."}, {"role": "user", "content": "1"}, messages[2]]
+    own = served.engine.generate(plain, max_new_tokens=16).text
+    assert served.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"] == own
+    for wrong in ({**body, "continue_final_message": False}, {**body, "messages": messages[:2]}):
+        error = served.post("/v1/chat/completions", wrong)
+        assert error.status_code == 400 and error.json()["error"]["param"] == "continue_final_message"
+
+
+def calibrated(engine: ParseEngine, disagreement: float = 0.1) -> Calibration:
+    """Promises 0.01 where nothing is accepted, and 0.05 where everything is."""
+    models = engine.describe()
+    tried = [Tried(Setting(1.01, "hand_back"), 0, 0.01, 1.0, 0.01), Tried(Setting(0.0), 0, 0.04, 2.0, disagreement)]
+    return Calibration("t", 300, "x", "accuracy", 0.9, 24, models, tried, {0.01: 0, 0.05: 1})
+
+
+def test_a_request_may_ask_for_a_promise(make_engine):
+    engine = make_engine()
+    promised = calibrated(engine)
+    with running(LocalBackend(make_engine(calibration=promised)), engine) as server:
+        for risk, own in ((0.01, {"threshold": 1.01, "resume": "hand_back"}), (0.05, {"threshold": 0.0})):
+            text = engine.generate(PROMPTS[1], max_new_tokens=24, **own).text
+            answer = server.chat(PROMPTS[1], max_tokens=24, parse={"risk": risk}).json()
+            assert answer["choices"][0]["message"]["content"] == text
+        wrong = server.chat(PROMPTS[1], max_tokens=24, parse={"risk": 0.02})
+        assert wrong.status_code == 400 and "the nearest promise is 0.01" in wrong.json()["error"]["message"]
+
+
+def audited(metrics: str) -> Counter[str]:
+    found = re.findall(r'^parse_audited_total\{result="(\w+)",risk="0.05"\} (\d+)', metrics, re.MULTILINE)
+    return Counter({result: int(count) for result, count in found})
+
+
+def test_a_server_promises_what_its_calibration_covers_and_watches_it(make_engine, capfd):
+    """Random models agree on nothing: drafts that are accepted whole break "at most 10 % differ" at once."""
+    engine = make_engine()
+    differing, promises = 0, Promises(0.05, audit=1.0)
+    with running(LocalBackend(make_engine(calibration=calibrated(engine))), engine, promises=promises) as server:
+        for i in range(6):
+            prompt = f"{PROMPTS[i % 3]} {i}"
+            answer = server.chat(prompt, max_tokens=24).json()["choices"][0]
+            assert answer["parse"]["risk"] == 0.05
+            own = engine.generate(prompt, max_new_tokens=24, threshold=0)
+            assert answer["message"]["content"] == own.text
+            differing += own.text != engine.generate_target(prompt, max_new_tokens=24).text
+            end = time.monotonic() + 10
+            while (counts := audited(server.metrics))["same"] + counts["differs"] <= i:
+                assert time.monotonic() < end, counts
+        assert counts["differs"] == differing >= 3
+        assert 'parse_promise_implausible{risk="0.05"} 1.0' in server.metrics
+        own = server.chat(PROMPTS[0], max_tokens=24, parse={"risk": 0.01}).json()["choices"][0]["parse"]
+        assert own["risk"] == 0.01, "a request may ask for another promise"
+        parts = {"threshold": 0.5}, {"mode": "target"}, {"draft_text": "4"}
+        for uncovered in ({"temperature": 1}, {"max_tokens": 8}, *({"parse": part} for part in parts)):
+            fields = {"max_tokens": 24, **uncovered}
+            assert server.chat(PROMPTS[0], **fields).json()["choices"][0]["parse"]["risk"] is None
+    warned = [line for line in capfd.readouterr().err.splitlines() if "promise implausible" in line]
+    assert len(warned) == 1 and json.loads(warned[0])["risk"] == 0.05
+
+
+def test_parse_options_are_the_engines(served):
+    def generate(**options: Any) -> Generation:
+        return served.engine.generate(PROMPTS[4], max_new_tokens=24, **options)
+
+    draft = "The answer is 4."
+    for parse, own in [
+        ({"threshold": 1.01, "exact_tail": False}, generate(threshold=1.01, exact_tail=False)),
+        ({"mode": "exact"}, generate(mode="exact")),
+        ({"resume": "hand_back", "max_rounds": 2}, generate(resume="hand_back", max_rounds=2)),
+        ({"draft_text": draft, "threshold": 0}, generate(draft_text=draft, threshold=0)),
+        ({"mode": "target"}, served.engine.generate_target(PROMPTS[4], max_new_tokens=24)),
+    ]:
+        answer = served.chat(PROMPTS[4], max_tokens=24, parse=parse).json()
+        told = answer["choices"][0]["parse"]
+        assert answer["choices"][0]["message"]["content"] == own.text
+        spans = [(s.text, s.source, s.n_tokens, s.validity) for s in own.spans]
+        assert [tuple(span.values()) for span in told["spans"]] == [
+            (text, source, n, pytest.approx(validity)) for text, source, n, validity in spans
+        ]
+        assert told["accepted_tokens"] == own.stats.accepted_tokens and told["kept"] == own.stats.acceptance_rate
+        assert answer["usage"]["completion_tokens"] == len(own.token_ids)
+        assert set(told["timings"]) > {"draft_s", "verify_s", "resume_s", "total_s"}
+        ChatCompletion.model_validate(answer)  # what the OpenAPI schema promises
+    predicted = served.chat(PROMPTS[4], max_tokens=24, prediction={"type": "content", "content": draft}).json()
+    own = generate(draft_text=draft)
+    assert predicted["choices"][0]["message"]["content"] == own.text
+    assert predicted["usage"]["completion_tokens_details"] == {
+        "accepted_prediction_tokens": own.stats.accepted_tokens,
+        "rejected_prediction_tokens": own.stats.draft_tokens - own.stats.accepted_tokens,
+    }
+
+
+def test_a_promise_made_for_other_models_is_found_before_anybody_asks(make_engine):
+    engine = make_engine()
+    other = calibrated(engine)
+    other = replace(other, models={**other.models, "dtype": "bfloat16"})
+    backend = LocalBackend(make_engine(calibration=other))
+    try:
+        for promises in (Promises(0.05), Promises(audit=0.5)):
+            with pytest.raises(ValueError, match="made with another dtype"):
+                create_app(backend, promises=promises)
+        create_app(backend)  # of no concern without a promise
+    finally:
+        backend.close()
+
+
+def test_metrics_tell_what_adaptive_requests_got(make_engine):
+    with running(LocalBackend(make_engine()), make_engine()) as server:
+        for n in range(2 * TRIALS):  # as long as nothing is known, both are tried
+            assert server.chat(PROMPTS[n % 4], max_tokens=8, parse={"adaptive": True}).status_code == 200
+        server.chat(PROMPTS[0], max_tokens=8)
+        for decided in ({"mode": "target"}, {"draft_text": "4"}):  # there is nothing to decide
+            server.chat(PROMPTS[0], max_tokens=8, parse=decided)
+        told = re.findall(r'^parse_decisions_total\{decision="(\w+)"\} (\S+)$', server.metrics, re.MULTILINE)
+    assert dict(told) == {"draft": str(float(TRIALS)), "alone": str(float(TRIALS))}
+
+
+def test_a_server_decides_for_requests_that_do_not_say(make_engine):
+    with running(LocalBackend(make_engine()), make_engine(), adaptive=True) as server:
+        for fields in (
+            {},
+            {"parse": {"threshold": 0.5}},
+            {"parse": {"adaptive": False}},
+            {"parse": {"mode": "target"}},
+        ):
+            assert server.chat(PROMPTS[0], max_tokens=8, **fields).status_code == 200
+        told = re.findall(r'^parse_decisions_total\{decision="(\w+)"\} (\S+)$', server.metrics, re.MULTILINE)
+    assert dict(told) == {"draft": "2.0"}, "the other two have said it"
+
+
+def test_events_tell_what_is_drafted_and_dropped_as_it_happens(served):
+    parse = {"events": True, "resume": "hand_back", "threshold": 1.0}  # which no validity reaches
+    body = {"messages": [{"role": "user", "content": PROMPTS[0]}], "stream": True, "max_tokens": 32, "parse": parse}
+    told, text, busy = [], "", []
+    with httpx.stream("POST", served.url + "/v1/chat/completions", json=body, timeout=60) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                if "event" in choice.get("parse", {}):
+                    told.append(choice["parse"])
+                    busy.append(served.line.answers)
+                text += choice["delta"].get("content", "")
+        assert line == "" or line == "data: [DONE]"
+    assert [event["event"] for event in told[:3]] == ["drafted", "verified", "accepted"]
+    assert told[2]["text"] + told[2]["rejected"] == told[0]["text"] == "".join(s["text"] for s in told[1]["segments"])
+    assert max(event["round"] for event in told) > 1 and busy[0] == 1
+    assert "".join(event["text"] for event in told if event["event"] in ("accepted", "resumed")) == text
+    assert text == served.engine.generate(PROMPTS[0], max_new_tokens=32, threshold=1.0, resume="hand_back").text
+
+
+def test_completions_continue_text_and_tokens_as_they_stand(served):
+    ids = served.engine.target.tokenizer.encode(PROMPTS[5])
+    tokens = [ids, [*ids[:7], 257]]  # with one of the template's own
+    texts = [served.engine.generate(Verbatim(p), max_new_tokens=16).text for p in PROMPTS[:2]]
+    own = [
+        served.engine.generate(Verbatim.of_tokens(p, served.engine.target.tokenizer), max_new_tokens=16).text
+        for p in tokens
+    ]
+    with served.client as client:
+        for prompt, wanted in ((PROMPTS[0], texts[:1]), (PROMPTS[:2], texts), (tokens[0], own[:1]), (tokens, own)):
+            answer = client.completions.create(model="tiny", prompt=prompt)
+            assert [choice.text for choice in answer.choices] == wanted
+            chunks = list(client.completions.create(model="tiny", prompt=prompt, stream=True, max_tokens=16))
+            for index, text in enumerate(wanted):
+                mine = [c.text for chunk in chunks for c in chunk.choices if c.index == index]
+                assert "".join(mine) == text
+    answer = served.post("/v1/completions", {"prompt": tokens, "n": 2}).json()
+    Completion.model_validate(answer)
+    assert answer["usage"]["prompt_tokens"] == len(ids) + 8 and answer["usage"]["completion_tokens"] == 64
+
+
+def test_tokens_and_models_are_told(served):
+    with served.client as client:
+        assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
+    tokens = served.post("/tokenize", {"prompt": "3 apples", "add_special_tokens": False}).json()
+    assert tokens["tokens"] == served.engine.target.tokenizer.encode("3 apples", add_special_tokens=False)
+    assert tokens["count"] == len(tokens["tokens"]) and tokens["max_model_len"] == 2048
+    assert served.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "3 apples"}
+    chat = served.post("/tokenize", {"messages": [{"role": "user", "content": "3"}], "return_token_strs": True}).json()
+    assert chat["tokens"] == served.engine.target.render("3") and chat["token_strs"][0] == "<|user|>"
+    info = httpx.get(served.url + "/tokenizer_info").json()
+    assert info["eos_token"] == "<|end|>" and "assistant" in info["chat_template"]

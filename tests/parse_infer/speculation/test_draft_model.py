@@ -1,0 +1,126 @@
+"""A draft model's chains: what they are, and what a token of one costs besides its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from parse_infer.models.decoder import Decoder
+from parse_infer.models.loading import LanguageModel
+from parse_infer.models.sampling import Sampling, distribution, draw
+from parse_infer.models.token_map import token_map
+from parse_infer.speculation.draft_model import DraftChain
+from parse_infer.speculation.proposer import Guess
+from tests.parse_infer.language_models import language_model, reduced_pair, resembling
+
+EOS = 258
+
+
+@pytest.fixture(params=["same tokens", "fewer tokens"])
+def pair(request, make_model, tokenizer) -> tuple[LanguageModel, LanguageModel]:
+    """Target and draft model."""
+    if request.param == "fewer tokens":
+        return reduced_pair(make_model)
+    target = make_model("llama")
+    draft = language_model(resembling(make_model, target, 0.1), tokenizer, "draft")
+    return language_model(target, tokenizer, "target"), draft
+
+
+def plainly(
+    draft: LanguageModel, target: LanguageModel, ids: Sequence[int], limit: int, confidence: float, sampling: Sampling
+) -> tuple[list[int], list[torch.Tensor]]:
+    """The chain by a forward over the whole context for each token, and what each token was drawn from."""
+    generator = sampling.generator(draft.decoder.device)
+    tokens = token_map(draft.tokenizer, target.tokenizer)
+    context = [i for token in ids for i in tokens.from_target(token)]
+    chain, drawn = [], []
+    while len(chain) < limit:
+        with torch.no_grad():
+            logits = draft.model(torch.tensor([context])).logits[0, -1]
+        logits = logits[list(tokens.draft_ids)] if not tokens.is_identity else logits
+        q = logits.softmax(-1) if sampling.greedy else distribution(logits, sampling)
+        choice = int(q.argmax() if sampling.greedy else draw(q, generator))
+        drawn.append(q)
+        context.append(tokens.draft_ids[choice])
+        chain.append(tokens.target_ids[choice])
+        if context[-1] in draft.eos_ids or q[choice] < confidence:
+            break
+    return chain, drawn
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=5, seed=4)], ids=str)
+def test_chains_are_those_of_whole_forwards(pair, sampling):
+    """Over contexts that grow, shrink and change, as the guided model's does."""
+    target, draft = pair
+    ids, lengths = torch.randint(0, 250, (60,), generator=torch.Generator().manual_seed(1)).tolist(), set()
+    known = list(token_map(draft.tokenizer, target.tokenizer).target_ids)
+    for confidence in (0.0, 0.02, 0.04, 0.05, 0.07, 0.25):
+        drafter = DraftChain(draft, target, 6, confidence)
+        for context in (ids[:20], ids[:23], ids[:23], ids[:12], ids[:12] + ids[30:50], ids, ids[:1]):
+            guess = drafter.guess(context, 5, sampling, sampling.generator(draft.decoder.device))
+            expected, drawn = plainly(draft, target, context, 5, confidence, sampling)
+            assert list(guess.tokens) == expected, (context, confidence)
+            lengths.add(len(expected))
+            if sampling.greedy:
+                assert guess.drawn_from is None
+            else:
+                q = torch.stack(drawn)
+                torch.testing.assert_close(guess.drawn_from[:, known], q[:, : len(known)], atol=1e-5, rtol=1e-4)
+    assert len(lengths) > 1, "no chain ends in doubt"
+
+
+class HostReads:
+    """Counts how often the host waits for a value."""
+
+    NAMES = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        for name in self.NAMES:
+            monkeypatch.setattr(torch.Tensor, name, self._counting(getattr(torch.Tensor, name)))
+
+    def _counting(self, read):
+        def counting(tensor, *args):
+            self.count += 1
+            return read(tensor, *args)
+
+        return counting
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3)], ids=str)
+def test_a_token_costs_one_synchronisation_and_no_look_at_the_context(make_model, tokenizer, monkeypatch, sampling):
+    target, small = make_model("qwen3"), make_model("qwen3")  # its step for one token reads nothing back
+    lm, draft = language_model(target, tokenizer, "target"), language_model(small, tokenizer, "draft")
+    ids = torch.randint(0, 250, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    seeks, seek, transfers, tensor = [], Decoder.seek, [], torch.tensor
+    found: list[Guess] = []
+    for tokens in (2, 9):
+        drafter = DraftChain(draft, lm, tokens, confidence=0.0)
+        draft.decoder.seek([])
+        generator = sampling.generator(draft.decoder.device)
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "seek", lambda decoder, context: [seeks.append(1), seek(decoder, context)])
+            patch.setattr(torch, "tensor", lambda *args, **kwargs: [transfers.append(1), tensor(*args, **kwargs)][1])
+            reads = HostReads(patch)
+            found.append(drafter.guess(ids, 20, sampling, generator))
+        assert len(found[-1].tokens) == tokens
+        assert reads.count == tokens, f"{reads.count} reads for {tokens} tokens"
+        assert (len(seeks), len(transfers)) == (1, 1)
+        seeks.clear()
+        transfers.clear()
+    assert list(found[1].tokens[:2]) == list(found[0].tokens)
+
+
+def test_an_id_that_only_the_target_embeds_ends_guessing_until_it_is_gone(make_model, tokenizer):
+    """Padding ids, which differ between the sizes of a family."""
+    lm = language_model(make_model("llama", vocab_size=280), tokenizer, "target")
+    draft = language_model(make_model("llama"), tokenizer, "draft")
+    drafter, ids = DraftChain(draft, lm, 3, 0.0), list(range(20, 40))
+    expected = list(drafter.guess(ids, 3, Sampling(), None).tokens)
+    before = draft.decoder.forwards
+    for context in ([*ids, 270], [*ids, 270, 5], [270]):
+        assert not drafter.guess(context, 3, Sampling(), None).tokens
+    assert draft.decoder.forwards == before
+    assert list(drafter.guess(ids, 3, Sampling(), None).tokens) == expected

@@ -1,0 +1,106 @@
+"""Several heads on one model: each guesses what it guesses alone, and one that is gone leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from parse_infer.models.attention import enable_split_attention
+from parse_infer.models.loading import LanguageModel
+from parse_infer.models.sampling import Sampling
+from parse_infer.speculation.decode import speculate
+from parse_infer.speculation.eagle import EagleDrafter
+from parse_infer.speculation.medusa import MedusaDrafter
+from parse_infer.speculation.proposer import Guess, TokenDrafter
+from tests.parse_infer.language_models import language_model
+from tests.parse_infer.speculation.test_eagle import make_head
+from tests.parse_infer.speculation.test_medusa import make_heads
+
+Attach = Callable[[LanguageModel], TokenDrafter]
+
+
+def eagle(layers: tuple[int, ...], parallel: bool = False) -> Attach:
+    return lambda lm: EagleDrafter(make_head(lm, parallel, layers=layers), lm, tokens=3, top_k=1)
+
+
+def medusa(lm: LanguageModel) -> TokenDrafter:
+    return MedusaDrafter(make_heads(lm), lm, top_k=1)
+
+
+PAIRS = {
+    "eagle3, then medusa": (eagle((0, 1, 2)), medusa),
+    "medusa, then eagle3": (medusa, eagle((0, 1, 2))),
+    "equal width, other layers": (eagle((0, 1, 2)), eagle((2, 1, 0))),
+    "one layer each": (eagle((1,), parallel=True), medusa),
+}
+
+
+@pytest.fixture(params=[True, False], ids=["fast", "transformers"])
+def make_lm(request, make_model, tokenizer) -> Callable[[], LanguageModel]:
+    def make() -> LanguageModel:
+        model = make_model("llama_gqa")
+        enable_split_attention(model)
+        lm = language_model(model, tokenizer, "target")
+        assert lm.decoder.fast is not None
+        if not request.param:
+            lm.decoder.fast = None
+        return lm
+
+    return make
+
+
+def guesses(lm: LanguageModel, drafter: TokenDrafter, prompt: list[int]) -> list[Guess]:
+    """Every guess on the way to 12 tokens."""
+    found: list[Guess] = []
+
+    class Noting:
+        forwards = 0
+
+        def guess(self, *arguments) -> Guess:
+            found.append(drafter.guess(*arguments))
+            return found[-1]
+
+    lm.decoder.seek(prompt)
+    list(speculate(lm.decoder, Noting(), 12, Sampling()))
+    return [Guess(list(guess.tokens), list(guess.parents)) for guess in found]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_each_head_guesses_what_it_guesses_alone(make_lm, random_ids, pair):
+    """Turn by turn on prompts that share their beginning; the second one is attached when the first is at work."""
+    shared = random_ids(20)
+    prompts = [[*shared, *random_ids(9, seed=n)] for n in range(3)]
+    alone = []
+    for attach in PAIRS[pair]:
+        lm = make_lm()
+        drafter = attach(lm)
+        alone.append([guesses(lm, drafter, prompt) for prompt in prompts])
+    lm = make_lm()
+    drafters = [PAIRS[pair][0](lm)]
+    assert guesses(lm, drafters[0], prompts[0]) == alone[0][0]
+    drafters.append(PAIRS[pair][1](lm))
+    for n, prompt in enumerate(prompts):
+        for which in (1, 0) if n % 2 else (0, 1):
+            assert guesses(lm, drafters[which], prompt) == alone[which][n], f"head {which + 1}, prompt {n}"
+    assert any(guess.tokens for guess in alone[0][0]) and alone[0] != alone[1], "the heads must have something to say"
+
+
+def test_a_head_that_is_gone_leaves_nothing_behind(make_lm, random_ids):
+    lm = make_lm()
+    staying, leaving = medusa(lm), eagle((0, 1, 2))(lm)
+    wanted = guesses(lm, staying, random_ids(20))
+    gone = weakref.ref(leaving)
+    del leaving
+    gc.collect()
+    assert gone() is None
+    before = sum(t.numel() for t in gc.get_objects() if type(t) is torch.Tensor and t.shape[-1:] == (96,))
+    for n in range(4):
+        assert guesses(lm, staying, random_ids(20)) == wanted
+        lm.decoder.seek(random_ids(300, seed=n))
+        lm.decoder.forward()
+    after = sum(t.numel() for t in gc.get_objects() if type(t) is torch.Tensor and t.shape[-1:] == (96,))
+    assert after <= before, "states of three layers are still kept"

@@ -1,0 +1,54 @@
+"""Rows written by a vLLM server are those of the local decoder."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from data_tools.labels.served.check import check_servers
+from data_tools.labels.served.servers import CompletionServers
+from data_tools.labels.served.writer import ServedWriter
+from parse_infer.models.batch_decoder import BatchDecoder, Row
+from parse_infer.models.loading import load_language_model, load_served_model
+from parse_infer.models.names import ZOO
+from parse_infer.models.sampling import Sampling
+from tests.parse_infer.vllm_plugin.test_plugin import serving
+
+pytestmark = pytest.mark.vllm
+OPTIONS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16", "--block-size", "32"]
+QUESTIONS = [f"Tom has {n} apples and buys {2 * n} more. How many apples does he have?" for n in range(3, 9)]
+
+
+def test_rows_from_a_server(tmp_path):
+    lm, language = load_language_model("zoo:draft", role="draft"), load_served_model("zoo:draft")
+    local = BatchDecoder(lm.model, lm.eos_ids)
+    words = ["--model", str(ZOO / "draft"), "--served-model-name", "draft", *OPTIONS]
+    with serving(words, tmp_path / "log") as call:
+        servers = CompletionServers([f"{call.address}/v1"], "draft", concurrency=8)
+        prompts = [language.render(question) for question in QUESTIONS]
+        window = check_servers(servers, prompts[0], "base_url", "served_target")
+        assert window == language.window
+        served = ServedWriter(language, servers).decoder(language.eos_ids)
+
+        def both(rows, suffixes):
+            parents = range(len(prompts))
+            return [d.decode(d.extend(d.prefill(prompts), parents, suffixes), rows) for d in (served, local)]
+
+        whole, expected = both([Row(i, len(ids), 120) for i, ids in enumerate(prompts)], [[]] * len(prompts))
+        assert whole == expected
+        assert sum(ids[-1] in language.eos_ids for ids in whole) >= len(prompts) // 2
+
+        random = Random(0)
+        rows = []
+        for i, ids in enumerate(prompts):
+            ends = [random.randrange(1, len(whole[i])) for _ in range(3)]
+            rows += [Row(i, len(ids) + end, 60, Sampling(seed=i)) for end in ends]
+        found, expected = both(rows, whole)
+        assert found == expected
+
+        sampled = [Row(i, len(ids), 60, Sampling(0.8, seed=i)) for i, ids in enumerate(prompts)]
+        contexts = served.prefill(prompts)
+        once = served.decode(contexts, sampled)
+        assert once == served.decode(contexts, sampled[::-1])[::-1]
+        assert once != served.decode(contexts, [Row(i, len(ids), 60) for i, ids in enumerate(prompts)])

@@ -1,0 +1,89 @@
+"""Do promises hold as often as they say? Calibrations with a known truth, many times over.
+
+`python -m tools.calibration_simulation [--rounds 1000] [--out docs/results/calibration-simulation.json]`
+
+A problem has a latent difficulty that decides under which settings it is lost, so that losses of neighbouring settings
+belong together as those of thresholds do. The second part counts drafts instead of problems: several drafts of one
+problem are lost together, and a test that takes them for independent promises too much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.progress import track
+
+from parse_infer.calibration.risk import n_passing
+from parse_infer.files import write_json
+from parse_infer.models.environment import describe_run
+
+Floats = NDArray[np.float64]
+SETTINGS = 40
+RISK, LEVEL = 0.05, 0.1
+# True risks from the strictest setting to the laxest.
+SHAPES: dict[str, Floats] = {
+    "rises evenly to 20 %": np.linspace(0, 0.2, SETTINGS),
+    "jumps from 0 to 30 %": np.repeat([0.0, 0.3], SETTINGS // 2),
+    "rests just above the promise": np.concatenate([np.linspace(0, 0.05, 5), np.full(SETTINGS - 5, 0.0501)]),
+    "rises and falls again": np.concatenate([np.linspace(0, 0.08, 20), np.linspace(0.08, 0.02, 20)]),
+}
+SIZES = (100, 300, 1000, 2000)
+DRAFTS = 4  # of each problem, in the second part
+
+
+def broken_share(rates: Floats, n: int, rounds: int, seed: int, drafts: int = 1) -> float:
+    """Share of the calibrations on `n` problems that promise `RISK` for a setting whose true risk is larger.
+
+    Args:
+        rates: true risks of the settings.
+        drafts: losses of each problem that are counted as if they were problems; all of them are lost together.
+    """
+    rng = np.random.default_rng(seed)
+    broken = 0
+    for _ in range(rounds):
+        luck = rng.random(n).repeat(drafts)
+        passed = n_passing(((luck < rate).astype(float) for rate in rates), RISK, LEVEL)
+        broken += bool((rates[:passed] > RISK).any())
+    return broken / rounds
+
+
+def simulate(rounds: int, seed: int = 0) -> dict[str, Any]:
+    """`{"environment", "rows": [{shape, problems, by_problem, by_draft}]}`; shares of broken promises."""
+    cases = [(shape, n) for shape in SHAPES for n in SIZES]
+    rows = []
+    for shape, n in track(cases, "simulate", transient=True):
+        row = {"shape": shape, "problems": n}
+        row["by_problem"] = broken_share(SHAPES[shape], n, rounds, seed)
+        row["by_draft"] = broken_share(SHAPES[shape], n, rounds, seed, DRAFTS)
+        rows.append(row)
+    settings = {"rounds": rounds, "risk": RISK, "confidence": 1 - LEVEL, "drafts": DRAFTS, "settings": SETTINGS}
+    return {"environment": settings, "rows": rows}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=1000, help="calibrations of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default="runs/calibration-simulation.json", help="the result")
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < 1:
+        parser.error(f"--rounds is {arguments.rounds}; it must be at least 1")
+    result = simulate(arguments.rounds, arguments.seed)
+    given = sys.argv[1:] if argv is None else list(argv)
+    result["environment"] |= describe_run(["python", "-m", "tools.calibration_simulation", *given])
+    Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
+    write_json(arguments.out, result)
+    for row in result["rows"]:
+        print(f"{row['shape']:<30}{row['problems']:>6}{row['by_problem']:>8.3f}{row['by_draft']:>8.3f}")
+    print(f"written: {arguments.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

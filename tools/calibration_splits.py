@@ -1,0 +1,127 @@
+"""Are promises kept on problems that they were not made on? Random halves of a finished calibration.
+
+`python -m tools.calibration_splits runs/calibration [--splits 50] [--out FILE]`
+
+Each time one half chooses the setting for every risk and the other says what it really loses and how fast it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parse_infer.calibration.measure import CalibrationSettings, Outcome, certify, speedup
+from parse_infer.calibration.schema import Calibration
+from parse_infer.files import read_json, read_jsonl, write_json
+from parse_infer.models.environment import describe_run
+
+
+def read_outcomes(folder: Path) -> tuple[dict[str, Any], list[Outcome]]:
+    """The configuration and the records of a calibration's folder.
+
+    Raises FileNotFoundError or ValueError where the folder holds none.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no calibration: run `parse-infer calibrate --out {folder}` first")
+    config = read_json(path, "run `parse-infer calibrate` again")
+    needed = tuple(f.name for f in fields(Outcome))
+    rows = [{key: row[key] for key in needed} for _, row in read_jsonl(folder / "records.jsonl", needed)]
+    return config, [Outcome(**row) for row in rows]
+
+
+def split(
+    config: dict[str, Any], outcomes: Sequence[Outcome], settings: CalibrationSettings, n: int
+) -> dict[str, Any]:
+    """`{"environment", "rows": [{resume, risk, shown, lost, lost_range, above, speedup}]}`.
+
+    - shown: share of the halves that make a promise for the risk;
+    - lost, lost_range, above: what the other half loses on average, in the middle 90 % of the splits, and in how many
+      splits that is more than promised (a half is no large sample: some are, although the promise is kept);
+    - speedup: of the other half, on average. Where nothing is promised the target answers alone.
+    """
+    order = {resume: i for i, resume in enumerate(config["resumes"])}
+    rng = np.random.default_rng(0)
+    timed = [k for k, outcome in enumerate(outcomes) if outcome.target_seconds is not None]
+    others = [k for k, outcome in enumerate(outcomes) if outcome.target_seconds is None]
+    halves = []
+    for _ in range(n):  # half of those that were timed, too
+        parts = [np.array_split(rng.permutation(np.array(some, dtype=int)), 2) for some in (timed, others)]
+        halves.append([np.concatenate(half) for half in zip(*parts, strict=True)])
+    rows = []
+    for resume, i in order.items():
+        own = [replace(o, losses=[o.losses[i]], disagreed=[o.disagreed[i]], seconds=[o.seconds[i]]) for o in outcomes]
+        one = CalibrationSettings(
+            settings.risks,
+            settings.confidence,
+            settings.loss,
+            (resume,),
+            settings.acceptance,
+            config["max_new_tokens"],
+        )
+        found = [certify(_blank(one), [own[k] for k in first], one) for first, _ in halves]
+        for risk in one.risks:
+            places = [calibration.promises[risk] for calibration in found]
+            lost, speed = [], []
+            for place, (_, second) in zip(places, halves, strict=True):
+                test = [own[k] for k in second]
+                lost.append(0.0 if place is None else float(np.mean([o.losses[0][place] for o in test])))
+                speed.append(1.0 if place is None else speedup(test, 0, place))
+            rows.append(
+                {
+                    "resume": resume,
+                    "risk": risk,
+                    "shown": float(np.mean([place is not None for place in places])),
+                    "lost": float(np.mean(lost)),
+                    "lost_range": [float(x) for x in np.quantile(lost, [0.05, 0.95])],
+                    "above": float(np.mean(np.array(lost) > risk)),
+                    "speedup": float(np.mean(speed)),
+                }
+            )
+    environment = {**config, "splits": n, "confidence": settings.confidence, "n_problems": len(outcomes)}
+    return {"environment": environment, "rows": rows}
+
+
+def _blank(settings: CalibrationSettings) -> Calibration:
+    return Calibration("", 0, "", settings.loss, settings.confidence, settings.max_new_tokens, {}, [], {})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="--out of parse-infer calibrate")
+    parser.add_argument("--splits", type=int, default=50)
+    parser.add_argument("--risk", default="0.01,0.02,0.05,0.1", help="promises to test")
+    parser.add_argument("--confidence", type=float, default=0.9)
+    parser.add_argument("--out", help="the result; default: splits.json in the folder")
+    arguments = parser.parse_args(argv)
+    try:
+        config, outcomes = read_outcomes(arguments.folder)
+        try:
+            risks = tuple(float(part) for part in arguments.risk.split(","))
+        except ValueError:
+            raise ValueError(f"--risk is {arguments.risk!r}; give numbers such as 0.05,0.1") from None
+        settings = CalibrationSettings(risks, arguments.confidence, config["loss"], tuple(config["resumes"]))
+        result = split(config, outcomes, settings, arguments.splits)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    given = sys.argv[1:] if argv is None else list(argv)
+    result["environment"] |= describe_run(["python", "-m", "tools.calibration_splits", *given])
+    out = Path(arguments.out or arguments.folder / "splits.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(out, result)
+    for row in result["rows"]:
+        print(json.dumps(row))
+    print(f"written: {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""Exported adapters and their rivals on the same held-out drafts, for the table that decides the head's form.
+
+`python -m tools.compare_judges recipes/train.yaml --adapters FOLDER [FOLDER …] [--key value …]`
+
+Recipe and overrides say which drafts are held out, as in the training of the adapters. Each adapter is read as the
+engine reads it, draft by draft. Rivals are the baselines of the recipe. The result is a JSON file, of which
+`python -m tools.render_docs` makes the table `judges`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from transformers import set_seed
+
+from parse_infer.files import write_json
+from parse_infer.judge.adapter import ValidityAdapter
+from parse_infer.judge.cuts import Segmenter
+from parse_infer.judge.head import surprise
+from parse_infer.judge.verifier import Judge, Verifier
+from parse_infer.judge.zero_shot import ZeroShotJudge
+from parse_infer.models.decoder import Decoder
+from parse_infer.models.environment import describe_machine, describe_run
+from parse_infer.models.fingerprint import describe_target
+from parse_infer.models.loading import LanguageModel
+from parse_infer.models.timing import Step, measure
+from parse_train.validity.baselines import LOG_PROBABILITY, LOWEST_LOG_PROBABILITY, ZERO_SHOT, baseline_scores
+from parse_train.validity.collator import ValidityCollator
+from parse_train.validity.config import ValidityTrainingConfig
+from parse_train.validity.data import ValidityDataset, ValidityExample
+from parse_train.validity.kl_judge import KL_JUDGE, LARGEST_KL, MEAN_KL, find_kl_judge
+from parse_train.validity.metrics import ScoredDrafts, acceptance_curve
+from parse_train.validity.train import build_model, pad_id, prepare, served_drafts
+from parse_train.validity.trainer import ValidityTrainer
+from tools.comparison_table import FIGURES, compare_judges, oracle_acceptance
+from tools.measured_command import run_measurement
+
+COMMAND = "python -m tools.compare_judges"
+_PREFILL, _OUTPUT_LAYER = "prefill", "prefill and output layer"
+# What a pass of these costs: they read the target's probabilities of the draft's tokens, and no probe. (The KL judge's
+# other distribution comes with the draft.)
+_BY_TOKEN = (LOG_PROBABILITY, LOWEST_LOG_PROBABILITY, KL_JUDGE, LARGEST_KL, MEAN_KL)
+
+
+@dataclass
+class ComparisonArguments:
+    """What is compared, and where the result goes."""
+
+    adapters: list[str] = field(
+        default_factory=list, metadata={"help": "Folders (or Hub ids) of exported adapters for the recipe's target."}
+    )
+    acceptance: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of the draft tokens that every judge keeps where false accepts are compared; by default "
+            "what the first adapter keeps at its own threshold."
+        },
+    )
+    all_drafts: bool = field(
+        default=False,
+        metadata={"help": "Compare on all held-out drafts, not only on those sampled as they will be served."},
+    )
+    cost_drafts: int = field(default=10, metadata={"help": "Held-out drafts on which passes are timed; 0: none."})
+    cost_rounds: int = field(default=5, metadata={"help": "Rounds of timing; judges take turns."})
+    out: str | None = field(default=None, metadata={"help": "Result; by default judges.json in output_dir."})
+
+
+def compare(config: ValidityTrainingConfig, how: ComparisonArguments) -> dict[str, Any]:
+    """The content of the result: `{"environment", "acceptance", "oracle_acceptance", "judges": {name: figures}}`.
+
+    Figures are those of `compare_judges`; `cost` and `cost_range` are median, lowest and highest time of a pass in
+    plain prefills of the same prompts and drafts (None where it was not timed).
+
+    Raises:
+        ValueError, OSError: no adapter, one that does not belong to the target or to this split of the data, or a
+            first adapter that keeps nothing, while `acceptance` is not given.
+    """
+    if not how.adapters:
+        raise ValueError("name at least one exported adapter: --adapters runs/validity/adapter")
+    if how.acceptance is not None and not 0 < how.acceptance < 1:
+        raise ValueError(f"acceptance is {how.acceptance}; it must lie between 0 and 1")
+    config.report_to = []
+    set_seed(config.seed)
+    lm, build, train, held_out, counts = prepare(config)
+    target = config.target if config.target.startswith("zoo:") else describe_target(lm.model)["name"]
+    if how.all_drafts:
+        config.risk_temperature = None
+    served = served_drafts(config, held_out)
+    evaluation = ValidityDataset(
+        [example for example, chosen in zip(held_out.examples, served, strict=True) if chosen]
+    )
+    adapters: dict[str, ValidityAdapter] = {}
+    for folder in how.adapters:
+        adapter = ValidityAdapter.from_pretrained(folder, lm.model)
+        _check_split(folder, adapter.config.provenance, config, counts)
+        name = form(adapter)
+        adapters[name if name not in adapters else f"{name} ({Path(folder).absolute().parent.name})"] = adapter
+    scores = {name: score(adapter, lm, evaluation, name) for name, adapter in adapters.items()}
+    first, drafts = next((adapters[name], drafts) for name, drafts in scores.items())
+    acceptance = how.acceptance or _kept(drafts, first.config.threshold)
+    cost: dict[str, tuple[float, list[float]]] = {}
+    if how.cost_drafts:
+        rivals: dict[str, Judge] = {ZERO_SHOT: ZeroShotJudge(lm.model, lm.tokenizer)} if config.baselines else {}
+        timed = evaluation.examples[:: max(1, len(evaluation) // how.cost_drafts)][: how.cost_drafts]
+        cost = pass_costs(lm, {**adapters, **rivals}, timed, how.cost_rounds)
+
+    # Last, because it wraps the target.
+    kl_judge, reason = find_kl_judge(config, build, lm, evaluation) if config.baselines else (None, "")
+    if reason:
+        print(reason)
+    if config.baselines:
+        model = build_model(config, lm)
+        trainer = ValidityTrainer(model, config, train, evaluation, data_collator=ValidityCollator(pad_id(lm)))
+        scores |= baseline_scores(trainer, lm, evaluation, kl_judge)
+    problems = [example.problem for example in evaluation.examples]
+    judges = compare_judges(scores, problems, acceptance, config.seed)
+    for name, figures in judges.items():
+        figures["cost"], figures["cost_range"] = cost.get(name, (None, None))
+    environment = {
+        **describe_machine(config.device),
+        "dtype": str(lm.model.dtype).removeprefix("torch."),
+        "target": target,
+        "data": Path(config.eval_data or config.data).name,
+        "temperature": config.risk_temperature,
+        "drafts": len(evaluation),
+        "problems": len(set(problems)),
+    }
+    oracle = oracle_acceptance(drafts)
+    return {"environment": environment, "acceptance": acceptance, "oracle_acceptance": oracle, "judges": judges}
+
+
+def form(adapter: ValidityAdapter) -> str:
+    """What a trained head reads, with the ranks."""
+    rank, size = str(adapter.config.token_rank), adapter.config.surprise_vocab_size
+    if size:
+        rank += f" over {size} tokens"
+    if not adapter.config.probe_ids:
+        return f"token doubt alone, rank {rank}"
+    probe = f"LoRA rank {adapter.peft_config.get('r')}"
+    if not adapter.config.token_rank:
+        return f"probe alone, {probe}"
+    return f"probe and token doubt, {probe}, token rank {rank}"
+
+
+def score(adapter: ValidityAdapter, lm: LanguageModel, dataset: ValidityDataset, title: str) -> ScoredDrafts:
+    """Validities of all drafts, in one verification pass each."""
+    verifier, found = Verifier(lm.decoder, adapter, Segmenter(lm.tokenizer)), []
+    for example in track(dataset.examples, title, transient=True):
+        lm.decoder.seek(example.context_ids)
+        found.append(verifier.verify(example.draft_ids, example.cuts).validity)
+    return ScoredDrafts.from_rows(found, [e.labels for e in dataset.examples], [e.cuts for e in dataset.examples])
+
+
+def pass_costs(
+    lm: LanguageModel,
+    judges: Mapping[str, Judge],
+    examples: Sequence[ValidityExample],
+    rounds: int,
+) -> dict[str, tuple[float, list[float]]]:
+    """For each judge the time of a pass from an empty cache, in plain prefills: median of the rounds, and range."""
+    decoder = lm.decoder
+    steps = [
+        _step(_PREFILL, decoder, examples, lambda e: decoder.forward(e.draft_ids).hidden.sum().item()),
+        _step(_OUTPUT_LAYER, decoder, examples, lambda e: _read_tokens(decoder, e)),
+    ]
+    for name, judge in judges.items():
+        verifier = Verifier(decoder, judge, Segmenter(lm.tokenizer))
+        steps.append(_step(name, decoder, examples, partial(_verify, verifier)))
+    seconds = measure(steps, rounds, decoder.device)
+    ratios = {name: [s / p for s, p in zip(seconds[name], seconds[_PREFILL], strict=True)] for name in seconds}
+    found = {
+        name: (round(statistics.median(r), 4), [round(min(r), 4), round(max(r), 4)]) for name, r in ratios.items()
+    }
+    by_token = found.pop(_OUTPUT_LAYER)
+    del found[_PREFILL]
+    return found | dict.fromkeys(_BY_TOKEN, by_token)
+
+
+def _step(
+    name: str, decoder: Decoder, examples: Sequence[ValidityExample], read: Callable[[ValidityExample], Any]
+) -> Step:
+    """All drafts one after the other, each with its prompt and from an empty cache."""
+
+    def run() -> None:
+        for example in examples:
+            decoder.seek([])
+            decoder.seek(example.context_ids)
+            read(example)
+
+    return Step(name, lambda: None, run)
+
+
+def _verify(verifier: Verifier, example: ValidityExample) -> None:
+    verifier.verify(example.draft_ids, example.cuts)
+
+
+def _read_tokens(decoder: Decoder, example: ValidityExample) -> float:
+    before = decoder.forward(example.draft_ids).hidden[:-1]
+    ids = torch.tensor(example.draft_ids, device=decoder.device)
+    return surprise(before, ids, decoder.logits).features.sum().item()
+
+
+def _kept(drafts: ScoredDrafts, threshold: float | None) -> float:
+    kept = 0.0 if threshold is None else float(acceptance_curve(drafts, [threshold])[1][0])
+    if not kept:
+        raise ValueError(
+            "the first adapter keeps nothing at its own threshold: say with --acceptance which share of the draft "
+            "tokens all judges keep where false accepts are compared"
+        )
+    return round(kept, 4)
+
+
+def _check_split(
+    folder: str, provenance: dict[str, Any], config: ValidityTrainingConfig, counts: dict[str, int]
+) -> None:
+    """Raise ValueError for an adapter that has learnt from other problems than a training by this recipe would."""
+    if config.eval_data is not None:
+        return
+    here = {"seed": config.seed, "train_problems": counts["train_problems"], "eval_problems": counts["eval_problems"]}
+    for key, value in here.items():
+        if provenance.get(key, value) != value:
+            raise ValueError(
+                f"{folder} was trained with {key} {provenance[key]}, and this recipe gives {value}: what is held out "
+                "here may be what it learnt from; use its recipe, or eval_data that it has not seen"
+            )
+
+
+def text_table(result: dict[str, Any]) -> str:
+    """The judges, one a line, for the terminal."""
+    heads = {"auroc": "AUROC", "auprc": "AUPRC", "first_error_f1": "first-error F1", "false_accepts": "false accepts"}
+    lines = [f"{'judge':<56}" + "".join(f"{head:>16}" for head in (*heads.values(), "cost"))]
+    for name, figures in result["judges"].items():
+        cells = ["-" if figures[key] is None else f"{figures[key]:.3f}" for key in (*FIGURES, "cost")]
+        lines.append(f"{name:<56}" + "".join(f"{cell:>16}" for cell in cells))
+    lines.append(
+        f"false accepts: share of the drafts, where each judge keeps {result['acceptance']:.1%} of the tokens (a "
+        f"perfect one keeps {result['oracle_acceptance']:.1%}); cost: of a pass, in plain prefills"
+    )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare, print the table, write the result; returns the exit code."""
+
+    def run(config: ValidityTrainingConfig, how: ComparisonArguments, arguments: list[str]) -> None:
+        result = compare(config, how)
+        result["environment"] |= describe_run([*COMMAND.split(), *arguments])
+        path = Path(how.out or f"{config.output_dir}/judges.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, result)
+        print(text_table(result))
+        print(f"written: {path}")
+
+    example = "recipes/train.yaml --adapters runs/validity/adapter"
+    return run_measurement(argv, COMMAND, example, ComparisonArguments, run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

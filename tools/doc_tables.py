@@ -1,0 +1,257 @@
+"""The tables of a benchmark in the documentation; `tools.render_docs` puts them there.
+
+- headline: a mode a line, in words, with what matters to a reader;
+- tokens: modes by name, with what token drafters are about;
+- modes: everything, as `results.md` has it;
+- categories: tokens per forward of the target for each kind of prompt.
+
+Of a benchmark with several clients (`parse-infer bench --backend vllm`):
+
+- clients: a mode and number of clients a line.
+
+And of a comparison of judges (`tools.compare_judges`):
+
+- judges: a judge a line; what could not be worked out is left empty.
+
+And of simulated calibrations (`tools.calibration_simulation`):
+
+- simulation: how often a promise is broken, by shape of the risk and number of problems.
+
+And of a calibration in random halves (`tools.calibration_splits`):
+
+- splits: what each promise loses on other problems, and how fast it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from parse_infer.evaluation.mode_names import title
+from parse_infer.evaluation.results_file import read_results
+from parse_infer.evaluation.tables import (
+    HEADER,
+    category_table,
+    format_number,
+    format_percent,
+    format_points,
+    format_times,
+    machine,
+    markdown_table,
+    rows,
+)
+from parse_infer.suggest import suggestion
+
+_HEADLINE = (
+    "mode",
+    "right, %",
+    "against the target, points",
+    "tokens/s",
+    "speed-up",
+    "draft tokens kept, %",
+    "target forwards per answer",
+)
+_TOKENS = (
+    "mode",
+    "right, %",
+    "tokens/s",
+    "speed-up",
+    "tokens per target forward",
+    "target forwards per answer",
+    "drafter forwards per answer",
+)
+_SIMULATION = ("true risk, from strict to lax", "problems", "broken, %", "broken if drafts were counted, %")
+_SPLITS = ("promise, %", "resume", "promised by, %", "lost on the others, %", "more than promised, %", "speed-up")
+_CLIENTS = (
+    "mode",
+    "clients",
+    "right, %",
+    "tokens/s",
+    "answers/s",
+    "median first text, s",
+    "median answer, s",
+    "99th percentile, s",
+)
+_JUDGES = ("judge", "AUROC", "AUPRC", "first-error F1", "false accepts, %", "cost of the pass")
+
+
+def table(path: Path, kind: str) -> list[str]:
+    """Lines of Markdown from a file of results; the last one says where the table comes from.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file or kind of table, or a file with other results.
+    """
+    if kind == "judges":
+        results = read_results(path, needed=("environment", "judges", "acceptance", "oracle_acceptance"))
+        return [*_judges(results["judges"]), "", _origin_of_judges(results)]
+    if kind == "clients":
+        results = read_results(path, needed=("about", "cells"))
+        return [*_clients(results["cells"]), "", _origin_of_clients(results["about"])]
+    if kind == "simulation":
+        results = read_results(path, needed=("environment", "rows"))
+        return [*_simulation(results["rows"]), "", _origin_of_simulation(results["environment"])]
+    if kind == "splits":
+        results = read_results(path, needed=("environment", "rows"))
+        return [*_splits(results["rows"]), "", _origin_of_splits(results["environment"])]
+    if kind not in _KINDS:
+        raise ValueError(
+            f"unknown table {kind!r}; {suggestion(kind, [*_KINDS, 'clients', 'judges', 'simulation', 'splits'])}"
+        )
+    results = read_results(path)
+    return [*_KINDS[kind](results), "", _origin(results["environment"])]
+
+
+def _headline(results: dict[str, Any]) -> list[str]:
+    cells = [
+        [
+            title(name),
+            format_percent(m["accuracy"], m["accuracy_ci"]),
+            "" if name == "target" else format_points(m["accuracy_diff"], m["accuracy_diff_ci"]),
+            format_number(m["tokens_per_s"], 0),
+            format_times(m["speedup"], None if name == "target" else m["speedup_ci"]),
+            "" if m["acceptance_rate"] is None else format_number(100 * m["acceptance_rate"], 0),
+            format_number(m["target_forwards"], 1),
+        ]
+        for name, m in results["modes"].items()
+    ]
+    return markdown_table(_HEADLINE, cells)
+
+
+def _tokens(results: dict[str, Any]) -> list[str]:
+    cells = [
+        [
+            f"`{name}`",
+            format_percent(m["accuracy"]),
+            format_number(m["tokens_per_s"], 0),
+            format_times(m["speedup"], None if name == "target" else m["speedup_ci"]),
+            format_number(m["acceptance_length"] if m["target_forwards"] else None, 2),
+            format_number(m["target_forwards"], 1),
+            format_number(m["drafter_forwards"], 1),
+        ]
+        for name, m in results["modes"].items()
+    ]
+    return markdown_table(_TOKENS, cells)
+
+
+def _modes(results: dict[str, Any]) -> list[str]:
+    return markdown_table(HEADER, rows(results["modes"]))
+
+
+def _categories(results: dict[str, Any]) -> list[str]:
+    if not results.get("categories"):
+        raise ValueError("table=categories: the prompts of these results have no category")
+    return category_table(results)
+
+
+def _clients(cells: list[dict[str, Any]]) -> list[str]:
+    rows = [
+        [
+            f"`{cell['way']}`",
+            str(cell["clients"]),
+            format_percent(cell["accuracy"]),
+            format_number(cell["tokens_per_s"], 0),
+            format_times(cell["speedup"], cell.get("speedup_range")),
+            *(format_number(cell[figure], 1) for figure in ("first_p50_s", "p50_s", "p99_s")),
+        ]
+        for cell in cells
+    ]
+    return markdown_table(_CLIENTS, rows)
+
+
+def _origin_of_clients(about: dict[str, Any]) -> str:
+    host, turns = about["coordinator"], about.get("turns", 1)
+    brackets = f" Brackets: the lowest and the highest of {turns} turns." if turns > 1 else ""
+    return (
+        f"{about['n_problems']} problems of {about['task']}; {host['cpu']}, {host['cores']} cores, all on this one "
+        f"machine; `{about['command']}`, {about['date'][:10]}. Answers/s: over the target alone with as many clients."
+        f"{brackets}"
+    )
+
+
+def _simulation(rows: list[dict[str, Any]]) -> list[str]:
+    cells = [
+        [row["shape"], str(row["problems"]), format_percent(row["by_problem"]), format_percent(row["by_draft"])]
+        for row in rows
+    ]
+    return markdown_table(_SIMULATION, cells)
+
+
+def _origin_of_simulation(environment: dict[str, Any]) -> str:
+    e = environment
+    return (
+        f"{e['rounds']} calibrations each, {e['settings']} settings, promise {100 * e['risk']:g} % at "
+        f"{100 * e['confidence']:g} % confidence, {e['drafts']} drafts a problem; `{e['command']}`, {e['date'][:10]}."
+    )
+
+
+def _splits(rows: list[dict[str, Any]]) -> list[str]:
+    cells = [
+        [
+            f"{100 * row['risk']:g}",
+            f"`{row['resume']}`",
+            format_percent(row["shown"]),
+            format_percent(row["lost"], row["lost_range"]),
+            format_percent(row["above"]),
+            format_times(row["speedup"]),
+        ]
+        for row in rows
+    ]
+    return markdown_table(_SPLITS, cells)
+
+
+def _origin_of_splits(environment: dict[str, Any]) -> str:
+    e = environment
+    return (
+        f"{e['n_problems']} problems of {e['task']}, {e['splits']} times in random halves: one promises at "
+        f"{100 * e['confidence']:g} % confidence (as often as stated), the other is measured. Brackets: the middle "
+        "90 % of the splits; 1.00×: nothing could be promised, and the target answers alone. "
+        f"`{e['command']}`, {e['date'][:10]}."
+    )
+
+
+def _judges(judges: dict[str, dict[str, Any]]) -> list[str]:
+    def cell(value: float | None, interval: list[float] | None) -> str:
+        around = "" if value is None or interval is None else f" [{interval[0]:.3f}, {interval[1]:.3f}]"
+        return format_number(value, 3) + around
+
+    ranked = ("auroc", "auprc", "first_error_f1")
+    cells = [
+        [
+            name,
+            *(cell(m[figure], m[f"{figure}_ci"]) for figure in ranked),
+            format_percent(m["false_accepts"], m["false_accepts_ci"]),
+            format_times(m["cost"]),
+        ]
+        for name, m in judges.items()
+    ]
+    return markdown_table(_JUDGES, cells)
+
+
+_KINDS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "headline": _headline,
+    "tokens": _tokens,
+    "modes": _modes,
+    "categories": _categories,
+}
+
+
+def _origin(environment: dict[str, Any]) -> str:
+    return f"{environment['problems']} problems of {environment['task']}; {_measured(environment)}"
+
+
+def _origin_of_judges(results: dict[str, Any]) -> str:
+    environment, temperature = results["environment"], results["environment"]["temperature"]
+    sampled = "" if temperature is None else f" at temperature {temperature:g}"
+    return (
+        f"{environment['drafts']:,} held-out drafts{sampled} of {environment['problems']:,} problems; "
+        f"{_measured(environment)} False accepts: drafts whose last kept prefix is wrong, where every judge keeps "
+        f"{100 * results['acceptance']:.1f} % of the draft tokens (a perfect one keeps "
+        f"{100 * results['oracle_acceptance']:.1f} %). Cost: in plain prefills of the same prompt and draft."
+    )
+
+
+def _measured(environment: dict[str, Any]) -> str:
+    date = environment["date"].partition("T")[0]
+    where = f"{machine(environment)}, {environment['dtype']}"
+    return f"{where}; `{environment['command']}`, {date}. Brackets: 95 % intervals."

@@ -1,0 +1,174 @@
+"""What is promised of the coordinator, on a quiet machine: `python -m tools.measure_servers [row …]`.
+
+Needs vLLM. Starts the servers of a pair (`--pair smollm2` for the larger one), and prints one line for each row:
+
+cpu            the coordinator's own CPU time for a request, 8 at a time
+overlap        an answer with segments verified while the draft is written, against one after the other
+verification   all cuts of a draft, from an empty cache, against one cold prefill of prompt and draft
+killed         1,000 requests, 32 at a time, each server killed once: wrong, lost, and memory before and after
+useless FILE   prompts that the draft model knows nothing about (of jsonl, as MT-Bench's): adaptive from a cold start,
+               and then in turn with the target alone, 32 and 8 at a time
+
+For speed see docs/vllm.md.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import statistics
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from data_tools.tasks.registry import load_task
+from parse_infer.adaptive import Controller
+from parse_infer.backends.coordinator import Coordinator
+from parse_infer.cli.model_options import PAIR_NAMES, PAIRS, progress
+from parse_infer.output import Generation
+from parse_infer.settings import GenerationSettings
+
+TOKENS = 256
+
+
+def prompts(n: int) -> list[Any]:
+    return [problem.prompt for problem in load_task("gsm_symbolic").problems("test", seed=11, limit=n)]
+
+
+def fresh(engine: Coordinator) -> None:
+    """From here on the servers' caches are empty for us."""
+    engine.fields(cache_salt=uuid.uuid4().hex)
+
+
+def cpu(engine: Coordinator) -> str:
+    engine.parallel = 8
+    asked = prompts(200)  # made beforehand: that takes longer than all the coordinator does
+    list(engine.each(asked[:40]))
+    fresh(engine)
+    start = time.thread_time()
+    list(engine.each(asked))
+    seconds = time.thread_time() - start
+    return f"{1000 * seconds / len(asked):.2f} ms of CPU for a request"
+
+
+def overlap(engine: Coordinator) -> str:
+    times: dict[bool, list[float]] = {True: [], False: []}
+    default = engine._overlap
+    for prompt in prompts(60):
+        for overlapped in times:
+            engine._overlap = overlapped
+            fresh(engine)
+            start = time.perf_counter()
+            engine.generate(prompt, max_new_tokens=TOKENS)
+            times[overlapped].append(time.perf_counter() - start)
+    engine._overlap = default
+    with_it, without = (statistics.median(times[key]) for key in (True, False))
+    return f"median answer {with_it:.3f} s with overlap, {without:.3f} s without ({without / with_it:.2f}x)"
+
+
+def verification(engine: Coordinator) -> str:
+    ratios, cuts_seen = [], []
+    target = engine._target
+
+    async def seconds(work: Callable[[], Any]) -> float:
+        fresh(engine)
+        start = time.perf_counter()
+        await work()
+        return time.perf_counter() - start
+
+    for prompt in prompts(40):
+        *_, done = engine.stream(prompt, max_new_tokens=TOKENS, threshold=0.0)
+        context, draft = engine.target.render(prompt), done.generation.token_ids
+        cuts = target.segmenter.cuts(draft)
+        read = {"prompt": [*context, *draft], "max_tokens": 1, "temperature": 0}
+        cold = engine.run(seconds(lambda read=read: target.servers.ask(read)))
+        ours = engine.run(seconds(lambda c=context, d=draft, k=cuts: target.validities(c, d, k)))
+        ratios.append(ours / cold)
+        cuts_seen.append(len(cuts))
+    fresh(engine)
+    return f"{statistics.median(ratios):.2f}x of a cold prefill (median; {statistics.mean(cuts_seen):.1f} cuts)"
+
+
+def killed(engine: Coordinator) -> str:
+    engine.parallel = 32
+    asked = prompts(200)
+    wanted = [g.token_ids for g in engine.each(asked)]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    processes = engine.processes.members
+
+    def kill() -> None:
+        for process in processes:
+            time.sleep(15)
+            os.killpg(process.guard.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    found: list[Generation] = []
+    lost = ""
+    try:
+        for generation in engine.each(asked * 5):
+            found.append(generation)
+    except OSError as error:
+        lost = f"; then: {error}"
+    killer.join()
+    wrong = sum(g.token_ids != wanted[n % len(wanted)] for n, g in enumerate(found))
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    alive = sum(process.alive for process in processes)
+    return (
+        f"{len(found)} of {5 * len(asked)} answers, {wrong} wrong, {alive} of {len(processes)} servers up, "
+        f"most memory {before // 1024} then {after // 1024} MB{lost}"
+    )
+
+
+def useless(engine: Coordinator, asked: Sequence[Any]) -> str:
+    assert engine.draft is not None
+    asked = [prompt for prompt in asked if len(engine.draft.tokenizer.encode(str(prompt))) < engine.draft.window // 2]
+    settings = GenerationSettings(96, adaptive=True)
+
+    def speed(n: int, alone: bool) -> str:
+        fresh(engine)
+        engine.parallel = n
+        start = time.perf_counter()
+        found = list(engine.each(asked[:64], settings, alone=alone))
+        seconds = time.perf_counter() - start
+        drafted = sum(g.stats.rounds > 0 for g in found)
+        return f"{sum(len(g.token_ids) for g in found) / seconds:.0f}" + f" ({drafted} drafts)" * (not alone)
+
+    lines = []
+    for n in (32, 8):
+        speed(n, alone=True)  # warm up
+        engine.controller = Controller()
+        cold = speed(n, alone=False)
+        pairs = [(speed(n, alone=False), speed(n, alone=True)) for _ in range(2)]
+        adaptive, alone = (" ".join(column) for column in zip(*pairs, strict=True))
+        lines.append(f"{n} at a time: {cold} cold, {adaptive}, the target alone {alone} tokens/s")
+    return "; ".join(lines)
+
+
+ROWS = {"cpu": cpu, "overlap": overlap, "verification": verification, "killed": killed}
+
+
+def main(words: Sequence[str]) -> None:
+    pair = "smollm2" if "--pair" in words and "smollm2" in words else "tiny"
+    rows: dict[str, Callable[[Coordinator], str]] = {word: ROWS[word] for word in words if word in ROWS}
+    if "useless" in words:
+        file = "".join(words[words.index("useless") + 1 :][:1])
+        try:
+            task = load_task("jsonl", path=file, check_with="none")
+            rows["useless"] = partial(useless, asked=[problem.prompt for problem in task.problems("test")])
+        except (OSError, ValueError) as error:
+            sys.exit(f"useless: {error}")
+    target = PAIR_NAMES[pair]
+    with Coordinator.from_pretrained(target, *PAIRS[target], local_draft=False, tell=progress) as engine:
+        engine.adaptive = False
+        for name, row in (rows or ROWS).items():
+            print(f"{name:14}{row(engine)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

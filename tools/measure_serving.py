@@ -1,0 +1,182 @@
+"""What is promised of the server, measured on a quiet machine: `python -m tools.measure_serving [row …]`.
+
+Starts `parse-infer serve` on the embedded models for each row, and prints one line for each:
+
+identical   100 prompts, streamed and not, 1 and 16 clients, against `ParseEngine.generate`
+latency     what the server adds to `ParseEngine.generate` in this process, for 100 prompts of one client
+bad         1,000 bad requests: statuses, and memory before and after
+leaving     200 clients that go away in the middle, and how long their work goes on
+signal      SIGTERM under load: how the accepted requests end, and how long the process takes
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+
+from data_tools.tasks.registry import load_task
+from parse_infer.engine import ParseEngine
+from tests.parse_infer.serve.test_faults import BAD_BODIES, BAD_FIELDS
+
+CHAT = "/v1/chat/completions"
+TOKENS = 200
+
+
+@contextmanager
+def server(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    command = [sys.executable, "-m", "parse_infer", "serve", "--port", "0", "--max-waiting", "400", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    found = re.search(r"http://[\d.:]+", process.stdout.readline())
+    assert found, "the server has not started"
+    try:
+        yield found[0], process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def prompts(n: int) -> list[Any]:
+    return [problem.prompt for problem in load_task("gsm_symbolic").problems("test", seed=11, limit=n)]
+
+
+def messages(prompt: Any) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def ask(url: str, prompt: Any, stream: bool = False, **fields: Any) -> str:
+    body = {"messages": messages(prompt), "max_tokens": TOKENS, "stream": stream, **fields}
+    response = httpx.post(url + CHAT, json=body, timeout=600)
+    if not stream:
+        return response.json()["choices"][0]["message"]["content"]
+    chunks = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
+    return "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+
+
+def metric(url: str, name: str) -> float:
+    found = re.search(rf"^{name} (\S+)$", httpx.get(url + "/metrics", timeout=60).text, re.MULTILINE)
+    assert found
+    return float(found[1])
+
+
+def identical() -> str:
+    asked = prompts(100)
+    engine = ParseEngine.from_pretrained("zoo:target", "zoo:draft", "zoo:adapter", device="cpu", dtype="float32")
+    own = [engine.generate(prompt, max_new_tokens=TOKENS).text for prompt in asked]
+    same = {}
+    with server("--device", "cpu", "--dtype", "float32") as (url, _):
+        for clients in (1, 16):
+            for stream in (False, True):
+                with ThreadPoolExecutor(clients) as pool:
+                    texts = list(pool.map(lambda prompt, stream=stream: ask(url, prompt, stream), asked))
+                same[f"{clients} clients, stream {stream}"] = sum(a == b for a, b in zip(texts, own, strict=True))
+    return f"of {len(asked)} texts the same: {same}"
+
+
+def latency() -> str:
+    """The engine comes first: beside the server its idle threads would cost both of them time."""
+    engine = ParseEngine.from_pretrained("zoo:target", "zoo:draft", "zoo:adapter")
+    asked = prompts(105)
+    own = [seconds(lambda prompt=prompt: engine.generate(prompt, max_new_tokens=TOKENS)) for prompt in asked]
+    with server() as (url, _), httpx.Client(timeout=600) as client:
+        bodies = [{"messages": messages(prompt), "max_tokens": TOKENS} for prompt in asked]
+        served = [seconds(lambda body=body: client.post(url + CHAT, json=body).json()) for body in bodies]
+    added = sorted(1000 * (b - a) for a, b in zip(own[5:], served[5:], strict=True))
+    return f"added: median {added[50]:.2f} ms, quartiles {added[25]:.2f} to {added[75]:.2f} ms"
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def bad() -> str:
+    def memory(process: subprocess.Popen[str]) -> int:
+        found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())
+        assert found
+        return int(found[1]) // 1024
+
+    cases, random, counts, sizes = [*BAD_BODIES, *BAD_FIELDS], Random(0), Counter[int](), []
+    with server() as (url, process):
+        for i in range(1000):
+            path, body, _ = cases[i % len(cases)]
+            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+            if i >= len(cases):  # damaged somewhere
+                at = random.randrange(len(raw) + 1)
+                raw = raw[:at] + random.randbytes(2) + raw[at + 1 :]
+            kind = {"Content-Type": "application/json"}
+            counts[httpx.post(url + path, content=raw, headers=kind, timeout=600).status_code] += 1
+            if i in (99, 999):
+                sizes.append(memory(process))
+        healthy = httpx.get(url + "/health").status_code
+    return f"statuses {dict(counts)}, then /health {healthy}; {sizes[0]} MB after 100, {sizes[1]} MB after 1,000"
+
+
+def leaving() -> str:
+    def leave(i: int) -> None:
+        body = {"messages": messages(asked[i % len(asked)]), "stream": i % 2 == 0, "parse": {"mode": "target"}}
+        try:
+            with httpx.stream("POST", url + CHAT, json=body, timeout=600 if i % 10 == 0 else 0.5) as response:
+                next(response.iter_lines())
+        except httpx.TimeoutException:
+            pass
+
+    asked = prompts(20)
+    with server() as (url, _):
+        with ThreadPoolExecutor(50) as pool:
+            list(pool.map(leave, range(200)))
+        begin = time.perf_counter()
+        while metric(url, "parse_answers_running") + metric(url, "parse_answers_waiting"):
+            time.sleep(0.01)
+        seconds = time.perf_counter() - begin
+        text = ask(url, asked[0])
+    return f"free {seconds:.2f} s after the last of 200 had left; then an answer of {len(text)} characters"
+
+
+def signal() -> str:
+    ends: Counter[str] = Counter()
+
+    def load(i: int) -> None:
+        body = {"messages": messages(asked[i]), "stream": i % 2 == 0, "parse": {"mode": "target"}}
+        try:
+            text = httpx.post(url + CHAT, json=body, timeout=600).text
+            ends["error" if '"stopping"' in text else "answer" if '"finish_reason":"' in text else "neither"] += 1
+        except httpx.ConnectError:
+            ends["not accepted any more"] += 1
+        except httpx.HTTPError:
+            ends["broken"] += 1
+
+    asked, grace = prompts(40), 2
+    with server("--grace", str(grace)) as (url, process):
+        threads = [threading.Thread(target=load, args=(i,)) for i in range(len(asked))]
+        for thread in threads:
+            thread.start()
+        while metric(url, "parse_answers_waiting") < len(asked) - 10:
+            time.sleep(0.01)
+        process.terminate()
+        begin = time.perf_counter()
+        process.wait()
+        seconds = time.perf_counter() - begin
+        for thread in threads:
+            thread.join()
+    return f"{dict(ends)}; gone after {seconds:.2f} s, with {grace} s of grace"
+
+
+if __name__ == "__main__":
+    rows = {row.__name__: row for row in (identical, latency, bad, leaving, signal)}
+    for name in sys.argv[1:] or rows:
+        print(f"{name:10} {rows[name]()}", flush=True)

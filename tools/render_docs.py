@@ -1,0 +1,111 @@
+"""The tables and figures of the documentation, made from committed results: `python -m tools.render_docs`.
+
+In README.md and docs/*.md, a table stands between two lines of its own, and a figure is named by one:
+
+    <!-- results: docs/results/NAME.json table=headline -->
+    <!-- end -->
+    <!-- figure: docs/results/NAME.json docs/NAME.png -->
+
+The file is the `results.json` of a benchmark, a comparison of judges, or what calibrations showed; the tables are
+those of `tools.doc_tables`. What stands between fences (```) is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from parse_infer.evaluation.figure import draw_figure, drawn_from
+from parse_infer.evaluation.promise_figure import draw_promises
+from parse_infer.evaluation.results_file import digest, read_results
+from parse_infer.files import write_text
+from tools.doc_tables import table
+
+COMMAND = "python -m tools.render_docs"
+_TABLE = re.compile(r"<!-- results: (\S+) table=(\S+) -->")
+_FIGURE = re.compile(r"<!-- figure: (\S+) (\S+\.png) -->")
+_MARK = re.compile(r"<!--\s*(results|figure)\b")
+_END = "<!-- end -->"
+
+
+def update(root: Path, write: bool = True) -> list[str]:
+    """Bring every table and figure below `root` up to date.
+
+    Args:
+        write: False only looks.
+
+    Returns:
+        What was not up to date, as paths below `root`.
+
+    Raises:
+        FileNotFoundError, ValueError: a block without an end, an unknown table, or results that are not there; by file
+            and line.
+    """
+    if not root.is_dir():
+        raise FileNotFoundError(f"there is no folder {root}: give the one with README.md and docs/")
+    stale = []
+    for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        if not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8")
+        wanted, figures = _rewritten(text, root, path.relative_to(root).as_posix())
+        if wanted != text:
+            stale.append(path.relative_to(root).as_posix())
+            if write:
+                write_text(path, wanted)
+        for source, picture in figures:
+            results = read_results(root / source, needed=("environment",))
+            if drawn_from(root / picture) != digest(results):
+                stale.append(picture)
+                if write:
+                    (draw_promises if "rows" in results else draw_figure)(results, root / picture)
+    return list(dict.fromkeys(stale))
+
+
+def _rewritten(text: str, root: Path, name: str) -> tuple[str, list[tuple[str, str]]]:
+    """The text with its tables made anew, and the figures that it names with their results."""
+    lines, figures, out = text.split("\n"), [], []
+    number, fenced = 0, False
+    while number < len(lines):
+        line, place = lines[number], f"{name}, line {number + 1}"
+        out.append(line)
+        number += 1
+        fenced ^= line.lstrip().startswith("```")
+        if fenced or not _MARK.match(line):
+            continue
+        if figure := _FIGURE.fullmatch(line):
+            figures.append((figure[1], figure[2]))
+        elif found := _TABLE.fullmatch(line):
+            if _END not in lines[number:]:
+                raise ValueError(f"{place}: the block has no end: add a line {_END}")
+            number = lines.index(_END, number)
+            try:
+                out += ["", *table(root / found[1], found[2]), ""]
+            except (FileNotFoundError, ValueError) as error:
+                raise type(error)(f"{place}: {error}") from error
+        else:
+            raise ValueError(f"{place}: write <!-- results: FILE table=KIND --> or <!-- figure: FILE PICTURE.png -->")
+    return "\n".join(out), figures
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 1 for what `--check` finds out of date, 2 for a mistake, told in one sentence."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description="Make the documentation's tables and figures anew.")
+    parser.add_argument("root", nargs="?", type=Path, default=Path(), help="folder with README.md and docs/")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if something would change")
+    arguments = parser.parse_args(argv)
+    try:
+        stale = update(arguments.root, write=not arguments.check)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for name in stale:
+        print(f"{name} differs from its results: run {COMMAND}" if arguments.check else f"written: {name}")
+    return 1 if stale and arguments.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
