@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from parse_infer.acceptance import maximal_valid_prefix
     from parse_infer.backends.coordinator import Coordinator
     from parse_infer.engine import ParseEngine
-    from parse_infer.output import Generation, Score, Span, Statistics
-    from parse_infer.settings import GenerationSettings
     from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
     from parse_infer.judge.cuts import CutPolicy, Segmenter
     from parse_infer.judge.verifier import Verification, Verifier
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
     from parse_infer.models.decoder import Decoder
     from parse_infer.models.prompts import Verbatim
     from parse_infer.models.sampling import Sampling
+    from parse_infer.output import Generation, Score, Span, Statistics
+    from parse_infer.settings import GenerationSettings
 
 _MODULES = {
     "Coordinator": "backends.coordinator",

@@ -20,17 +20,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-TRIALS = 4  # answers of either kind before they are compared
-EXPLORE = 64  # one of so many bursts goes the slower way, to notice when it has become the faster one
-EARLY = 4  # and one of so many where drafts are used because of what they brought at a lower load
-FALL = 1.5  # twice the load divides a speed-up by about so much (1.4 and 1.5 measured, from 1 to 8 requests)
-LAST = 10  # about so many answers are remembered, or as many as a burst has
-ALIKE = 0.8  # of the answers beside one that counts, so many are of its kind
-USELESS = 0.05  # where drafts bring a smaller share of the answers, they are not tried at a load that is new
+MIN_SAMPLES = 4  # answers of either kind before they are compared
+EXPLORE_EVERY = 64  # one of so many bursts goes the slower way, to notice when it has become the faster one
+EARLY_EXPLORE_EVERY = 4  # and one of so many where drafts are used because of what they brought at a lower load
+SPEEDUP_DECAY_PER_DOUBLING = (
+    1.5  # twice the load divides a speed-up by about so much (1.4 and 1.5 measured, from 1 to 8 requests)
+)
+WINDOW = 10  # about so many answers are remembered, or as many as a burst has
+MIN_SAME_KIND_SHARE = 0.8  # of the answers beside one that counts, so many are of its kind
+MIN_ACCEPTED_SHARE = (
+    0.05  # where drafts bring a smaller share of the answers, they are not tried at a load that is new
+)
 
 
 @dataclass
-class _PerToken:
+class _DecayedRate:
     """Something for each token of the last answers, the older the less."""
 
     n: int = 0
@@ -41,7 +45,7 @@ class _PerToken:
     def rate(self) -> float:
         return self.amount / self.tokens if self.tokens else 0.0
 
-    def note(self, amount: float, tokens: int, last: int = LAST) -> None:
+    def note(self, amount: float, tokens: int, last: int = WINDOW) -> None:
         """`last`: about so many answers are remembered."""
         self.n += 1
         old = 1 - 1 / last
@@ -53,7 +57,7 @@ class _PerToken:
 class _Load:
     """What is known about one load, by kind: False for the target alone, True for answers with a draft."""
 
-    paces: dict[bool, _PerToken] = field(default_factory=lambda: {False: _PerToken(), True: _PerToken()})
+    paces: dict[bool, _DecayedRate] = field(default_factory=lambda: {False: _DecayedRate(), True: _DecayedRate()})
     """Seconds."""
     since: int = 0
     """Answers that have begun since the slower way was tried."""
@@ -62,13 +66,13 @@ class _Load:
     def speedup(self) -> float | None:
         """Of answers with a draft, over the target alone. None: not known."""
         drafted = self.paces[True].rate
-        if not drafted or min(pace.n for pace in self.paces.values()) < TRIALS:
+        if not drafted or min(pace.n for pace in self.paces.values()) < MIN_SAMPLES:
             return None
         return self.paces[False].rate / drafted
 
 
 @dataclass
-class Underway:
+class InFlight:
     """An answer that has begun.
 
     Attributes:
@@ -79,7 +83,7 @@ class Underway:
 
     drafted: bool
     load: int
-    alike: bool = False
+    counts: bool = False
 
 
 class Controller:
@@ -87,30 +91,30 @@ class Controller:
 
     def __init__(self) -> None:
         self._loads: defaultdict[int, _Load] = defaultdict(_Load)
-        self._kept = _PerToken()  # of answers with a draft: tokens that it brought
+        self._kept = _DecayedRate()  # of answers with a draft: tokens that it brought
         self._underway = {False: 0, True: 0}
         self._burst = (False, 0)  # the kind of the next answers, and how many they are
 
-    def begin(self) -> Underway:
+    def begin(self) -> InFlight:
         """Decide how an answer begins that no other one runs beside; a dropped answer leaves no trace."""
-        return Underway(self._choose(1), 1, alike=True)
+        return InFlight(self._choose(1), 1, counts=True)
 
     @contextmanager
-    def answering(self, load: int = 1) -> Iterator[Underway]:
+    def answering(self, load: int = 1) -> Iterator[InFlight]:
         """Around an answer that others may run beside: decides how it begins.
 
         Args:
             load: requests under way, this one included.
         """
-        answer = Underway(self._choose(load), load)
+        answer = InFlight(self._choose(load), load)
         self._underway[answer.drafted] += 1
-        answer.alike = self._among_its_kind(answer)
+        answer.counts = self._among_its_kind(answer)
         try:
             yield answer
         finally:
             self._underway[answer.drafted] -= 1
 
-    def note(self, answer: Underway, seconds: float, tokens: int, load: int = 1, kept: int | None = None) -> None:
+    def note(self, answer: InFlight, seconds: float, tokens: int, load: int = 1, kept: int | None = None) -> None:
         """An answer is complete; called within its `with`, if it has one.
 
         Args:
@@ -119,8 +123,8 @@ class Controller:
         """
         if answer.drafted:
             self._kept.note(tokens if kept is None else kept, tokens)
-        if answer.alike and self._among_its_kind(answer) and load.bit_length() == answer.load.bit_length():
-            self._loads[load.bit_length()].paces[answer.drafted].note(seconds, tokens, max(LAST, _burst(load)))
+        if answer.counts and self._among_its_kind(answer) and load.bit_length() == answer.load.bit_length():
+            self._loads[load.bit_length()].paces[answer.drafted].note(seconds, tokens, max(WINDOW, _burst(load)))
 
     def pace(self, drafted: bool, load: int = 1) -> float:
         """Seconds for a token of the last answers; 0 where there was none."""
@@ -135,8 +139,8 @@ class Controller:
 
     def _next_burst(self, load: int) -> tuple[bool, int]:
         """A kind, and how many answers begin that way."""
-        if self._kept.n < TRIALS:
-            return self._underway[True] < TRIALS - self._kept.n, 1
+        if self._kept.n < MIN_SAMPLES:
+            return self._underway[True] < MIN_SAMPLES - self._kept.n, 1
         here, size = self._loads[load.bit_length()], _burst(load)
         pays, patience = self._drafts_pay(load.bit_length())
         if pays is None:
@@ -151,22 +155,22 @@ class Controller:
         """Whether they do, None: to be found out at once; and after how many bursts the other way is tried."""
         known = {at: speedup for at, each in sorted(self._loads.items()) if (speedup := each.speedup) is not None}
         if bucket in known:
-            return known[bucket] >= 1, EXPLORE
+            return known[bucket] >= 1, EXPLORE_EVERY
         lower = {at: speedup for at, speedup in known.items() if at < bucket}
         if any(speedup < 1 for speedup in lower.values()):
-            return False, EXPLORE
+            return False, EXPLORE_EVERY
         if any(speedup >= 1 for at, speedup in known.items() if at > bucket):
-            return True, EXPLORE
-        if self._kept.rate < USELESS:
-            return False, EXPLORE
-        if any(speedup >= FALL ** (bucket - at) for at, speedup in lower.items()):
-            return True, EARLY
+            return True, EXPLORE_EVERY
+        if self._kept.rate < MIN_ACCEPTED_SHARE:
+            return False, EXPLORE_EVERY
+        if any(speedup >= SPEEDUP_DECAY_PER_DOUBLING ** (bucket - at) for at, speedup in lower.items()):
+            return True, EARLY_EXPLORE_EVERY
         return None, 0
 
-    def _among_its_kind(self, answer: Underway) -> bool:
-        return self._underway[answer.drafted] >= ALIKE * sum(self._underway.values())
+    def _among_its_kind(self, answer: InFlight) -> bool:
+        return self._underway[answer.drafted] >= MIN_SAME_KIND_SHARE * sum(self._underway.values())
 
 
 def _burst(load: int) -> int:
     """So many answers begin alike: those under way give way first."""
-    return TRIALS + 2 * (load - 1)
+    return MIN_SAMPLES + 2 * (load - 1)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from parse_infer.output import FinishReason, Source, Span
 from parse_infer.models.detokenizer import Detokenizer
+from parse_infer.output import FinishReason, Source, Span
 
 
 @dataclass
@@ -62,18 +62,18 @@ class Answer:
         self._pieces: list[_Piece] = []
 
     @property
-    def open(self) -> bool:
-        return self.finish_reason is None
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
 
     @property
-    def room(self) -> int:
+    def remaining_tokens(self) -> int:
         """Tokens that may still be added."""
         return self._max_tokens - len(self.ids)
 
     @property
     def required(self) -> int:
         """How many of the next tokens must not be `banned_ids`."""
-        return min(self.room, max(0, self._min_tokens - len(self.ids)))
+        return min(self.remaining_tokens, max(0, self._min_tokens - len(self.ids)))
 
     @property
     def banned_ids(self) -> frozenset[int]:
@@ -98,10 +98,10 @@ class Answer:
             for start, p in zip(starts, self._pieces, strict=False)
         ]
 
-    def clip(self, draft_ids: Sequence[int], room: int) -> list[int]:
+    def truncate(self, draft_ids: Sequence[int], room: int) -> list[int]:
         """The part of a draft that can become part of this answer: up to and including the token that ends it (end
         token, last token of the first stop string), up to a token that must not come yet, `room` and the budget."""
-        ids = list(draft_ids[: max(0, min(room, self.room))])
+        ids = list(draft_ids[: max(0, min(room, self.remaining_tokens))])
         required = self.required
         for i, token in enumerate(ids):
             if token in (self._all_end_ids if i < required else self.end_ids):
@@ -133,7 +133,7 @@ class Answer:
 
         Returns the text that became readable with them; see `Detokenizer`.
         """
-        if not (ids and self.open):
+        if self.is_finished or not ids:
             return ""
         before = len(self.text)
         ended = ids[-1] in self.end_ids and len(self.ids) + len(ids) > self._min_tokens
@@ -143,7 +143,7 @@ class Answer:
             self.finish_reason = "eos"
         elif len(self.ids) >= self._max_tokens:
             self.finish_reason = "length"
-        if not self.open:
+        if self.is_finished:
             self._detokenizer.flush()
         if self._stop:
             self._no_stop_before = no_stop_before

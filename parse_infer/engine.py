@@ -18,29 +18,29 @@ import torch
 from parse_infer.acceptance import check_threshold
 from parse_infer.adaptive import Controller
 from parse_infer.answer import Answer
-from parse_infer.calibration.schema import Calibration, apply_promise, shipped_calibration
+from parse_infer.calibration.schema import Calibration, resolve_risk, shipped_calibration
 from parse_infer.drafters.draft_model import ModelDrafter
-from parse_infer.drafters.source import Drafter
+from parse_infer.drafters.source import DraftSource
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.events import Done, Event, Interrupted, Resumed
-from parse_infer.output import Generation, Score, Source
-from parse_infer.settings import GenerationSettings
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.judge.verifier import Judge, Verification, Verifier
 from parse_infer.judge.zero_shot import ZeroShotJudge
-from parse_infer.loop import Around, rounds, segments_of, unchanged, without_waiting
+from parse_infer.loop import PairWrapper, identity, run_sync, segments_of, speculate
 from parse_infer.models.environment import describe_machine
 from parse_infer.models.loading import LanguageModel, find_model, load_language_model
 from parse_infer.models.names import resolve
 from parse_infer.models.prompts import Prompt, as_batch, left_context, with_drafts
 from parse_infer.models.sampling import Sampling
 from parse_infer.models.token_map import token_map
+from parse_infer.output import Generation, Score, Source
 from parse_infer.provenance import describe_drafter, describe_models
 from parse_infer.request import Request
-from parse_infer.speculation.decode import guided_decode
-from parse_infer.speculation.draft_model import DraftChain
-from parse_infer.speculation.proposer import TokenDrafter
+from parse_infer.settings import GenerationSettings
+from parse_infer.speculation.decode import speculative_decode
+from parse_infer.speculation.draft_model import DraftModelProposer
+from parse_infer.speculation.proposer import TokenProposer
 from parse_infer.speculation.registry import check_token_drafter, load_token_drafter
 from parse_infer.speculation.rejected_draft import RejectedDraft
 
@@ -74,9 +74,9 @@ class ParseEngine:
         draft: LanguageModel | None = None,
         judge: Judge | None = None,
         *,
-        drafter: Drafter | None = None,
-        target_drafter: TokenDrafter | None = None,
-        draft_drafter: TokenDrafter | None = None,
+        drafter: DraftSource | None = None,
+        target_drafter: TokenProposer | None = None,
+        draft_drafter: TokenProposer | None = None,
         threshold: float | None = None,
         cut_policy: CutPolicy | None = None,
         calibration: Calibration | None = None,
@@ -96,7 +96,7 @@ class ParseEngine:
         self.verifier = Verifier(target.decoder, judge, self.segmenter)
         self.calibration = calibration
         self.controller = Controller()
-        self.around: Around = unchanged
+        self.pair_wrapper: PairWrapper = identity
         self._checked: Calibration | None = None
         self._current: Request | None = None
         self._turn = RLock()
@@ -209,11 +209,11 @@ class ParseEngine:
         return known
 
     @property
-    def repeatable(self) -> bool:
+    def deterministic(self) -> bool:
         """Whether a greedy text is the same however it comes about; rounded numbers differ from pass to pass."""
         return self.target.model.dtype == torch.float32
 
-    def forget(self) -> None:
+    def clear_caches(self) -> None:
         """Nothing in the caches makes the next answer faster."""
         with self._turn:
             self._current = None  # a stream that is still open cannot go on
@@ -277,7 +277,7 @@ class ParseEngine:
         )
 
     @contextmanager
-    def interruptible(self, unwanted: Callable[[], bool]) -> Iterator[None]:
+    def cancellable(self, unwanted: Callable[[], bool]) -> Iterator[None]:
         """Within the `with`, whatever runs raises `Interrupted` before the next forward of a model once `unwanted`
         says so (it may be asked for something that another thread sets). The engine stays usable."""
 
@@ -360,7 +360,7 @@ class ParseEngine:
         drafter = self.draft_drafter if guided else None
         return self._alone(self.draft, "draft", prompts, settings, settings.draft_sampling, drafter)
 
-    def _serve(self, request: Request, drafter: Drafter) -> Generator[Event]:
+    def _serve(self, request: Request, drafter: DraftSource) -> Generator[Event]:
         """All events of a request: with a draft, or by the target alone where that has been faster."""
         adaptive = request.settings.adaptive and drafter is self.drafter
         if not adaptive or not self._writes_draft(request.settings, drafter):
@@ -378,14 +378,14 @@ class ParseEngine:
                 self.controller.note(answer, done.timings.work_s, len(done.token_ids), kept=request.kept)
             yield event
 
-    def _writes_draft(self, settings: GenerationSettings, drafter: Drafter) -> bool:
+    def _writes_draft(self, settings: GenerationSettings, drafter: DraftSource) -> bool:
         """Whether the drafter is asked. Above a threshold of 1 a draft model that guesses tokens for the target writes
         no draft as well: the answer is lossless speculation, `adaptive` or not."""
-        guesses_too = drafter is self.drafter and isinstance(self.target_drafter, DraftChain)
+        guesses_too = drafter is self.drafter and isinstance(self.target_drafter, DraftModelProposer)
         assert settings.threshold is not None  # `_prepare` has put in the engine's own
         return settings.mode == "exact" or settings.threshold <= 1 or not guesses_too
 
-    def _with_draft(self, request: Request, drafter: Drafter) -> Generator[Event]:
+    def _with_draft(self, request: Request, drafter: DraftSource) -> Generator[Event]:
         """All events of a request, with its costs counted."""
         settings, stats, target = request.settings, request.stats, self.target.decoder
         target_before, drafter_before = target.forwards, self._drafter_forwards()
@@ -393,7 +393,7 @@ class ParseEngine:
         self._current = request
         request.start()
         drafter.reset(request.prompt, settings.draft_sampling, settings.stop)
-        for event in without_waiting(rounds(self.around(_LocalPair(self, request, drafter), request), request)):
+        for event in run_sync(speculate(self.pair_wrapper(LocalModelPair(self, request, drafter), request), request)):
             yield event
             if self._current is not request:
                 raise RuntimeError("This stream has ended, because the engine has been given another request since.")
@@ -420,7 +420,7 @@ class ParseEngine:
 
     def _prepare(
         self, prompt: Prompt, settings: GenerationSettings, draft_text: str | None
-    ) -> tuple[Request, Drafter]:
+    ) -> tuple[Request, DraftSource]:
         """Everything that can be wrong with a request is found here, before any model runs."""
         if settings.mode == "validity":
             self._require_judge()
@@ -444,7 +444,7 @@ class ParseEngine:
         prompts: Prompt | Sequence[Prompt],
         settings: GenerationSettings,
         sampling: Sampling,
-        drafter: TokenDrafter | None,
+        drafter: TokenProposer | None,
     ) -> Generation | list[Generation]:
         batch, is_list = as_batch(prompts)
         requests = [Request(prompt, model, settings, sampling) for prompt in batch]
@@ -453,7 +453,7 @@ class ParseEngine:
         return results if is_list else results[0]
 
     def _write_alone(
-        self, model: LanguageModel, source: Source, request: Request, drafter: TokenDrafter | None
+        self, model: LanguageModel, source: Source, request: Request, drafter: TokenProposer | None
     ) -> Generator[Event]:
         """Events of an answer that one model writes: Resumed for each token, Done."""
         self._current = request
@@ -465,7 +465,7 @@ class ParseEngine:
             yield Resumed(1, request.answer.add([token], source), token)
             if self._current is not request:
                 raise RuntimeError("This stream has ended, because the engine has been given another request since.")
-            if not request.answer.open:
+            if request.answer.is_finished:
                 break
         request.stats.target_forwards = self.target.decoder.forwards - target_before
         request.stats.draft_forwards = self._draft_forwards() - draft_before
@@ -473,7 +473,7 @@ class ParseEngine:
         yield Done(request.result())
 
     def _decode(
-        self, model: LanguageModel, request: Request, drafter: TokenDrafter | None, role: Source, round: int = 1
+        self, model: LanguageModel, request: Request, drafter: TokenProposer | None, role: Source, round: int = 1
     ) -> Iterator[int]:
         """Tokens of `model` for the rest of the answer, to which the consumer adds each; what it does besides is not
         timed."""
@@ -482,9 +482,11 @@ class ParseEngine:
         # that wrote it.
         generator = sampling.generator(decoder.device, role, round)
         field = "resume_s" if model is self.target else "draft_s"
-        while request.answer.room > 0:  # a decode ends with the stretch without end tokens, and at any end token
-            stretch, banned = request.answer.required or request.answer.room, request.answer.banned_ids
-            tokens = guided_decode(decoder, drafter, stretch, sampling, generator, banned)
+        while (
+            request.answer.remaining_tokens > 0
+        ):  # a decode ends with the stretch without end tokens, and at any end token
+            stretch, banned = request.answer.required or request.answer.remaining_tokens, request.answer.banned_ids
+            tokens = speculative_decode(decoder, drafter, stretch, sampling, generator, banned)
             while True:
                 with request.timed(field):
                     token = next(tokens, None)
@@ -493,7 +495,7 @@ class ParseEngine:
                 yield token
             decoder.seek(request.context)  # without what was read behind an end token that ends nothing
 
-    def _draft_forwards(self, drafter: Drafter | None = None) -> int:
+    def _draft_forwards(self, drafter: DraftSource | None = None) -> int:
         """Of the draft model, whatever it does; else of another drafter."""
         if self.draft is not None:
             return self.draft.decoder.forwards
@@ -514,7 +516,7 @@ class ParseEngine:
         settings = (settings or GenerationSettings()).override(**overrides)
         if settings.risk is not None:
             self.check_calibration()
-        return apply_promise(settings, self.calibration)
+        return resolve_risk(settings, self.calibration)
 
 
 def _last(events: Iterator[Event]) -> Generation:
@@ -524,10 +526,10 @@ def _last(events: Iterator[Event]) -> Generation:
     return done.generation
 
 
-class _LocalPair:
-    """A `Pair` of the engine's models. All of its methods run at once; none of them waits."""
+class LocalModelPair:
+    """A `ModelPair` of the engine's models. All of its methods run at once; none of them waits."""
 
-    def __init__(self, engine: ParseEngine, request: Request, drafter: Drafter) -> None:
+    def __init__(self, engine: ParseEngine, request: Request, drafter: DraftSource) -> None:
         settings = request.settings
         self.segmenter = engine.segmenter
         assert settings.threshold is not None
@@ -539,28 +541,30 @@ class _LocalPair:
         self._wants_tail = self._exact or (settings.exact_tail and settings.resume_sampling.greedy)
         self._drafts = engine._writes_draft(settings, drafter)
 
-    def room(self) -> int:
+    def max_draft_tokens(self) -> int:
         """The budget, and what the window holds besides context and one probe."""
         behind = self._engine.target.window - self._probe_len - len(self._request.context)
-        return min(self._request.answer.room, behind)
+        return min(self._request.answer.remaining_tokens, behind)
 
     async def propose(self, round: int) -> Sequence[int]:
-        return self._drafter.propose(self._request.answer.ids, self.room()).ids if self._drafts else ()
+        return self._drafter.propose(self._request.answer.ids, self.max_draft_tokens()).ids if self._drafts else ()
 
     async def verify(self, draft: Sequence[int]) -> Verification:
         """One target forward over [uncached context, draft, probes]; context and draft stay in the cache."""
         decoder, context = self._engine.target.decoder, self._request.context
-        decoder.reserve(len(context), self._request.answer.room + self._probe_len * self.segmenter.policy.max_cuts)
+        decoder.reserve(
+            len(context), self._request.answer.remaining_tokens + self._probe_len * self.segmenter.policy.max_cuts
+        )
         decoder.seek(context)
         return self._engine.verifier.verify(draft, cuts=[] if self._exact else None)
 
-    def own_choice(self, draft: Sequence[int], verdict: Verification, cut: int) -> int:
+    def count_greedy_matches(self, draft: Sequence[int], verdict: Verification, cut: int) -> int:
         return self._engine.verifier.greedy_match(draft, verdict, cut) if self._wants_tail else 0
 
     def compact(self, verdict: Verification, kept: Collection[int]) -> Verification:
         return verdict.compact(kept)
 
-    def settle(self, draft: Sequence[int], verdict: Verification, kept: int) -> None:
+    def commit(self, draft: Sequence[int], verdict: Verification, kept: int) -> None:
         """The cache is cut back; the first token of a resume comes out of the verification pass."""
         decoder = self._engine.target.decoder
         decoder.seek(self._request.context)

@@ -24,7 +24,7 @@ os.umask(_UMASK)
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def atomic_write(path: str | Path) -> Iterator[Path]:
     """Where to write what will be the file `path`. Renamed at the end of the block, removed if the block fails."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def replacing_folder(folder: str | Path) -> Iterator[Path]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    with replacing(path) as beside:
+    with atomic_write(path) as beside:
         beside.write_text(text, encoding="utf-8")
 
 

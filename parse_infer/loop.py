@@ -1,7 +1,7 @@
-"""The heart: propose → verify → select → resume, until the answer ends. Reference: PARSE, arXiv 2605.04263.
+"""The decoding loop: propose → verify → select → resume, until the answer ends. Reference: PARSE, arXiv 2605.04263.
 
-One function for every backend. What runs the models is a `Pair`: the two in this process (`parse_infer.engine`), whose
-methods never wait, so that `without_waiting` needs no event loop; or servers (`parse_infer.backends`).
+One function serves every backend. A `ModelPair` runs the models: in this process, where no method ever waits (so
+`run_sync` needs no event loop), or on servers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Generic, Protocol, TypeVar
 from parse_infer.acceptance import maximal_valid_prefix
 from parse_infer.answer import Answer
 from parse_infer.events import Drafted, Event, Resumed, Verified
-from parse_infer.output import Segment
-from parse_infer.settings import GenerationSettings
 from parse_infer.judge.cuts import Segmenter
+from parse_infer.output import Segment
 from parse_infer.request import Request
+from parse_infer.settings import GenerationSettings
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class Verdict(Protocol):
 V = TypeVar("V", bound=Verdict)
 
 
-class Pair(Protocol, Generic[V]):
+class ModelPair(Protocol, Generic[V]):
     """A target, and whoever drafts for it, at work on one answer (`request.answer`, which `rounds` alone extends)."""
 
     segmenter: Segmenter
@@ -46,13 +46,13 @@ class Pair(Protocol, Generic[V]):
         """A draft of the rest of the answer, in target tokens; too long a one is cut off."""
         ...
 
-    def room(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Tokens that a draft may have now."""
         ...
 
     async def verify(self, draft: Sequence[int]) -> V: ...
 
-    def own_choice(self, draft: Sequence[int], verdict: V, cut: int) -> int:
+    def count_greedy_matches(self, draft: Sequence[int], verdict: V, cut: int) -> int:
         """How many tokens behind the cut equal the target's own (greedy) choice and are to be kept for that; 0 where
         nobody knows."""
         ...
@@ -62,7 +62,7 @@ class Pair(Protocol, Generic[V]):
         `own_choice` not at all."""
         ...
 
-    def settle(self, draft: Sequence[int], verdict: V, kept: int) -> None:
+    def commit(self, draft: Sequence[int], verdict: V, kept: int) -> None:
         """The answer has `kept` tokens of the draft now, the others are dropped."""
         ...
 
@@ -71,21 +71,21 @@ class Pair(Protocol, Generic[V]):
         ...
 
 
-Around = Callable[[Pair[Any], Request], Pair[Any]]
+PairWrapper = Callable[[ModelPair[Any], Request], ModelPair[Any]]
 """Puts something between the rounds and the pair of a request."""
 
 
-def unchanged(pair: Pair[Any], request: Request) -> Pair[Any]:
+def identity(pair: ModelPair[Any], request: Request) -> ModelPair[Any]:
     return pair
 
 
-async def rounds(pair: Pair[V], request: Request) -> AsyncGenerator[Event, None]:
+async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Event, None]:
     """All events of an answer but the last (`Done`)."""
     settings, answer = request.settings, request.answer
     for round in itertools.count(1):
         # propose: a draft of the whole rest of the answer
         with request.timed("draft_s"):
-            draft = answer.clip(await pair.propose(round), pair.room())
+            draft = answer.truncate(await pair.propose(round), pair.max_draft_tokens())
         yield Drafted(round, "".join(answer.preview(draft, [len(draft)])), len(draft))
 
         # verify: the target reads the draft once, and says of each prefix whether it holds
@@ -98,13 +98,13 @@ async def rounds(pair: Pair[V], request: Request) -> AsyncGenerator[Event, None]
         with request.timed("verify_s"):
             kept = maximal_valid_prefix(verdict.validity, pair.threshold, settings.acceptance)
             cut = verdict.cuts[kept - 1] if kept else 0
-            tail = pair.own_choice(draft, verdict, cut)
+            tail = pair.count_greedy_matches(draft, verdict, cut)
         yield request.accept(round, draft, segments[:kept], tail)
-        if not answer.open:
+        if answer.is_finished:
             return
 
         # resume: the target goes on from there
-        pair.settle(draft, verdict, cut + tail)
+        pair.commit(draft, verdict, cut + tail)
         hands_back = bool(draft) and may_hand_back(settings, pair.threshold, round)
         if hands_back and cut + tail == len(draft):
             continue  # all of it holds, and the draft model may have more to say
@@ -113,7 +113,7 @@ async def rounds(pair: Pair[V], request: Request) -> AsyncGenerator[Event, None]
             async for token in tokens:
                 resumed.append(token)
                 yield Resumed(round, answer.add([token], "target"), token)
-                if not answer.open:
+                if answer.is_finished:
                     return
                 # Inside a character another tokenizer has nothing to go on from.
                 if hands_back and answer.complete and pair.segmenter.first_segment_end(resumed):
@@ -135,7 +135,7 @@ def segments_of(answer: Answer, draft: Sequence[int], verdict: Verdict) -> list[
     return [Segment(t, n, v) for t, n, v in zip(texts, sizes, verdict.validity, strict=True)]
 
 
-def without_waiting(events: AsyncGenerator[T, None]) -> Iterator[T]:
+def run_sync(events: AsyncGenerator[T, None]) -> Iterator[T]:
     """What an asynchronous generator yields that never waits for anything. RuntimeError for one that does."""
     try:
         while True:

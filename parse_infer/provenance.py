@@ -13,7 +13,7 @@ from parse_infer.judge.verifier import Judge
 from parse_infer.models.cpu.prepacked_linear import n_parameters
 from parse_infer.models.fingerprint import fingerprint, fingerprint_of
 from parse_infer.models.loading import LanguageModel
-from parse_infer.speculation.proposer import TokenDrafter
+from parse_infer.speculation.proposer import TokenProposer
 
 
 def describe_models(
@@ -32,7 +32,7 @@ def describe_models(
     }
 
 
-def describe_drafter(drafter: TokenDrafter | None) -> dict[str, Any] | None:
+def describe_drafter(drafter: TokenProposer | None) -> dict[str, Any] | None:
     """Who guesses tokens, with its sizes, and a fingerprint of a head. It changes no answer, but what one costs."""
     if drafter is None:
         return None

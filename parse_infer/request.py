@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 from parse_infer.answer import Answer
 from parse_infer.events import Accepted
-from parse_infer.output import Fallback, Generation, Segment, Statistics, Timings
-from parse_infer.settings import GenerationSettings
 from parse_infer.models.prompts import Prompt, RenderedPrompt, left_context
 from parse_infer.models.sampling import Sampling
-from parse_infer.models.tokenizer_spec import Language
+from parse_infer.models.tokenizer_spec import TokenizerSpec
+from parse_infer.output import Fallback, Generation, Segment, Statistics, Timings
+from parse_infer.settings import GenerationSettings
 
 
 class Request:
@@ -28,7 +28,9 @@ class Request:
         ValueError: an empty prompt, one beyond the context window, or a stop token that the writer does not have.
     """
 
-    def __init__(self, prompt: Prompt, writer: Language, settings: GenerationSettings, sampling: Sampling) -> None:
+    def __init__(
+        self, prompt: Prompt, writer: TokenizerSpec, settings: GenerationSettings, sampling: Sampling
+    ) -> None:
         self.prompt = RenderedPrompt.of(prompt)
         self.prompt_ids = writer.render(self.prompt)
         self.settings = settings

@@ -25,8 +25,8 @@ class GenerationSettings:
     accepts nothing for its validity, so the (greedy) answer is the target's own; where the draft model guesses tokens
     for the target, it then does nothing else (lossless speculation)."""
     risk: float | None = None
-    """Instead of a threshold: keep a promise of the engine's calibration (`parse_infer.calibration.schema`), which then decides
-    about threshold, resume, acceptance and max_rounds."""
+    """Instead of a threshold: keep a promise of the engine's calibration (`parse_infer.calibration.schema`). The
+    calibration then sets threshold, resume, acceptance and max_rounds."""
     mode: Mode = "validity"
     """"validity": keep what the judge finds right. "exact": keep only what the target would have written itself."""
     acceptance: Acceptance = "first_failure"

@@ -24,7 +24,7 @@ from parse_train.training_config import TrainingConfig
 STATE = "trainer_state.json"
 # Fields (and, ending in "_", beginnings of their names) that may change from run to run. Whatever else differs makes
 # another training.
-HARMLESS = (
+RESUME_SAFE_FIELDS = (
     # where things go, and what is shown
     *(
         "output_dir",
@@ -171,7 +171,9 @@ def _recipe(config: TrainingConfig, rows: int | None) -> dict[str, Any]:
 
 
 def _harmless(name: str) -> bool:
-    return name in HARMLESS or name.startswith(tuple(each for each in HARMLESS if each.endswith("_")))
+    return name in RESUME_SAFE_FIELDS or name.startswith(
+        tuple(each for each in RESUME_SAFE_FIELDS if each.endswith("_"))
+    )
 
 
 def _difference(folder: Path, recipe: dict[str, Any]) -> str | None:

@@ -22,7 +22,6 @@ MAY_IMPORT = {
         f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/drafters", "/coordinator")
     },
     "parse_infer/calibration": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/drafters")},
-    "parse_infer/evaluation": {"parse_infer", "parse_infer/models", "parse_infer/evaluation"},
     "parse_infer/serve": {"parse_infer", "parse_infer/models", "parse_infer/backends"},
     "parse_infer/vllm_plugin": {"parse_infer/models", "parse_infer/judge", "parse_infer/speculation"},
     "parse_infer/backends": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/drafters", "/vllm")},

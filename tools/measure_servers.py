@@ -48,10 +48,10 @@ def fresh(engine: Coordinator) -> None:
 def cpu(engine: Coordinator) -> str:
     engine.parallel = 8
     asked = prompts(200)  # made beforehand: that takes longer than all the coordinator does
-    list(engine.each(asked[:40]))
+    list(engine.generate_iter(asked[:40]))
     fresh(engine)
     start = time.thread_time()
-    list(engine.each(asked))
+    list(engine.generate_iter(asked))
     seconds = time.thread_time() - start
     return f"{1000 * seconds / len(asked):.2f} ms of CPU for a request"
 
@@ -97,7 +97,7 @@ def verification(engine: Coordinator) -> str:
 def killed(engine: Coordinator) -> str:
     engine.parallel = 32
     asked = prompts(200)
-    wanted = [g.token_ids for g in engine.each(asked)]
+    wanted = [g.token_ids for g in engine.generate_iter(asked)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     processes = engine.processes.members
 
@@ -111,7 +111,7 @@ def killed(engine: Coordinator) -> str:
     found: list[Generation] = []
     lost = ""
     try:
-        for generation in engine.each(asked * 5):
+        for generation in engine.generate_iter(asked * 5):
             found.append(generation)
     except OSError as error:
         lost = f"; then: {error}"
@@ -134,7 +134,7 @@ def useless(engine: Coordinator, asked: Sequence[Any]) -> str:
         fresh(engine)
         engine.parallel = n
         start = time.perf_counter()
-        found = list(engine.each(asked[:64], settings, alone=alone))
+        found = list(engine.generate_iter(asked[:64], settings, alone=alone))
         seconds = time.perf_counter() - start
         drafted = sum(g.stats.rounds > 0 for g in found)
         return f"{sum(len(g.token_ids) for g in found) / seconds:.0f}" + f" ({drafted} drafts)" * (not alone)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from parse_infer.models.batch_decoder import BatchDecoder, Contexts, Row
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_language_model
-from parse_infer.models.tokenizer_spec import Language
+from parse_infer.models.tokenizer_spec import TokenizerSpec
 
 if TYPE_CHECKING:
     from data_tools.labels.build_config import BuildConfig
@@ -37,7 +37,7 @@ class Writer(Protocol):
     """A model, and the way to let it write."""
 
     @property
-    def model(self) -> Language: ...
+    def model(self) -> TokenizerSpec: ...
 
     def decoder(self, end_ids: Collection[int]) -> RowDecoder:
         """A decoder whose rows end with one of `end_ids`."""

@@ -11,7 +11,7 @@ from parse_infer.models.batch_decoder import Row
 from parse_infer.models.detokenizer import Detokenizer, complete_text, encode_continuation
 from parse_infer.models.loading import same_tokenizer
 from parse_infer.models.sampling import Sampling, seed_of
-from parse_infer.models.tokenizer_spec import Language
+from parse_infer.models.tokenizer_spec import TokenizerSpec
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class DraftSampler:
     def __init__(
         self,
         draft: Writer,
-        target: Language,
+        target: TokenizerSpec,
         settings: Sequence[Sampling],
         max_new_tokens: int,
         seed: int,
@@ -89,7 +89,7 @@ class DraftSampler:
         return body[: min(usable, room)], False
 
 
-def render(model: Language, problem: Problem) -> list[int]:
+def render(model: TokenizerSpec, problem: Problem) -> list[int]:
     """Token ids of the problem's prompt for `model`; a ValueError names the problem."""
     try:
         return model.render(problem.prompt)
@@ -97,7 +97,9 @@ def render(model: Language, problem: Problem) -> list[int]:
         raise ValueError(f"problem {problem.id}: {error}") from error
 
 
-def readable(problems: Sequence[Problem], models: Sequence[Language], tell: Callable[[str], None]) -> list[Problem]:
+def readable(
+    problems: Sequence[Problem], models: Sequence[TokenizerSpec], tell: Callable[[str], None]
+) -> list[Problem]:
     """The problems whose prompts all models can read; of each other one `tell` is told.
 
     Raises ValueError where there is none: what is wrong is then hardly the problem.
@@ -117,7 +119,7 @@ def readable(problems: Sequence[Problem], models: Sequence[Language], tell: Call
     return kept
 
 
-def segment_texts(target: Language, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
+def segment_texts(target: TokenizerSpec, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
     """Text of each segment; they concatenate to the draft's text. A character cut in two goes to the later segment."""
     detokenizer = Detokenizer(target.tokenizer)
     texts = [detokenizer.add(ids[start:end]) for start, end in zip([0, *cuts], cuts, strict=False)]

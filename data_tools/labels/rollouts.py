@@ -12,7 +12,7 @@ from data_tools.tasks.task import Problem, Task
 from parse_infer.models.batch_decoder import Row
 from parse_infer.models.detokenizer import decode
 from parse_infer.models.sampling import Sampling, seed_of
-from parse_infer.models.tokenizer_spec import Language
+from parse_infer.models.tokenizer_spec import TokenizerSpec
 
 _Prefix = tuple[int, tuple[int, ...]]  # problem and token ids of the draft
 
@@ -49,7 +49,7 @@ class PrefixRollouts:
 
     def __init__(
         self,
-        target: Language,
+        target: TokenizerSpec,
         decoder: RowDecoder,
         task: Task,
         problems: Sequence[Problem],
@@ -128,7 +128,7 @@ class PrefixRollouts:
                 self._paths[problem].append((answer, right))
 
 
-def is_right(target: Language, task: Task, problem: Problem, answer: Sequence[int]) -> bool:
+def is_right(target: TokenizerSpec, task: Task, problem: Problem, answer: Sequence[int]) -> bool:
     """Whether these target tokens are a complete answer (they end with an end token) and a right one."""
     if not answer or answer[-1] not in target.eos_ids:
         return False

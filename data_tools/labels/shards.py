@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from parse_infer.files import read_json, read_jsonl, replacing, write_json
+from parse_infer.files import atomic_write, read_json, read_jsonl, write_json
 from parse_infer.models.fingerprint import same_weights
 
 FORMAT = 2
@@ -73,7 +73,7 @@ class GroupFolder:
 
     def write(self, group: range, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add a finished group. On return its rows are on the disk."""
-        with replacing(self._path(group)) as beside:
+        with atomic_write(self._path(group)) as beside:
             beside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         self.ends[group.start] = group.stop
         self._remove_shorter()

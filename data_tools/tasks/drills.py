@@ -9,7 +9,7 @@ from data_tools.tasks.arithmetic import evaluate, show, worked_out, write_equati
 
 
 def equation(rng: Random, max_number: int) -> str:
-    """One equation with operands and result of at most `max_number`, in a notation of `data_tools.tasks.paraphrase`."""
+    """One equation, operands and result at most `max_number`, in a notation of `data_tools.tasks.paraphrase`."""
     kind = rng.choice("++--**//%")
     if kind == "+":
         left = rng.randint(0, max_number)

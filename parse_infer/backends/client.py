@@ -15,7 +15,7 @@ _CONNECT_S = 5.0
 _SILENCE_S = 600.0  # a request may wait for its turn that long
 
 
-class Lost(Exception):
+class TransientServerError(Exception):
     """The server has not answered, or not completely: another one, or the same a little later, may. What it has sent
     is no part of the message, which may come into a log."""
 
@@ -75,14 +75,14 @@ class Client:
                     yield choice["token_ids"]
                 ended = ended or choice.get("finish_reason") is not None
         if not ended:
-            raise Lost(f"{url} has broken off in the middle of an answer")
+            raise TransientServerError(f"{url} has broken off in the middle of an answer")
 
     async def whole(self, url: str, body: dict[str, Any]) -> list[int]:
         """The same tokens at once."""
         answer = await self.post(url, body | {"return_token_ids": True})
         choice = _choice(answer, url)
         if choice is None or choice["token_ids"] is None:
-            raise Lost(f"{url} has answered without an answer")
+            raise TransientServerError(f"{url} has answered without an answer")
         ids: list[int] = choice["token_ids"]
         return ids
 
@@ -94,9 +94,9 @@ class Client:
                     return
                 chunk = _parsed(event, url)
                 if "error" in chunk:
-                    raise Lost(f"{url} has failed in the middle of an answer")
+                    raise TransientServerError(f"{url} has failed in the middle of an answer")
                 yield chunk
-        raise Lost(f"{url} has broken off in the middle of an answer")
+        raise TransientServerError(f"{url} has broken off in the middle of an answer")
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -120,7 +120,7 @@ class Client:
 
 
 class _Answer:
-    """A response whose status is good, for an `async with`; errors of the connection become `Lost`."""
+    """A response whose status is good, for an `async with`; errors of the connection become `TransientServerError`."""
 
     def __init__(self, session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None) -> None:
         data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
@@ -136,13 +136,13 @@ class _Answer:
                 return response
             said = (await response.read()).decode(errors="replace")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Lost(f"{self._url} does not answer: {error or type(error).__name__}") from error
+            raise TransientServerError(f"{self._url} does not answer: {error or type(error).__name__}") from error
         if 400 <= response.status < 500 and response.status not in (408, 429):
             sentence = _message(said)
             hint = ": give its API key with --server-key (or api_key)" if response.status == 401 else ""
             message = f"{self._url} refuses a request ({response.status}): {sentence}{hint}"
             raise Refused(message, sentence, response.status)
-        raise Lost(f"{self._url} has failed ({response.status})")
+        raise TransientServerError(f"{self._url} has failed ({response.status})")
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._response is None:
@@ -152,7 +152,7 @@ class _Answer:
         else:
             self._response.close()  # whoever leaves early wants no more of it
         if isinstance(error, (aiohttp.ClientError, TimeoutError, OSError)):
-            raise Lost(f"{self._url} has broken off: {error or type(error).__name__}") from error
+            raise TransientServerError(f"{self._url} has broken off: {error or type(error).__name__}") from error
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
@@ -173,20 +173,20 @@ def _parsed(content: bytes, url: str) -> Any:
     try:
         return json.loads(content)
     except ValueError as error:
-        raise Lost(f"{url} has sent what is no complete JSON, in {len(content)} bytes") from error
+        raise TransientServerError(f"{url} has sent what is no complete JSON, in {len(content)} bytes") from error
 
 
 def _choice(answer: Any, url: str) -> Any:
     """The choice in an answer, or in a piece of one; None in a piece without any."""
     if isinstance(answer, dict) and "error" in answer:
-        raise Lost(f"{url} has answered with an error")
+        raise TransientServerError(f"{url} has answered with an error")
     try:
         choice = next(iter(answer["choices"]), None)
         if choice is not None and "token_ids" not in choice:
             raise Refused(f"{url} tells no token ids (return_token_ids): use vLLM 0.10.2 or later")
         return choice
     except (KeyError, TypeError) as error:
-        raise Lost(f"{url} has sent what is no completion") from error
+        raise TransientServerError(f"{url} has sent what is no completion") from error
 
 
 def _message(said: str) -> str:

@@ -23,24 +23,24 @@ from parse_infer.backends.client import Client
 from parse_infer.backends.factory import Urls, find_parts, servable
 from parse_infer.backends.health import Server
 from parse_infer.backends.local_draft import LocalDraft
-from parse_infer.backends.replicas import Servers
-from parse_infer.backends.retries import Place
+from parse_infer.backends.replicas import ReplicaPool
+from parse_infer.backends.retries import Lease
 from parse_infer.backends.supervisor import Processes
-from parse_infer.backends.vllm import Drafts, ServerPair, Target
+from parse_infer.backends.vllm import Drafts, ServerModelPair, Target
 from parse_infer.calibration.schema import Calibration
-from parse_infer.drafters.cross_tokenizer import Translation
+from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
 from parse_infer.drafters.draft_model import share_tokens
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.engine import DEFAULT_THRESHOLD
 from parse_infer.events import Done, Event, Resumed
-from parse_infer.output import Generation
-from parse_infer.settings import GenerationSettings
 from parse_infer.judge.cuts import CutPolicy
-from parse_infer.loop import Around, rounds, unchanged
+from parse_infer.loop import PairWrapper, identity, speculate
 from parse_infer.models.environment import describe_machine
 from parse_infer.models.prompts import Prompt, as_batch, with_drafts
-from parse_infer.models.tokenizer_spec import Language
+from parse_infer.models.tokenizer_spec import TokenizerSpec
+from parse_infer.output import Generation
 from parse_infer.request import Request
+from parse_infer.settings import GenerationSettings
 from parse_infer.vllm_plugin.validity_requests import TrainedQuestions
 
 PARALLEL = 64  # answers under way at the same time
@@ -71,13 +71,13 @@ class Coordinator:
             (`Generation.fallback`). False, for measurements: that is an error, after `patience_s`.
     """
 
-    repeatable = False
+    deterministic = False
     """What a server computes with others at the same time may be rounded another way."""
 
     def __init__(
         self,
         target: Target,
-        draft: tuple[Servers | LocalDraft, Language] | None,
+        draft: tuple[ReplicaPool | LocalDraft, TokenizerSpec] | None,
         client: Client,
         *,
         threshold: float = DEFAULT_THRESHOLD,
@@ -94,7 +94,7 @@ class Coordinator:
         self.parallel = parallel
         self.controller = Controller()
         self.adaptive = True
-        self.around: Around = unchanged
+        self.pair_wrapper: PairWrapper = identity
         self.falls_back = True
         self.train_problems, self.calibration = train_problems, calibration
         self._models = dict(models or {})
@@ -133,9 +133,9 @@ class Coordinator:
 
         Args:
             target_url, draft_url: the servers of each, one or several; without any, one is started, and ends with
-                `close`. Those of the target run with the plugin and this adapter (`parse_infer.vllm_plugin.options`), or with
-                `zero_shot` are any that give log-probabilities; without a draft model too, one that is started is as
-                vLLM comes.
+                `close`. Those of the target run with the plugin and this adapter
+                (`parse_infer.vllm_plugin.options`), or with `zero_shot` are any that give log-probabilities; without a
+                draft model too, one that is started is as vLLM comes.
             local_draft: the draft model runs in this process, without a server. None: where it has no address and no
                 options, lies in a folder and has at most 32 MiB of weights, and there is no GPU.
             target_options, draft_options: more options of vLLM for servers that are started, by their names in
@@ -185,34 +185,34 @@ class Coordinator:
             processes=parts.processes,
         )
         try:
-            coordinator.run(coordinator.meet())
+            coordinator.run(coordinator.handshake())
         except BaseException:
             coordinator.close()
             raise
         return coordinator
 
-    async def meet(self) -> None:
+    async def handshake(self) -> None:
         """Learn what the servers serve, and whether they can judge. Raises as `from_pretrained` does."""
         for servers, language in self._known():
             servers.examine = partial(self._examine, servers, language)
-            await servers.meet()
+            await servers.handshake()
             language.window = min(language.window, servers.identity.window or language.window)
         await self.aclose()  # requests may come from another event loop
 
-    async def _examine(self, servers: Servers, language: Language, server: Server) -> None:
+    async def _examine(self, servers: ReplicaPool, language: TokenizerSpec, server: Server) -> None:
         """ValueError where a server that has come, or has come back, is not what it should be."""
         await servers.identity.check_tokens(language.name, language.tokenizer, server)
         if servers is self._target.servers and isinstance(self._target.questions, TrainedQuestions) and server.judges:
             await self._target.try_judge(server)
 
     @property
-    def servers(self) -> dict[str, Servers]:
+    def servers(self) -> dict[str, ReplicaPool]:
         """By role: "target", and "draft" where servers draft."""
         return {servers.role: servers for servers, _ in self._known()}
 
-    def _known(self) -> list[tuple[Servers, Language]]:
+    def _known(self) -> list[tuple[ReplicaPool, TokenizerSpec]]:
         found = [(self._target.servers, self._target.language)]
-        if self._drafts is not None and isinstance(self._drafts[0], Servers):
+        if self._drafts is not None and isinstance(self._drafts[0], ReplicaPool):
             found.append((self._drafts[0], self._drafts[1]))
         return found
 
@@ -233,7 +233,7 @@ class Coordinator:
         """Of the coordinator."""
         return describe_machine(torch.device("cpu"))
 
-    def forget(self) -> None:
+    def clear_caches(self) -> None:
         """Nothing in the servers' caches makes the next answer faster."""
         self.fields(**{**self._target.servers.fields, "cache_salt": uuid.uuid4().hex})
 
@@ -247,7 +247,7 @@ class Coordinator:
         """As `ParseEngine.generate`; several prompts are answered at the same time."""
         batch, is_list = as_batch(prompts)
         texts = with_drafts(batch, is_list, draft_text)
-        found = list(self.each(batch, self._settings(settings, overrides), texts))
+        found = list(self.generate_iter(batch, self._settings(settings, overrides), texts))
         return found if is_list else found[0]
 
     def generate_target(
@@ -255,10 +255,10 @@ class Coordinator:
     ) -> Generation | list[Generation]:
         """The target alone."""
         batch, is_list = as_batch(prompts)
-        found = list(self.each(batch, self._settings(settings, overrides), alone=True))
+        found = list(self.generate_iter(batch, self._settings(settings, overrides), alone=True))
         return found if is_list else found[0]
 
-    def each(
+    def generate_iter(
         self,
         prompts: Sequence[Prompt],
         settings: GenerationSettings | None = None,
@@ -307,7 +307,7 @@ class Coordinator:
         """Raises ValueError for what `events` would refuse."""
         self._prepare(prompt, settings, draft_text, alone)
 
-    def read_draft(self, text: str, prompt: Prompt, target: Language) -> TextDrafter:
+    def read_draft(self, text: str, prompt: Prompt, target: TokenizerSpec) -> TextDrafter:
         """A draft for `events`, in tokens of the target, or of a copy of it for another thread.
 
         Raises ValueError for an empty one.
@@ -349,7 +349,7 @@ class Coordinator:
             with self.controller.answering(self.running) if adaptive else nullcontext() as answer:
                 if answer is not None and not answer.drafted:
                     drafts = None
-                with self._target.servers.place(judging=drafts is not None) as at:
+                with self._target.servers.acquire(judging=drafts is not None) as at:
                     async with aclosing(self._writing(request, drafts, at, watched)) as events:
                         async for event in events:
                             yield event
@@ -416,7 +416,7 @@ class Coordinator:
         self,
         request: Request,
         drafts: Drafts | None,
-        at: Place,
+        at: Lease,
         watched: bool,
     ) -> AsyncGenerator[Event, None]:
         """With drafts the rounds, else the target alone."""
@@ -425,21 +425,23 @@ class Coordinator:
                 async for token in tokens:
                     request.stats.target_forwards += 1
                     yield Resumed(1, request.answer.add([token], "target"), token)
-                    if not request.answer.open:
+                    if request.answer.is_finished:
                         return
             return
         threshold = request.settings.threshold
         assert threshold is not None  # `_prepare` has put in the coordinator's own
         # What stands in between may give parts of this answer to a request with other settings, so the draft is to be
         # whole, and there, and each of the target's tokens has a time.
-        alone = self.around is unchanged
+        alone = self.pair_wrapper is identity
         falls_back = self.falls_back and alone
         patience_s = 0.0 if falls_back else None
-        with drafts[0].place(patience_s) if isinstance(drafts, tuple) else nullcontext() as draft_at:
+        with drafts[0].acquire(patience_s) if isinstance(drafts, tuple) else nullcontext() as draft_at:
             overlap, watched = self._overlap and alone, watched or not alone
-            pair = ServerPair(self._target, drafts, request, threshold, at, draft_at, overlap, watched, falls_back)
+            pair = ServerModelPair(
+                self._target, drafts, request, threshold, at, draft_at, overlap, watched, falls_back
+            )
             try:
-                async with aclosing(rounds(self.around(pair, request), request)) as events:
+                async with aclosing(speculate(self.pair_wrapper(pair, request), request)) as events:
                     async for event in events:
                         yield event
             finally:
@@ -464,7 +466,7 @@ class Coordinator:
         if self._drafts is None:
             raise ValueError("there is no draft model: give one, or a draft_text")
         servers, language = self._drafts
-        translation = Translation(language, self.target, self._shares_tokens, request.prompt, settings.stop)
+        translation = CrossTokenizerDraft(language, self.target, self._shares_tokens, request.prompt, settings.stop)
         return request, (servers, translation)
 
     def _settings(self, settings: GenerationSettings | None, overrides: Mapping[str, Any]) -> GenerationSettings:

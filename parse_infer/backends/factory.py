@@ -12,11 +12,10 @@ import torch
 from parse_infer.backends.client import Client
 from parse_infer.backends.launch import draft_server, launch, plain_options, stock_options
 from parse_infer.backends.local_draft import LocalDraft
-from parse_infer.backends.replicas import PATIENCE_S, Servers
+from parse_infer.backends.replicas import PATIENCE_S, ReplicaPool
 from parse_infer.backends.supervisor import READY_S, Processes
 from parse_infer.backends.vllm import Target
-from parse_infer.calibration.schema import Calibration, apply_promise, shipped_calibration
-from parse_infer.settings import GenerationSettings
+from parse_infer.calibration.schema import Calibration, resolve_risk, shipped_calibration
 from parse_infer.judge.adapter import ValidityConfig, check_target
 from parse_infer.judge.adapter_files import AdapterFiles, read_adapter
 from parse_infer.judge.cuts import CutPolicy
@@ -29,7 +28,8 @@ from parse_infer.models.loading import (
     weights_folder,
 )
 from parse_infer.models.names import resolve
-from parse_infer.models.tokenizer_spec import Language
+from parse_infer.models.tokenizer_spec import TokenizerSpec
+from parse_infer.settings import GenerationSettings
 from parse_infer.vllm_plugin.options import REJECTED_DRAFTS, engine_options, judge_name
 from parse_infer.vllm_plugin.validity_requests import Questions, TrainedQuestions, ZeroShotQuestions
 
@@ -51,7 +51,7 @@ class Parts:
     """
 
     target: Target
-    draft: tuple[Servers | LocalDraft, Language] | None
+    draft: tuple[ReplicaPool | LocalDraft, TokenizerSpec] | None
     client: Client
     models: dict[str, Any]
     train_problems: frozenset[str]
@@ -100,7 +100,7 @@ def find_parts(
     questions, own_cuts, threshold = _judge(target, files, language)
     if local_draft is None:
         local_draft = not draft_urls and not draft_options and draft is not None and _small_on_cpu(draft)
-    drafting: Language | None = None
+    drafting: TokenizerSpec | None = None
     if draft is not None and local_draft:
         drafting = load_language_model(draft, role="draft", template_options=template_options)
     elif draft is not None:
@@ -143,14 +143,14 @@ def find_parts(
     if patience_s is None:
         patience_s = PATIENCE_S if processes is None else READY_S
     judge = None if files is None else judge_name(files.fingerprint)
-    targets = Servers("target", target_urls, client, failure, patience_s, judge)
+    targets = ReplicaPool("target", target_urls, client, failure, patience_s, judge)
     drafts_here = isinstance(drafting, LanguageModel) or "draft" in wanted
     share_cores = "target" in wanted and drafts_here and not torch.cuda.is_available()
-    drafts: tuple[Servers | LocalDraft, Language] | None = None
+    drafts: tuple[ReplicaPool | LocalDraft, TokenizerSpec] | None = None
     if isinstance(drafting, LanguageModel):
         drafts = LocalDraft(drafting, share_cores), drafting
     elif drafting is not None:
-        drafts = Servers("draft", draft_urls, client, failure, patience_s), drafting
+        drafts = ReplicaPool("draft", draft_urls, client, failure, patience_s), drafting
     return Parts(
         Target(language, targets, questions, cut_policy or own_cuts, guesses),
         drafts,
@@ -178,7 +178,7 @@ def servable(
         )
     if settings.risk is not None and calibration is not None:
         calibration.check(models)
-    return apply_promise(settings, calibration)
+    return resolve_risk(settings, calibration)
 
 
 def _small_on_cpu(draft: str | Path) -> bool:
@@ -188,7 +188,7 @@ def _small_on_cpu(draft: str | Path) -> bool:
 
 
 def _judge(
-    target: str | Path, adapter: AdapterFiles | None, language: Language
+    target: str | Path, adapter: AdapterFiles | None, language: TokenizerSpec
 ) -> tuple[Questions, CutPolicy, float | None]:
     """How the target is asked, where drafts are cut for that, and the threshold that goes with it."""
     if adapter is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from parse_infer.backends.client import Client, Lost, Refused
+from parse_infer.backends.client import Client, Refused, TransientServerError
 from parse_infer.backends.health import Server
 from parse_infer.backends.retries import Unavailable
 
@@ -43,7 +43,7 @@ class Identity:
         self.window = 0
         self._client = client
 
-    async def meet(self, members: Sequence[Server], examine: Callable[[Server], Awaitable[None]]) -> None:
+    async def handshake(self, members: Sequence[Server], examine: Callable[[Server], Awaitable[None]]) -> None:
         """Learn what the servers serve, and examine each; those that do not answer are not well.
 
         Raises:
@@ -54,7 +54,7 @@ class Identity:
         for server in members:
             try:
                 cards[server] = await self._card(server)
-            except Lost as error:
+            except TransientServerError as error:
                 self._away(server, error)
         names = sorted({card.names[0] for card in cards.values()})
         if len(names) > 1:
@@ -67,10 +67,10 @@ class Identity:
             try:
                 self._compare(server, card)
                 await examine(server)
-                server.examined = server.well = True
-            except Lost as error:
+                server.examined = server.healthy = True
+            except TransientServerError as error:
                 self._away(server, error)
-        if not any(server.well for server in members):
+        if not any(server.healthy for server in members):
             raise Unavailable(self._hint(members[0]))
         if not judged:
             raise ValueError(
@@ -78,7 +78,7 @@ class Identity:
                 "with the command that python -m parse_infer.vllm_plugin.options prints for this adapter"
             )
         for server in members:
-            if not server.well:
+            if not server.healthy:
                 log.warning(self._hint(server))
 
     async def check(self, server: Server) -> None:
@@ -90,7 +90,7 @@ class Identity:
         body = {"model": self.model, "prompt": _SAMPLE, "add_special_tokens": False}
         try:
             found = (await self._client.post(f"{server.url}/tokenize", body))["tokens"]
-        except (Lost, Refused, KeyError, TypeError):  # only vLLM has this path
+        except (TransientServerError, Refused, KeyError, TypeError):  # only vLLM has this path
             return
         if found != tokenizer.encode(_SAMPLE, add_special_tokens=False):
             raise ValueError(
@@ -138,8 +138,8 @@ class Identity:
                 self.role, server.url, self.judge, ", ".join(card.names),
             )  # fmt: skip
 
-    def _away(self, server: Server, error: Lost) -> None:
-        server.well, server.examined, server.trouble = False, False, str(error)
+    def _away(self, server: Server, error: TransientServerError) -> None:
+        server.healthy, server.examined, server.last_error = False, False, str(error)
 
     def _hint(self, server: Server) -> str:
         return f"the {self.role} server {server.trouble}: start it, or correct {self.role}_url"

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from parse_infer.backends.client import Client, Lost, Refused
+from parse_infer.backends.client import Client, Refused, TransientServerError
 
 log = logging.getLogger("parse_infer.backends")
 
@@ -35,8 +35,8 @@ class Server:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.busy = 0
-        self.well = True
-        self.trouble = ""
+        self.healthy = True
+        self.last_error = ""
         self.judges = True
         self.root: str | None = None
         self.examined = False
@@ -98,12 +98,12 @@ class HealthChecks:
             async with asyncio.timeout(seconds):
                 await self._back.wait()
 
-    def lose(self, server: Server, trouble: str) -> None:
+    def lose(self, server: Server, last_error: str) -> None:
         """Take a server out, and end the waits of its requests."""
-        server.trouble, server.examined = trouble, False
-        if server.well:
-            server.well = False
-            log.warning("the %s server %s is out: %s", self._role, server.url, trouble)
+        server.last_error, server.examined = last_error, False
+        if server.healthy:
+            server.healthy = False
+            log.warning("the %s server %s is out: %s", self._role, server.url, last_error)
             self._stop_watching(server)  # which may be asleep for longer
             self._watching[server] = asyncio.get_running_loop().create_task(self._watch(server))
         while server.waits:
@@ -115,7 +115,7 @@ class HealthChecks:
 
     async def _watch(self, server: Server) -> None:
         while True:
-            await asyncio.sleep(CHECK_EVERY_S if server.well else RETRY_EVERY_S)
+            await asyncio.sleep(CHECK_EVERY_S if server.healthy else RETRY_EVERY_S)
             await self.check(server)
 
     async def _check(self, server: Server) -> None:
@@ -128,14 +128,14 @@ class HealthChecks:
                 await self._look_closely(server)
         except TimeoutError:
             server.missed += 1
-            if not server.well or server.missed >= CHECKS_MISSED:
+            if not server.healthy or server.missed >= CHECKS_MISSED:
                 self.lose(server, f"{server.url} does not tell its health within {CHECK_LIMIT_S:g} s")
-        except (Lost, ValueError) as error:
+        except (TransientServerError, ValueError) as error:
             self.lose(server, str(error))
         else:
             server.missed = 0
-            if not server.well:
-                server.well = True
+            if not server.healthy:
+                server.healthy = True
                 log.info("the %s server %s is back", self._role, server.url)
             self._back.set()
             self._back.clear()
@@ -145,5 +145,7 @@ class HealthChecks:
             async with asyncio.timeout(EXAMINE_LIMIT_S):
                 await self._examine(server)
         except TimeoutError as error:
-            raise Lost(f"{server.url} does not answer a first request within {EXAMINE_LIMIT_S:g} s") from error
+            raise TransientServerError(
+                f"{server.url} does not answer a first request within {EXAMINE_LIMIT_S:g} s"
+            ) from error
         server.examined = True

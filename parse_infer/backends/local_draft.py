@@ -73,14 +73,14 @@ class LocalDraft:
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def place(self, patience_s: float | None = None) -> Iterator[None]:
-        """As `Servers.place`; nothing has to be waited for."""
+    def acquire(self, patience_s: float | None = None) -> Iterator[None]:
+        """As `ReplicaPool.place`; nothing has to be waited for."""
         yield
 
     async def written(
         self, ids: Sequence[int], most: int, settings: Mapping[str, Any], place: object = None, watched: bool = True
     ) -> AsyncGenerator[list[int], None]:
-        """As `Servers.written`; `stop` is the caller's, who may close this at any time. Raises Unavailable."""
+        """As `ReplicaPool.written`; `stop` is the caller's, who may close this at any time. Raises Unavailable."""
         numbers = {name: settings[name] for name in ("temperature", "top_p", "top_k")}
         sampling = Sampling(**numbers, seed=settings.get("seed", secrets.randbits(62)))
         job = _Job(list(ids), most, sampling, frozenset(settings["stop_token_ids"]), asyncio.get_running_loop())
@@ -130,7 +130,7 @@ class LocalDraft:
         arriving = list(islice(waiting, self._decoder.batch_size - len(writing)))
         runs = self._begun(arriving)
         if runs:
-            batch.admit(runs)
+            batch.add(runs)
         writing += zip(arriving, runs, strict=True)
         for _ in arriving:
             waiting.popleft()
@@ -142,8 +142,8 @@ class LocalDraft:
                 job.sent = len(run.written)
             if run.ended:
                 job.tell(None)
-        if len(batch.free) > _FREE * len(batch.seats):
-            batch.shrink()
+        if len(batch.free) > _FREE * len(batch.runs):
+            batch.compact()
         return [(job, run) for job, run in writing if not run.ended]
 
     def _begun(self, jobs: Sequence[_Job]) -> list[Run]:

@@ -1,6 +1,7 @@
 """Runs a command that ends, with all processes it has started, when whoever started this ends, however that happens.
 
-    python -m parse_infer.backends.parent_death_watchdog COMMAND …      # in a process group of its own, standard input a pipe
+    # in a process group of its own, standard input a pipe
+    python -m parse_infer.backends.parent_death_watchdog COMMAND …
 
 The pipe tells: nobody writes to it, and it closes with the process at its other end, also after kill -9. When the
 command ends by itself, what it has left behind ends too.

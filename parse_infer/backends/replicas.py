@@ -13,10 +13,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
-from parse_infer.backends.client import Client, Lost, Refused
+from parse_infer.backends.client import Client, Refused, TransientServerError
 from parse_infer.backends.handshake import Identity
 from parse_infer.backends.health import HealthChecks, Server
-from parse_infer.backends.retries import Attempts, Failing, Place, Replaced, Unavailable
+from parse_infer.backends.retries import Attempts, Failing, Lease, Replaced, Unavailable
 
 PATIENCE_S = 120.0  # while no server is well
 _PULSE_S = 0.5
@@ -27,7 +27,7 @@ async def _nothing_to_examine(server: Server) -> None:
     pass
 
 
-class Servers:
+class ReplicaPool:
     """
     Args:
         role: for messages: "target" or "draft".
@@ -83,31 +83,31 @@ class Servers:
 
     def count(self, judging: bool = False) -> int:
         """Servers that are well, or those of them that run the right adapter."""
-        return sum(server.well and (server.judges or not judging) for server in self.members)
+        return sum(server.healthy and (server.judges or not judging) for server in self.members)
 
-    async def meet(self) -> None:
+    async def handshake(self) -> None:
         """Ask each server what it serves, and examine it. Those that do not answer are checked until they do.
 
         Raises as `Identity.meet` does.
         """
-        await self.identity.meet(self.members, self.examine)
+        await self.identity.handshake(self.members, self.examine)
 
     @contextmanager
-    def place(self, patience_s: float | None = None, judging: bool = False) -> Iterator[Place]:
-        """A place for all requests of an answer, at the server with the least to do. See `Place`.
+    def acquire(self, patience_s: float | None = None, judging: bool = False) -> Iterator[Lease]:
+        """A place for all requests of an answer, at the server with the least to do. See `Lease`.
 
         Args:
             judging: some of them are about a draft.
         """
-        well = [server for server in self.members if server.well] or self.members
-        able = [server for server in well if server.judges or not judging] or well
-        place = Place(_least_busy(able), patience_s)
+        healthy = [server for server in self.members if server.healthy] or self.members
+        able = [server for server in healthy if server.judges or not judging] or healthy
+        lease = Lease(_least_busy(able), patience_s)
         try:
-            yield place
+            yield lease
         finally:
-            place.server.busy -= 1
+            lease.server.busy -= 1
 
-    async def ask(self, body: dict[str, Any], place: Place | None = None, judging: bool = False) -> Any:
+    async def ask(self, body: dict[str, Any], lease: Lease | None = None, judging: bool = False) -> Any:
         """The answer to a completion request of one token for each prompt.
 
         Args:
@@ -119,7 +119,7 @@ class Servers:
             Replaced: no server that is well has the adapter.
         """
         body = self._addressed(body)
-        return await self._tried(lambda url: self._client.post(url, body), place, judging=judging)
+        return await self._tried(lambda url: self._client.post(url, body), lease, judging=judging)
 
     async def ask_one(self, server: Server, body: dict[str, Any]) -> Any:
         """The same from this server, once, however it is. Raises Lost or Refused."""
@@ -130,19 +130,19 @@ class Servers:
         ids: Sequence[int],
         most: int,
         settings: dict[str, Any],
-        place: Place | None = None,
+        lease: Lease | None = None,
         watched: bool = True,
     ) -> AsyncGenerator[list[int], None]:
         """What the model writes behind `ids`, `most` tokens at most: as it comes if it is `watched`, else at once,
         which costs less. Raises as `ask` does."""
         if not watched:
             body = self._body(ids, most, settings)
-            yield await self._tried(lambda url: self._client.whole(url, body), place)
+            yield await self._tried(lambda url: self._client.whole(url, body), lease)
             return
         got: list[int] = []
         tried = Attempts()
         while tried.left:
-            server = await self._server(place, tried)
+            server = await self._server(lease, tried)
             body = self._body([*ids, *got], most - len(got), settings)
             if "min_tokens" in settings:  # of the whole text
                 body["min_tokens"] = max(0, settings["min_tokens"] - len(got))
@@ -190,39 +190,39 @@ class Servers:
     async def _tried(
         self,
         request: Callable[[str], Awaitable[Any]],
-        place: Place | None,
+        lease: Lease | None,
         path: str = "/v1/completions",
         judging: bool = False,
     ) -> Any:
         tried = Attempts()
         while tried.left:
-            server = await self._server(place, tried, judging)
+            server = await self._server(lease, tried, judging)
             async with self._trying(server, tried, judging), self._waiting(server):
                 return await request(f"{server.url}{path}")
         raise self._given_up(tried)
 
-    async def _server(self, place: Place | None, tried: Attempts, judging: bool = False) -> Server:
+    async def _server(self, lease: Lease | None, tried: Attempts, judging: bool = False) -> Server:
         """The server to ask next, as soon as one is well. Raises Unavailable or Replaced where none will be."""
         self._health.start()
-        end = time.monotonic() + (self.patience_s if place is None or place.patience_s is None else place.patience_s)
-        while not (well := [server for server in self.members if server.well]):
+        end = time.monotonic() + (self.patience_s if lease is None or lease.patience_s is None else lease.patience_s)
+        while not (healthy := [server for server in self.members if server.healthy]):
             left = end - time.monotonic()
             reason = self._failure()
             if reason is not None or left <= 0:
                 raise Unavailable(f"no {self.role} server answers: {reason or self.members[-1].trouble}")
             await self._health.change(min(left, _PULSE_S))
-        able = [server for server in well if server.judges or not judging]
+        able = [server for server in healthy if server.judges or not judging]
         if not able:
             raise self.replaced()
         times = min(map(tried.failed.count, able))
         able = [server for server in able if tried.failed.count(server) == times]
         if times:
             await asyncio.sleep(_BACK_OFF_S * 2 ** (times - 1))
-        if place is None:
+        if lease is None:
             return _least_busy(able)
-        if place.server not in able:
-            place.move(_least_busy(able))
-        return place.server
+        if lease.server not in able:
+            lease.move(_least_busy(able))
+        return lease.server
 
     @asynccontextmanager
     async def _trying(self, server: Server, tried: Attempts, judging: bool = False) -> AsyncIterator[None]:
@@ -230,14 +230,14 @@ class Servers:
         server.busy += 1
         try:
             yield
-        except Lost as error:
+        except TransientServerError as error:
             tried.note(server, str(error))
             await self._health.check(server)
         except Refused as error:
             if error.status != 404:
                 raise
             await self._health.check(server)  # does it still serve what it did?
-            if server.well and (server.judges or not judging):
+            if server.healthy and (server.judges or not judging):
                 raise
             tried.note(server, str(error))
         finally:
@@ -256,7 +256,7 @@ class Servers:
         except TimeoutError as error:
             if not wait.expired():
                 raise
-            raise Lost(server.trouble) from error
+            raise TransientServerError(server.last_error) from error
 
     async def _next(self, server: Server, pieces: AsyncGenerator[Any, None]) -> Any:
         """The next piece of a stream; None at its end."""

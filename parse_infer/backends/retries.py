@@ -19,11 +19,11 @@ class Replaced(ValueError):
     """Servers answer, but none of them runs the adapter that drafts are judged with."""
 
 
-class Place:
+class Lease:
     """Where the requests of one answer go: to one server, which keeps what it has read; after a failure to another.
 
     Attributes:
-        patience_s: how long a request waits while no server is well; None: as long as any (`Servers.patience_s`).
+        patience_s: how long a request waits while no server is well; None: as long as any (`ReplicaPool.patience_s`).
     """
 
     def __init__(self, server: Server, patience_s: float | None = None) -> None:
@@ -47,12 +47,12 @@ class Attempts:
 
     def __init__(self) -> None:
         self.failed: list[Server] = []
-        self.trouble = ""
+        self.last_error = ""
 
     @property
     def left(self) -> int:
         return ATTEMPTS - len(self.failed)
 
-    def note(self, server: Server, trouble: str) -> None:
+    def note(self, server: Server, last_error: str) -> None:
         self.failed.append(server)
-        self.trouble = server.trouble = trouble
+        self.last_error = server.last_error = last_error

@@ -1,4 +1,4 @@
-"""One answer by two servers: the `Pair` that `parse_infer.loop` asks.
+"""One answer by two servers: the `ModelPair` that `parse_infer.loop` asks.
 
 Nothing waits: the target reads a long prompt while the draft is written, segments are verified as they are complete
 (`Checks`), and a draft that breaks is stopped at once, unless its rest still serves as guesses. What is kept is the
@@ -18,16 +18,16 @@ from typing import Any
 from parse_infer.backends.client import Refused
 from parse_infer.backends.health import Server
 from parse_infer.backends.local_draft import LocalDraft
-from parse_infer.backends.replicas import Servers
-from parse_infer.backends.retries import Failing, Place, Replaced, Unavailable
+from parse_infer.backends.replicas import ReplicaPool
+from parse_infer.backends.retries import Failing, Lease, Replaced, Unavailable
 from parse_infer.backends.streaming_verifier import Checks
-from parse_infer.drafters.cross_tokenizer import Translation, Writing
+from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStream
 from parse_infer.drafters.text import TextDrafter
-from parse_infer.output import Fallback
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.loop import may_hand_back
 from parse_infer.models.sampling import Sampling, seed_of
-from parse_infer.models.tokenizer_spec import Language
+from parse_infer.models.tokenizer_spec import TokenizerSpec
+from parse_infer.output import Fallback
 from parse_infer.request import Request
 from parse_infer.vllm_plugin.validity_requests import Questions
 
@@ -36,12 +36,12 @@ log = logging.getLogger("parse_infer.backends")
 DRAFT_SILENCE_S = 30.0  # without a token of a draft: by then the target alone is ahead
 PREFILL = 256  # tokens of a prompt that is worth a request of its own while the draft is written
 
-Drafts = tuple[Servers | LocalDraft, Translation] | TextDrafter
+Drafts = tuple[ReplicaPool | LocalDraft, CrossTokenizerDraft] | TextDrafter
 """Who drafts an answer: a model, and how it sees the answer; or a text."""
 
 
 @dataclass(frozen=True)
-class Judged:
+class Scores:
     cuts: list[int]
     validity: list[float]
 
@@ -59,8 +59,8 @@ class Target:
 
     def __init__(
         self,
-        language: Language,
-        servers: Servers,
+        language: TokenizerSpec,
+        servers: ReplicaPool,
         questions: Questions | None,
         cut_policy: CutPolicy,
         guesses: bool = False,
@@ -83,13 +83,13 @@ class Target:
         return threshold <= 1 or self.guesses
 
     async def validities(
-        self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], place: Place | None = None
+        self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], lease: Lease | None = None
     ) -> list[float]:
-        """One call about all cuts. Raises ValueError where the server's answer is none, and as `Servers.ask` does."""
+        """Ask for the validity at all cuts in one call. Raises ValueError for a malformed answer; see `ReplicaPool.ask`."""
         assert self.questions is not None
         asked = self.questions.about(context, draft, cuts, self.language.window)
         body = asked.request(self.servers.judging_model)
-        return asked.validities(await self.servers.ask(body, place, judging=True))
+        return asked.validities(await self.servers.ask(body, lease, judging=True))
 
     async def try_judge(self, server: Server) -> None:
         """ValueError where this server cannot judge a draft. Raises Lost where it does not answer."""
@@ -103,7 +103,7 @@ class Target:
             ) from error
 
     async def written(
-        self, request: Request, round: int, place: Place | None, watched: bool
+        self, request: Request, round: int, lease: Lease | None, watched: bool
     ) -> AsyncGenerator[int, None]:
         """What the target writes behind the answer so far, until whoever adds it to the answer wants no more.
 
@@ -112,9 +112,9 @@ class Target:
 
         Raises Unavailable where a server ends an answer that has not ended.
         """
-        while request.answer.room > 0:
+        while request.answer.remaining_tokens > 0:
             before = len(request.answer.ids)
-            async with aclosing(self._written_once(request, round, place, watched)) as tokens:
+            async with aclosing(self._written_once(request, round, lease, watched)) as tokens:
                 async for token in tokens:
                     yield token
             # A server may have a limit of its own, such as the max_new_tokens of the model's generation_config.json.
@@ -122,13 +122,13 @@ class Target:
                 raise Unavailable("a target server has ended an answer without a token")
 
     async def _written_once(
-        self, request: Request, round: int, place: Place | None, watched: bool
+        self, request: Request, round: int, lease: Lease | None, watched: bool
     ) -> AsyncGenerator[int, None]:
-        room = request.answer.room
+        room = request.answer.remaining_tokens
         asked = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(request)
         if not watched:
             asked |= stop_settings(request.settings.stop)
-        written = self.servers.written(request.context, room, asked, place, watched)
+        written = self.servers.written(request.context, room, asked, lease, watched)
         async with aclosing(written) as pieces:
             while True:
                 with request.timed("resume_s"):
@@ -139,7 +139,7 @@ class Target:
                     yield token
 
 
-class ServerPair:
+class ServerModelPair:
     """
     Args:
         drafts: who drafts.
@@ -157,8 +157,8 @@ class ServerPair:
         drafts: Drafts,
         request: Request,
         threshold: float,
-        at: Place,
-        draft_at: Place | None = None,
+        at: Lease,
+        draft_at: Lease | None = None,
         overlap: bool = True,
         watched: bool = True,
         falls_back: bool = True,
@@ -174,9 +174,9 @@ class ServerPair:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._checks = self._new_checks(round=1)
 
-    def room(self) -> int:
+    def max_draft_tokens(self) -> int:
         behind = self._target.language.window - self._target.probe_room - len(self._request.context)
-        return min(self._request.answer.room, behind)
+        return min(self._request.answer.remaining_tokens, behind)
 
     async def propose(self, round: int) -> Sequence[int]:
         request, servers = self._request, self._target.servers
@@ -186,8 +186,8 @@ class ServerPair:
             return self._fall_back(servers.replaced())
         self._checks = checks = self._new_checks(round)
         if isinstance(self._drafts, TextDrafter):
-            return self._drafts.propose(request.answer.ids, self.room()).ids
-        writing = self._drafts[1].begin(request.answer.ids, self.room())
+            return self._drafts.propose(request.answer.ids, self.max_draft_tokens()).ids
+        writing = self._drafts[1].begin(request.answer.ids, self.max_draft_tokens())
         if writing is None:
             return []
         if self._overlap and round == 1 and len(request.context) >= PREFILL:
@@ -208,21 +208,21 @@ class ServerPair:
             return self._fall_back(error, "no_draft")
         return writing.draft().ids
 
-    async def verify(self, draft: Sequence[int]) -> Judged:
+    async def verify(self, draft: Sequence[int]) -> Scores:
         cuts = self._target.affordable(self._request.context, self.segmenter.cuts(draft))
         try:
-            return Judged(cuts, await self._checks.of(draft, cuts) if cuts else [])
+            return Scores(cuts, await self._checks.of(draft, cuts) if cuts else [])
         except (ValueError, Failing) as error:
             self._fall_back(error)
-            return Judged([], [])
+            return Scores([], [])
 
-    def own_choice(self, draft: Sequence[int], verdict: Judged, cut: int) -> int:
+    def count_greedy_matches(self, draft: Sequence[int], verdict: Scores, cut: int) -> int:
         return 0  # over HTTP the target's choices cost one more answer for every token
 
-    def compact(self, verdict: Judged, kept: Collection[int]) -> Judged:
+    def compact(self, verdict: Scores, kept: Collection[int]) -> Scores:
         return verdict
 
-    def settle(self, draft: Sequence[int], verdict: Judged, kept: int) -> None:
+    def commit(self, draft: Sequence[int], verdict: Scores, kept: int) -> None:
         pass  # the next prompt says it all, and the server finds the blocks that it has
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
@@ -270,18 +270,18 @@ class ServerPair:
         return Checks(ask, self.segmenter, choose, threshold, self._start)
 
     async def _read_draft(
-        self, servers: Servers | LocalDraft, translation: Translation, writing: Writing, round: int
+        self, servers: ReplicaPool | LocalDraft, translation: CrossTokenizerDraft, writing: DraftStream, round: int
     ) -> None:
         asked = server_settings(self._request.settings.draft_sampling, translation.end_ids, "draft", round)
         if not self._overlap:  # nothing is done with a part of it
             asked |= stop_settings(translation.stop)
-        written = servers.written(writing.context, writing.room, asked, self._draft_at, self._overlap)
+        written = servers.written(writing.context, writing.remaining_tokens, asked, self._draft_at, self._overlap)
         # Without overlap all of it comes at once, which may take long.
         limit = DRAFT_SILENCE_S if self._overlap and self._falls_back else None
         async with aclosing(written) as pieces:
             while (piece := await _next_piece(pieces, limit)) is not None:
                 writing.add(piece)
-                if not writing.open:
+                if writing.is_finished:
                     return
                 if self._overlap:
                     self._checks.look(writing.text, writing.n, lambda: writing.draft().ids)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from parse_infer.acceptance import ACCEPT_NOTHING, Acceptance
-from parse_infer.calibration.schema import Setting
+from parse_infer.calibration.schema import OperatingPoint
 from parse_infer.settings import GenerationSettings, Resume
 
 # Fixed before any problem is seen. Even in log-odds: validities crowd near 1, and that is where thresholds differ.
@@ -15,9 +15,9 @@ THRESHOLDS: tuple[float, ...] = (ACCEPT_NOTHING, *(1 / (1 + math.exp(x / 4)) for
 RESUMES: tuple[Resume, ...] = get_args(Resume)
 
 
-def strict_to_lax(
+def candidates(
     resumes: Sequence[Resume] = RESUMES, acceptance: Acceptance = GenerationSettings.acceptance
-) -> list[list[Setting]]:
+) -> list[list[OperatingPoint]]:
     """An order of settings for each way to resume: from accepting nothing to accepting everything.
 
     Raises ValueError for no way to resume, or an unknown one.
@@ -25,4 +25,4 @@ def strict_to_lax(
     unknown = [resume for resume in resumes if resume not in RESUMES]
     if unknown or not resumes:
         raise ValueError(f"resume is {', '.join(unknown) or 'empty'}; choose among {', '.join(RESUMES)}")
-    return [[Setting(t, resume, acceptance) for t in THRESHOLDS] for resume in dict.fromkeys(resumes)]
+    return [[OperatingPoint(t, resume, acceptance) for t in THRESHOLDS] for resume in dict.fromkeys(resumes)]

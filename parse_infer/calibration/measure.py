@@ -17,16 +17,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from parse_infer.acceptance import ACCEPT_NOTHING, Acceptance, check_share
-from parse_infer.calibration.candidates import RESUMES, strict_to_lax
+from parse_infer.calibration.candidates import RESUMES, candidates
 from parse_infer.calibration.replay import Replay, ReplayedEngine
 from parse_infer.calibration.risk import least_problems, n_passing, p_value, upper_bound
-from parse_infer.calibration.schema import LOSSES, Calibration, Loss, Setting, Tried, risks
-from parse_infer.settings import GenerationSettings, Resume
+from parse_infer.calibration.schema import LOSSES, Calibration, Loss, OperatingPoint, TestedPoint, risks
 from parse_infer.held_out import leave_out_learnt
 from parse_infer.models.environment import describe_run
 from parse_infer.models.prompts import Prompt
 from parse_infer.models.sampling import Sampling
 from parse_infer.record_store import RecordStore
+from parse_infer.settings import GenerationSettings, Resume
 
 SAMPLE_TEMPERATURE = 0.7  # of the answers that vote
 _SOME = 50  # problems of which a usable target answers at least one
@@ -41,7 +41,7 @@ class CalibratedEngine(ReplayedEngine, Protocol):
         ...
 
     @property
-    def repeatable(self) -> bool:
+    def deterministic(self) -> bool:
         """Whether a greedy text is the same however it comes about: by guesses, packed or alone."""
         ...
 
@@ -95,12 +95,12 @@ class CalibrationSettings:
             )
         if self.timed < 1:
             raise ValueError(f"timed is {self.timed}: without a timed problem no setting is known to be fast")
-        strict_to_lax(self.resumes, self.acceptance)  # names a wrong value
+        candidates(self.resumes, self.acceptance)  # names a wrong value
         self.generation()
 
     @property
-    def orders(self) -> list[list[Setting]]:
-        return strict_to_lax(self.resumes, self.acceptance)
+    def orders(self) -> list[list[OperatingPoint]]:
+        return candidates(self.resumes, self.acceptance)
 
     @property
     def level(self) -> float:
@@ -187,7 +187,7 @@ def calibrate(
 def certify(calibration: Calibration, outcomes: Sequence[Outcome], settings: CalibrationSettings) -> Calibration:
     """`calibration` with what these outcomes show: every setting that was tried, and the promises."""
     orders = settings.orders
-    tried: list[Tried] = []
+    tried: list[TestedPoint] = []
     places: list[list[int]] = []
     for i, order in enumerate(orders):
         places.append([])
@@ -197,7 +197,7 @@ def certify(calibration: Calibration, outcomes: Sequence[Outcome], settings: Cal
             differing = upper_bound([float(outcome.disagreed[i][j]) for outcome in outcomes], 1 - settings.confidence)
             places[i].append(len(tried))
             faster = round(speedup(outcomes, i, j), 4)
-            tried.append(Tried(setting, float(sum(losses)), round(bound, 6), faster, round(differing, 6)))
+            tried.append(TestedPoint(setting, float(sum(losses)), round(bound, 6), faster, round(differing, 6)))
     promises: dict[float, int | None] = {}
     for risk in settings.risks:
         shown: list[int] = []
@@ -241,7 +241,7 @@ def _measure(
     store: RecordStore[Outcome],
     console: Console | None,
 ) -> list[Outcome]:
-    timed = {problem.id for problem in (problems[: settings.timed] if engine.repeatable else problems)}
+    timed = {problem.id for problem in (problems[: settings.timed] if engine.deterministic else problems)}
     pending = [problem for problem in problems if problem.id not in store.records]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console or Console(stderr=True)) as progress:
@@ -266,7 +266,7 @@ def _outcome(
     plain = settings.generation()
     target_seconds = None
     if timed:
-        engine.forget()
+        engine.clear_caches()
         alone = engine.generate_target(problem.prompt, plain)
         target_seconds = round(alone.timings.total_s, 4)
     majority = _majority(engine, problem, same, settings) if settings.samples else None
@@ -275,7 +275,7 @@ def _outcome(
     seconds: list[list[float]] = []
     found: dict[str, tuple[float, bool]] = {}
     with Replay(engine) as replay:
-        replay.forget()
+        replay.clear_caches()
         if not timed:
             alone, _ = replay.answer(problem.prompt, plain.override(threshold=ACCEPT_NOTHING, resume="finish"))
         right = check(problem, alone.text)

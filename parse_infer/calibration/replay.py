@@ -14,21 +14,21 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
 from parse_infer.acceptance import reachable_prefixes
-from parse_infer.output import Generation
-from parse_infer.settings import GenerationSettings
-from parse_infer.loop import Around, Pair, V
+from parse_infer.loop import ModelPair, PairWrapper, V
 from parse_infer.models.prompts import Prompt
+from parse_infer.output import Generation
 from parse_infer.request import Request
+from parse_infer.settings import GenerationSettings
 
 
 class ReplayedEngine(Protocol):
     """What a replay needs: a `ParseEngine`, or a `Coordinator`."""
 
-    around: Around
+    pair_wrapper: PairWrapper
 
     def generate(self, prompts: Prompt, settings: GenerationSettings | None = None) -> Any: ...
 
-    def forget(self) -> None: ...
+    def clear_caches(self) -> None: ...
 
 
 @dataclass
@@ -68,16 +68,16 @@ class Replay:
         self.memory = Memory()
 
     def __enter__(self) -> Replay:
-        self._before, self.engine.around = self.engine.around, self._remembering
+        self._before, self.engine.pair_wrapper = self.engine.pair_wrapper, self._remembering
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.engine.around = self._before
+        self.engine.pair_wrapper = self._before
 
-    def forget(self) -> None:
+    def clear_caches(self) -> None:
         """Another prompt follows; caches are emptied too, so that no part profits from another prompt's."""
         self.memory = Memory()
-        self.engine.forget()
+        self.engine.clear_caches()
 
     def answer(self, prompt: Prompt, settings: GenerationSettings) -> tuple[Generation, float]:
         """An answer, and the seconds that it would have taken without memory: those of all its parts.
@@ -92,22 +92,22 @@ class Replay:
         assert isinstance(generation, Generation)
         return generation, time.perf_counter() - started + self.memory.spared_s
 
-    def _remembering(self, pair: Pair[V], request: Request) -> Pair[V]:
+    def _remembering(self, pair: ModelPair[V], request: Request) -> ModelPair[V]:
         return _RememberingPair(pair, request, self.memory)
 
 
 class _RememberingPair(Generic[V]):
-    """A `Pair` that asks another one for what is not known yet."""
+    """A `ModelPair` that asks another one for what is not known yet."""
 
-    def __init__(self, pair: Pair[V], request: Request, memory: Memory) -> None:
+    def __init__(self, pair: ModelPair[V], request: Request, memory: Memory) -> None:
         self.segmenter, self.threshold = pair.segmenter, pair.threshold
-        self.room, self.compact = pair.room, pair.compact
+        self.max_draft_tokens, self.compact = pair.max_draft_tokens, pair.compact
         self._pair, self._request, self._memory = pair, request, memory
         self._settled: tuple[Sequence[int], V, int] | None = None
 
     async def propose(self, round: int) -> Sequence[int]:
         # Where nothing would be kept a pair may draft nothing.
-        key = ("draft", self.threshold > 1, tuple(self._request.context), self.room())
+        key = ("draft", self.threshold > 1, tuple(self._request.context), self.max_draft_tokens())
         if not self._memory.knows(key):
             started = time.perf_counter()
             self._memory.parts[key] = await self._pair.propose(round), time.perf_counter() - started
@@ -132,20 +132,20 @@ class _RememberingPair(Generic[V]):
         found: dict[int, tuple[int, float]] = {}
         for accepted in reachable_prefixes(verdict.validity, self._request.settings.acceptance):
             cut, started = verdict.cuts[accepted - 1] if accepted else 0, time.perf_counter()
-            found[cut] = self._pair.own_choice(draft, verdict, cut), time.perf_counter() - started
+            found[cut] = self._pair.count_greedy_matches(draft, verdict, cut), time.perf_counter() - started
         compact = self._pair.compact(verdict, {cut + tail for cut, (tail, _) in found.items()})
         for cut, part in found.items():
             self._memory.parts["own choice", id(compact), cut] = part
         return compact
 
-    def own_choice(self, draft: Sequence[int], verdict: V, cut: int) -> int:
+    def count_greedy_matches(self, draft: Sequence[int], verdict: V, cut: int) -> int:
         if not draft:
             return 0
         key = ("own choice", id(verdict), cut)  # the memory keeps every verdict alive
         self._memory.knows(key)
         return self._memory.parts[key][0]
 
-    def settle(self, draft: Sequence[int], verdict: V, kept: int) -> None:
+    def commit(self, draft: Sequence[int], verdict: V, kept: int) -> None:
         self._settled = draft, verdict, kept  # in earnest only where the target has to write
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
@@ -161,7 +161,7 @@ class _RememberingPair(Generic[V]):
         draft, verdict, kept = self._settled
         started = time.perf_counter()
         # Where somebody stopped reading before, the target goes on behind what is in the answer by now.
-        self._pair.settle(() if known else draft, verdict, 0 if known else kept)
+        self._pair.commit(() if known else draft, verdict, 0 if known else kept)
         spent = time.perf_counter() - started
         async with aclosing(self._pair.resume(round, rejected[known:])) as tokens:
             while True:

@@ -27,7 +27,7 @@ _WAY_OUT = "run `parse-infer calibrate` again"
 
 
 @dataclass(frozen=True)
-class Setting:
+class OperatingPoint:
     """What a promise is made for; fields as in `GenerationSettings`."""
 
     threshold: float
@@ -37,10 +37,10 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Tried:
+class TestedPoint:
     """A setting on the problems of a calibration."""
 
-    setting: Setting
+    setting: OperatingPoint
     losses: float
     """Sum over all problems."""
     bound: float
@@ -76,7 +76,7 @@ class Calibration:
     confidence: float
     max_new_tokens: int
     models: dict[str, Any]
-    tried: list[Tried]
+    tried: list[TestedPoint]
     promises: dict[float, int | None]
     made: dict[str, Any] = field(default_factory=dict)
 
@@ -85,7 +85,7 @@ class Calibration:
         """Whose answers it speaks of: the local engine's, or servers'."""
         return str(self.models.get("backend", LOCAL))
 
-    def setting(self, risk: float) -> Tried:
+    def setting(self, risk: float) -> TestedPoint:
         """What keeps `risk`.
 
         Raises:
@@ -135,7 +135,7 @@ class Calibration:
         if content.pop("schema_version", None) != SCHEMA_VERSION:
             raise ValueError(f"{path} is of another version than this parse-engine reads: {_WAY_OUT}")
         try:
-            content["tried"] = [Tried(Setting(**row.pop("setting")), **row) for row in content["tried"]]
+            content["tried"] = [TestedPoint(OperatingPoint(**row.pop("setting")), **row) for row in content["tried"]]
             content["promises"] = {float(risk): place for risk, place in content["promises"].items()}
             calibration = cls(**content)
             for place in calibration.promises.values():
@@ -153,7 +153,7 @@ def shipped_calibration(adapter: str | Path | None) -> Calibration | None:
     return Calibration.load(path) if path.is_file() else None
 
 
-def apply_promise(settings: GenerationSettings, calibration: Calibration | None) -> GenerationSettings:
+def resolve_risk(settings: GenerationSettings, calibration: Calibration | None) -> GenerationSettings:
     """`settings` with what keeps their `risk`; unchanged without one.
 
     Raises:
@@ -167,7 +167,7 @@ def apply_promise(settings: GenerationSettings, calibration: Calibration | None)
             f"risk is {risk}, but this engine has no calibration: run `parse-infer calibrate`, "
             "and name its calibration.json"
         )
-    for name in (*(f.name for f in fields(Setting)), "mode", "exact_tail"):
+    for name in (*(f.name for f in fields(OperatingPoint)), "mode", "exact_tail"):
         if getattr(settings, name) != getattr(GenerationSettings(), name):
             raise ValueError(f"risk and {name} were both given: a promise chooses its own {name}")
     if not (settings.draft_sampling.greedy and settings.resume_sampling.greedy):
@@ -191,7 +191,7 @@ def promised(
     if risk is None or settings.risk is not None:
         return settings, None
     try:
-        apply_promise(settings.override(risk=risk), calibration)
+        resolve_risk(settings.override(risk=risk), calibration)
     except ValueError as error:
         return settings, str(error)
     return settings.override(risk=risk), None

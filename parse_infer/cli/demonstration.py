@@ -15,11 +15,11 @@ from rich.text import Text
 
 from parse_infer.cli.rich_view import AnswerView, legend
 from parse_infer.engine import ParseEngine
-from parse_infer.evaluation.modes import BenchProblem, Mode, forget, make_modes, timed
+from parse_infer.evaluation.modes import BenchProblem, Mode, clear_caches, make_modes, timed
 from parse_infer.events import Done, Resumed
+from parse_infer.models.prompts import Prompt, Verbatim, content_of
 from parse_infer.output import Generation
 from parse_infer.settings import GenerationSettings
-from parse_infer.models.prompts import Prompt, Verbatim, content_of
 
 REFRESH_S = 0.05
 NAMES = {"target": "target alone", "draft": "draft model alone", "parse": "PARSE"}
@@ -90,7 +90,7 @@ def watch(
     engine: ParseEngine, prompt: Prompt, settings: GenerationSettings, console: Console
 ) -> tuple[Generation, float]:
     """Show an answer while it comes about; returns it and the seconds the engine worked for it."""
-    forget(engine)
+    clear_caches(engine)
     view = AnswerView(engine.threshold if settings.threshold is None else settings.threshold)
     worked, drawn, generation = 0.0, 0.0, None
     with Live(view, console=console, auto_refresh=False, vertical_overflow="visible") as live:

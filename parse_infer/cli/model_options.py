@@ -17,8 +17,8 @@ from parse_infer.suggest import suggestion
 if TYPE_CHECKING:
     from parse_infer.backends.coordinator import Coordinator
     from parse_infer.engine import ParseEngine
-    from parse_infer.settings import GenerationSettings
     from parse_infer.judge.adapter_files import AdapterFiles
+    from parse_infer.settings import GenerationSettings
 
 NOBODY = "none"
 # The embedded targets, each with the draft model and the adapter made for it.

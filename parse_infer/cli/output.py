@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from parse_infer.calibration.schema import apply_promise
+from parse_infer.calibration.schema import resolve_risk
 from parse_infer.cli.options import print_json
 from parse_infer.cli.prompt_rows import PromptRow
 from parse_infer.cli.rich_view import STYLES, coloured_spans
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Accepted, Done, Event, Resumed
 from parse_infer.output import Generation
-from parse_infer.settings import GenerationSettings
 from parse_infer.record_store import RecordStore
+from parse_infer.settings import GenerationSettings
 
 if TYPE_CHECKING:
     from parse_infer.backends.coordinator import Coordinator
@@ -90,7 +90,7 @@ def answer_file(
         **engine.describe(),
         "threshold": engine.threshold,
         "prompts": hashlib.sha256(prompts).hexdigest()[:16],
-        "settings": asdict(apply_promise(settings, engine.calibration)),
+        "settings": asdict(resolve_risk(settings, engine.calibration)),
     }
     store = RecordStore(folder, config, AnswerRecord, "run of answers")
     left = [(number, row) for number, row in enumerate(rows) if number not in store.records]
@@ -120,7 +120,7 @@ def _generations(
         if row.draft is not None:
             with row.located():
                 engine.check(row.prompt, settings, row.draft)
-    yield from engine.each([row.prompt for row in rows], settings, [row.draft for row in rows])
+    yield from engine.generate_iter([row.prompt for row in rows], settings, [row.draft for row in rows])
 
 
 def _events(engine: ParseEngine | Coordinator, row: PromptRow, settings: GenerationSettings) -> Iterator[Event]:

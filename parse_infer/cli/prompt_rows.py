@@ -11,7 +11,7 @@ from parse_infer.files import STDIN, read_jsonl
 from parse_infer.models.prompts import Prompt
 
 if TYPE_CHECKING:
-    from parse_infer.models.tokenizer_spec import Language
+    from parse_infer.models.tokenizer_spec import TokenizerSpec
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def read_prompt_rows(source: str, required: Sequence[str] = ("prompt",)) -> list
     return rows
 
 
-def check_prompts(target: Language, rows: Sequence[PromptRow]) -> None:
+def check_prompts(target: TokenizerSpec, rows: Sequence[PromptRow]) -> None:
     """Raise ValueError for a prompt that cannot be run, before the first one is."""
     for row in rows:
         with row.located():

@@ -8,10 +8,10 @@ from parse_infer.answer import Answer
 from parse_infer.drafters.source import Draft
 from parse_infer.models.detokenizer import decode, encode_continuation
 from parse_infer.models.prompts import Prompt, RenderedPrompt, left_context, open_turn
-from parse_infer.models.tokenizer_spec import Language, reads_alike
+from parse_infer.models.tokenizer_spec import TokenizerSpec, reads_alike
 
 
-class Translation:
+class CrossTokenizerDraft:
     """One answer, as the draft model sees it.
 
     The prompt is rendered by the draft model's own chat template. With the target's tokenizer token ids pass straight
@@ -27,7 +27,12 @@ class Translation:
     """
 
     def __init__(
-        self, draft: Language, target: Language, shares_tokens: bool, prompt: Prompt, stop: Sequence[str] = ()
+        self,
+        draft: TokenizerSpec,
+        target: TokenizerSpec,
+        shares_tokens: bool,
+        prompt: Prompt,
+        stop: Sequence[str] = (),
     ) -> None:
         prompt = RenderedPrompt.of(prompt)
         if not shares_tokens:
@@ -40,7 +45,7 @@ class Translation:
         draft.check_tokens(self.prompt_ids)
         self.before, self.left = open_turn(prompt), left_context(prompt, self.prompt_ids)
 
-    def begin(self, answer_ids: Sequence[int], max_new_tokens: int) -> Writing | None:
+    def begin(self, answer_ids: Sequence[int], max_new_tokens: int) -> DraftStream | None:
         """What the draft model goes on from; None where it cannot."""
         written = list(answer_ids)
         if not self.shares_tokens:
@@ -53,34 +58,34 @@ class Translation:
         if written and written[-1] in self.end_ids:  # an end to the draft model, though none to the target
             return None
         room = min(max_new_tokens, self.draft.window - len(self.prompt_ids) - len(written))
-        return Writing(self, written, room, begun=bool(answer_ids)) if room > 0 else None
+        return DraftStream(self, written, room, begun=bool(answer_ids)) if room > 0 else None
 
 
-class Writing:
+class DraftStream:
     """A draft while it is written.
 
     Attributes:
         context: of the draft model, in its own tokens.
-        room: tokens that it may write.
+        remaining_tokens: how many tokens it may write.
 
     Args:
         begun: the target has written something already.
     """
 
-    def __init__(self, translation: Translation, written: list[int], room: int, begun: bool) -> None:
+    def __init__(self, translation: CrossTokenizerDraft, written: list[int], max_new_tokens: int, begun: bool) -> None:
         self.context = translation.prompt_ids + written
-        self.room = room
+        self.remaining_tokens = max_new_tokens
         self._translation, self._begun = translation, begun
         self._n_before = len(written)
         tokenizer = translation.draft.tokenizer
-        size = len(written) + room
+        size = len(written) + max_new_tokens
         self._answer = Answer(tokenizer, translation.end_ids, translation.stop, size, translation.left)
         self._answer.add(written, "target")
         self._before = self._answer.text
 
     @property
-    def open(self) -> bool:
-        return self._answer.open
+    def is_finished(self) -> bool:
+        return self._answer.is_finished
 
     @property
     def text(self) -> str:
@@ -99,7 +104,7 @@ class Writing:
     def add(self, ids: Sequence[int]) -> None:
         """The draft model has written these; what follows the end is left out."""
         # One token needs no look ahead.
-        self._answer.add(ids if len(ids) == 1 else self._answer.clip(ids, self._answer.room), "draft")
+        self._answer.add(ids if len(ids) == 1 else self._answer.truncate(ids, self._answer.remaining_tokens), "draft")
 
     def draft(self) -> Draft:
         """In the target's tokens."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parse_infer.drafters.cross_tokenizer import Translation, Writing
+from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStream
 from parse_infer.drafters.source import Draft
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.models.loading import LanguageModel, same_tokenizer
 from parse_infer.models.prompts import Prompt
 from parse_infer.models.sampling import Sampling
-from parse_infer.models.tokenizer_spec import Language
-from parse_infer.speculation.decode import guided_decode
-from parse_infer.speculation.proposer import TokenDrafter
+from parse_infer.models.tokenizer_spec import TokenizerSpec
+from parse_infer.speculation.decode import speculative_decode
+from parse_infer.speculation.proposer import TokenProposer
 
 
 class ModelDrafter:
-    """Lets `draft` write the rest of the answer (`Translation`).
+    """Lets `draft` write the rest of the answer (`CrossTokenizerDraft`).
 
     Its cache is kept from round to round and from prompt to prompt (`Decoder.seek`).
 
@@ -29,7 +29,7 @@ class ModelDrafter:
         self,
         draft: LanguageModel,
         target: LanguageModel,
-        token_drafter: TokenDrafter | None = None,
+        token_drafter: TokenProposer | None = None,
         one_segment: CutPolicy | None = None,
     ) -> None:
         self.draft = draft
@@ -37,7 +37,7 @@ class ModelDrafter:
         self.token_drafter = token_drafter
         self.shares_tokens = share_tokens(draft, target)
         self._segmenter = None if one_segment is None else Segmenter(draft.tokenizer, one_segment)
-        self._translation: Translation | None = None
+        self._translation: CrossTokenizerDraft | None = None
         self._sampling = Sampling()
         self._round = 0
 
@@ -46,7 +46,7 @@ class ModelDrafter:
         return self.draft.decoder.forwards
 
     def reset(self, prompt: Prompt, sampling: Sampling, stop: Sequence[str] = ()) -> None:
-        self._translation = Translation(self.draft, self.target, self.shares_tokens, prompt, stop)
+        self._translation = CrossTokenizerDraft(self.draft, self.target, self.shares_tokens, prompt, stop)
         self._sampling, self._round = sampling, 0
 
     def propose(self, answer_ids: Sequence[int], max_new_tokens: int) -> Draft:
@@ -59,17 +59,19 @@ class ModelDrafter:
         decoder = self.draft.decoder
         decoder.seek(writing.context)
         generator = self._sampling.generator(decoder.device, "draft", self._round)
-        for token in guided_decode(decoder, self.token_drafter, writing.room, self._sampling, generator):
+        for token in speculative_decode(
+            decoder, self.token_drafter, writing.remaining_tokens, self._sampling, generator
+        ):
             writing.add([token])
-            if not writing.open or self._completes_segment(writing):
+            if writing.is_finished or self._completes_segment(writing):
                 break
         return writing.draft()
 
-    def _completes_segment(self, writing: Writing) -> bool:
+    def _completes_segment(self, writing: DraftStream) -> bool:
         return self._segmenter is not None and self._segmenter.first_segment_end(writing.own_ids) is not None
 
 
-def share_tokens(draft: Language, target: Language) -> bool:
+def share_tokens(draft: TokenizerSpec, target: TokenizerSpec) -> bool:
     """Whether token ids of one are those of the other. A base model beside a chat model then takes its template."""
     shared = same_tokenizer(draft.tokenizer, target.tokenizer)
     if shared and draft.tokenizer.chat_template is None:

@@ -22,7 +22,7 @@ class Draft:
     finished: bool = False
 
 
-class Drafter(Protocol):
+class DraftSource(Protocol):
     """Proposes drafts for one answer at a time."""
 
     @property

@@ -8,7 +8,7 @@ from parse_infer.drafters.source import Draft
 from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.prompts import Prompt, open_turn
 from parse_infer.models.sampling import Sampling
-from parse_infer.models.tokenizer_spec import Language
+from parse_infer.models.tokenizer_spec import TokenizerSpec
 
 
 class TextDrafter:
@@ -23,7 +23,7 @@ class TextDrafter:
 
     forwards = 0
 
-    def __init__(self, text: str, target: Language, prompt: Prompt, finished: bool = True) -> None:
+    def __init__(self, text: str, target: TokenizerSpec, prompt: Prompt, finished: bool = True) -> None:
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"The draft text is {text!r}; give some text, or none to let the draft model write.")
         ids = encode_continuation(target.tokenizer, open_turn(prompt), text)

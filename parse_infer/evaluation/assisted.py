@@ -13,11 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from parse_infer.evaluation.target_vocabulary import in_target_vocabulary
-from parse_infer.output import Generation, Span, Statistics, Timings
-from parse_infer.settings import GenerationSettings
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.prompts import Prompt
 from parse_infer.models.token_map import token_map
+from parse_infer.output import Generation, Span, Statistics, Timings
+from parse_infer.settings import GenerationSettings
 
 Schedule = Literal["constant", "heuristic"]
 

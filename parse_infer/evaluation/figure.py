@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from parse_infer.evaluation.results_file import digest
-from parse_infer.files import replacing
+from parse_infer.files import atomic_write
 
 ORIGIN = "Results"  # key of the text in a PNG that says which results it shows
 CURVES = {"parse": ("PARSE, trained judge", "#1b7837"), "parse-zero-shot": ("PARSE, zero-shot judge", "#b2611d")}
@@ -60,7 +60,7 @@ def draw_figure(results: dict[str, Any], path: Path) -> None:
     axes.margins(x=0.08)
     plain(axes)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-    with replacing(path) as beside:
+    with atomic_write(path) as beside:
         figure.savefig(beside, format="png", metadata={ORIGIN: digest(results)})
 
 

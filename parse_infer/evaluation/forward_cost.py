@@ -35,7 +35,7 @@ from parse_infer.speculation.decode import read_guess
 from parse_infer.speculation.eagle import EagleDrafter
 from parse_infer.speculation.eagle_head import EagleConfig, EagleHead
 from parse_infer.speculation.medusa import MedusaConfig, MedusaDrafter, MedusaHead
-from parse_infer.speculation.proposer import Guess
+from parse_infer.speculation.proposer import TokenTree
 
 _QWEN3: dict[str, Any] = {
     "vocab_size": 151936,
@@ -114,7 +114,9 @@ def steps(target: LanguageModel, draft: LanguageModel, context: int, drafted: in
         return prepare
 
     def look_ahead(decoder: Decoder, parents: Sequence[int]) -> Callable[[], Any]:
-        return lambda: decoder.logits(read_guess(decoder, Guess(rest[: len(parents)], parents))).argmax(-1).tolist()
+        return lambda: (
+            decoder.logits(read_guess(decoder, TokenTree(rest[: len(parents)], parents))).argmax(-1).tolist()
+        )
 
     found = [
         Step(STEP, at(main), look_ahead(main, ())),

@@ -16,10 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.modes import Mode, timed
-from parse_infer.output import Generation
-from parse_infer.settings import GenerationSettings
 from parse_infer.models.prompts import Prompt, Verbatim
+from parse_infer.output import Generation
 from parse_infer.record_store import RecordStore
+from parse_infer.settings import GenerationSettings
 
 MODES = ("target", "parse")
 

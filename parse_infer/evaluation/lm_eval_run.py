@@ -18,9 +18,9 @@ from parse_infer.evaluation.lm_eval_tasks import Row, Tasks
 from parse_infer.evaluation.results_file import write_results
 from parse_infer.evaluation.statistics import difference_interval, rate_ratio_interval
 from parse_infer.files import write_text
-from parse_infer.settings import GenerationSettings, Resume
 from parse_infer.models.environment import describe_run
 from parse_infer.record_store import RecordStore
+from parse_infer.settings import GenerationSettings, Resume
 
 _TOLD = ("results", "groups", "versions", "n-shot", "n-samples")  # of what lm-eval reports, what goes into the results
 

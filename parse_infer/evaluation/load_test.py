@@ -26,12 +26,12 @@ from parse_infer.evaluation.mode_names import is_adaptive, resume_of
 from parse_infer.evaluation.modes import BenchProblem, problems_digest
 from parse_infer.evaluation.statistics import wilson_interval
 from parse_infer.evaluation.tables import format_times
-from parse_infer.files import replacing, write_json, write_text
 from parse_infer.events import Accepted, Done, Resumed
-from parse_infer.settings import GenerationSettings
+from parse_infer.files import atomic_write, write_json, write_text
 from parse_infer.models.environment import describe_run
 from parse_infer.models.names import ZOO
 from parse_infer.record_store import RecordStore
+from parse_infer.settings import GenerationSettings
 
 _TOKENS = 3
 _EAGLE3 = {"method": "eagle3", "model": str(ZOO / "eagle3")}
@@ -259,7 +259,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axes.set_xlabel("clients at a time")
         plain(axes)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    with replacing(path) as beside:
+    with atomic_write(path) as beside:
         figure.savefig(beside, format="png")
 
 
@@ -272,7 +272,7 @@ async def _measure(
     check: Callable[[Any, str], bool | None],
     settings: GenerationSettings,
 ) -> Cell:
-    coordinator.forget()  # what another cell has read is not there for this one
+    coordinator.clear_caches()  # what another cell has read is not there for this one
     coordinator.falls_back = False
     settings = settings.override(resume=resume_of(way) or settings.resume, adaptive=is_adaptive(way))
     waiting = iter(problems)

@@ -26,13 +26,13 @@ from parse_infer.evaluation.mode_names import (
     resume_of,
 )
 from parse_infer.evaluation.sequential import sequential_engine, sequentially
-from parse_infer.output import Generation
-from parse_infer.settings import GenerationSettings
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.devices import wait_for
 from parse_infer.models.loading import same_tokenizer
 from parse_infer.models.prompts import Prompt
 from parse_infer.models.token_map import token_map
+from parse_infer.output import Generation
+from parse_infer.settings import GenerationSettings
 from parse_infer.speculation.registry import load_token_drafter
 
 Answer = Callable[[Prompt], Generation]
@@ -141,7 +141,7 @@ def make_modes(
 
 def timed(engine: ParseEngine, mode: Mode, prompt: Prompt) -> tuple[Generation, float]:
     """An answer and the seconds it took, from empty caches: no mode profits from what another has read."""
-    forget(engine, mode.engine)
+    clear_caches(engine, mode.engine)
     device = engine.target.model.device
     wait_for(device)
     start = time.perf_counter()
@@ -150,11 +150,11 @@ def timed(engine: ParseEngine, mode: Mode, prompt: Prompt) -> tuple[Generation, 
     return generation, time.perf_counter() - start
 
 
-def forget(*engines: ParseEngine | None) -> None:
+def clear_caches(*engines: ParseEngine | None) -> None:
     """Empty the caches of the engines' models."""
     for engine in engines:
         if engine is not None:
-            engine.forget()
+            engine.clear_caches()
 
 
 @torch.inference_mode()
@@ -165,7 +165,7 @@ def read_draft(engine: ParseEngine, prompt: Prompt, draft: Sequence[int]) -> tup
         Seconds of one target forward over both, from an empty cache; the number of leading draft tokens (target
         tokens) that equal the target's greedy choice, which is what token-exact verification would keep.
     """
-    forget(engine)
+    clear_caches(engine)
     decoder, device = engine.target.decoder, engine.target.model.device
     prompt_ids = engine.target.render(prompt)
     draft = list(draft[: engine.target.window - len(prompt_ids)])

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from parse_infer.evaluation.figure import ORIGIN, plain
 from parse_infer.evaluation.results_file import digest
-from parse_infer.files import replacing
+from parse_infer.files import atomic_write
 
 _COLOURS = {"finish": "#1b7837", "hand_back": "#b2611d"}
 
@@ -43,5 +43,5 @@ def draw_promises(results: dict[str, Any], path: Path) -> None:
         axes.set_xlim(left=0)
         plain(axes)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    with replacing(path) as beside_path:
+    with atomic_write(path) as beside_path:
         figure.savefig(beside_path, format="png", metadata={ORIGIN: digest(results)})

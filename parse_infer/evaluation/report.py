@@ -1,8 +1,8 @@
 """From records to results: accuracies, speeds and their intervals, as JSON-ready numbers and as a Markdown page.
 
 `summarise` returns `{"environment", "modes": {mode: figures}, "limit", "acceptance", "sweep", "records"}`, and
-"categories" where the problems have some; the records (see `parse_infer.evaluation.results_file`) are all that it needs to
-do so again. Figures of a mode:
+"categories" where the problems have some. The records (`parse_infer.evaluation.results_file`) suffice to compute it
+again. Figures of a mode:
 
 - accuracy, accuracy_ci: share of right answers, 95 % Wilson interval; where the task has no references
   (environment: scored is False), the share of answers that are the target's own;

@@ -25,10 +25,10 @@ from parse_infer.evaluation.report import summarise
 from parse_infer.evaluation.results_file import write_results
 from parse_infer.evaluation.tables import markdown
 from parse_infer.files import write_text
-from parse_infer.settings import GenerationSettings, Resume
 from parse_infer.held_out import leave_out_learnt
 from parse_infer.models.environment import describe_run
 from parse_infer.record_store import RecordStore
+from parse_infer.settings import GenerationSettings, Resume
 
 THRESHOLDS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99)
 

@@ -76,7 +76,7 @@ class TokenDoubt(nn.Module):
 
     def forward(self, expected: Tensor, written: Tensor, surprise: Tensor) -> Tensor:
         """Doubt [..., T] in float32, from the final-norm states before T tokens, the tokens' embeddings (both
-        [..., T, H]) and their `Surprise.features`
+        [..., T, H]) and their `TokenSurprisal.features`
         [..., T, 3]."""
         a = _in_float32(self.expected, rms_norm(self.dropout(expected.float()), expected.shape[-1:]))
         b = _in_float32(self.written, rms_norm(written.float(), written.shape[-1:]))
@@ -84,7 +84,7 @@ class TokenDoubt(nn.Module):
         return _in_float32(self.out, weighed)[..., 0]
 
     @staticmethod
-    def of_prefixes(doubt: Tensor, ends: Tensor) -> Tensor:
+    def pool_over_prefixes(doubt: Tensor, ends: Tensor) -> Tensor:
         """Pool the doubt [..., T] of tokens over prefixes of `ends` [..., K] tokens: log of the sum of exp, [..., K];
         0 for an empty prefix."""
         return doubt.logcumsumexp(-1).gather(-1, (ends - 1).clamp_min(0)) * (ends > 0)
@@ -100,7 +100,7 @@ _ROWS, _ROWS_ON_CPU = 512, 128
 _CACHED_LOGITS = 2**20  # on a CPU; they are read five times over: few enough for its cache
 
 
-class Surprise(NamedTuple):
+class TokenSurprisal(NamedTuple):
     """How surprising tokens are to the target.
 
     Attributes:
@@ -110,11 +110,11 @@ class Surprise(NamedTuple):
     """
 
     features: Tensor
-    own_choice: Tensor | None
+    is_greedy_choice: Tensor | None
 
 
 @dataclass(frozen=True)
-class PartOfVocabulary:
+class ReducedLMHead:
     """The output layer for some tokens only: with 49,152 of them the whole costs a seventh of a pass.
 
     Attributes:
@@ -126,7 +126,7 @@ class PartOfVocabulary:
     logits: Callable[[Tensor], Tensor]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, tokens: Tensor) -> PartOfVocabulary:
+    def of(cls, model: PreTrainedModel, tokens: Tensor) -> ReducedLMHead:
         return cls(tokens, output_layer(model, tokens))
 
 
@@ -135,9 +135,9 @@ def surprise(
     hidden: Tensor,
     tokens: Tensor,
     logits: Callable[[Tensor], Tensor],
-    part: PartOfVocabulary | None = None,
+    part: ReducedLMHead | None = None,
     rows: int | None = None,
-) -> Surprise:
+) -> TokenSurprisal:
     """Compare each token with what the target expected in its place.
 
     Args:
@@ -155,12 +155,12 @@ def surprise(
     others = part.tokens[place] != tokens
     if others.any():
         features[others] = _surprise(hidden[others], tokens[others], logits, rows).features
-    return Surprise(features, None)
+    return TokenSurprisal(features, None)
 
 
-def _surprise(hidden: Tensor, tokens: Tensor, logits: Callable[[Tensor], Tensor], rows: int) -> Surprise:
+def _surprise(hidden: Tensor, tokens: Tensor, logits: Callable[[Tensor], Tensor], rows: int) -> TokenSurprisal:
     if not len(tokens):
-        return Surprise(hidden.new_zeros(0, TokenDoubt.SURPRISE, dtype=torch.float32), tokens == 0)
+        return TokenSurprisal(hidden.new_zeros(0, TokenDoubt.SURPRISE, dtype=torch.float32), tokens == 0)
     parts, chosen = [], []
     for states, ids in zip(hidden.split(rows), tokens.split(rows), strict=True):
         scores = logits(states)
@@ -175,7 +175,7 @@ def _surprise(hidden: Tensor, tokens: Tensor, logits: Callable[[Tensor], Tensor]
             log_total = top + total.log()
             parts.append(torch.stack([own - log_total, log_total - mean, own - top], dim=-1))
             chosen.append(best == id)
-    return Surprise(torch.cat(parts), torch.cat(chosen))
+    return TokenSurprisal(torch.cat(parts), torch.cat(chosen))
 
 
 class ValidityHead(nn.Module):

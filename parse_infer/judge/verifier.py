@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.cuts import Segmenter
-from parse_infer.judge.head import PartOfVocabulary, Probe, TokenDoubt, ValidityHead, surprise
+from parse_infer.judge.head import Probe, ReducedLMHead, TokenDoubt, ValidityHead, surprise
 from parse_infer.judge.packing import probes, readout_index
 from parse_infer.judge.probe_lora import ProbeLoRA
 from parse_infer.models.architecture import text_config
@@ -56,7 +56,7 @@ class Verification:
     cuts: list[int]
     validity: list[float]
     hidden: Tensor
-    own_choice: list[bool] | None = None
+    is_greedy_choice: list[bool] | None = None
     offsets: list[int] | None = None
 
     def state(self, offset: int) -> Tensor:
@@ -91,7 +91,7 @@ class Verifier:
         self._probe = Probe((), "") if judge is None else judge.probe
         tokens = None if judge is None else judge.head.tokens
         vocabulary = None if tokens is None else tokens.vocabulary
-        self._part = None if vocabulary is None else PartOfVocabulary.of(decoder.model, vocabulary)
+        self._part = None if vocabulary is None else ReducedLMHead.of(decoder.model, vocabulary)
         self._embeddings = cast(nn.Embedding, decoder.model.get_input_embeddings())
 
     @torch.inference_mode()
@@ -134,11 +134,11 @@ class Verifier:
         tokens = judge.head.tokens
         if tokens is None:
             return Verification(cuts, self._validity(judge.head(asked)).tolist(), hidden)
-        doubt, own_choice = self._doubt(tokens, draft_ids, hidden[:-1], cuts)
+        doubt, is_greedy_choice = self._doubt(tokens, draft_ids, hidden[:-1], cuts)
         validity = self._validity(judge.head(asked, doubt))
-        if own_choice is None:
+        if is_greedy_choice is None:
             return Verification(cuts, validity.tolist(), hidden)
-        found = torch.cat([validity, own_choice.to(validity.dtype)]).tolist()
+        found = torch.cat([validity, is_greedy_choice.to(validity.dtype)]).tolist()
         return Verification(cuts, found[: len(cuts)], hidden, [value > 0 for value in found[len(cuts) :]])
 
     def _validity(self, logits: Tensor) -> Tensor:
@@ -157,7 +157,9 @@ class Verifier:
         # A lookup in the matrix, not a call of the module: some models scale there, and the reader normalises anyway.
         written = embedding(ids, self._embeddings.weight)
         surprised = surprise(before, ids, self.decoder.logits, self._part)
-        return TokenDoubt.of_prefixes(tokens(before, written, surprised.features), ends), surprised.own_choice
+        return TokenDoubt.pool_over_prefixes(
+            tokens(before, written, surprised.features), ends
+        ), surprised.is_greedy_choice
 
     @torch.inference_mode()
     def greedy_match(self, draft_ids: Sequence[int], verification: Verification, start: int = 0) -> int:
@@ -167,8 +169,8 @@ class Verifier:
         `TokenDoubt`, or with one that compares a part of the vocabulary), the output layer runs on growing chunks, one
         synchronisation each.
         """
-        if verification.own_choice is not None:
-            behind = verification.own_choice[start:]
+        if verification.is_greedy_choice is not None:
+            behind = verification.is_greedy_choice[start:]
             return behind.index(False) if False in behind else len(behind)
         position, chunk = start, 8
         while position < len(draft_ids):

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from parse_infer.models.architecture import layer_windows, output_layer
 from parse_infer.models.attention import layer_masks
-from parse_infer.models.batched_kv_cache import KVLayer, KVRows
+from parse_infer.models.batched_kv_cache import BatchedKVCache, KVLayer
 from parse_infer.models.cpu.fast_backbone import FastBackbone
 from parse_infer.models.sampling import RowSampling, Sampling, uniform_numbers
 
@@ -42,7 +42,7 @@ class Contexts:
     """Prefilled sequences: their token ids, and their keys and values."""
 
     ids: list[list[int]]
-    kv: KVRows | None
+    kv: BatchedKVCache | None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -59,7 +59,7 @@ class Run:
     """
 
     row: Row
-    source: KVRows
+    source: BatchedKVCache
     token: int
     slot: int
     uniform: list[float]
@@ -71,20 +71,20 @@ class Batch:
     """Rows under way, each in a seat with keys and values of its own. Made by `BatchDecoder.batch`."""
 
     def __init__(self, decoder: BatchDecoder) -> None:
-        self.seats: list[Run] = []
+        self.runs: list[Run] = []
         self._decoder = decoder
-        self._kv: KVRows | None = None
+        self._kv: BatchedKVCache | None = None
 
     @property
     def free(self) -> list[int]:
         """Seats whose run has ended."""
-        return [seat for seat, run in enumerate(self.seats) if run.ended]
+        return [seat for seat, run in enumerate(self.runs) if run.ended]
 
     @torch.inference_mode()
-    def admit(self, runs: Sequence[Run] = ()) -> None:
+    def add(self, runs: Sequence[Run] = ()) -> None:
         """Seats for these: the free ones first, then more of them."""
         free = self.free
-        places = [*free, *range(len(self.seats), len(self.seats) + len(runs))][: len(runs)]
+        places = [*free, *range(len(self.runs), len(self.runs) + len(runs))][: len(runs)]
         more = len(runs) - len(free)
         if more > 0 and self._kv is None:
             self._kv = runs[0].source.empty(more, max(run.row.length for run in runs))
@@ -97,32 +97,32 @@ class Batch:
             assert self._kv is not None
             self._kv.load(list(arriving), source, contexts, max(run.row.length for run in arriving.values()))
         seated = dict(zip(places, runs, strict=True))
-        self.seats = [seated.get(seat, run) for seat, run in enumerate([*self.seats, *runs[len(free) :]])]
-        self._sampling = RowSampling([run.row.sampling for run in self.seats], self._decoder.device)
+        self.runs = [seated.get(seat, run) for seat, run in enumerate([*self.runs, *runs[len(free) :]])]
+        self._sampling = RowSampling([run.row.sampling for run in self.runs], self._decoder.device)
 
     @torch.inference_mode()
-    def shrink(self) -> None:
+    def compact(self) -> None:
         """Remove the free seats. This copies the others' keys and values; a free seat costs a little of each step."""
-        kept = [seat for seat, run in enumerate(self.seats) if not run.ended]
-        if len(kept) == len(self.seats):
+        kept = [seat for seat, run in enumerate(self.runs) if not run.ended]
+        if len(kept) == len(self.runs):
             return
-        self.seats = [self.seats[seat] for seat in kept]
+        self.runs = [self.runs[seat] for seat in kept]
         if not kept:
             self._kv = None
         elif self._kv is not None:
             self._kv.keep(kept)
-        self._sampling = RowSampling([run.row.sampling for run in self.seats], self._decoder.device)
+        self._sampling = RowSampling([run.row.sampling for run in self.runs], self._decoder.device)
 
     @torch.inference_mode()
     def step(self) -> None:
         """One more token for every seat; seats whose run has ended run on the spot."""
         if self._kv is None:
             return
-        logits = self._decoder._next(self._kv, self.seats)
-        numbers = [run.uniform[len(run.written)] if run.uniform and not run.ended else 0.0 for run in self.seats]
+        logits = self._decoder._next(self._kv, self.runs)
+        numbers = [run.uniform[len(run.written)] if run.uniform and not run.ended else 0.0 for run in self.runs]
         chosen = self._sampling.choose(logits, numbers).tolist()
         self._decoder.steps += 1
-        for run, token in zip(self.seats, chosen, strict=True):
+        for run, token in zip(self.runs, chosen, strict=True):
             if not run.ended:
                 self._decoder.tokens += 1
                 run.written.append(token)
@@ -176,11 +176,11 @@ class BatchDecoder:
         ids = [list(sequence) for sequence in sequences]
         if not all(ids):
             raise ValueError("a context needs at least one token")
-        kv: KVRows | None = None
+        kv: BatchedKVCache | None = None
         for group in self._groups(ids):
             cache = DynamicCache()  # without a config every layer keeps all tokens; windows come from the mask
             self._backbone(input_ids=self._pad([ids[i] for i in group]), past_key_values=cache, use_cache=True)
-            part = KVRows([KVLayer(layer.keys, layer.values) for layer in cast("list[Any]", cache.layers)])
+            part = BatchedKVCache([KVLayer(layer.keys, layer.values) for layer in cast("list[Any]", cache.layers)])
             if len(group) == len(ids):
                 return Contexts(ids, part)  # several groups are in order of length, a single one as given
             kv = kv or part.empty(len(ids), max(map(len, ids)))
@@ -214,12 +214,12 @@ class BatchDecoder:
         runs = [self.run(contexts, row) for row in rows]
         waiting = deque(sorted((run for run in runs if not run.ended), key=lambda run: run.row.length))
         batch = self.batch()
-        while waiting or batch.seats:
-            room = self.batch_size - len(batch.seats) + len(batch.free)
-            batch.admit([waiting.popleft() for _ in range(min(room, len(waiting)))])
-            batch.shrink()
-            enough = max(1, FREE_SHARE * len(batch.seats))
-            while batch.seats and len(batch.free) < enough:
+        while waiting or batch.runs:
+            room = self.batch_size - len(batch.runs) + len(batch.free)
+            batch.add([waiting.popleft() for _ in range(min(room, len(waiting)))])
+            batch.compact()
+            enough = max(1, FREE_SHARE * len(batch.runs))
+            while batch.runs and len(batch.free) < enough:
                 batch.step()
         return [run.written for run in runs]
 
@@ -239,7 +239,7 @@ class BatchDecoder:
         assert contexts.kv is not None
         return Run(row, contexts.kv, ids[start], start, uniform, ended=row.max_new_tokens < 1)
 
-    def _next(self, kv: KVRows, runs: Sequence[Run]) -> Tensor:
+    def _next(self, kv: BatchedKVCache, runs: Sequence[Run]) -> Tensor:
         """Logits [B, V] after one more token of each row."""
         placed = torch.tensor([[run.token, run.slot] for run in runs], device=self.device)
         n_keys = -(-(max(run.slot for run in runs) + 1) // KEY_MULTIPLE) * KEY_MULTIPLE
@@ -251,7 +251,7 @@ class BatchDecoder:
         visible = torch.arange(n_keys) <= slots
         return self._logits(self._fast.step_rows(tokens, slots, kv, visible[:, None, None])[:, 0])
 
-    def _forward(self, part: torch.nn.Module, kv: KVRows, tokens: Tensor, slots: Tensor, n_keys: int) -> Any:
+    def _forward(self, part: torch.nn.Module, kv: BatchedKVCache, tokens: Tensor, slots: Tensor, n_keys: int) -> Any:
         """Run `tokens` [B, n] at `slots` [B, n] with `part`, the model or its backbone."""
         keys = torch.arange(n_keys, device=self.device)
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 GROWTH = 64  # slots added at a time; also keeps the key length a multiple of what fused attention likes
 
 
-class KVRows(Cache):
+class BatchedKVCache(Cache):
     """One `KVLayer` for each layer of a model, all with the same rows and slots."""
 
     def __init__(self, layers: Sequence[KVLayer]) -> None:
@@ -56,7 +56,7 @@ class KVRows(Cache):
         """`n` more rows without content."""
         self._replace(lambda old: torch.cat([old, old.new_zeros(n, *old.shape[1:])]))
 
-    def load(self, rows: Sequence[int], source: KVRows, source_rows: Sequence[int], n_slots: int) -> None:
+    def load(self, rows: Sequence[int], source: BatchedKVCache, source_rows: Sequence[int], n_slots: int) -> None:
         """Overwrite the first `n_slots` slots of `rows` with those of `source_rows` of `source`."""
         self.reserve(n_slots)
         device = self.kv[0].keys.device
@@ -65,20 +65,20 @@ class KVRows(Cache):
             mine.keys[to, :, :n_slots] = theirs.keys[of, :, :n_slots]
             mine.values[to, :, :n_slots] = theirs.values[of, :, :n_slots]
 
-    def select(self, rows: Sequence[int], capacity: int) -> KVRows:
+    def select(self, rows: Sequence[int], capacity: int) -> BatchedKVCache:
         """A copy of these rows (with repetition) with room for `capacity` slots."""
         copy = self.empty(len(rows), capacity)
         copy.load(range(len(rows)), self, rows, min(capacity, self.capacity))
         return copy
 
-    def empty(self, n_rows: int, capacity: int) -> KVRows:
+    def empty(self, n_rows: int, capacity: int) -> BatchedKVCache:
         """Rows of the same kind without content. Zeros, not uninitialised memory: a hidden NaN would still spread."""
         capacity = -(-capacity // GROWTH) * GROWTH
 
         def blank(old: Tensor) -> Tensor:
             return old.new_zeros(n_rows, old.shape[1], capacity, old.shape[3])
 
-        return KVRows([KVLayer(blank(layer.keys), blank(layer.values)) for layer in self.kv])
+        return BatchedKVCache([KVLayer(blank(layer.keys), blank(layer.values)) for layer in self.kv])
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
         for layer in self.kv:

@@ -18,10 +18,10 @@ def new_cache(reserved: Callable[[], int] = lambda: 0) -> Cache:
     Args:
         reserved: tokens that the cache is expected to hold; read whenever a layer needs more memory.
     """
-    return Cache(layer_class_to_replicate=partial(KVBuffer, reserved=reserved))  # type: ignore[arg-type]
+    return Cache(layer_class_to_replicate=partial(GrowingKVCache, reserved=reserved))  # type: ignore[arg-type]
 
 
-class KVBuffer(CacheLayerMixin):
+class GrowingKVCache(CacheLayerMixin):
     """Keys and values of one layer: the first `length` tokens of a larger buffer, [1, kv heads, length, head size].
 
     Every token is kept, also in sliding-window layers, whose window then comes from the mask. The buffer grows to what

@@ -34,11 +34,11 @@ from parse_infer.models.devices import multiplies_in_16_bits
 from parse_infer.models.gguf_file import cache_folder, dequantised
 from parse_infer.models.lora import Lora, is_lora, read_lora
 from parse_infer.models.names import is_gguf, resolve
-from parse_infer.models.tokenizer_spec import Language, check_vocabulary
+from parse_infer.models.tokenizer_spec import TokenizerSpec, check_vocabulary
 
 
 @dataclass
-class LanguageModel(Language):
+class LanguageModel(TokenizerSpec):
     """One model with all that is needed to let it write: tokenizer, decoder (which owns the cache), limits."""
 
     name: str
@@ -63,7 +63,7 @@ class LanguageModel(Language):
 
 
 @dataclass
-class ServedModel(Language):
+class RemoteModelSpec(TokenizerSpec):
     """One model whose weights are elsewhere, behind a server.
 
     Attributes:
@@ -134,7 +134,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
 
 def load_served_model(
     name: str | Path, *, trust_remote_code: bool = False, template_options: Mapping[str, Any] | None = None
-) -> ServedModel:
+) -> RemoteModelSpec:
     """All but the weights. Raises as `load_language_model` does."""
     source = _open(name)
     _check_folder(source.base)
@@ -144,7 +144,7 @@ def load_served_model(
     except OSError:  # the file is optional
         generation = GenerationConfig.from_model_config(config)
     size = config.get_text_config(decoder=True).vocab_size
-    return ServedModel(
+    return RemoteModelSpec(
         str(name),
         tokenizer,
         end_tokens(generation, tokenizer),

@@ -13,7 +13,7 @@ from parse_infer.models.prompts import Prompt, RenderedPrompt, Verbatim, end_of_
 from parse_infer.models.sampling import Sampling
 
 
-class Language(ABC):
+class TokenizerSpec(ABC):
     """
     Attributes:
         name: as it was given.
@@ -92,7 +92,7 @@ class Language(ABC):
             raise ValueError(f"{strange} is no token of {self.name!r}, which has tokens 0 to {size - 1}.")
 
 
-def reads_alike(a: Language, b: Language, prompt: Prompt) -> bool:
+def reads_alike(a: TokenizerSpec, b: TokenizerSpec, prompt: Prompt) -> bool:
     """Whether models with the same tokens (`same_tokenizer`) also render the prompt to the same ones."""
     prompt = RenderedPrompt.of(prompt).prompt
     if isinstance(prompt, Verbatim) and prompt.ids is not None:
@@ -105,7 +105,7 @@ def reads_alike(a: Language, b: Language, prompt: Prompt) -> bool:
     )
 
 
-def check_vocabulary(language: Language) -> None:
+def check_vocabulary(language: TokenizerSpec) -> None:
     """ValueError if the tokenizer can produce a token that the model has no embedding for."""
     highest = max(language.tokenizer.get_vocab().values(), default=0)
     if highest >= language.n_embeddings:

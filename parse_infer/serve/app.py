@@ -9,7 +9,7 @@ from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from parse_infer.calibration.schema import apply_promise
+from parse_infer.calibration.schema import resolve_risk
 from parse_infer.models.sampling import Sampling
 from parse_infer.serve import errors
 from parse_infer.serve.admission import Limits, Line
@@ -76,7 +76,7 @@ def create_app(
     line = Line(limits, backend.parallel)
     promises = promises or Promises()
     if promises.risk is not None:
-        apply_promise(promises.expected, backend.calibration)
+        resolve_risk(promises.expected, backend.calibration)
     audit = Audit(backend, metrics, promises) if promises.audit else None
     if promises.risk is not None or audit is not None:
         backend.check_calibration()

@@ -11,7 +11,6 @@ from typing import Any
 from starlette.types import Send
 
 from parse_infer.calibration.schema import promised
-from parse_infer.settings import GenerationSettings
 from parse_infer.models.sampling import Sampling
 from parse_infer.serve.admission import Line
 from parse_infer.serve.cancellable_response import Exchange
@@ -26,6 +25,7 @@ from parse_infer.serve.protocol.requested import RequestedAnswers
 from parse_infer.serve.response import AnswerWriter, Shape, event_line, write_events, write_whole
 from parse_infer.serve.risk_monitor import Audit
 from parse_infer.serve.runner import Backend
+from parse_infer.settings import GenerationSettings
 
 
 class Desk:

@@ -11,11 +11,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from parse_infer.events import Done
-from parse_infer.settings import GenerationSettings
 from parse_infer.serve.choice_state import Choice
 from parse_infer.serve.drift import DriftTest
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.runner import Backend
+from parse_infer.settings import GenerationSettings
 
 log = logging.getLogger("parse_infer.serve")
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from parse_infer.calibration.schema import Calibration
 from parse_infer.events import Event
-from parse_infer.settings import GenerationSettings
 from parse_infer.models.prompts import Prompt, RenderedPrompt
 from parse_infer.models.sampling import Sampling
+from parse_infer.settings import GenerationSettings
 
 
 @dataclass(frozen=True)

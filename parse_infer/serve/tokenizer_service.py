@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from parse_infer.models.loading import same_tokenizer
 from parse_infer.models.prompts import Prompt, RenderedPrompt, Verbatim
-from parse_infer.models.tokenizer_spec import Language, reads_alike
+from parse_infer.models.tokenizer_spec import TokenizerSpec, reads_alike
 from parse_infer.serve.runner import Refused, TokenPrompt
 
 Result = TypeVar("Result")
@@ -28,7 +28,7 @@ class PromptReader:
         draft: the draft model, which reads a prompt by its own chat template.
     """
 
-    def __init__(self, target: Language, draft: Language | None = None) -> None:
+    def __init__(self, target: TokenizerSpec, draft: TokenizerSpec | None = None) -> None:
         self.name = target.name
         self.window = target.window
         self.default_sampling = target.default_sampling
@@ -47,7 +47,7 @@ class PromptReader:
         return await self.ask(lambda own: own.tokenizer.encode(text, add_special_tokens=special_tokens))
 
     async def decode(self, ids: Sequence[int]) -> str:
-        def decoded(own: Language) -> str:
+        def decoded(own: TokenizerSpec) -> str:
             own.check_tokens(ids)
             return str(own.tokenizer.decode(list(ids)))
 
@@ -79,14 +79,16 @@ class PromptReader:
     def close(self) -> None:
         self._thread.shutdown(wait=False)
 
-    async def ask(self, question: Callable[[Language], Result]) -> Result:
+    async def ask(self, question: Callable[[TokenizerSpec], Result]) -> Result:
         """Run something in the thread of the tokenizers, with the target's copy. A ValueError becomes Refused."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, question, self._own)
         except ValueError as error:
             raise Refused(str(error)) from error
 
-    def _rendered(self, own: Language, asked: Prompt | TokenPrompt, drafted: bool) -> tuple[RenderedPrompt, list[int]]:
+    def _rendered(
+        self, own: TokenizerSpec, asked: Prompt | TokenPrompt, drafted: bool
+    ) -> tuple[RenderedPrompt, list[int]]:
         if isinstance(asked, TokenPrompt):
             own.check_tokens(asked.ids)
             asked = Verbatim.of_tokens(asked.ids, own.tokenizer)
@@ -101,7 +103,7 @@ class PromptReader:
         return rendered, ids
 
 
-def _own_copy(language: Language) -> Language:
+def _own_copy(language: TokenizerSpec) -> TokenizerSpec:
     own = copy.copy(language)
     own.tokenizer = copy.deepcopy(language.tokenizer)
     return own

@@ -3,8 +3,8 @@
 A token drafter guesses a tree of next tokens, one forward of the model looks at all of them, and a walk from the root
 keeps what the model itself would have chosen. Greedy: the same tokens, up to rounding. Sampling: the same distribution
 (chains: block verification, arXiv 2403.10444, which keeps at least as much as the token-wise rule of Leviathan et al.,
-arXiv 2211.17192; siblings drawn at random: recursive rejection, SpecInfer, arXiv 2305.09781). `guided_decode` stands
-in for `Decoder.decode` wherever a model writes.
+arXiv 2211.17192; siblings drawn at random: recursive rejection, SpecInfer, arXiv 2305.09781). `speculative_decode`
+replaces `Decoder.decode` wherever a model writes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.sampling import Sampling, distribution, draw, without
-from parse_infer.speculation.proposer import ROOT, Guess, TokenDrafter
+from parse_infer.speculation.proposer import ROOT, TokenProposer, TokenTree
 from parse_infer.speculation.tree import branches
 
 
-def guided_decode(
+def speculative_decode(
     decoder: Decoder,
-    drafter: TokenDrafter | None,
+    drafter: TokenProposer | None,
     max_new_tokens: int,
     sampling: Sampling,
     generator: torch.Generator | None = None,
@@ -36,7 +36,7 @@ def guided_decode(
 
 def speculate(
     decoder: Decoder,
-    drafter: TokenDrafter,
+    drafter: TokenProposer,
     max_new_tokens: int,
     sampling: Sampling | None = None,
     generator: torch.Generator | None = None,
@@ -58,11 +58,11 @@ def speculate(
     # The first choice needs no guess where its logits are known already, as after a verification pass.
     logits = decoder.next_logits()[None] if room > 0 and decoder.knows_next else None
     while room > 0:
-        guess = Guess((), ())
+        guess = TokenTree((), ())
         if logits is None:
             guess = drafter.guess(decoder.ids, room - 1, sampling, generator)
             logits = decoder.logits(read_guess(decoder, guess))
-        path, last = walk(without(logits, banned), guess, sampling, generator)
+        path, last = accept_tree(without(logits, banned), guess, sampling, generator)
         logits = None
         if guess.tokens:
             decoder.keep(path)
@@ -78,7 +78,7 @@ def speculate(
         room -= len(new)
 
 
-def read_guess(decoder: Decoder, guess: Guess) -> Tensor:
+def read_guess(decoder: Decoder, guess: TokenTree) -> Tensor:
     """One forward over what is guessed: [1 + n, H], the state after the context and after every guessed token."""
     if guess.is_chain:
         return decoder.look_ahead(guess.tokens)
@@ -86,8 +86,8 @@ def read_guess(decoder: Decoder, guess: Guess) -> Tensor:
 
 
 @torch.inference_mode()
-def walk(
-    logits: Tensor, guess: Guess, sampling: Sampling, generator: torch.Generator | None = None
+def accept_tree(
+    logits: Tensor, guess: TokenTree, sampling: Sampling, generator: torch.Generator | None = None
 ) -> tuple[list[int], int]:
     """The guessed tokens that hold, as a path from the root, and the token that the model itself puts behind them.
 
@@ -143,7 +143,7 @@ def _walk_block(
 
 
 def _choose_child(
-    p: Tensor, children: Sequence[int], guess: Guess, generator: torch.Generator | None
+    p: Tensor, children: Sequence[int], guess: TokenTree, generator: torch.Generator | None
 ) -> tuple[int | None, int]:
     """A token distributed as `p` [V], and the child that holds it (None: no child was accepted)."""
     if guess.drawn_from is None:  # chosen without chance: draw from p and look whether it is there

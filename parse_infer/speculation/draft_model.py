@@ -9,10 +9,10 @@ import torch
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import Sampling, distribution, draw
 from parse_infer.models.token_map import TokenMap, TranslatedContext, token_map
-from parse_infer.speculation.proposer import Guess
+from parse_infer.speculation.proposer import TokenTree
 
 
-class DraftChain:
+class DraftModelProposer:
     """Lets `draft` write a chain of the next few tokens; its cache follows the context by itself.
 
     Args:
@@ -47,17 +47,19 @@ class DraftChain:
         self._vocabularies = _Vocabularies(shared, draft, model)
 
     @torch.inference_mode()
-    def guess(self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
+    def guess(
+        self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None
+    ) -> TokenTree:
         both = self._vocabularies
         context = both.context(ids)
         size = min(self.tokens, limit, self.draft.window - len(context))
         if size < 1 or not context:
-            return Guess.chain(())
+            return TokenTree.chain(())
         decoder, tokens, drawn_from = self.draft.decoder, [], []
         decoder.reserve(len(context), limit)
         decoder.seek(context)
         if max(decoder.ids[decoder.cached :], default=0) >= self.draft.n_embeddings:
-            return Guess.chain(())  # padding ids, which only untrained models write
+            return TokenTree.chain(())  # padding ids, which only untrained models write
         before = decoder.forwards
         logits = decoder.next_logits()
         while True:
@@ -74,7 +76,7 @@ class DraftChain:
                 break
             logits = decoder.advance(token, both.draft_token(drawn))
         self.forwards += decoder.forwards - before
-        return Guess.chain(tokens, torch.stack(drawn_from) if drawn_from else None)
+        return TokenTree.chain(tokens, torch.stack(drawn_from) if drawn_from else None)
 
 
 class _Vocabularies:

@@ -17,7 +17,7 @@ from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import Sampling
 from parse_infer.speculation.eagle_head import EagleHead
 from parse_infer.speculation.head_files import check_sizes, embed
-from parse_infer.speculation.proposer import ROOT, Guess
+from parse_infer.speculation.proposer import ROOT, TokenTree
 from parse_infer.speculation.tree import chain, likeliest_tree
 
 
@@ -49,20 +49,22 @@ class EagleDrafter:
         self._features = model.decoder.capture_hidden(head.config.eagle_aux_hidden_state_layer_ids)
 
     @torch.inference_mode()
-    def guess(self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
+    def guess(
+        self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None
+    ) -> TokenTree:
         size = min(self.tokens, limit)
         if self.model.decoder.cached != len(ids) - 1:
-            return Guess.chain(())  # the model has still to read its context, which costs a forward in any case
+            return TokenTree.chain(())  # the model has still to read its context, which costs a forward in any case
         start, features = self._features.pop_hidden()
         self._crop(start)
         if features is None:
-            return Guess.chain(())
+            return TokenTree.chain(())
         following = embed(self.model, ids[start + 1 :])
         if self.head.config.parallel_drafting:
             return self._block(features, following, size, sampling, generator)
         output = self._run(self.head.fc(features), following, causal=True)
         if size < 1:
-            return Guess.chain(())
+            return TokenTree.chain(())
         try:
             last = output[-1:]
             return self._tree(last, size) if self.top_k > 1 else self._chain(last, size, sampling, generator)
@@ -71,20 +73,20 @@ class EagleDrafter:
 
     def _block(
         self, features: Tensor, following: Tensor, size: int, sampling: Sampling, generator: torch.Generator | None
-    ) -> Guess:
+    ) -> TokenTree:
         ahead = max(0, size - 1)
         mask_token = embed(self.model, [self.head.config.ptd_token_id or 0]).expand(ahead, -1)
         hidden = self.head.fc(torch.cat([features, self.head.mask_hidden.expand(ahead, -1)]))
         output = self._run(hidden, torch.cat([following, mask_token]), causal=True)
         self._crop(self._past_length - ahead)
         if size < 1:
-            return Guess.chain(())
+            return TokenTree.chain(())
         logits = self.head.logits(output[-size:])
         if self.top_k > 1:
             return likeliest_tree(logits, self._token_ids, self.top_k, self.tree_tokens)
         return chain(logits, self._token_ids, self.head.config.vocab_size, sampling, generator)
 
-    def _chain(self, last: Tensor, size: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
+    def _chain(self, last: Tensor, size: int, sampling: Sampling, generator: torch.Generator | None) -> TokenTree:
         tokens: list[int] = []
         drawn: list[Tensor] = []
         while True:
@@ -93,10 +95,10 @@ class EagleDrafter:
             tokens += one.tokens
             drawn += [] if one.drawn_from is None else [one.drawn_from]
             if len(tokens) == size or tokens[-1] in self.model.eos_ids:
-                return Guess.chain(tokens, torch.cat(drawn) if drawn else None)
+                return TokenTree.chain(tokens, torch.cat(drawn) if drawn else None)
             last = self._run(last, embed(self.model, tokens[-1:]), causal=True)
 
-    def _tree(self, last: Tensor, size: int) -> Guess:
+    def _tree(self, last: Tensor, size: int) -> TokenTree:
         """The most likely continuations (EAGLE-2's dynamic tree): expand the best, keep the best of all.
 
         Nodes are chosen without chance, so the walk is exact for sampling too.
@@ -128,7 +130,7 @@ class EagleDrafter:
         kept = sorted(sorted(range(len(tokens)), key=lambda i: -scores[i])[: self.tree_tokens])
         # A parent is at least as likely as its children and stands before them, so it is kept with them.
         place = {ROOT: ROOT} | {node: i for i, node in enumerate(kept)}
-        return Guess([tokens[i] for i in kept], [place[parents[i]] for i in kept])
+        return TokenTree([tokens[i] for i in kept], [place[parents[i]] for i in kept])
 
     def _run(self, hidden: Tensor, following: Tensor, *, causal: bool = False, seen: Tensor | None = None) -> Tensor:
         """The layer over n tokens behind what it has read, [n, H] -> [n, H]: causally, or on one level of a tree where

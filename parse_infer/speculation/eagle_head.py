@@ -19,11 +19,11 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from parse_infer.models.loading import LanguageModel
 from parse_infer.speculation.head_files import (
     check_shape,
+    known_fields,
     load_state,
     read_config,
     read_weights,
     save_head,
-    understood,
 )
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -85,7 +85,7 @@ class EagleConfig:
         }
         if "rope_type" not in rope:
             fixed["rope_parameters"] = {"rope_theta": values["rope_theta"]}
-        known = understood(values, cls, fixed)
+        known = known_fields(values, cls, fixed)
         if known.get("head_dim") is None and {"hidden_size", "num_attention_heads"} <= known.keys():
             known["head_dim"] = known["hidden_size"] // known["num_attention_heads"]
         try:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from parse_infer.files import read_json, read_tensors, replacing, write_json
+from parse_infer.files import atomic_write, read_json, read_tensors, write_json
 from parse_infer.models.loading import LanguageModel
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -28,7 +28,7 @@ def save_head(folder: str | Path, head: nn.Module, config: Mapping[str, Any]) ->
     """Write config.json and model.safetensors; each file is complete or not there."""
     folder = Path(folder)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    with replacing(folder / WEIGHTS) as beside:
+    with atomic_write(folder / WEIGHTS) as beside:
         save_file(state, beside, metadata={"format": "pt"})
     write_json(folder / CONFIG, dict(config))
     return folder
@@ -52,7 +52,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return read_tensors(folder / WEIGHTS, WAY_OUT)
 
 
-def understood(values: Mapping[str, Any], kind: type, fixed: Mapping[str, Any]) -> dict[str, Any]:
+def known_fields(values: Mapping[str, Any], kind: type, fixed: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the dataclass `kind` among the keys of a config.json.
 
     Args:

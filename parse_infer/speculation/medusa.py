@@ -21,13 +21,13 @@ from parse_infer.models.sampling import Sampling
 from parse_infer.speculation.head_files import (
     check_shape,
     check_sizes,
+    known_fields,
     load_state,
     read_config,
     read_weights,
     save_head,
-    understood,
 )
-from parse_infer.speculation.proposer import Guess
+from parse_infer.speculation.proposer import TokenTree
 from parse_infer.speculation.tree import chain, likeliest_tree
 
 ARCHITECTURES = ("MedusaModel",)
@@ -61,7 +61,7 @@ class MedusaConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MedusaConfig:
         """Raises ValueError for a missing key, and for one that changes what heads compute in a way unknown here."""
-        known = understood(values, cls, {})
+        known = known_fields(values, cls, {})
         try:
             return cls(**known)
         except TypeError as error:
@@ -163,13 +163,15 @@ class MedusaDrafter:
         self._states = model.decoder.capture_hidden([last])
 
     @torch.inference_mode()
-    def guess(self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
+    def guess(
+        self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None
+    ) -> TokenTree:
         size = min(self.tokens, limit)
         if size < 1 or self.model.decoder.cached != len(ids) - 1:
-            return Guess.chain(())  # the model has still to read its context, which costs a forward in any case
+            return TokenTree.chain(())  # the model has still to read its context, which costs a forward in any case
         _, states = self._states.pop_hidden()
         if states is None:
-            return Guess.chain(())
+            return TokenTree.chain(())
         logits = self.head(states[-1])[:size]
         self.forwards += 1
         if self.top_k > 1:

@@ -8,10 +8,10 @@ import torch
 
 from parse_infer.models.decoder import common_prefix
 from parse_infer.models.sampling import Sampling
-from parse_infer.speculation.proposer import Guess
+from parse_infer.speculation.proposer import TokenTree
 
 
-class LookupDrafter:
+class PromptLookupDrafter:
     """Guesses the continuation of the latest earlier place where the context's last tokens stand.
 
     Args:
@@ -33,13 +33,15 @@ class LookupDrafter:
         self.tokens, self.max_ngram, self.min_ngram = tokens, max_ngram, min_ngram
         self._context = _IndexedContext(range(max_ngram, min_ngram - 1, -1))
 
-    def guess(self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
+    def guess(
+        self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None
+    ) -> TokenTree:
         size = min(self.tokens, limit)
         if size <= 0:
-            return Guess.chain(())
+            return TokenTree.chain(())
         self._context.follow(ids)
         end = self._context.earlier_end()
-        return Guess.chain(() if end is None else list(ids[end : end + size]))
+        return TokenTree.chain(() if end is None else list(ids[end : end + size]))
 
 
 class _IndexedContext:

@@ -1,4 +1,4 @@
-"""What a token drafter says: a tree of guessed tokens. Whoever guesses does it through `TokenDrafter.guess`."""
+"""What a token drafter says: a tree of guessed tokens. Whoever guesses does it through `TokenProposer.guess`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = -1
 
 
 @dataclass(frozen=True)
-class Guess:
+class TokenTree:
     """A tree of guessed tokens behind the context.
 
     Attributes:
@@ -31,7 +31,7 @@ class Guess:
     drawn_from: Tensor | None = None
 
     @classmethod
-    def chain(cls, tokens: Sequence[int], drawn_from: Tensor | None = None) -> Guess:
+    def chain(cls, tokens: Sequence[int], drawn_from: Tensor | None = None) -> TokenTree:
         return cls(tokens, range(ROOT, len(tokens) - 1), drawn_from)
 
     @property
@@ -39,7 +39,7 @@ class Guess:
         return list(self.parents) == list(range(ROOT, len(self.tokens) - 1))
 
 
-class TokenDrafter(Protocol):
+class TokenProposer(Protocol):
     """Guesses the next few tokens of one model. It is told the whole context every time and keeps up by itself."""
 
     @property
@@ -47,7 +47,9 @@ class TokenDrafter(Protocol):
         """Forwards of the drafter's own model so far (0 without one)."""
         ...
 
-    def guess(self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
+    def guess(
+        self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None
+    ) -> TokenTree:
         """Guess what follows `ids`, at most `limit` tokens deep; an empty guess where there is nothing to say.
 
         Args:

@@ -16,17 +16,17 @@ from parse_infer.files import locate
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.names import ZOO
 from parse_infer.speculation import eagle_head, medusa
-from parse_infer.speculation.draft_model import DraftChain
+from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.eagle import EagleDrafter
 from parse_infer.speculation.head_files import CONFIG, WEIGHTS, read_config
 from parse_infer.speculation.medusa import MedusaDrafter, MedusaHead
-from parse_infer.speculation.prompt_lookup import LookupDrafter
-from parse_infer.speculation.proposer import TokenDrafter
+from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
+from parse_infer.speculation.proposer import TokenProposer
 from parse_infer.suggest import suggestion
 
 _CLASSES: dict[str, type] = {
-    "lookup": LookupDrafter,
-    "draft": DraftChain,
+    "lookup": PromptLookupDrafter,
+    "draft": DraftModelProposer,
     "eagle3": EagleDrafter,
     "parallel": EagleDrafter,
     "medusa": MedusaDrafter,
@@ -75,7 +75,7 @@ def check_token_drafter(role: str, name: str, model: str, has_draft: bool) -> No
         raise ValueError(f"{role} is {kind!r}; {suggestion(kind, [*NAMES, 'or the folder of a head'])}")
 
 
-def load_token_drafter(name: str, model: LanguageModel, draft: LanguageModel | None = None) -> TokenDrafter:
+def load_token_drafter(name: str, model: LanguageModel, draft: LanguageModel | None = None) -> TokenProposer:
     """The token drafter called `name` for what `model` writes; "draft" lets `draft` guess.
 
     Raises:
@@ -83,10 +83,10 @@ def load_token_drafter(name: str, model: LanguageModel, draft: LanguageModel | N
     """
     kind, sizes = split_name(name)
     if kind == "lookup":
-        return LookupDrafter(**_fit(LookupDrafter, sizes, name))
+        return PromptLookupDrafter(**_fit(PromptLookupDrafter, sizes, name))
     if kind == "draft":
         assert draft is not None
-        return DraftChain(draft, model, **_fit(DraftChain, sizes, name))
+        return DraftModelProposer(draft, model, **_fit(DraftModelProposer, sizes, name))
     embedded = _EMBEDDED.get(model.name, {}).get(kind)
     folder = ZOO / embedded if embedded else locate(kind, (CONFIG, WEIGHTS), "head")
     architecture = (read_config(folder).get("architectures") or ["nothing"])[0]

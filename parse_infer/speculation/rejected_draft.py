@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from parse_infer.models.sampling import Sampling
-from parse_infer.speculation.proposer import Guess, TokenDrafter
+from parse_infer.speculation.proposer import TokenProposer, TokenTree
 
 TOKENS = 8  # of a guess
 Ids = NDArray[np.int32]
@@ -43,14 +43,16 @@ class RejectedDraft:
     forwards = 0  # `otherwise` counts its own
 
     def __init__(
-        self, context: Sequence[int], rest: Sequence[int], otherwise: TokenDrafter | None = None, tokens: int = TOKENS
+        self, context: Sequence[int], rest: Sequence[int], otherwise: TokenProposer | None = None, tokens: int = TOKENS
     ) -> None:
         self._start, self._otherwise, self._tokens = len(context), otherwise, tokens
         self._rest = np.array([*context[-1:], *rest], dtype=np.int32)  # the first pair may begin before the cut
 
-    def guess(self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None) -> Guess:
+    def guess(
+        self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None
+    ) -> TokenTree:
         place = len(ids) - self._start  # of the last written token in the rest
         guess = continuation(self._rest, ids[-2:], place, min(self._tokens, limit))
         if guess or self._otherwise is None:
-            return Guess.chain(guess)
+            return TokenTree.chain(guess)
         return self._otherwise.guess(ids, limit, sampling, generator)

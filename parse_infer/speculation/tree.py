@@ -10,11 +10,11 @@ from torch import Tensor
 
 from parse_infer.models.decoder import Trailing
 from parse_infer.models.sampling import Sampling, distribution, draw
-from parse_infer.speculation.proposer import ROOT, Guess
+from parse_infer.speculation.proposer import ROOT, TokenTree
 
 
 def branches(tokens: Sequence[int], parents: Sequence[int], n_keys: int, device: torch.device) -> Trailing:
-    """A tree of guessed tokens behind a context of `n_keys` tokens, ready for `Decoder.look_ahead`; see `Guess`."""
+    """A tree of speculative tokens after `n_keys` tokens of context, ready for `Decoder.look_ahead`."""
     n = len(tokens)
     depth, sees = [0] * n, torch.eye(n, dtype=torch.bool)
     for i, parent in enumerate(parents):
@@ -46,7 +46,7 @@ def tree_mask(sees: Tensor, depth: Tensor, n_keys: int, window: int | None = Non
 
 def chain(
     logits: Tensor, token_ids: Tensor, vocab_size: int, sampling: Sampling, generator: torch.Generator | None
-) -> Guess:
+) -> TokenTree:
     """One token per row of logits [n, V'], each the most likely or drawn as the model draws.
 
     Args:
@@ -54,13 +54,13 @@ def chain(
         vocab_size: V of the model.
     """
     if sampling.greedy:
-        return Guess.chain(token_ids[logits.argmax(-1)].tolist())
+        return TokenTree.chain(token_ids[logits.argmax(-1)].tolist())
     q = distribution(logits, sampling)
     tokens = token_ids[draw(q, generator)]
-    return Guess.chain(tokens.tolist(), q.new_zeros(len(q), vocab_size).index_copy_(1, token_ids, q))
+    return TokenTree.chain(tokens.tolist(), q.new_zeros(len(q), vocab_size).index_copy_(1, token_ids, q))
 
 
-def likeliest_tree(logits: Tensor, token_ids: Tensor, top_k: int, tree_tokens: int) -> Guess:
+def likeliest_tree(logits: Tensor, token_ids: Tensor, top_k: int, tree_tokens: int) -> TokenTree:
     """The most likely `tree_tokens` paths from the root where row d of logits [n, V'] speaks for depth d alone.
 
     Best first: a node is taken before its children and before its less likely siblings. Nodes are chosen without
@@ -80,4 +80,4 @@ def likeliest_tree(logits: Tensor, token_ids: Tensor, top_k: int, tree_tokens: i
             heapq.heappush(waiting, (cost + costs[depth + 1][0], depth + 1, 0, node, cost))
         if rank + 1 < len(costs[depth]):
             heapq.heappush(waiting, (above + costs[depth][rank + 1], depth, rank + 1, parent, above))
-    return Guess(tokens, parents)
+    return TokenTree(tokens, parents)

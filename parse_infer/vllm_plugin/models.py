@@ -25,7 +25,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from parse_infer.judge.adapter import ValidityConfig, check_target, read_head
 from parse_infer.judge.adapter_files import AdapterFiles, read_adapter
-from parse_infer.judge.head import PartOfVocabulary, ValidityHead
+from parse_infer.judge.head import ReducedLMHead, ValidityHead
 from parse_infer.models.fingerprint import describe_config, fingerprint_of, fingerprinted
 from parse_infer.vllm_plugin.compatibility import check_version
 from parse_infer.vllm_plugin.options import SETTINGS
@@ -58,12 +58,12 @@ class _Judge:
         self.answers = answer_ids(settings["end_ids"], self.ids.together)
         self.update = RowUpdate()
         self.states: SlotStates | None = None
-        self.part: PartOfVocabulary | None = None
+        self.part: ReducedLMHead | None = None
         with torch.device("meta"):
             self.shape: PreTrainedModel | None = AutoModelForCausalLM.from_config(config)
 
 
-class JudgesDrafts:
+class ValidityMixin:
     """Mixin before a `…ForCausalLM` of vLLM. What it needs stands in the model's configuration (`engine_options`)."""
 
     # The base class's.
@@ -109,7 +109,7 @@ class JudgesDrafts:
         tokens = judge.head.tokens
         if tokens is not None and tokens.vocabulary is not None:
             rows = _output_rows(self.lm_head, tokens.vocabulary)
-            judge.part = PartOfVocabulary(tokens.vocabulary, lambda x: linear(x, rows) * self.logits_processor.scale)
+            judge.part = ReducedLMHead(tokens.vocabulary, lambda x: linear(x, rows) * self.logits_processor.scale)
         judge.files = judge.shape = None
         return loaded
 
@@ -231,7 +231,7 @@ class JudgesDrafts:
         if ids.end_ids:
             ends = torch.tensor([0, *ids.end_ids], device=asks.device)[end][which]
             tokens = torch.where(offset == drafted[which], -1 - ends, tokens)
-        return sizes, states.of_prefixes(slots(request, (position - 1).clamp_min(0)), tokens, counts)
+        return sizes, states.pool_over_prefixes(slots(request, (position - 1).clamp_min(0)), tokens, counts)
 
 
 def _places(sizes: Tensor) -> tuple[Tensor, Tensor]:
@@ -274,17 +274,17 @@ def _with_probe_ids(embedding: nn.Module, ids: ProbeIds) -> Any:
     return before
 
 
-class ParseLlamaForCausalLM(JudgesDrafts, LlamaForCausalLM):
+class ParseLlamaForCausalLM(ValidityMixin, LlamaForCausalLM):
     pass
 
 
-class ParseMistralForCausalLM(JudgesDrafts, MistralForCausalLM):
+class ParseMistralForCausalLM(ValidityMixin, MistralForCausalLM):
     pass
 
 
-class ParseQwen2ForCausalLM(JudgesDrafts, Qwen2ForCausalLM):
+class ParseQwen2ForCausalLM(ValidityMixin, Qwen2ForCausalLM):
     pass
 
 
-class ParseQwen3ForCausalLM(JudgesDrafts, Qwen3ForCausalLM):
+class ParseQwen3ForCausalLM(ValidityMixin, Qwen3ForCausalLM):
     pass

@@ -3,8 +3,8 @@
 vLLM's speculative decoding takes a class of one's own (`{"method": "custom_class", "model": …}`), and shows it the
 tokens of every request in the batch, without a name. Among them are those that ask for validities: their prompts hold
 a draft. When a request begins whose whole prompt stands at the beginning of such a prompt, it goes on from a cut, and
-what was rejected there says how the answer may be worded (`parse_infer.speculation.rejected_draft`). Nothing more has to
-be sent, no model runs, and vLLM keeps a guess only where the target agrees.
+what was rejected there says how the answer may be worded (`parse_infer.speculation.rejected_draft`). Nothing more
+has to be sent, no model runs, and vLLM keeps a guess only where the target agrees.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.vllm_plugin.compatibility import ARCHITECTURES
 from parse_infer.vllm_plugin.options import SETTINGS
 from parse_infer.vllm_plugin.reference import Reference
-from parse_infer.vllm_plugin.validity_requests import Asked, LogProbabilities, TrainedQuestions, validity_of
+from parse_infer.vllm_plugin.validity_requests import LogProbabilities, TrainedQuestions, ValidityRequest, validity_of
 
 LIMITS = {"float32": 1e-3}
 """How far a logit may be off, by the engine's number type."""
@@ -66,7 +66,7 @@ def check(engine: Any) -> None:
             )
 
 
-def _ask(engine: Any, asked: Asked) -> list[LogProbabilities]:
+def _ask(engine: Any, asked: ValidityRequest) -> list[LogProbabilities]:
     found: dict[str, LogProbabilities] = {}
     names = [f"parse-self-check-{i}" for i in range(len(asked.prompts))]
     for name, prompt in zip(names, asked.prompts, strict=True):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from parse_infer.judge.head import PartOfVocabulary, TokenDoubt, surprise
+from parse_infer.judge.head import ReducedLMHead, TokenDoubt, surprise
 
 
 class SlotStates:
@@ -35,7 +35,7 @@ class SlotStates:
         hidden: Tensor,
         logits: Callable[[Tensor], Tensor],
         embed: Callable[[Tensor], Tensor],
-        part: PartOfVocabulary | None,
+        part: ReducedLMHead | None,
         vocab_size: int,
     ) -> None:
         self._tokens, self._logits, self._embed, self._part = tokens, logits, embed, part
@@ -62,7 +62,7 @@ class SlotStates:
         """int64, as `slots`: the tokens there."""
         return self._ids[slots]
 
-    def of_prefixes(self, before: Tensor, drafted: Tensor, counts: Tensor) -> Tensor:
+    def pool_over_prefixes(self, before: Tensor, drafted: Tensor, counts: Tensor) -> Tensor:
         """Doubt [K] about K prefixes that hold N draft tokens in all; 0 for one without any.
 
         Args:

@@ -31,7 +31,7 @@ MAX_IDS = 2**20
 
 
 @dataclass(frozen=True)
-class Asked:
+class ValidityRequest:
     """Prompts that ask about a draft.
 
     Attributes:
@@ -94,7 +94,7 @@ class Questions:
 
     def about(
         self, context_ids: Sequence[int], draft_ids: Sequence[int], cuts: Sequence[int], window: int | None = None
-    ) -> Asked:
+    ) -> ValidityRequest:
         """
         Args:
             context_ids: at least one token.
@@ -121,7 +121,7 @@ class Questions:
                 suffix += self.suffix(shown, end)
             prompts.append([*context_ids, *draft_ids[:shown], *suffix])
             sizes.append(len(some))
-        return Asked(self, prompts, sizes)
+        return ValidityRequest(self, prompts, sizes)
 
     def affordable(
         self, n_context: int, cuts: Sequence[int], window: int | None = None, *, singly: bool = False

@@ -13,7 +13,7 @@ class DraftStates(NamedTuple):
 
     Attributes:
         before: [n, H], the target's final-norm states before them.
-        surprise: float32 [n, 3], `Surprise.features`.
+        surprise: float32 [n, 3], `TokenSurprisal.features`.
     """
 
     before: Tensor

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import DynamicCache, PreTrainedModel
 
-from parse_infer.judge.head import PartOfVocabulary, Probe, TokenDoubt, ValidityHead, surprise
+from parse_infer.judge.head import Probe, ReducedLMHead, TokenDoubt, ValidityHead, surprise
 from parse_infer.judge.packing import probe_mask, probe_positions, readout_index
 from parse_infer.models.architecture import layer_windows, output_layer
 from parse_infer.models.attention import enable_split_attention, layer_masks
@@ -174,7 +174,7 @@ class ValidityModel(nn.Module):
                 written = embedding(input_ids[:, 1:][drafted], embeddings)
             each = self.head.tokens(states.before, written, states.surprise)
             doubt = each.new_full(drafted.shape, _NO_DOUBT).masked_scatter(drafted, each)
-            return self.head(hidden, TokenDoubt.of_prefixes(doubt, visible - 1) * (cuts > 0))
+            return self.head(hidden, TokenDoubt.pool_over_prefixes(doubt, visible - 1) * (cuts > 0))
 
     @torch.no_grad()
     def judge(self, input_ids: Tensor, visible: Tensor, cuts: Tensor, probe: Probe, head: nn.Module) -> Tensor:
@@ -262,10 +262,10 @@ class ValidityModel(nn.Module):
                     parameter.copy_(parameter.to(dtype))
 
 
-def _part_of_vocabulary(target: PreTrainedModel, tokens: Tensor) -> PartOfVocabulary:
+def _part_of_vocabulary(target: PreTrainedModel, tokens: Tensor) -> ReducedLMHead:
     """The output layer for `tokens`, whose copied rows keep their number type when DeepSpeed casts the target."""
-    part, dtype = PartOfVocabulary.of(target, tokens.to(target.device)), target.get_output_embeddings().weight.dtype
-    return PartOfVocabulary(part.tokens, lambda hidden: part.logits(hidden.to(dtype)))
+    part, dtype = ReducedLMHead.of(target, tokens.to(target.device)), target.get_output_embeddings().weight.dtype
+    return ReducedLMHead(part.tokens, lambda hidden: part.logits(hidden.to(dtype)))
 
 
 def _drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

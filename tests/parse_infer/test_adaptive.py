@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from parse_infer.adaptive import EXPLORE, TRIALS, Controller
+from parse_infer.adaptive import EXPLORE_EVERY, MIN_SAMPLES, Controller
 from parse_infer.settings import GenerationSettings
 from parse_infer.speculation.registry import load_token_drafter
 
-BURST = TRIALS + 2 * 31  # of 32 requests
+BURST = MIN_SAMPLES + 2 * 31  # of 32 requests
 
 
 def simulate(
@@ -107,7 +107,7 @@ def test_at_first_a_few_answers_have_a_draft_however_many_begin():
     controller = Controller()
     with ExitStack() as stack:
         begun = [stack.enter_context(controller.answering(n + 1)) for n in range(32)]
-    assert sum(answer.drafted for answer in begun) == TRIALS
+    assert sum(answer.drafted for answer in begun) == MIN_SAMPLES
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.01])
@@ -122,8 +122,8 @@ def test_the_local_engine_tells_what_was_kept(make_engine, monkeypatch, threshol
 
 def test_what_is_not_kept_is_given_up_before_it_was_compared_and_looked_at_again():
     controller = Controller()
-    assert simulate(controller, 60, with_draft=2.0, load=32, kept=4)[1] == TRIALS
-    assert simulate(controller, (BURST + 1) * EXPLORE, with_draft=2.0, load=32, kept=4)[1] == BURST
+    assert simulate(controller, 60, with_draft=2.0, load=32, kept=4)[1] == MIN_SAMPLES
+    assert simulate(controller, (BURST + 1) * EXPLORE_EVERY, with_draft=2.0, load=32, kept=4)[1] == BURST
     controller = Controller()
     assert simulate(controller, 200, with_draft=0.5, load=32, kept=6)[1] > 120, "5 % and more is worth a comparison"
     controller = Controller()
@@ -176,13 +176,13 @@ def test_an_answer_counts_among_its_own_kind_and_at_one_load(monkeypatch, kinds,
 
 def test_under_load_as_many_begin_alike_as_push_the_others_out():
     controller = Controller()
-    assert simulate(controller, TRIALS, with_draft=1.0, load=32)[1] == TRIALS
+    assert simulate(controller, MIN_SAMPLES, with_draft=1.0, load=32)[1] == MIN_SAMPLES
     assert simulate(controller, BURST, with_draft=1.0, load=32)[1] == 0
 
 
 def test_what_holds_at_a_low_load_is_not_tried_again_at_a_high_one():
     controller = Controller()
-    simulate(controller, 2 * TRIALS, with_draft=2.0, load=1)
+    simulate(controller, 2 * MIN_SAMPLES, with_draft=2.0, load=1)
     assert simulate(controller, 60, with_draft=2.0, load=32)[1] == 0
     controller = Controller()
     simulate(controller, 200, with_draft=0.5, load=32)
@@ -191,16 +191,16 @@ def test_what_holds_at_a_low_load_is_not_tried_again_at_a_high_one():
 
 def test_a_draft_that_doubles_the_cost_costs_less_than_three_per_cent():
     controller = Controller()
-    simulate(controller, 2 * TRIALS, with_draft=2.0)
+    simulate(controller, 2 * MIN_SAMPLES, with_draft=2.0)
     seconds, drafted = simulate(controller, 1000, with_draft=2.0)
-    assert 1000 / seconds > 0.97 and 0 < drafted <= 1000 / EXPLORE + 1
+    assert 1000 / seconds > 0.97 and 0 < drafted <= 1000 / EXPLORE_EVERY + 1
 
 
 def test_a_draft_that_pays_is_used_and_one_that_begins_to_pay_is_found():
     controller = Controller()
     assert simulate(controller, 1000, with_draft=0.4)[1] > 970
     simulate(controller, 100, with_draft=2.0)  # another kind of prompt
-    assert simulate(controller, 100, with_draft=2.0)[1] <= TRIALS
+    assert simulate(controller, 100, with_draft=2.0)[1] <= MIN_SAMPLES
     later = [simulate(controller, 100, with_draft=0.4)[1] for _ in range(10)]
     assert later[-1] > 95
 
@@ -210,7 +210,7 @@ def test_each_load_has_its_own_measure():
     for _ in range(50):
         simulate(controller, 4, with_draft=0.5, load=1)
         simulate(controller, 40, with_draft=1.5, load=32)
-    assert simulate(controller, 60, with_draft=0.5, load=1)[1] >= 60 - TRIALS
+    assert simulate(controller, 60, with_draft=0.5, load=1)[1] >= 60 - MIN_SAMPLES
     assert simulate(controller, 60, with_draft=1.5, load=40)[1] <= 1, "40 is about as many as 32"
 
 
@@ -218,7 +218,7 @@ def test_the_local_engine_gives_up_a_useless_draft(make_engine):
     engine = make_engine()
     settings = GenerationSettings(20, threshold=1.01, exact_tail=False, adaptive=True)
     controller = engine.controller
-    simulate(controller, 2 * TRIALS, with_draft=9.0, alone=0.1)
+    simulate(controller, 2 * MIN_SAMPLES, with_draft=9.0, alone=0.1)
     found = [engine.generate("Tom has 5 apples.", settings) for _ in range(4)]
     alone = engine.generate_target("Tom has 5 apples.", max_new_tokens=20)
     assert all(g.token_ids == alone.token_ids and not g.stats.draft_tokens for g in found)
@@ -240,7 +240,7 @@ def test_lossless_speculation_leaves_nothing_to_choose(make_engine, monkeypatch,
     lossless = engine.generate_target("Tom has 5 apples.", settings, guided=True)
     begun = []
     monkeypatch.setattr(engine.controller, "_choose", lambda load: begun.append(load) or True)
-    for _ in range(TRIALS + 1):
+    for _ in range(MIN_SAMPLES + 1):
         found = engine.generate("Tom has 5 apples.", settings)
         assert found.token_ids == lossless.token_ids and found.stats.draft_tokens == 0
         assert found.stats.target_forwards <= lossless.stats.target_forwards
@@ -256,7 +256,7 @@ def test_a_stream_that_is_left_open_does_not_count(make_engine):
     settings = GenerationSettings(8, threshold=1.01, exact_tail=False, adaptive=True)
     left = engine.stream("Tom has 5 apples.", settings)
     next(left)  # and never again: it gets a draft
-    for _ in range(2 * TRIALS + 1):
+    for _ in range(2 * MIN_SAMPLES + 1):
         engine.generate("Tom has 5 apples.", settings)
     assert engine.controller.pace(drafted=False) and engine.controller.pace(drafted=True)
     with pytest.raises(RuntimeError, match="has been given another request"):

@@ -75,12 +75,12 @@ def test_a_continued_text_keeps_its_first_space():
 def test_nothing_of_a_draft_behind_its_end_is_kept(tokenizer):
     answer = Answer(tokenizer, {258}, ["o."], max_tokens=20)
     ids = tokenizer.encode("One two. Three")
-    assert tokenizer.decode(answer.clip(ids, 99)) == "One two."
-    assert answer.clip(ids, 5) == ids[:5]
-    assert answer.clip([*ids[:3], 258, 65], 99) == [*ids[:3], 258]
-    assert answer.clip(ids * 3, 99) == answer.clip(ids, 99)
-    assert len(Answer(tokenizer, {258}, [], 20).clip(ids * 3, 99)) == 20
-    assert answer.clip(ids, -1) == [] and answer.ids == [] and answer.open
+    assert tokenizer.decode(answer.truncate(ids, 99)) == "One two."
+    assert answer.truncate(ids, 5) == ids[:5]
+    assert answer.truncate([*ids[:3], 258, 65], 99) == [*ids[:3], 258]
+    assert answer.truncate(ids * 3, 99) == answer.truncate(ids, 99)
+    assert len(Answer(tokenizer, {258}, [], 20).truncate(ids * 3, 99)) == 20
+    assert answer.truncate(ids, -1) == [] and answer.ids == [] and not answer.is_finished
 
 
 def test_a_stop_string_ends_the_text_inside_a_token():
@@ -94,7 +94,7 @@ def test_a_stop_string_ends_the_text_inside_a_token():
 
 def test_the_stop_string_that_is_complete_first_counts(tokenizer):
     answer = Answer(tokenizer, {258}, ["two. T", "o.", "One three"], max_tokens=50)
-    answer.add(answer.clip(tokenizer.encode("One two. Three"), 50), "draft", 0.9)
+    answer.add(answer.truncate(tokenizer.encode("One two. Three"), 50), "draft", 0.9)
     assert answer.text == "One two."
 
 

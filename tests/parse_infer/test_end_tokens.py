@@ -9,9 +9,9 @@ import torch
 
 from parse_infer.answer import Answer
 from parse_infer.engine import ParseEngine
-from parse_infer.settings import GenerationSettings
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.sampling import Sampling
+from parse_infer.settings import GenerationSettings
 from parse_infer.speculation.registry import load_token_drafter
 from tests.parse_infer.language_models import language_model
 
@@ -124,12 +124,12 @@ def test_stop_strings_count_behind_the_first_tokens_only(tokenizer):
     for least, text in ((0, "ab"), (1, "ab"), (2, "ab ab"), (4, "ab ab"), (5, "ab ab ab"), (11, "ab ab ab ab")):
         for sizes in ([11], [1] * 11, [2, 9], [5, 6], [4, 3, 4]):
             answer, at = Answer(tokenizer, {258}, ["ab"], 20, min_tokens=least), 0
-            assert tokenizer.decode(answer.clip(ids, 99)) == text
+            assert tokenizer.decode(answer.truncate(ids, 99)) == text
             for size in sizes:
-                piece = answer.clip(ids[at : at + size], 99)
+                piece = answer.truncate(ids[at : at + size], 99)
                 answer.add(piece, "draft")
                 at += size
-            assert answer.text == text and answer.open == (least == 11), (least, sizes)
+            assert answer.text == text and answer.is_finished == (least != 11), (least, sizes)
 
 
 def test_wrong_ones_are_refused(engine):

@@ -11,17 +11,17 @@ from threading import Event
 import pytest
 
 from parse_infer.acceptance import maximal_valid_prefix
-from parse_infer.adaptive import TRIALS
+from parse_infer.adaptive import MIN_SAMPLES
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Accepted, Done, Drafted, Interrupted, Resumed, Verified
-from parse_infer.settings import GenerationSettings
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.decoder import Decoder
-from parse_infer.models.growing_kv_cache import KVBuffer
+from parse_infer.models.growing_kv_cache import GrowingKVCache
 from parse_infer.models.prompts import Verbatim
 from parse_infer.models.sampling import Sampling
+from parse_infer.settings import GenerationSettings
 from parse_infer.speculation.registry import load_token_drafter
 from tests.parse_infer.language_models import (
     TokenCount,
@@ -146,7 +146,7 @@ def test_an_interruption_ends_the_work_before_the_next_forward(engine, at):
     engine.generate("Another one.", max_new_tokens=4)
     asked = itertools.count()
     before = engine.target.decoder.forwards + engine.draft.decoder.forwards
-    with pytest.raises(Interrupted), engine.interruptible(lambda: next(asked) == at):
+    with pytest.raises(Interrupted), engine.cancellable(lambda: next(asked) == at):
         engine.generate(PROMPT, max_new_tokens=24, threshold=1.01, exact_tail=False)
     assert engine.target.decoder.forwards + engine.draft.decoder.forwards == before + at
     again = engine.generate(PROMPT, max_new_tokens=24, threshold=1.01, exact_tail=False)
@@ -165,8 +165,8 @@ def test_an_interruption_ends_the_work_before_the_next_forward(engine, at):
 def test_a_request_takes_the_memory_of_its_caches_once(engine, monkeypatch, drafter, settings):
     """For each layer of a model: no buffer grows, and nothing is copied, within the budget."""
     engine.target_drafter = load_token_drafter(drafter, engine.target, engine.draft) if drafter else None
-    allocated, grow = [], KVBuffer._grow
-    monkeypatch.setattr(KVBuffer, "_grow", lambda layer, used: [allocated.append(layer), grow(layer, used)])
+    allocated, grow = [], GrowingKVCache._grow
+    monkeypatch.setattr(GrowingKVCache, "_grow", lambda layer, used: [allocated.append(layer), grow(layer, used)])
     for again in range(2):  # and none at all for the next request that begins alike
         allocated.clear()
         if settings is None:
@@ -700,7 +700,7 @@ def test_a_dropped_stream_waits_for_nobody(engine, ending, adaptive):
         dropped.set()
 
     with ThreadPoolExecutor(2) as pool:
-        with engine.interruptible(hold):
+        with engine.cancellable(hold):
             other = pool.submit(engine.generate, "Other.", max_new_tokens=6, threshold=1.5, adaptive=adaptive)
             assert working.wait(20)
             pool.submit(drop)
@@ -745,7 +745,7 @@ def test_a_bad_prompt_is_one_clear_sentence_before_any_work(engine, prompt, mess
 def test_a_prompt_beyond_the_draft_models_window_is_the_targets_alone(make_engine, resume, adaptive):
     engine = make_engine(draft_window=10)
     engine.controller.note = lambda *_, **__: pytest.fail("an empty draft tells nothing about drafts")
-    for _ in range(TRIALS + 1):
+    for _ in range(MIN_SAMPLES + 1):
         found = engine.generate(PROMPT, max_new_tokens=20, resume=resume, adaptive=adaptive)
         assert found.token_ids == engine.generate_target(PROMPT, max_new_tokens=20).token_ids
         assert [span.source for span in found.spans] == ["target"] and found.stats.verification_passes == 0

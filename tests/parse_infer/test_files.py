@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from parse_infer.files import read_jsonl, replacing, replacing_folder, write_text
+from parse_infer.files import atomic_write, read_jsonl, replacing_folder, write_text
 
 
 def fill(folder: Path, text: str) -> None:
@@ -19,7 +19,7 @@ def fill(folder: Path, text: str) -> None:
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "new" / "file.txt"
     write_text(path, "one")
-    with pytest.raises(RuntimeError), replacing(path) as beside:
+    with pytest.raises(RuntimeError), atomic_write(path) as beside:
         beside.write_text("tw")
         raise RuntimeError
     assert path.read_text() == "one"
@@ -29,7 +29,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_files_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
     """safetensors keeps its files to their owner, so that a server under another user could not load them."""
     (plain := tmp_path / "plain").touch()
-    with replacing(tmp_path / "weights.safetensors") as beside:
+    with atomic_write(tmp_path / "weights.safetensors") as beside:
         save_file({"a": torch.zeros(2)}, beside)
     with replacing_folder(tmp_path / "folder") as beside:
         save_file({"a": torch.zeros(2)}, beside / "weights.safetensors")

@@ -7,8 +7,8 @@ import pytest
 from data_tools.tasks.registry import load_task
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.modes import make_modes, timed
-from parse_infer.settings import GenerationSettings
 from parse_infer.models.names import ZOO, ZOO_NAMES
+from parse_infer.settings import GenerationSettings
 
 DRAFTERS = ("lookup", "draft", "eagle3", "parallel", "medusa")
 CHAINS = ("eagle3:top_k=1", "parallel:tokens=4:top_k=1", "medusa:top_k=1")

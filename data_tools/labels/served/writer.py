@@ -13,7 +13,7 @@ from parse_infer.models.batch_decoder import Contexts, Row
 from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.fingerprint import describe_config, fingerprint_of
 from parse_infer.models.loading import load_config, load_served_model
-from parse_infer.models.tokenizer_spec import Language
+from parse_infer.models.tokenizer_spec import TokenizerSpec
 
 if TYPE_CHECKING:
     from data_tools.labels.backends import Role
@@ -29,7 +29,7 @@ class ServedWriter:
     """
 
     def __init__(
-        self, model: Language, servers: CompletionServers, wire: str = "ids", trust_remote_code: bool = False
+        self, model: TokenizerSpec, servers: CompletionServers, wire: str = "ids", trust_remote_code: bool = False
     ) -> None:
         self.model, self.servers, self.wire = model, servers, wire
         self._trust_remote_code = trust_remote_code

@@ -65,8 +65,8 @@ def generate(
     """
     from parse_infer.cli.output import answer_file, print_answers, stream_answers
     from parse_infer.cli.prompt_rows import check_prompts
-    from parse_infer.settings import GenerationSettings
     from parse_infer.models.sampling import Sampling
+    from parse_infer.settings import GenerationSettings
 
     rows = _prompt_rows(prompt, file, draft_text)
     settings = GenerationSettings(

@@ -149,7 +149,7 @@ class FastBackbone:
 
         Args:
             tokens, slots: int64 [B, 1]: which, and where.
-            rows: their keys and values, `KVRows` with these slots placed.
+            rows: their keys and values, `BatchedKVCache` with these slots placed.
             visible: bool [B, 1, 1, keys].
 
         Returns:

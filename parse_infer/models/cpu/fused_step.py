@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers.cache_utils import Cache
 
-from parse_infer.models.cpu.prepacked_linear import PackedLinear
+from parse_infer.models.cpu.prepacked_linear import PrepackedLinear
 
 LARGEST = 64 * 2**20  # bytes of linear weights; beyond it the matrices take most of the time
 
@@ -56,7 +56,7 @@ class FusedStep:
     def of(cls, layers: Sequence[Any], norm: Any, config: Any, head_size: int) -> FusedStep | None:
         """From the parts of the layers (`fast_backbone`) and the last norm; None where this is not for the model."""
         linears = [linear for layer in layers for linear in layer.linears]
-        if not all(type(m) in (nn.Linear, PackedLinear) and not is_hooked(m) for m in linears):
+        if not all(type(m) in (nn.Linear, PrepackedLinear) and not is_hooked(m) for m in linears):
             return None
         norms = [norm, *(each for layer in layers for each in (layer.before, layer.between))]
         if any(each.weight.dtype != torch.float32 or each.weight.device.type != "cpu" for each in norms):
@@ -118,7 +118,7 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 def _fused(layer: Any) -> _Layer:
     readers = (layer.query, layer.key, layer.value)
-    packed = isinstance(layer.query, PackedLinear)
+    packed = isinstance(layer.query, PrepackedLinear)
     attention = torch.cat([reader.weight for reader in readers]) * layer.before.weight
     bias = torch.cat([reader.bias for reader in readers]) if layer.query.bias is not None else None
     gate_up = torch.cat([layer.gate.weight, layer.up.weight]) * layer.between.weight
@@ -140,4 +140,4 @@ def _product(weight: Tensor, bias: Tensor | None, packed: bool) -> Product:
     module.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         module.bias = nn.Parameter(bias, requires_grad=False)
-    return PackedLinear(module).forward
+    return PrepackedLinear(module).forward

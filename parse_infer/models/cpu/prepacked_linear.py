@@ -20,7 +20,7 @@ SMALL = (
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-class PackedLinear(nn.Linear):
+class PrepackedLinear(nn.Linear):
     """Computes what `linear` computes, without gradients. Its dense `weight` is made anew whenever it is asked for."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -37,14 +37,14 @@ class PackedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedLinear:
-        copy = PackedLinear.__new__(PackedLinear)
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrepackedLinear:
+        copy = PrepackedLinear.__new__(PrepackedLinear)
         memo[id(self)] = copy
         copy.__dict__.update(self.__dict__)
         copy._parameters = dict(self._parameters)
         return copy  # of the same weights, which nothing changes
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PrepackedLinear:
         moved = fn(torch.empty(0, dtype=self.packed.dtype))
         if moved.device.type != "cpu" or moved.dtype != self.packed.dtype:
             raise ValueError("this model was prepared for the CPU: load it again with the device and dtype you want")
@@ -72,13 +72,13 @@ def pack_linears(model: PreTrainedModel) -> int:
     del of_each_shape
     for name in names:  # one at a time, so that at most one matrix exists twice
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, PackedLinear(found.pop(name)))
+        setattr(model.get_submodule(parent), child, PrepackedLinear(found.pop(name)))
     return len(names)
 
 
 def n_parameters(model: PreTrainedModel) -> int:
     """Weights of the model, packed ones included; an output layer tied to the embedding counts once."""
-    packed = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    packed = [m for m in model.modules() if isinstance(m, PrepackedLinear)]
     if model.config.get_text_config(decoder=True).tie_word_embeddings:
         packed = [m for m in packed if m is not model.get_output_embeddings()]
     return sum(p.numel() for p in model.parameters()) + sum(m.in_features * m.out_features for m in packed)
@@ -90,7 +90,7 @@ def _trustworthy(linear: nn.Linear) -> bool:
     with torch.inference_mode():
         expected = linear(x)
         try:
-            packed = PackedLinear(linear)
+            packed = PrepackedLinear(linear)
             got = torch.cat([packed(x[:, :1]), packed(x)[:, 1:]], dim=1)
         except (AttributeError, NotImplementedError, RuntimeError):
             return False

@@ -20,9 +20,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from parse_infer.acceptance import Acceptance
-from parse_infer.settings import GenerationSettings, Resume
 from parse_infer.models.sampling import Sampling, seed_of
 from parse_infer.serve.errors import refusals
+from parse_infer.settings import GenerationSettings, Resume
 
 LONGEST_STOP = 1000  # characters
 MOST_CHOICES = 16

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parse_infer.settings import GenerationSettings
 from parse_infer.models.prompts import Prompt
 from parse_infer.serve.errors import ApiError
 from parse_infer.serve.runner import Backend, Job, Refused, TokenPrompt
+from parse_infer.settings import GenerationSettings
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from parse_infer.backends import health
 from parse_infer.backends.client import Client
 from parse_infer.backends.coordinator import Coordinator
 from parse_infer.backends.local_draft import LocalDraft
-from parse_infer.backends.replicas import Servers
+from parse_infer.backends.replicas import ReplicaPool
 from parse_infer.backends.vllm import Target
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.cuts import CutPolicy
@@ -71,8 +71,8 @@ def connect() -> Iterator[Connect]:
             name = None if zero_shot else judge_name(judge.fingerprint)
             for server in targets if plugin and not zero_shot else ():
                 server.names.append(name)
-            servers = Servers("target", [s.url for s in targets], client, patience_s=patience_s, judge=name)
-            drafts: Servers | LocalDraft = Servers("draft", [draft.url], client, patience_s=patience_s)
+            servers = ReplicaPool("target", [s.url for s in targets], client, patience_s=patience_s, judge=name)
+            drafts: ReplicaPool | LocalDraft = ReplicaPool("draft", [draft.url], client, patience_s=patience_s)
             if local_rows:
                 drafts = LocalDraft(engine.draft, rows=local_rows)
             coordinator = Coordinator(
@@ -85,7 +85,7 @@ def connect() -> Iterator[Connect]:
             )
             coordinator.adaptive = False  # so that every answer has the draft that a test is about
             stack.callback(coordinator.close)
-            coordinator.run(coordinator.meet())
+            coordinator.run(coordinator.handshake())
             for server in (*targets, draft):
                 server.bodies.clear()
             return coordinator, targets, draft

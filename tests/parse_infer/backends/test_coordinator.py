@@ -16,13 +16,13 @@ from parse_infer.backends.retries import Unavailable
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Accepted, Done, Drafted, Resumed, Verified
-from parse_infer.output import Generation
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
 from parse_infer.judge.head import ValidityHead
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models import tokenizer_spec
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.sampling import Sampling
+from parse_infer.output import Generation
 from parse_infer.serve.loop_runner import CoordinatedBackend
 from tests.parse_infer.backends.conftest import CUTS
 from tests.parse_infer.backends.fake_server import FakeServer
@@ -276,7 +276,7 @@ def test_one_server_of_several_may_be_away_at_the_start(engine, connect, caplog)
     coordinator, targets, _ = connect(engine, n_targets=2)
     servers, text = coordinator._target.servers, coordinator.generate(PROMPT, max_new_tokens=20).text
     address, servers.members[0].url = servers.members[0].url, "http://127.0.0.1:9"
-    coordinator.run(coordinator.meet())
+    coordinator.run(coordinator.handshake())
     (said,) = (record.getMessage() for record in caplog.records if record.name == "parse_infer.backends")
     assert said.startswith("the target server http://127.0.0.1:9/v1/models does not answer")
     assert [g.text for g in coordinator.generate([PROMPT] * 3, max_new_tokens=20)] == [text] * 3
@@ -314,7 +314,7 @@ def test_bad_requests_and_servers_are_refused_in_one_sentence(engine, connect):
         connect(engine, plugin=False)
     target.questions = None
     with pytest.raises(ValueError, match="cannot judge drafts for 'target': .* out of vocabulary"):
-        coordinator.run(coordinator.meet())
+        coordinator.run(coordinator.handshake())
 
 
 def test_servers_may_want_a_key(engine, connect):
@@ -330,7 +330,7 @@ def test_a_server_with_other_tokens_is_refused(engine, connect, make_model):
     words = word_tokenizer()
     draft.lm = language_model(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words, "o")
     with pytest.raises(ValueError, match="the draft server .* has other tokens than 'draft'"):
-        coordinator.run(coordinator.meet())
+        coordinator.run(coordinator.handshake())
 
 
 def test_sampled_answers_follow_their_seed(engine, connect):
@@ -400,7 +400,7 @@ def test_a_server_with_a_limit_of_its_own_is_asked_on(engine, connect, monkeypat
 def test_a_server_that_stumbles_at_the_start_is_watched_where_requests_run(engine, connect):
     coordinator, targets, _ = connect(engine, n_targets=2, patience_s=5.0)
     targets[0].faults.append("500")
-    coordinator.run(coordinator.meet())
+    coordinator.run(coordinator.handshake())
     with running(CoordinatedBackend(coordinator), engine) as served:  # on another event loop
         targets[0].bodies.clear()
         end = time.monotonic() + 10

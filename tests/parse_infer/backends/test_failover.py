@@ -24,7 +24,7 @@ def test_a_request_that_fails_everywhere_takes_no_server_away_from_others(engine
         target.faults.extend([fault] * 4)
     with pytest.raises(Failing, match="the target servers have failed 4 times: "):
         coordinator.generate_target(PROMPT, max_new_tokens=8)
-    assert [server.well for server in coordinator._target.servers.members] == [True, True]
+    assert [server.healthy for server in coordinator._target.servers.members] == [True, True]
     assert [len(target.bodies) for target in targets] == [2, 2], "each is tried, and nobody more than the other"
     assert not caplog.records, "nothing has happened to a server"
 
@@ -36,12 +36,12 @@ def test_a_server_whose_connections_break_is_out_until_its_health_is_good(engine
     first, second = coordinator._target.servers.members
     targets[0].away = True
     assert coordinator.generate_target(PROMPT, max_new_tokens=8).token_ids == wanted
-    assert (first.well, second.well) == (False, True)
+    assert (first.healthy, second.healthy) == (False, True)
     targets[1].bodies.clear()
     coordinator.generate_target([PROMPT] * 3, max_new_tokens=8)
     assert len(targets[1].bodies) == 3
     targets[0].away = False
-    assert soon(coordinator, lambda: first.well)
+    assert soon(coordinator, lambda: first.healthy)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2, said
     assert said[0].startswith(f"the target server {targets[0].url} is out: ") and "does not answer" in said[0]
@@ -53,12 +53,12 @@ def test_a_server_that_falls_ill_is_noticed_before_a_request_is(engine, connect,
     coordinator.generate_target(PROMPT, max_new_tokens=8)
     first, second = coordinator._target.servers.members
     targets[0].ill = 503
-    assert soon(coordinator, lambda: not first.well) and second.well
+    assert soon(coordinator, lambda: not first.healthy) and second.healthy
     targets[0].bodies.clear()
     coordinator.generate_target([PROMPT] * 3, max_new_tokens=8)
     assert not targets[0].bodies
     targets[0].ill = None
-    assert soon(coordinator, lambda: first.well)
+    assert soon(coordinator, lambda: first.healthy)
 
 
 def test_a_server_that_is_slow_to_tell_its_health_is_believed_a_few_times(engine, connect, quick_checks, monkeypatch):
@@ -70,9 +70,9 @@ def test_a_server_that_is_slow_to_tell_its_health_is_believed_a_few_times(engine
     asked = len(target.clients)
     assert soon(coordinator, lambda: len(target.clients) > asked + 4)
     (server,) = coordinator._target.servers.members
-    assert server.well and coordinator.generate_target(PROMPT, max_new_tokens=8).token_ids
+    assert server.healthy and coordinator.generate_target(PROMPT, max_new_tokens=8).token_ids
     monkeypatch.setattr(health, "CHECKS_MISSED", 3)
-    assert soon(coordinator, lambda: not server.well)
+    assert soon(coordinator, lambda: not server.healthy)
 
 
 @pytest.mark.parametrize("watched", [True, False])
@@ -107,7 +107,7 @@ def test_after_a_failure_the_rest_of_an_answer_stays_with_the_other_server(engin
     assert same(found, engine.generate(PROMPT, exact_tail=False, **settings))
     assert len(targets[0].bodies) == 1 and len(targets[1].bodies) > 2
     assert [server.busy for server in coordinator._target.servers.members] == [0, 0]
-    assert all(server.well for server in coordinator._target.servers.members)
+    assert all(server.healthy for server in coordinator._target.servers.members)
 
 
 def test_servers_that_are_gone_are_an_error_of_its_own(engine, connect):

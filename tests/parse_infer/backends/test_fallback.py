@@ -13,10 +13,10 @@ from parse_infer.backends import vllm
 from parse_infer.backends.coordinator import Coordinator
 from parse_infer.backends.retries import Unavailable
 from parse_infer.calibration.replay import Replay
-from parse_infer.settings import GenerationSettings
 from parse_infer.models.batch_decoder import BatchDecoder
 from parse_infer.models.prompts import Verbatim
 from parse_infer.serve.loop_runner import CoordinatedBackend
+from parse_infer.settings import GenerationSettings
 from tests.parse_infer.backends.conftest import soon
 from tests.parse_infer.backends.fake_server import FakeServer
 from tests.parse_infer.backends.test_coordinator import PROMPT, partial_threshold
@@ -52,7 +52,7 @@ def test_without_a_draft_server_the_target_answers_alone_at_once(engine, connect
     assert out.startswith(f"the draft server {draft.url} is out: ")
     assert said.startswith("the target answers without a draft (no_draft): no draft server answers: ")
     draft.away = False
-    assert soon(coordinator, lambda: coordinator._drafts[0].members[0].well)
+    assert soon(coordinator, lambda: coordinator._drafts[0].members[0].healthy)
     found = coordinator.generate(PROMPT, **SETTINGS, resume=resume)
     assert found.fallback is None and found.stats.accepted_tokens == 24
 
@@ -189,7 +189,7 @@ def test_over_http_a_target_that_is_gone_is_503_at_once(engine, connect, stream)
 def soon_well(served, coordinator: Coordinator) -> bool:
     """Whether the server's own event loop notices that the target is back."""
     end = time.monotonic() + 10
-    while not coordinator._target.servers.members[0].well:
+    while not coordinator._target.servers.members[0].healthy:
         if time.monotonic() > end:
             return False
         time.sleep(0.02)

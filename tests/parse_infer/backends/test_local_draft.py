@@ -56,9 +56,9 @@ def test_a_draft_ends_with_the_tokens_and_the_budget_of_its_request(draft):
 def test_a_few_free_seats_wait_for_the_next_draft(engine, monkeypatch):
     """Taking them away copies the keys and values of all others."""
     local, shares, shrunk = LocalDraft(engine.draft, rows=8), [], []
-    step, shrink = Batch.step, Batch.shrink
-    monkeypatch.setattr(Batch, "step", lambda b: (shares.append(len(b.free) / max(1, len(b.seats))), step(b)))
-    monkeypatch.setattr(Batch, "shrink", lambda b: (shrunk.append(len(b.free)), shrink(b)))
+    step, compact = Batch.step, Batch.compact
+    monkeypatch.setattr(Batch, "step", lambda b: (shares.append(len(b.free) / max(1, len(b.runs))), step(b)))
+    monkeypatch.setattr(Batch, "shrink", lambda b: (shrunk.append(len(b.free)), compact(b)))
 
     async def all_of_them() -> list[list[int]]:
         return await asyncio.gather(*(read(local, IDS[0], most=10 * n) for n in range(1, 9)))

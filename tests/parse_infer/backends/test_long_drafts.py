@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from parse_infer.backends.replicas import Servers
+from parse_infer.backends.replicas import ReplicaPool
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Verified
 from parse_infer.judge.cuts import CutPolicy
@@ -42,7 +42,7 @@ def test_a_draft_of_many_short_lines_is_one_request_of_bounded_size(engine, conn
     async def ask(self, body, *_, **__):
         raise Asked(body)
 
-    monkeypatch.setattr(Servers, "ask", ask)
+    monkeypatch.setattr(ReplicaPool, "ask", ask)
     with pytest.raises(Asked) as asked:
         coordinator.generate(PROMPT, draft_text=LINES, max_new_tokens=36_000)
     prompts = asked.value.args[0]["prompt"]

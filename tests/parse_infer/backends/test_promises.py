@@ -10,9 +10,9 @@ from data_tools.tasks.checkers import same_answer
 from parse_infer.calibration.measure import CalibrationSettings, calibrate
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.schema import Calibration
-from parse_infer.settings import GenerationSettings
 from parse_infer.serve.loop_runner import CoordinatedBackend
 from parse_infer.serve.risk_monitor import Promises
+from parse_infer.settings import GenerationSettings
 from tests.parse_infer.calibration.test_calibration import PROMPTS, Problem, middle_thresholds
 from tests.parse_infer.serve.conftest import running
 
@@ -30,7 +30,7 @@ def test_replayed_answers_are_the_coordinators(make_engine, connect, overlap: bo
         wanted = [coordinator.generate(prompt, settings) for settings in kinds]
         assert len({answer.text for answer in wanted}) > 2, "the settings must differ for the test to say something"
         with Replay(coordinator) as replay:
-            replay.forget()
+            replay.clear_caches()
             for _ in range(2):
                 for settings, own in zip(kinds, wanted, strict=True):
                     answer, seconds = replay.answer(prompt, settings)
@@ -57,7 +57,7 @@ def test_what_the_target_writes_has_a_time_for_each_token(engine, connect):
 def test_what_one_problem_has_read_is_not_there_for_the_next(engine, connect):
     coordinator, (target,), _ = connect(engine)
     for n in (1, 2):
-        coordinator.forget()
+        coordinator.clear_caches()
         coordinator.generate(PROMPTS[0], max_new_tokens=8)
         assert len({body["cache_salt"] for body in target.bodies}) == n
 

@@ -9,11 +9,11 @@ import pytest
 
 from parse_infer.backends import health
 from parse_infer.backends.coordinator import Coordinator
-from parse_infer.calibration.schema import Calibration, Setting, Tried
-from parse_infer.settings import GenerationSettings
+from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
 from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.serve.loop_runner import CoordinatedBackend
 from parse_infer.serve.risk_monitor import Promises
+from parse_infer.settings import GenerationSettings
 from parse_infer.vllm_plugin.options import arguments, engine_options, judge_name
 from parse_infer.vllm_plugin.reference import Reference
 from tests.parse_infer.backends.conftest import soon
@@ -42,7 +42,7 @@ def warnings(caplog) -> list[str]:
 
 def promise(coordinator: Coordinator) -> None:
     """A calibration that promises 0.1 for a threshold of 0."""
-    tried = [Tried(Setting(0.0), 0.0, 0.05, 2.0, 0.05)]
+    tried = [TestedPoint(OperatingPoint(0.0), 0.0, 0.05, 2.0, 0.05)]
     coordinator.calibration = Calibration("t", 300, "x", "accuracy", 0.9, 24, coordinator.describe(), tried, {0.1: 0})
 
 
@@ -87,12 +87,12 @@ def test_an_adapter_is_compared_when_a_server_is_back_and_while_it_is_there(engi
     coordinator.generate_target(PROMPT, max_new_tokens=8)
     first, second = coordinator.servers["target"].members
     targets[0].away = True
-    assert soon(coordinator, lambda: not first.well)
+    assert soon(coordinator, lambda: not first.healthy)
     replace_adapter(targets[0])
     targets[0].away = False
-    assert soon(coordinator, lambda: first.well) and not first.judges and second.judges
+    assert soon(coordinator, lambda: first.healthy) and not first.judges and second.judges
     replace_adapter(targets[1])
-    assert soon(coordinator, lambda: not second.judges) and second.well
+    assert soon(coordinator, lambda: not second.judges) and second.healthy
     assert not any(map(judged, targets))
     assert sum("runs another adapter than" in line for line in warnings(caplog)) == 2
 
@@ -101,16 +101,16 @@ def test_a_server_that_was_away_at_the_start_is_examined_like_the_others(engine,
     coordinator, targets, _ = connect(engine, n_targets=2)
     servers = coordinator.servers["target"]
     targets[0].away = True
-    coordinator.run(coordinator.meet())
-    assert [server.well for server in servers.members] == [False, True]
+    coordinator.run(coordinator.handshake())
+    assert [server.healthy for server in servers.members] == [False, True]
     words = word_tokenizer()
     own, targets[0].lm = targets[0].lm, language_model(make_model("llama", seed=15, vocab_size=300), words, "target")
     targets[0].away = False
     coordinator.generate_target(PROMPT, max_new_tokens=8)
-    assert soon(coordinator, lambda: "has other tokens than" in servers.members[0].trouble)
-    assert not servers.members[0].well
+    assert soon(coordinator, lambda: "has other tokens than" in servers.members[0].last_error)
+    assert not servers.members[0].healthy
     targets[0].lm = own
-    assert soon(coordinator, lambda: servers.members[0].well)
+    assert soon(coordinator, lambda: servers.members[0].healthy)
     assert judged(targets[0]), "whether it can judge was tried"
 
 
@@ -132,8 +132,8 @@ def test_a_server_with_another_model_is_out(engine, connect, quick_checks, monke
     if role == "target":
         replace_adapter(server)
     change(server)
-    assert soon(coordinator, lambda: not member.well)
-    assert said in member.trouble
+    assert soon(coordinator, lambda: not member.healthy)
+    assert said in member.last_error
 
 
 def test_a_promise_ends_with_its_adapter_and_the_answer_says_so(engine, connect, capfd):

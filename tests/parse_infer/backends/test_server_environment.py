@@ -102,13 +102,13 @@ class Started:
 def coordinator(monkeypatch):
     """`coordinator(...)`: from `from_pretrained` with the embedded models, over servers that are not there."""
 
-    async def meet(self) -> None:
+    async def handshake(self) -> None:
         pass
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(factory, "launch", Started)
     monkeypatch.setattr(factory, "engine_options", lambda *_: {"speculative_config": dict(REJECTED_DRAFTS)})
-    monkeypatch.setattr(Coordinator, "meet", meet)
+    monkeypatch.setattr(Coordinator, "meet", handshake)
 
     def make(adapter: str | None = "zoo:adapter", **options) -> Coordinator:
         with Coordinator.from_pretrained("zoo:target", "zoo:draft", adapter, **options) as made:

@@ -15,18 +15,18 @@ import pytest
 import torch
 
 from data_tools.tasks.checkers import same_answer
-from tools import calibration_splits
-from parse_infer.calibration.candidates import THRESHOLDS, strict_to_lax
+from parse_infer.calibration.candidates import THRESHOLDS, candidates
 from parse_infer.calibration.measure import CalibrationSettings, Outcome, calibrate, certify
 from parse_infer.calibration.replay import Replay
-from parse_infer.calibration.schema import Calibration, Setting, Tried
+from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
 from parse_infer.engine import ParseEngine
-from parse_infer.settings import GenerationSettings
 from parse_infer.held_out import prompt_hash
 from parse_infer.judge.verifier import Verifier
 from parse_infer.models.sampling import Sampling
+from parse_infer.settings import GenerationSettings
 from parse_infer.speculation.registry import load_token_drafter
 from tests.parse_infer.language_models import TokenCount
+from tools import calibration_splits
 
 PROMPTS = ["Tom has 5 apples.", "Ann has 12 pens and a cat.", "How many?"]
 
@@ -63,7 +63,7 @@ def test_replayed_answers_are_the_engines(engine: ParseEngine, guesses: str | No
                 wanted[settings] = engine.generate(prompt, settings)
         assert len({g.text for g in wanted.values()}) > 2, "the settings must differ for the test to say something"
         with Replay(engine) as replay:
-            replay.forget()
+            replay.clear_caches()
             for _ in range(2):
                 for settings, generation in wanted.items():
                     answer, seconds = replay.answer(prompt, settings)
@@ -106,7 +106,7 @@ def test_a_replay_keeps_the_states_at_which_an_answer_may_go_on_and_no_others(en
     """One for each prefix that some threshold accepts; the prompt's and the rest of the draft's are gone."""
     prompt = PROMPTS[0] * 20
     with Replay(engine) as replay:
-        replay.forget()
+        replay.clear_caches()
         for resume in ("finish", "hand_back"):
             for threshold in (*THRESHOLDS[::6], 0.0):
                 replay.answer(prompt, GenerationSettings(40, threshold, resume=resume))
@@ -139,13 +139,13 @@ def test_only_greedy_answers_are_replayed(engine: ParseEngine):
 
 
 def test_the_order_goes_from_nothing_to_everything():
-    orders = strict_to_lax()
+    orders = candidates()
     assert [order[0].resume for order in orders] == ["finish", "hand_back"]
     for order in orders:
         thresholds = [setting.threshold for setting in order]
         assert thresholds == sorted(thresholds, reverse=True) and thresholds[0] > 1 and thresholds[-1] == 0
     with pytest.raises(ValueError, match="resume is sometimes; choose among finish, hand_back"):
-        strict_to_lax(["sometimes"])
+        candidates(["sometimes"])
 
 
 SETTINGS = CalibrationSettings(risks=(0.2, 0.5), resumes=("finish",), loss="disagreement", max_new_tokens=30)
@@ -405,7 +405,9 @@ def test_a_damaged_calibration_is_one_sentence(tmp_path: Path):
     nothing = blank(made={})
     with pytest.raises(ValueError, match="the calibration shows no promise"):
         replace(nothing, promises={0.1: None}).setting(0.1)
-    shown = replace(nothing, tried=[Tried(Setting(2.0), 0, 0.01, 1.0, 0.01)], promises={0.01: None, 0.1: 0})
+    shown = replace(
+        nothing, tried=[TestedPoint(OperatingPoint(2.0), 0, 0.01, 1.0, 0.01)], promises={0.01: None, 0.1: 0}
+    )
     with pytest.raises(ValueError, match="no setting was shown to keep it; the nearest promise is 0.1"):
         shown.setting(0.01)
 

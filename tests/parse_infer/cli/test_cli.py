@@ -13,7 +13,7 @@ import pytest
 from parse_infer.cli.app import main
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.mode_names import DEFAULT_MODES
-from parse_infer.speculation.draft_model import DraftChain
+from parse_infer.speculation.draft_model import DraftModelProposer
 from tests.parse_infer.language_models import reduced_pair, word_tokenizer
 
 _folders: dict[str, str] = {}
@@ -235,7 +235,7 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
     assert "left out" not in capsys.readouterr().err
     assert list(json.loads((tmp_path / "out" / "results.json").read_text())["modes"]) == list(DEFAULT_MODES)
     engine = ParseEngine.from_pretrained(tmp_path / "target", tmp_path / "draft")
-    assert isinstance(engine.target_drafter, DraftChain)
+    assert isinstance(engine.target_drafter, DraftModelProposer)
 
 
 @pytest.mark.parametrize(

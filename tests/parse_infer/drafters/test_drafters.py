@@ -9,13 +9,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from parse_infer.drafters.cross_tokenizer import Translation
+from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import Sampling
-from parse_infer.speculation.prompt_lookup import LookupDrafter
+from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
 from parse_infer.speculation.rejected_draft import RejectedDraft
 from tests.parse_infer.language_models import TokenCount, language_model, printable, word_tokenizer
 
@@ -163,7 +163,7 @@ def test_tokens_that_only_one_model_embeds(make_model, tokenizer, target):
 def test_padding_ids_in_front_of_an_end_that_both_have(make_model, tokenizer, target):
     """They are no tokens of the target, however the draft ends."""
     wide = make_model("llama", seed=3, vocab_size=300)
-    writing = Translation(language_model(wide, tokenizer), target, True, PROMPT).begin([70], 20)
+    writing = CrossTokenizerDraft(language_model(wide, tokenizer), target, True, PROMPT).begin([70], 20)
     writing.add([71, 72, 290, 73, 258])
     draft = writing.draft()
     assert (draft.ids, draft.finished) == ([71, 72], False)
@@ -246,6 +246,6 @@ def test_a_rejected_draft_is_aligned_with_what_is_written_instead():
 
 
 def test_another_drafter_guesses_where_a_rejected_draft_says_nothing():
-    drafter = RejectedDraft([1, 2], [50, 51, 52], otherwise=LookupDrafter(tokens=2))
+    drafter = RejectedDraft([1, 2], [50, 51, 52], otherwise=PromptLookupDrafter(tokens=2))
     assert list(drafter.guess([1, 2, 50], 9, GREEDY, None).tokens) == [51, 52]
     assert list(drafter.guess([1, 2, 1, 2], 9, GREEDY, None).tokens) == [1, 2]

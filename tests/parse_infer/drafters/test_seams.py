@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from parse_infer.drafters.cross_tokenizer import Translation
+from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Accepted, Drafted, Resumed
 from parse_infer.judge.cuts import CutPolicy
@@ -44,7 +44,7 @@ def test_the_answer_and_a_draft_behind_any_token_are_the_text_that_the_draft_mod
     ids = target.tokenizer.encode(TEXT, add_special_tokens=False)
     drafted = 0
     for end in range(len(ids) + 1):
-        writing = Translation(draft, target, False, "Hi").begin(ids[:end], 500)
+        writing = CrossTokenizerDraft(draft, target, False, "Hi").begin(ids[:end], 500)
         so_far = decode(target.tokenizer, ids[:end])
         whole = TEXT.startswith(so_far)
         meant = TEXT[len(so_far) if whole else len(so_far.rstrip("\ufffd")) :]

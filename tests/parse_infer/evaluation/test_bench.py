@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from parse_infer.adaptive import TRIALS
+from parse_infer.adaptive import MIN_SAMPLES
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.assisted import AssistantSettings
 from parse_infer.evaluation.mode_names import DEFAULT_MODES, MODES, check_modes, describe, title
@@ -27,15 +27,15 @@ from parse_infer.evaluation.run import BenchSettings, run_bench, schedule
 from parse_infer.evaluation.statistics import difference_interval, rate_ratio_interval, wilson_interval
 from parse_infer.evaluation.tables import category_table, header
 from parse_infer.evaluation.target_vocabulary import in_target_vocabulary
-from parse_infer.settings import GenerationSettings
 from parse_infer.held_out import prompt_hash
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.names import ZOO
 from parse_infer.models.token_map import token_map
 from parse_infer.record_store import RecordStore
-from parse_infer.speculation.draft_model import DraftChain
-from parse_infer.speculation.prompt_lookup import LookupDrafter
+from parse_infer.settings import GenerationSettings
+from parse_infer.speculation.draft_model import DraftModelProposer
+from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
 from tests.parse_infer.language_models import reduced_pair, resembling, word_tokenizer
 
 KEYS = {
@@ -182,9 +182,9 @@ def test_rivals_get_the_guesses_that_parse_gets(engine, make_model):
     engine = ParseEngine(engine.target, draft, engine.judge)
     drafters = {mode.name: mode.engine.target_drafter for mode in make(engine, *GUIDED, "target")}
     assert drafters["target"] is drafters["parse+none"] is None
-    assert isinstance(drafters["parse+lookup"], LookupDrafter)
+    assert isinstance(drafters["parse+lookup"], PromptLookupDrafter)
     for name in ("parse", "parse-zero-shot", "sequential"):
-        assert isinstance(drafters[name], DraftChain), name
+        assert isinstance(drafters[name], DraftModelProposer), name
     # They are used: with nothing accepted, the target writes everything, and needs fewer forwards for it.
     forwards = {}
     for mode in make(engine, "parse", "parse+none", threshold=1.1, exact_tail=False):
@@ -193,7 +193,7 @@ def test_rivals_get_the_guesses_that_parse_gets(engine, make_model):
 
 
 def test_an_engines_own_token_drafters_play_no_part(engine):
-    guesses = DraftChain(engine.draft, engine.target)
+    guesses = DraftModelProposer(engine.draft, engine.target)
     engine = ParseEngine(engine.target, engine.draft, engine.judge, target_drafter=guesses)
     target, parse = make(engine, "target", "parse+none", threshold=1.1)
     assert timed(engine, target, PROBLEMS[0].prompt)[0].stats.target_forwards == BUDGET  # plain: a token each
@@ -210,7 +210,7 @@ def test_a_draft_model_with_few_of_the_targets_tokens_takes_part_everywhere(make
     target, draft = reduced_pair(make_model, noise=0.01)
     engine = ParseEngine(target, draft, random_adapter(target.model))
     modes = make(engine, "target", "assisted", "target+draft", "parse", threshold=1.1)
-    assert isinstance(modes[-1].engine.target_drafter, DraftChain)
+    assert isinstance(modes[-1].engine.target_drafter, DraftModelProposer)
     found = {mode.name: [timed(engine, mode, p.prompt)[0] for p in PROBLEMS] for mode in modes}
     texts = {name: [generation.token_ids for generation in found[name]] for name in found}
     assert texts == dict.fromkeys(texts, texts["target"])
@@ -291,8 +291,8 @@ def test_a_mode_may_say_what_follows_a_rejected_draft(engine):
 
 def test_a_mode_may_let_the_target_answer_alone(engine):
     (mode,) = make_modes(engine, ["parse:adaptive"], GenerationSettings(max_new_tokens=8, threshold=1.0))
-    found = [timed(engine, mode, PROBLEMS[0].prompt)[0].stats.rounds for _ in range(2 * TRIALS)]
-    assert found == [1] * TRIALS + [0] * TRIALS, "both ways are tried before they are compared"
+    found = [timed(engine, mode, PROBLEMS[0].prompt)[0].stats.rounds for _ in range(2 * MIN_SAMPLES)]
+    assert found == [1] * MIN_SAMPLES + [0] * MIN_SAMPLES, "both ways are tried before they are compared"
     assert title(mode.name) == "**PARSE** (adaptive)" and describe(mode.name).endswith(", adaptive")
 
 

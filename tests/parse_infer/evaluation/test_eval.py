@@ -9,7 +9,7 @@ import pytest
 
 from parse_infer.cli.app import main
 from parse_infer.models.prompts import Verbatim
-from parse_infer.speculation.prompt_lookup import LookupDrafter
+from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
 from tests.parse_infer.lm_eval_tasks import QUESTIONS, own_tasks, write_apples
 
 from parse_infer.evaluation import lm_eval_tasks  # isort: skip  (after the skip where lm-eval is missing)
@@ -98,7 +98,7 @@ def test_an_evaluation_goes_on_where_it_stopped(make_engine, apples, tmp_path):
     with pytest.raises(ValueError, match="holds a measurement with threshold 0.5 and this one has 0.9"):
         run_eval(make_engine(threshold=0.9), loaded, tmp_path / "out", PLAIN)
     guided = make_engine()
-    guided.target_drafter = LookupDrafter()
+    guided.target_drafter = PromptLookupDrafter()
     with pytest.raises(ValueError, match="holds a measurement with target_drafter null and this one has"):
         run_eval(guided, loaded, tmp_path / "out", PLAIN)
 

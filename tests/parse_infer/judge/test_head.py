@@ -23,7 +23,7 @@ def test_a_fresh_doubt_says_how_far_a_token_lies_below_the_targets_own_choice() 
         features = surprise(hidden, tokens, lambda states: logits).features
         each = doubt(hidden, written, features)
         torch.testing.assert_close(each, -features[:, 2] - 3, rtol=0, atol=0.5)
-        found.append(TokenDoubt.of_prefixes(each, ends))
+        found.append(TokenDoubt.pool_over_prefixes(each, ends))
     right, wrong = found
     torch.testing.assert_close(right[:2], wrong[:2])
     assert right.max() < 1 < 5 < wrong[2:].min()
@@ -63,4 +63,4 @@ def test_the_parts_change_nothing() -> None:
     found = [surprise(hidden, tokens, lambda states: states @ weight.T, rows=rows) for rows in (7, 128, 512, 1000)]
     for other in found[1:]:
         torch.testing.assert_close(other.features, found[0].features)
-        assert torch.equal(other.own_choice, found[0].own_choice)
+        assert torch.equal(other.is_greedy_choice, found[0].is_greedy_choice)

@@ -92,7 +92,7 @@ def test_a_pass_in_chunks_applies_the_adapter_to_the_probes_alone(model, make_ve
     assert found[0].cuts == found[1].cuts
     assert found[1].validity == pytest.approx(found[0].validity, abs=1e-5)
     assert torch.allclose(found[1].hidden, found[0].hidden, atol=1e-5, rtol=1e-5)
-    assert found[1].own_choice == found[0].own_choice
+    assert found[1].is_greedy_choice == found[0].is_greedy_choice
     following = [verifier.decoder.forward([5, 6, 7]).hidden for verifier in (whole, chunked)]
     assert torch.allclose(following[1], following[0], atol=1e-5, rtol=1e-5)
 
@@ -103,7 +103,7 @@ def test_token_doubt_alone_reads_the_draft_and_no_probe(model, make_verifier, ra
     verifier.decoder.seek(context)
     with TokenCount(model) as count:
         result = verifier.verify(draft)
-    assert count.widths == [52] and result.own_choice is not None
+    assert count.widths == [52] and result.is_greedy_choice is not None
     model.set_attn_implementation("sdpa")
     expected = separate_passes(model, verifier.judge, context, draft, result.cuts)
     assert result.validity == pytest.approx(expected, abs=1e-4)
@@ -249,7 +249,7 @@ def test_surprise_over_part_of_the_vocabulary(model, make_verifier, random_adapt
     result = verifier.verify(draft, [0, 4, 11, 24])
     handle.remove()
     assert sum(rows) == sum(token not in part for token in draft) > 0
-    assert result.own_choice is None
+    assert result.is_greedy_choice is None
     assert result.validity == pytest.approx(separate_passes(model, adapter, context, draft, result.cuts), abs=1e-5)
     everything = make_verifier(model, random_adapter(model))
     everything.decoder.seek(context)

@@ -139,15 +139,15 @@ def test_rows_come_and_go(make_model: Callable[..., PreTrainedModel], sequences:
     decoder = BatchDecoder(model, EOS)
     batch, waiting, runs = decoder.batch(), list(sequences), []
     batch.step()  # nobody is there
-    while waiting or batch.seats:
+    while waiting or batch.runs:
         arriving = [waiting.pop() for _ in range(min(2, len(waiting)))]
         contexts = decoder.prefill(arriving) if arriving else None
         runs += [decoder.run(contexts, Row(i, len(ids), 6)) for i, ids in enumerate(arriving)]
-        batch.admit(runs[len(runs) - len(arriving) :])
+        batch.add(runs[len(runs) - len(arriving) :])
         if len(runs) == 2:
             runs[0].ended = True  # nobody wants it
         if len(batch.free) > 1 or not waiting:  # a single one waits for the next row
-            batch.shrink()
+            batch.compact()
         batch.step()
     wanted = [written_alone(model, ids, 6) for ids in reversed(sequences)]
     assert runs[0].written == []

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 from parse_infer.judge.packing import probes
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
-from parse_infer.models.growing_kv_cache import KVBuffer
+from parse_infer.models.growing_kv_cache import GrowingKVCache
 from parse_infer.models.sampling import RowSampling, Sampling, choose
 from parse_infer.speculation.tree import branches
 from tests.parse_infer.language_models import TokenCount
@@ -253,13 +253,13 @@ class Allocations:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
-        grow = KVBuffer._grow
+        grow = GrowingKVCache._grow
 
         def counting(layer, used):
             grow(layer, used)
             self.sizes.append(layer._keys.shape[2])
 
-        monkeypatch.setattr(KVBuffer, "_grow", counting)
+        monkeypatch.setattr(GrowingKVCache, "_grow", counting)
 
 
 def test_a_known_budget_is_reserved_at_once(make_model, random_ids, monkeypatch):
@@ -308,7 +308,7 @@ def test_an_interrupted_forward_does_not_spoil_the_cache(make_model, random_ids,
     model = make_model("llama_gqa")
     decoder = Decoder(model, ())
 
-    update = KVBuffer.update
+    update = GrowingKVCache.update
 
     def interrupted(layer, *states):
         if layer is decoder._cache.layers[1]:
@@ -319,7 +319,7 @@ def test_an_interrupted_forward_does_not_spoil_the_cache(make_model, random_ids,
     iterator = decoder.decode(6)
     next(iterator)
     with monkeypatch.context() as patch:
-        patch.setattr(KVBuffer, "update", interrupted)
+        patch.setattr(GrowingKVCache, "update", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(iterator)
     decoder.seek(random_ids(9))

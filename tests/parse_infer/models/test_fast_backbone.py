@@ -8,8 +8,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from parse_infer.models.cpu import fused_step, prepacked_linear
 from parse_infer.models.attention import enable_split_attention
+from parse_infer.models.cpu import fused_step, prepacked_linear
 from parse_infer.models.cpu.fast_backbone import FastBackbone
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import load_language_model

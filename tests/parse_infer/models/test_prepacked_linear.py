@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from parse_infer.models.cpu import prepacked_linear
-from parse_infer.models.cpu.prepacked_linear import PackedLinear, n_parameters, pack_linears
+from parse_infer.models.cpu.prepacked_linear import PrepackedLinear, n_parameters, pack_linears
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -23,7 +23,7 @@ def test_a_packed_layer_equals_the_ordinary_one(rows, bias, dtype):
         pytest.skip("this CPU has no instructions for bfloat16")
     torch.manual_seed(0)
     linear = nn.Linear(96, 64, bias=bias, dtype=dtype)
-    packed = PackedLinear(linear)
+    packed = PrepackedLinear(linear)
     x = torch.randn(1, rows, 96).to(dtype)
     with torch.inference_mode():
         torch.testing.assert_close(packed(x), linear(x), atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-2)
@@ -34,7 +34,7 @@ def test_a_packed_model_answers_and_is_saved_as_before(make_model, random_ids, t
     monkeypatch.setattr(prepacked_linear, "SMALL", 0)
     model, plain = make_model("llama_gqa"), make_model("llama_gqa")
     assert pack_linears(model) == 2 * 7 + 1  # every linear of two layers, and the output layer
-    assert isinstance(model.get_output_embeddings(), PackedLinear)
+    assert isinstance(model.get_output_embeddings(), PrepackedLinear)
     assert n_parameters(model) == plain.num_parameters()
     ids = torch.tensor([random_ids(20)])
     with torch.inference_mode():
@@ -51,7 +51,7 @@ def test_a_packed_model_answers_and_is_saved_as_before(make_model, random_ids, t
 def test_small_models_and_wrong_products_stay_as_they_are(make_model, monkeypatch):
     assert pack_linears(make_model("llama")) == 0, "it fits the caches"
     monkeypatch.setattr(prepacked_linear, "SMALL", 0)
-    monkeypatch.setattr(PackedLinear, "forward", lambda self, x: x.new_zeros(*x.shape[:-1], self.out_features))
+    monkeypatch.setattr(PrepackedLinear, "forward", lambda self, x: x.new_zeros(*x.shape[:-1], self.out_features))
     assert pack_linears(make_model("llama")) == 0, "a product that differs must not be used"
 
 

@@ -16,20 +16,20 @@ import httpx
 import openai
 import pytest
 
-from parse_infer.adaptive import TRIALS
-from parse_infer.calibration.schema import Calibration, Setting, Tried
+from parse_infer.adaptive import MIN_SAMPLES
+from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Done
-from parse_infer.output import Generation
-from parse_infer.settings import GenerationSettings
 from parse_infer.models.prompts import Verbatim
 from parse_infer.models.sampling import Sampling, seed_of
+from parse_infer.output import Generation
 from parse_infer.serve.app import create_app
 from parse_infer.serve.protocol.chat import ChatCompletion
 from parse_infer.serve.protocol.completion import Completion
 from parse_infer.serve.risk_monitor import Promises
 from parse_infer.serve.runner import Job
 from parse_infer.serve.thread_runner import LocalBackend
+from parse_infer.settings import GenerationSettings
 from tests.parse_infer.serve.conftest import running
 
 PROMPTS = [f"Tom has {n} apples. How many are left?" for n in range(8)]
@@ -173,7 +173,10 @@ def test_the_assistants_last_message_is_continued(served):
 def calibrated(engine: ParseEngine, disagreement: float = 0.1) -> Calibration:
     """Promises 0.01 where nothing is accepted, and 0.05 where everything is."""
     models = engine.describe()
-    tried = [Tried(Setting(1.01, "hand_back"), 0, 0.01, 1.0, 0.01), Tried(Setting(0.0), 0, 0.04, 2.0, disagreement)]
+    tried = [
+        TestedPoint(OperatingPoint(1.01, "hand_back"), 0, 0.01, 1.0, 0.01),
+        TestedPoint(OperatingPoint(0.0), 0, 0.04, 2.0, disagreement),
+    ]
     return Calibration("t", 300, "x", "accuracy", 0.9, 24, models, tried, {0.01: 0, 0.05: 1})
 
 
@@ -269,13 +272,13 @@ def test_a_promise_made_for_other_models_is_found_before_anybody_asks(make_engin
 
 def test_metrics_tell_what_adaptive_requests_got(make_engine):
     with running(LocalBackend(make_engine()), make_engine()) as server:
-        for n in range(2 * TRIALS):  # as long as nothing is known, both are tried
+        for n in range(2 * MIN_SAMPLES):  # as long as nothing is known, both are tried
             assert server.chat(PROMPTS[n % 4], max_tokens=8, parse={"adaptive": True}).status_code == 200
         server.chat(PROMPTS[0], max_tokens=8)
         for decided in ({"mode": "target"}, {"draft_text": "4"}):  # there is nothing to decide
             server.chat(PROMPTS[0], max_tokens=8, parse=decided)
         told = re.findall(r'^parse_decisions_total\{decision="(\w+)"\} (\S+)$', server.metrics, re.MULTILINE)
-    assert dict(told) == {"draft": str(float(TRIALS)), "alone": str(float(TRIALS))}
+    assert dict(told) == {"draft": str(float(MIN_SAMPLES)), "alone": str(float(MIN_SAMPLES))}
 
 
 def test_a_server_decides_for_requests_that_do_not_say(make_engine):

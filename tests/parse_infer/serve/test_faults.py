@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from parse_infer.adaptive import TRIALS
+from parse_infer.adaptive import MIN_SAMPLES
 from parse_infer.cli.app import main
 from parse_infer.drafters.source import Draft
 from parse_infer.serve.admission import Limits
@@ -278,7 +278,7 @@ def test_the_lines_of_a_request_have_its_id_and_what_was_decided(make_engine, ca
     with running(LocalBackend(make_engine()), make_engine(), adaptive=True) as server:
         answers = [server.chat(max_tokens=8, n=2, parse={"threshold": 0, "adaptive": False}) for _ in range(2)]
         answers += [server.chat(max_tokens=8, stream=True, parse={"mode": "target"})]
-        answers += [server.chat(max_tokens=8) for _ in range(2 * TRIALS)]
+        answers += [server.chat(max_tokens=8) for _ in range(2 * MIN_SAMPLES)]
     lines, modes = logged(capfd), []
     for response in answers:
         answered, request = [line for line in lines if line["id"] == response.headers["x-request-id"]]
@@ -287,7 +287,7 @@ def test_the_lines_of_a_request_have_its_id_and_what_was_decided(make_engine, ca
         assert 0 < answered["seconds"] <= request["seconds"]
         modes.append((answered["answers"], answered["mode"], answered["adaptive"]))
     assert modes[:3] == [(2, "draft", False)] * 2 + [(1, "target", False)]
-    assert sorted(modes[3:]) == [(1, "draft", True)] * TRIALS + [(1, "target", True)] * TRIALS
+    assert sorted(modes[3:]) == [(1, "draft", True)] * MIN_SAMPLES + [(1, "target", True)] * MIN_SAMPLES
 
 
 def test_a_request_that_fails_takes_no_other_with_it(make_engine):

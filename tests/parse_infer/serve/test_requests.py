@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from parse_infer.output import Generation
 from parse_infer.models.prompts import Chat
 from parse_infer.models.sampling import Sampling
+from parse_infer.output import Generation
 from parse_infer.serve.risk_monitor import Promises
 from parse_infer.serve.thread_runner import LocalBackend
 from tests.parse_infer.serve.conftest import Running, running

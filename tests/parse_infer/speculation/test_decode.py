@@ -14,10 +14,10 @@ from scipy.stats import chisquare
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.sampling import Sampling, choose, distribution, draw
-from parse_infer.speculation.decode import speculate, walk
-from parse_infer.speculation.draft_model import DraftChain
-from parse_infer.speculation.prompt_lookup import LookupDrafter
-from parse_infer.speculation.proposer import ROOT, Guess
+from parse_infer.speculation.decode import accept_tree, speculate
+from parse_infer.speculation.draft_model import DraftModelProposer
+from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
+from parse_infer.speculation.proposer import ROOT, TokenTree
 from tests.parse_infer.language_models import language_model, resembling, word_tokenizer
 
 EOS = 258
@@ -31,7 +31,7 @@ class Oracle:
     def __init__(self, truth: Sequence[int], luck: float, branches: bool, seed: int = 0) -> None:
         self.truth, self.luck, self.branches, self.rng = list(truth), luck, branches, Random(seed)
 
-    def guess(self, ids, limit, sampling, generator) -> Guess:
+    def guess(self, ids, limit, sampling, generator) -> TokenTree:
         tokens, parents, parent = [], [], ROOT
         for depth in range(min(limit, 4)):
             right = self.truth[len(ids) + depth] if len(ids) + depth < len(self.truth) else 0
@@ -44,7 +44,7 @@ class Oracle:
             tokens += level
             parents += [parent] * len(level)
             parent = start + (level.index(right) if right in level else 0)
-        return Guess(tokens, parents)
+        return TokenTree(tokens, parents)
 
 
 def written(model, prompt: list[int], n: int) -> list[int]:
@@ -74,8 +74,8 @@ def test_greedy_tokens_are_the_models_own(model, random_ids, branches, luck):
 def test_a_draft_model_needs_a_decoder_of_its_own(make_model, tokenizer):
     lm = language_model(make_model("llama"), tokenizer)
     with pytest.raises(ValueError, match="a decoder of its own"):
-        DraftChain(lm, lm)
-    DraftChain(replace(lm), lm)
+        DraftModelProposer(lm, lm)
+    DraftModelProposer(replace(lm), lm)
 
 
 def test_two_hundred_prompts_greedy_with_a_draft_model(make_model, tokenizer, random_ids):
@@ -84,7 +84,7 @@ def test_two_hundred_prompts_greedy_with_a_draft_model(make_model, tokenizer, ra
         for mine, its in zip(small.parameters(), target.parameters(), strict=True):
             mine.copy_(its + 0.05 * its.std() * torch.randn(its.shape, generator=torch.Generator().manual_seed(1)))
     lm, draft = language_model(target, tokenizer, "target"), language_model(small, tokenizer, "draft")
-    drafter = DraftChain(draft, lm, tokens=4, confidence=0.0)
+    drafter = DraftModelProposer(draft, lm, tokens=4, confidence=0.0)
     forwards = 0
     for seed in range(200):
         prompt = random_ids(9, seed)
@@ -120,7 +120,7 @@ def test_known_logits_cost_no_forward(make_model, random_ids):
     decoder.seek(prompt)
     decoder.next_logits()
     before = decoder.forwards
-    tokens = speculate(decoder, LookupDrafter(), 5)
+    tokens = speculate(decoder, PromptLookupDrafter(), 5)
     assert next(tokens) == written(model, prompt, 1)[0]
     assert decoder.forwards == before
 
@@ -128,7 +128,7 @@ def test_known_logits_cost_no_forward(make_model, random_ids):
 def test_a_changed_context_is_noticed(make_model, random_ids):
     decoder = Decoder(make_model("llama"), ())
     decoder.seek(random_ids(12))
-    tokens = speculate(decoder, LookupDrafter(), 5)
+    tokens = speculate(decoder, PromptLookupDrafter(), 5)
     next(tokens)
     decoder.seek(random_ids(3))
     with pytest.raises(RuntimeError, match="context was changed"):
@@ -160,15 +160,15 @@ def test_sampled_tokens_have_the_models_distribution(kind, sampling):
             tokens = draw(drawn_from, generator).tolist()
             if kind.endswith("doubt") and q[tokens[0]] < q.median():
                 tokens = tokens[:1]
-            guess = Guess.chain(tokens, drawn_from[: len(tokens)])
+            guess = TokenTree.chain(tokens, drawn_from[: len(tokens)])
         elif kind == "drawn siblings":
             tokens = [int(draw(q, generator)) for _ in range(3)]
-            guess = Guess(tokens, [ROOT, ROOT, ROOT], q.expand(3, -1))
+            guess = TokenTree(tokens, [ROOT, ROOT, ROOT], q.expand(3, -1))
         else:
             tokens = [0, 2, 1, 3]
-            guess = Guess(tokens, [ROOT, ROOT, 0, 0])
+            guess = TokenTree(tokens, [ROOT, ROOT, 0, 0])
         logits = torch.stack([first, *(second[t] for t in tokens)])
-        path, last = walk(logits, guess, sampling, generator)
+        path, last = accept_tree(logits, guess, sampling, generator)
         pair = [*(tokens[node] for node in path), last][:2]
         if len(pair) < 2:
             pair.append(int(choose(second[pair[0]], sampling, generator)))
@@ -193,7 +193,7 @@ def test_block_verification_keeps_more_than_token_by_token():
     whole = one_by_one = 0
     for _ in range(4000):
         tokens = draw(q, generator).tolist()
-        whole += len(walk(p.log(), Guess.chain(tokens, q), Sampling(1.0), generator)[0])
+        whole += len(accept_tree(p.log(), TokenTree.chain(tokens, q), Sampling(1.0), generator)[0])
         for i, token in enumerate(tokens):
             if torch.rand((), generator=generator) * q[i, token] >= p[i, token]:
                 break
@@ -206,7 +206,7 @@ def test_sampling_through_a_draft_model_keeps_the_distribution(make_model, token
     target = make_model("llama")
     lm = language_model(target, tokenizer, "target")
     draft = language_model(resembling(make_model, target, 0.3), tokenizer, "draft")
-    drafter, prompt, sampling = DraftChain(draft, lm, 3, confidence=0.1), random_ids(8), Sampling(0.6, top_k=4)
+    drafter, prompt, sampling = DraftModelProposer(draft, lm, 3, confidence=0.1), random_ids(8), Sampling(0.6, top_k=4)
     generator = torch.Generator().manual_seed(0)
     lm.decoder.seek(prompt)
     first = distribution(lm.decoder.next_logits(), sampling)
@@ -224,7 +224,7 @@ def test_sampling_through_a_draft_model_keeps_the_distribution(make_model, token
 
 
 def test_lookup_guesses_what_followed_the_latest_place():
-    lookup, sampling = LookupDrafter(tokens=3, max_ngram=3, min_ngram=2), Sampling()
+    lookup, sampling = PromptLookupDrafter(tokens=3, max_ngram=3, min_ngram=2), Sampling()
     guess = lookup.guess([1, 2, 3, 9, 9, 1, 2, 3, 7, 8, 5, 1, 2, 3], 10, sampling, None)
     assert (list(guess.tokens), list(guess.parents)) == ([7, 8, 5], [-1, 0, 1])
     assert list(lookup.guess([4, 2, 3, 6, 1, 2, 3], 1, sampling, None).tokens) == [6]
@@ -232,7 +232,7 @@ def test_lookup_guesses_what_followed_the_latest_place():
         assert not lookup.guess(nothing, 10, sampling, None).tokens
     assert not lookup.guess([1, 2, 1, 2], 0, sampling, None).tokens
     with pytest.raises(ValueError, match="min_ngram=3"):
-        LookupDrafter(max_ngram=2, min_ngram=3)
+        PromptLookupDrafter(max_ngram=2, min_ngram=3)
 
 
 def test_a_draft_models_chain_ends_in_doubt(make_model, tokenizer, random_ids):
@@ -244,14 +244,14 @@ def test_a_draft_models_chain_ends_in_doubt(make_model, tokenizer, random_ids):
     sure = logits.softmax(-1).amax(-1)
     for confidence in (0.0, float(sure.min()) + 1e-4, float(sure.median()), 1.0):
         doubts = [i for i, p in enumerate(sure.tolist()) if p < confidence]
-        guess = DraftChain(draft, lm, 8, confidence).guess(prompt, 8, Sampling(), None)
+        guess = DraftModelProposer(draft, lm, 8, confidence).guess(prompt, 8, Sampling(), None)
         assert list(guess.tokens) == expected[: doubts[0] + 1 if doubts else 8]
     with pytest.raises(ValueError, match="confidence is a probability, not 2"):
-        DraftChain(draft, lm, confidence=2)
+        DraftModelProposer(draft, lm, confidence=2)
 
 
 def test_a_draft_model_needs_the_same_tokenizer(make_model, tokenizer):
     lm = language_model(make_model("llama"), tokenizer)
     other = language_model(make_model("llama", vocab_size=300), word_tokenizer())
     with pytest.raises(ValueError, match="tokenizers differ"):
-        DraftChain(other, lm)
+        DraftModelProposer(other, lm)

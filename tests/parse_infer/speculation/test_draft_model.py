@@ -11,8 +11,8 @@ from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import Sampling, distribution, draw
 from parse_infer.models.token_map import token_map
-from parse_infer.speculation.draft_model import DraftChain
-from parse_infer.speculation.proposer import Guess
+from parse_infer.speculation.draft_model import DraftModelProposer
+from parse_infer.speculation.proposer import TokenTree
 from tests.parse_infer.language_models import language_model, reduced_pair, resembling
 
 EOS = 258
@@ -57,7 +57,7 @@ def test_chains_are_those_of_whole_forwards(pair, sampling):
     ids, lengths = torch.randint(0, 250, (60,), generator=torch.Generator().manual_seed(1)).tolist(), set()
     known = list(token_map(draft.tokenizer, target.tokenizer).target_ids)
     for confidence in (0.0, 0.02, 0.04, 0.05, 0.07, 0.25):
-        drafter = DraftChain(draft, target, 6, confidence)
+        drafter = DraftModelProposer(draft, target, 6, confidence)
         for context in (ids[:20], ids[:23], ids[:23], ids[:12], ids[:12] + ids[30:50], ids, ids[:1]):
             guess = drafter.guess(context, 5, sampling, sampling.generator(draft.decoder.device))
             expected, drawn = plainly(draft, target, context, 5, confidence, sampling)
@@ -95,9 +95,9 @@ def test_a_token_costs_one_synchronisation_and_no_look_at_the_context(make_model
     lm, draft = language_model(target, tokenizer, "target"), language_model(small, tokenizer, "draft")
     ids = torch.randint(0, 250, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     seeks, seek, transfers, tensor = [], Decoder.seek, [], torch.tensor
-    found: list[Guess] = []
+    found: list[TokenTree] = []
     for tokens in (2, 9):
-        drafter = DraftChain(draft, lm, tokens, confidence=0.0)
+        drafter = DraftModelProposer(draft, lm, tokens, confidence=0.0)
         draft.decoder.seek([])
         generator = sampling.generator(draft.decoder.device)
         with monkeypatch.context() as patch:
@@ -117,7 +117,7 @@ def test_an_id_that_only_the_target_embeds_ends_guessing_until_it_is_gone(make_m
     """Padding ids, which differ between the sizes of a family."""
     lm = language_model(make_model("llama", vocab_size=280), tokenizer, "target")
     draft = language_model(make_model("llama"), tokenizer, "draft")
-    drafter, ids = DraftChain(draft, lm, 3, 0.0), list(range(20, 40))
+    drafter, ids = DraftModelProposer(draft, lm, 3, 0.0), list(range(20, 40))
     expected = list(drafter.guess(ids, 3, Sampling(), None).tokens)
     before = draft.decoder.forwards
     for context in ([*ids, 270], [*ids, 270, 5], [270]):

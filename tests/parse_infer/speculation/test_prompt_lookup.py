@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parse_infer.models.sampling import Sampling
-from parse_infer.speculation.prompt_lookup import LookupDrafter
+from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
 
 
 def searched(ids: Sequence[int], size: int, max_ngram: int, min_ngram: int) -> list[int]:
@@ -27,7 +27,7 @@ def test_guesses_are_those_of_a_whole_search(max_ngram, min_ngram, alphabet):
     """While the context grows by some tokens, is cut back, changes in the middle, or becomes another one."""
     rng, found = Random(7), set()
     for _ in range(15):
-        lookup, ids = LookupDrafter(4, max_ngram, min_ngram), list[int]()
+        lookup, ids = PromptLookupDrafter(4, max_ngram, min_ngram), list[int]()
         for _ in range(40):
             change = rng.random()
             if change < 0.2:
@@ -57,7 +57,7 @@ class Token(int):
 
 @pytest.mark.parametrize("length", [100, 10_000])
 def test_a_new_token_costs_the_same_however_long_the_context_is(length, monkeypatch):
-    lookup, rng = LookupDrafter(), Random(0)
+    lookup, rng = PromptLookupDrafter(), Random(0)
     monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("a tensor of the whole context"))
     ids = [Token(rng.randrange(50)) for _ in range(length)]
     lookup.guess(ids, 6, Sampling(), None)

@@ -11,7 +11,7 @@ from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import Sampling, distribution
 from parse_infer.models.token_map import token_map
 from parse_infer.speculation.decode import speculate
-from parse_infer.speculation.draft_model import DraftChain
+from parse_infer.speculation.draft_model import DraftModelProposer
 from tests.parse_infer.language_models import TokenCount, reduced_pair
 
 
@@ -35,7 +35,7 @@ def prompt_of(seed: int, n: int = 9) -> list[int]:
 
 
 def test_greedy_tokens_are_the_targets_own(target, draft):
-    drafter, forwards, n = DraftChain(draft, target, tokens=4, confidence=0.0), 0, 0
+    drafter, forwards, n = DraftModelProposer(draft, target, tokens=4, confidence=0.0), 0, 0
     plain = Decoder(target.model, target.eos_ids)
     for seed in range(60):
         target.decoder.seek(prompt_of(seed))
@@ -48,7 +48,7 @@ def test_greedy_tokens_are_the_targets_own(target, draft):
 
 
 def test_sampling_keeps_the_distribution(target, draft):
-    drafter, sampling = DraftChain(draft, target, 3, confidence=0.1), Sampling(0.6, top_k=6)
+    drafter, sampling = DraftModelProposer(draft, target, 3, confidence=0.1), Sampling(0.6, top_k=6)
     generator, draws = torch.Generator().manual_seed(0), 1200
     known = list(token_map(draft.tokenizer, target.tokenizer).target_ids)
     for seed in range(200):  # until a token may well come that the draft model does not have
@@ -76,12 +76,14 @@ def test_a_chain_is_the_draft_models_in_the_targets_ids(target, draft):
     own = Decoder(draft.model, ())
     own.seek([i for token in prompt for i in tokens.from_target(token)])
     expected = target.tokenizer.convert_tokens_to_ids(draft.tokenizer.convert_ids_to_tokens(list(own.decode(5))))
-    assert list(DraftChain(draft, target, 5, 0.0).guess(prompt, 5, Sampling(), None).tokens) == expected
+    assert list(DraftModelProposer(draft, target, 5, 0.0).guess(prompt, 5, Sampling(), None).tokens) == expected
 
 
 def test_drawn_tokens_come_with_their_distribution_over_the_targets_vocabulary(target, draft):
     tokens = token_map(draft.tokenizer, target.tokenizer)
-    guess = DraftChain(draft, target, 4, 0.0).guess(prompt_of(1), 4, Sampling(1.0), torch.Generator().manual_seed(0))
+    guess = DraftModelProposer(draft, target, 4, 0.0).guess(
+        prompt_of(1), 4, Sampling(1.0), torch.Generator().manual_seed(0)
+    )
     assert guess.drawn_from.shape == (len(guess.tokens), 300)
     assert torch.allclose(guess.drawn_from.sum(-1), torch.ones(len(guess.tokens)))
     foreign = [i for i in range(300) if i not in tokens.target_ids]
@@ -90,7 +92,7 @@ def test_drawn_tokens_come_with_their_distribution_over_the_targets_vocabulary(t
 
 
 def test_the_draft_models_cache_follows_the_context(target, draft):
-    drafter, prompt = DraftChain(draft, target, 2, 0.0), prompt_of(2, 40)
+    drafter, prompt = DraftModelProposer(draft, target, 2, 0.0), prompt_of(2, 40)
     guess = drafter.guess(prompt, 2, Sampling(), None)
     with TokenCount(draft.model) as count:
         drafter.guess([*prompt, guess.tokens[0], 17], 2, Sampling(), None)
@@ -98,7 +100,7 @@ def test_the_draft_models_cache_follows_the_context(target, draft):
 
 
 def test_padding_of_the_target_and_a_full_window_end_the_guessing(target, draft):
-    drafter = DraftChain(draft, target, 4, 0.0)
+    drafter = DraftModelProposer(draft, target, 4, 0.0)
     assert list(drafter.guess([], 4, Sampling(), None).tokens) == []
     draft.window = 12
     assert len(drafter.guess([40] * 10, 4, Sampling(), None).tokens) == 2

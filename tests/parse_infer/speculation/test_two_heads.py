@@ -15,19 +15,19 @@ from parse_infer.models.sampling import Sampling
 from parse_infer.speculation.decode import speculate
 from parse_infer.speculation.eagle import EagleDrafter
 from parse_infer.speculation.medusa import MedusaDrafter
-from parse_infer.speculation.proposer import Guess, TokenDrafter
+from parse_infer.speculation.proposer import TokenProposer, TokenTree
 from tests.parse_infer.language_models import language_model
 from tests.parse_infer.speculation.test_eagle import make_head
 from tests.parse_infer.speculation.test_medusa import make_heads
 
-Attach = Callable[[LanguageModel], TokenDrafter]
+Attach = Callable[[LanguageModel], TokenProposer]
 
 
 def eagle(layers: tuple[int, ...], parallel: bool = False) -> Attach:
     return lambda lm: EagleDrafter(make_head(lm, parallel, layers=layers), lm, tokens=3, top_k=1)
 
 
-def medusa(lm: LanguageModel) -> TokenDrafter:
+def medusa(lm: LanguageModel) -> TokenProposer:
     return MedusaDrafter(make_heads(lm), lm, top_k=1)
 
 
@@ -53,20 +53,20 @@ def make_lm(request, make_model, tokenizer) -> Callable[[], LanguageModel]:
     return make
 
 
-def guesses(lm: LanguageModel, drafter: TokenDrafter, prompt: list[int]) -> list[Guess]:
+def guesses(lm: LanguageModel, drafter: TokenProposer, prompt: list[int]) -> list[TokenTree]:
     """Every guess on the way to 12 tokens."""
-    found: list[Guess] = []
+    found: list[TokenTree] = []
 
     class Noting:
         forwards = 0
 
-        def guess(self, *arguments) -> Guess:
+        def guess(self, *arguments) -> TokenTree:
             found.append(drafter.guess(*arguments))
             return found[-1]
 
     lm.decoder.seek(prompt)
     list(speculate(lm.decoder, Noting(), 12, Sampling()))
-    return [Guess(list(guess.tokens), list(guess.parents)) for guess in found]
+    return [TokenTree(list(guess.tokens), list(guess.parents)) for guess in found]
 
 
 @pytest.mark.parametrize("pair", PAIRS)
