@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parse_infer.acceptance import maximal_valid_prefix
-    from parse_infer.backends.coordinator import Coordinator
-    from parse_infer.engine import ParseEngine
+    from parse_infer.engine import Coordinator, ParseEngine
     from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
     from parse_infer.judge.cuts import CutPolicy, Segmenter
     from parse_infer.judge.verifier import Verification, Verifier
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from parse_infer.settings import GenerationSettings
 
 _MODULES = {
-    "Coordinator": "backends.coordinator",
+    "Coordinator": "engine",
     "CutPolicy": "judge.cuts",
     "Decoder": "models.decoder",
     "Generation": "output",

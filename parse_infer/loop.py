@@ -7,8 +7,8 @@ One function serves every backend. A `ModelPair` runs the models: in this proces
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
+from contextlib import aclosing
 from typing import Any, Generic, Protocol, TypeVar
 
 from parse_infer.acceptance import maximal_valid_prefix
@@ -135,18 +135,12 @@ def segments_of(answer: Answer, draft: Sequence[int], verdict: Verdict) -> list[
     return [Segment(t, n, v) for t, n, v in zip(texts, sizes, verdict.validity, strict=True)]
 
 
-def run_sync(events: AsyncGenerator[T, None]) -> Iterator[T]:
-    """What an asynchronous generator yields that never waits for anything. RuntimeError for one that does."""
+def run_sync(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never waits, without an event loop. RuntimeError for one that waits."""
     try:
-        while True:
-            try:
-                events.__anext__().__await__().send(None)
-            except StopIteration as step:
-                yield step.value
-            except StopAsyncIteration:
-                return
-            else:
-                raise RuntimeError("this generator waits, and there is no event loop here")
-    finally:
-        with suppress(StopIteration):
-            events.aclose().__await__().send(None)
+        work.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    work.close()
+    raise RuntimeError("this coroutine waits, and there is no event loop here")

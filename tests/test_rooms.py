@@ -1,4 +1,4 @@
-"""The rooms of the house: imports run one way, and no module needs itself."""
+"""The layers of the code: imports run downward, and no module needs itself."""
 
 from __future__ import annotations
 
@@ -9,28 +9,34 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-PACKAGES = ("parse_infer", "data_tools", "parse_train")
-GROUND = ("parse_infer.files", "parse_infer.suggest", "parse_infer.optional_dependencies")
-# What each room may import, besides itself and the standard library. The loop is what stands directly in parse_infer.
-MAY_IMPORT = {
-    "parse_infer/models": {"parse_infer/models"},
-    "parse_infer/judge": {"parse_infer/models"},
-    "parse_infer/speculation": {"parse_infer/models"},
-    "parse_infer/drafters": {"parse_infer/models", "parse_infer/judge", "parse_infer/speculation", "parse_infer"},
-    "parse_infer": {"parse_infer/models", "parse_infer/judge", "parse_infer/speculation", "parse_infer/drafters"},
-    "parse_infer/evaluation": {
-        f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/drafters", "/coordinator")
-    },
-    "parse_infer/calibration": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/drafters")},
-    "parse_infer/serve": {"parse_infer", "parse_infer/models", "parse_infer/backends"},
-    "parse_infer/vllm_plugin": {"parse_infer/models", "parse_infer/judge", "parse_infer/speculation"},
-    "parse_infer/backends": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/drafters", "/vllm")},
-    "parse_infer/cli": {f"parse_infer{room}" for room in ("", "/models", "/verify", "/guesses", "/bench", "/serve")}
-    | {"parse_infer/calibration", "parse_infer/evaluation", "parse_infer/backends", "data_tools/tasks"},
-    "data_tools/tasks": {"parse_infer"},
-    "data_tools/labels": {"data_tools/tasks", "data_tools", "parse_infer", "parse_infer/models", "parse_infer/judge"},
-    "data_tools": {"data_tools/labels", "parse_infer"},
+PACKAGES = ("parse_infer", "data_tools", "parse_train", "tools")
+# From the lowest. A module may import its own room and rooms of lower layers, never a room of its own layer.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("parse_infer: ground",),
+    ("parse_infer/models",),
+    ("parse_infer/judge", "parse_infer/speculation"),
+    ("parse_infer",),
+    ("parse_infer/drafters", "parse_infer/calibration", "parse_infer/vllm_plugin", "data_tools/tasks"),
+    ("parse_infer/backends",),
+    ("parse_infer: engine",),
+    ("parse_infer/evaluation", "parse_infer/serve", "data_tools: core"),
+    ("parse_infer/cli", "data_tools/labels"),
+    ("data_tools",),
+    ("parse_train",),
+    ("tools",),
+)
+# What stands directly in a package, where that is not one room.
+ROOMS = {
+    "parse_infer.files": "parse_infer: ground",
+    "parse_infer.suggest": "parse_infer: ground",
+    "parse_infer.optional_dependencies": "parse_infer: ground",
+    "parse_infer.engine": "parse_infer: engine",
+    "parse_infer": "parse_infer: engine",
+    "parse_infer.__main__": "parse_infer/cli",
+    "data_tools.recipe_parser": "data_tools: core",
 }
+# parse_train may use everything below it but the command line and the evaluation.
+FORBIDDEN = {"parse_train": ("parse_infer/cli", "parse_infer/evaluation", "parse_infer/serve")}
 
 
 def modules() -> dict[str, Path]:
@@ -61,8 +67,14 @@ def imports(path: Path) -> set[str]:
 
 
 def room(module: str) -> str:
-    """The folder, two levels deep: the commands of a command line are no room of their own."""
-    return "/".join(MODULES[module].parent.relative_to(REPOSITORY).parts[:2])
+    """A folder, two levels deep, or a name of `ROOMS`."""
+    if module in ROOMS:
+        return ROOMS[module]
+    parts = MODULES[module].parent.relative_to(REPOSITORY).parts
+    return parts[0] if parts[0] in ("parse_train", "tools") else "/".join(parts[:2])
+
+
+HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 
 
 def test_no_module_needs_itself() -> None:
@@ -73,37 +85,10 @@ def test_no_module_needs_itself() -> None:
         pytest.fail(f"these modules import one another: {' -> '.join(error.args[1])}")
 
 
-def test_no_room_needs_itself() -> None:
-    """Seen as folders. What stands directly in parse_infer counts as three: files, what drafters need, the loop."""
-    graph: dict[str, set[str]] = {}
-
-    def place(module: str) -> str:
-        if module == "parse_infer.__main__":
-            return "parse_infer/cli"
-        last = module.rpartition(".")[2]
-        if room(module) == "parse_infer" and module in GROUND:
-            return "parse_infer, ground floor"
-        if room(module) == "parse_infer" and last in ("answer", "generation", "policy"):
-            return "parse_infer, parts"
-        return room(module)
-
-    for name, path in MODULES.items():
-        graph.setdefault(place(name), set()).update({place(other) for other in imports(path)} - {place(name)})
-    try:
-        list(TopologicalSorter(graph).static_order())
-    except CycleError as error:
-        pytest.fail(f"these rooms import one another: {' -> '.join(error.args[1])}")
-
-
 @pytest.mark.parametrize("name", sorted(MODULES))
-def test_arrows_run_one_way(name: str) -> None:
+def test_imports_run_downward(name: str) -> None:
     here = room(name)
-    allowed = MAY_IMPORT.get(here)
-    if allowed is None:  # parse_train may use everything but the command line and the benchmark
-        allowed = {
-            room(other) for other in MODULES if not other.startswith(("parse_infer.cli", "parse_infer.evaluation"))
-        }
     for other in imports(MODULES[name]):
         there = room(other)
-        fine = there == here or there in allowed or other in GROUND
-        assert fine or name == "parse_infer.__main__", f"{name} must not import {other}"
+        fine = there == here or (HEIGHT[there] < HEIGHT[here] and there not in FORBIDDEN.get(here, ()))
+        assert fine, f"{name} ({here}) must not import {other} ({there})"

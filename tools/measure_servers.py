@@ -28,8 +28,8 @@ from typing import Any
 
 from data_tools.tasks.registry import load_task
 from parse_infer.adaptive import Controller
-from parse_infer.backends.coordinator import Coordinator
 from parse_infer.cli.model_options import PAIR_NAMES, PAIRS, progress
+from parse_infer.engine import ParseEngine
 from parse_infer.output import Generation
 from parse_infer.settings import GenerationSettings
 
@@ -40,40 +40,40 @@ def prompts(n: int) -> list[Any]:
     return [problem.prompt for problem in load_task("gsm_symbolic").problems("test", seed=11, limit=n)]
 
 
-def fresh(engine: Coordinator) -> None:
+def fresh(engine: ParseEngine) -> None:
     """From here on the servers' caches are empty for us."""
-    engine.fields(cache_salt=uuid.uuid4().hex)
+    engine.backend.fields(cache_salt=uuid.uuid4().hex)
 
 
-def cpu(engine: Coordinator) -> str:
+def cpu(engine: ParseEngine) -> str:
     engine.parallel = 8
     asked = prompts(200)  # made beforehand: that takes longer than all the coordinator does
-    list(engine.generate_iter(asked[:40]))
+    list(engine.collect([engine.events(p) for p in asked[:40]]))
     fresh(engine)
     start = time.thread_time()
-    list(engine.generate_iter(asked))
+    list(engine.collect([engine.events(p) for p in asked]))
     seconds = time.thread_time() - start
     return f"{1000 * seconds / len(asked):.2f} ms of CPU for a request"
 
 
-def overlap(engine: Coordinator) -> str:
+def overlap(engine: ParseEngine) -> str:
     times: dict[bool, list[float]] = {True: [], False: []}
-    default = engine._overlap
+    default = engine.backend.overlap
     for prompt in prompts(60):
         for overlapped in times:
-            engine._overlap = overlapped
+            engine.backend.overlap = overlapped
             fresh(engine)
             start = time.perf_counter()
             engine.generate(prompt, max_new_tokens=TOKENS)
             times[overlapped].append(time.perf_counter() - start)
-    engine._overlap = default
+    engine.backend.overlap = default
     with_it, without = (statistics.median(times[key]) for key in (True, False))
     return f"median answer {with_it:.3f} s with overlap, {without:.3f} s without ({without / with_it:.2f}x)"
 
 
-def verification(engine: Coordinator) -> str:
+def verification(engine: ParseEngine) -> str:
     ratios, cuts_seen = [], []
-    target = engine._target
+    target = engine.backend._target
 
     async def seconds(work: Callable[[], Any]) -> float:
         fresh(engine)
@@ -86,20 +86,20 @@ def verification(engine: Coordinator) -> str:
         context, draft = engine.target.render(prompt), done.generation.token_ids
         cuts = target.segmenter.cuts(draft)
         read = {"prompt": [*context, *draft], "max_tokens": 1, "temperature": 0}
-        cold = engine.run(seconds(lambda read=read: target.servers.ask(read)))
-        ours = engine.run(seconds(lambda c=context, d=draft, k=cuts: target.validities(c, d, k)))
+        cold = engine.backend.run(seconds(lambda read=read: target.servers.ask(read)))
+        ours = engine.backend.run(seconds(lambda c=context, d=draft, k=cuts: target.validities(c, d, k)))
         ratios.append(ours / cold)
         cuts_seen.append(len(cuts))
     fresh(engine)
     return f"{statistics.median(ratios):.2f}x of a cold prefill (median; {statistics.mean(cuts_seen):.1f} cuts)"
 
 
-def killed(engine: Coordinator) -> str:
+def killed(engine: ParseEngine) -> str:
     engine.parallel = 32
     asked = prompts(200)
-    wanted = [g.token_ids for g in engine.generate_iter(asked)]
+    wanted = [g.token_ids for g in engine.collect([engine.events(p) for p in asked])]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    processes = engine.processes.members
+    processes = engine.backend.processes.members
 
     def kill() -> None:
         for process in processes:
@@ -111,7 +111,7 @@ def killed(engine: Coordinator) -> str:
     found: list[Generation] = []
     lost = ""
     try:
-        for generation in engine.generate_iter(asked * 5):
+        for generation in engine.collect([engine.events(p) for p in asked * 5]):
             found.append(generation)
     except OSError as error:
         lost = f"; then: {error}"
@@ -125,16 +125,16 @@ def killed(engine: Coordinator) -> str:
     )
 
 
-def useless(engine: Coordinator, asked: Sequence[Any]) -> str:
+def useless(engine: ParseEngine, asked: Sequence[Any]) -> str:
     assert engine.draft is not None
     asked = [prompt for prompt in asked if len(engine.draft.tokenizer.encode(str(prompt))) < engine.draft.window // 2]
     settings = GenerationSettings(96, adaptive=True)
 
     def speed(n: int, alone: bool) -> str:
         fresh(engine)
-        engine.parallel = n
+        engine.backend.parallel = n
         start = time.perf_counter()
-        found = list(engine.generate_iter(asked[:64], settings, alone=alone))
+        found = list(engine.collect([engine.events(p, settings, alone=alone) for p in asked[:64]]))
         seconds = time.perf_counter() - start
         drafted = sum(g.stats.rounds > 0 for g in found)
         return f"{sum(len(g.token_ids) for g in found) / seconds:.0f}" + f" ({drafted} drafts)" * (not alone)
@@ -155,7 +155,7 @@ ROWS = {"cpu": cpu, "overlap": overlap, "verification": verification, "killed": 
 
 def main(words: Sequence[str]) -> None:
     pair = "smollm2" if "--pair" in words and "smollm2" in words else "tiny"
-    rows: dict[str, Callable[[Coordinator], str]] = {word: ROWS[word] for word in words if word in ROWS}
+    rows: dict[str, Callable[[ParseEngine], str]] = {word: ROWS[word] for word in words if word in ROWS}
     if "useless" in words:
         file = "".join(words[words.index("useless") + 1 :][:1])
         try:
@@ -164,7 +164,9 @@ def main(words: Sequence[str]) -> None:
         except (OSError, ValueError) as error:
             sys.exit(f"useless: {error}")
     target = PAIR_NAMES[pair]
-    with Coordinator.from_pretrained(target, *PAIRS[target], local_draft=False, tell=progress) as engine:
+    with ParseEngine.from_pretrained(
+        target, *PAIRS[target], backend="vllm", local_draft=False, tell=progress
+    ) as engine:
         engine.adaptive = False
         for name, row in (rows or ROWS).items():
             print(f"{name:14}{row(engine)}", flush=True)

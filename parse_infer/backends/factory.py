@@ -1,4 +1,4 @@
-"""From names and addresses to what a `Coordinator` is made of; servers are started where there is no address."""
+"""From names and addresses to the parts of a `VLLMBackend`; servers are started where there is no address."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from parse_infer.backends.client import Client
 from parse_infer.backends.launch import draft_server, launch, plain_options, stock_options
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.replicas import PATIENCE_S, ReplicaPool
+from parse_infer.backends.server_pair import Target
 from parse_infer.backends.supervisor import READY_S, Processes
-from parse_infer.backends.vllm import Target
 from parse_infer.calibration.schema import Calibration, resolve_risk, shipped_calibration
 from parse_infer.judge.adapter import ValidityConfig, check_target
 from parse_infer.judge.adapter_files import AdapterFiles, read_adapter
@@ -80,7 +80,7 @@ def find_parts(
     expected: GenerationSettings | None,
     tell: Callable[[str], None],
 ) -> Parts:
-    """See `Coordinator.from_pretrained`. What can be wrong with the names is found before a server is started."""
+    """See `connect_backend`. What can be wrong with the names is found before a server is started."""
     target_urls, draft_urls = ([urls] if isinstance(urls, str) else list(urls) for urls in (target_url, draft_url))
     for url in (*target_urls, *draft_urls):
         if not url.startswith(("http://", "https://")):
@@ -122,7 +122,10 @@ def find_parts(
         if promises is not None and promises.backend != models["backend"]:
             promises = None  # the local engine's
     if expected is not None:
-        servable(expected, promises, models)
+        check_servable(expected, promises)
+        if expected.risk is not None and promises is not None:
+            promises.check(models)
+        resolve_risk(expected, promises)
     wanted = {}
     stock = adapter is None and draft is None  # the target alone needs nothing of ours
     if not target_urls:
@@ -164,11 +167,8 @@ def find_parts(
     )
 
 
-def servable(
-    settings: GenerationSettings, calibration: Calibration | None, models: Mapping[str, Any]
-) -> GenerationSettings:
-    """`settings`, with what keeps their `risk`. Raises ValueError for those that servers cannot do, and for promises
-    that were not made for these models over servers."""
+def check_servable(settings: GenerationSettings, calibration: Calibration | None) -> None:
+    """Raise ValueError for settings that servers cannot serve."""
     if settings.mode == "exact":
         raise ValueError("mode 'exact' needs the target's own choice for every token, which servers do not tell")
     if settings.risk is not None and calibration is None:
@@ -176,9 +176,6 @@ def servable(
             f"risk is {settings.risk}, but there is no calibration made over vLLM: run `parse-infer calibrate "
             "--backend vllm`, and name its calibration.json"
         )
-    if settings.risk is not None and calibration is not None:
-        calibration.check(models)
-    return resolve_risk(settings, calibration)
 
 
 def _small_on_cpu(draft: str | Path) -> bool:

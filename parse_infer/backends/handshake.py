@@ -142,4 +142,4 @@ class Identity:
         server.healthy, server.examined, server.last_error = False, False, str(error)
 
     def _hint(self, server: Server) -> str:
-        return f"the {self.role} server {server.trouble}: start it, or correct {self.role}_url"
+        return f"the {self.role} server {server.last_error}: start it, or correct {self.role}_url"

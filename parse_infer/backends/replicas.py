@@ -209,7 +209,7 @@ class ReplicaPool:
             left = end - time.monotonic()
             reason = self._failure()
             if reason is not None or left <= 0:
-                raise Unavailable(f"no {self.role} server answers: {reason or self.members[-1].trouble}")
+                raise Unavailable(f"no {self.role} server answers: {reason or self.members[-1].last_error}")
             await self._health.change(min(left, _PULSE_S))
         able = [server for server in healthy if server.judges or not judging]
         if not able:
@@ -264,7 +264,7 @@ class ReplicaPool:
             return await anext(pieces, None)
 
     def _given_up(self, tried: Attempts) -> Failing:
-        return Failing(f"the {self.role} servers have failed {len(tried.failed)} times: {tried.trouble}")
+        return Failing(f"the {self.role} servers have failed {len(tried.failed)} times: {tried.last_error}")
 
 
 def _least_busy(servers: Sequence[Server]) -> Server:

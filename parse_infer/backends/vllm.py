@@ -1,332 +1,322 @@
-"""One answer by two servers: the `ModelPair` that `parse_infer.loop` asks.
-
-Nothing waits: the target reads a long prompt while the draft is written, segments are verified as they are complete
-(`Checks`), and a draft that breaks is stopped at once, unless its rest still serves as guesses. What is kept is the
-same as if each step had waited for the one before.
-"""
+"""A target on vLLM servers, and a draft model on servers or in this process; any number of answers at a time."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
-from contextlib import aclosing, suppress
-from dataclasses import dataclass
+import os
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from parse_infer.backends.client import Refused
+import torch
+
+from parse_infer.backends.client import Client
+from parse_infer.backends.factory import Urls, check_servable, find_parts
 from parse_infer.backends.health import Server
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.replicas import ReplicaPool
-from parse_infer.backends.retries import Failing, Lease, Replaced, Unavailable
-from parse_infer.backends.streaming_verifier import Checks
-from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStream
+from parse_infer.backends.server_pair import Drafts, Scores, ServerModelPair, Target
+from parse_infer.backends.supervisor import Processes
+from parse_infer.calibration.schema import Calibration
+from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
+from parse_infer.drafters.draft_model import share_tokens
 from parse_infer.drafters.text import TextDrafter
-from parse_infer.judge.cuts import CutPolicy, Segmenter
-from parse_infer.loop import may_hand_back
-from parse_infer.models.sampling import Sampling, seed_of
+from parse_infer.events import Event, Resumed
+from parse_infer.judge.cuts import CutPolicy
+from parse_infer.loop import PairWrapper, identity, speculate
+from parse_infer.models.environment import describe_machine
 from parse_infer.models.tokenizer_spec import TokenizerSpec
-from parse_infer.output import Fallback
 from parse_infer.request import Request
-from parse_infer.vllm_plugin.validity_requests import Questions
+from parse_infer.settings import GenerationSettings
+from parse_infer.vllm_plugin.validity_requests import TrainedQuestions
 
-log = logging.getLogger("parse_infer.backends")
-
-DRAFT_SILENCE_S = 30.0  # without a token of a draft: by then the target alone is ahead
-PREFILL = 256  # tokens of a prompt that is worth a request of its own while the draft is written
-
-Drafts = tuple[ReplicaPool | LocalDraft, CrossTokenizerDraft] | TextDrafter
-"""Who drafts an answer: a model, and how it sees the answer; or a text."""
+PARALLEL = 64  # answers under way at the same time
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Scores:
-    cuts: list[int]
-    validity: list[float]
+def connect_backend(
+    target: str | Path,
+    draft: str | Path | None = None,
+    adapter: str | Path | None = None,
+    *,
+    target_url: Urls = (),
+    draft_url: Urls = (),
+    zero_shot: bool = False,
+    cut_policy: CutPolicy | None = None,
+    calibration: str | Path | None = None,
+    template_options: Mapping[str, Any] | None = None,
+    api_key: str | None = None,
+    overlap: bool | None = None,
+    parallel: int = PARALLEL,
+    patience_s: float | None = None,
+    local_draft: bool | None = None,
+    target_options: Mapping[str, Any] | None = None,
+    draft_options: Mapping[str, Any] | None = None,
+    expected: GenerationSettings | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> VLLMBackend:
+    """Connect to servers, or start them; the arguments of `ParseEngine.from_pretrained` with backend="vllm".
+
+    Args:
+        target_url, draft_url: the servers of each model, one or several. Without any, one is started, and ends with
+            `close`. Target servers run with the plugin and this adapter (`parse_infer.vllm_plugin.options`); with
+            `zero_shot`, any server that returns log-probabilities. A target server that is started without adapter
+            and draft model is a stock server.
+        local_draft: the draft model runs in this process, without a server. None: if it has no address and no options,
+            lies in a folder and has at most 32 MiB of weights, and there is no GPU.
+        target_options, draft_options: more options of vLLM for servers that are started, by their names in `vllm.LLM`.
+        overlap: verify segments while the draft is written; changes no answer. None: unless both models run here on a
+            CPU, whose cores the draft then needs.
+        parallel: answers that `generate` and `collect` keep under way.
+        expected: settings of the requests to come: errors in them are raised before a server is started.
+        tell: called with a line about the servers that are started.
+        api_key: of the servers, also of those that are started; None: the variable VLLM_API_KEY, as vLLM has it.
+        patience_s: how long a request waits while no server answers; None: 2 minutes, and for servers that are
+            started here as long as they may take to start again.
+
+    Raises:
+        OSError: something is missing, or no server of a model answers.
+        ValueError: parts do not belong together, or a server does not serve what it should.
+    """
+    parts = find_parts(
+        target,
+        draft,
+        adapter,
+        zero_shot=zero_shot,
+        cut_policy=cut_policy,
+        calibration=calibration,
+        template_options=template_options,
+        target_url=target_url,
+        draft_url=draft_url,
+        local_draft=local_draft,
+        target_options=target_options,
+        draft_options=draft_options,
+        api_key=api_key or os.environ.get("VLLM_API_KEY"),
+        patience_s=patience_s,
+        expected=expected,
+        tell=tell,
+    )
+    backend = VLLMBackend(
+        parts.target,
+        parts.draft,
+        parts.client,
+        threshold=parts.threshold,
+        overlap=not parts.share_cores if overlap is None else overlap,
+        parallel=parallel,
+        models=parts.models,
+        train_problems=parts.train_problems,
+        calibration=parts.calibration,
+        processes=parts.processes,
+    )
+    try:
+        backend.run(backend.handshake())
+    except BaseException:
+        backend.close()
+        raise
+    return backend
 
 
-class Target:
-    """The servers of a target, and how they are asked.
+class VLLMBackend:
+    """A `Backend` that keeps nothing of a request: any number of engines may share the servers.
+
+    Answers are those of a `LocalBackend` with `exact_tail=False`, up to the servers' rounding; sampled answers have
+    other random numbers.
+
+    Args:
+        target: the servers whose quality is kept.
+        draft: the draft model's servers, or the model in this process, and its tokenizer; None if drafts come as text.
+        threshold: the judge's calibrated threshold.
+        overlap: verify segments while the draft is written.
+        models: names of the models; see `describe`.
+        processes: servers that were started for this backend, and end with `close`.
 
     Attributes:
-        segmenter: of drafts. It finds the cuts that the local engine judges; `affordable` leaves some out where there
-            are too many for one call.
-        probe_room: tokens that the window must have behind a draft: the probe, and the one that carries its answer.
-        guesses: its servers guess what they write from a draft that they have read, so a draft is worth reading beyond
-            the cut that breaks it.
+        falls_back: without a draft server, or where a draft cannot be judged, the target answers alone at once
+            (`Generation.fallback`). False, for measurements: such a request fails, after `patience_s`.
     """
 
-    def __init__(
-        self,
-        language: TokenizerSpec,
-        servers: ReplicaPool,
-        questions: Questions | None,
-        cut_policy: CutPolicy,
-        guesses: bool = False,
-    ) -> None:
-        self.language = language
-        self.servers = servers
-        self.questions = questions
-        self.segmenter = Segmenter(language.tokenizer, cut_policy, 0 if questions is None else questions.probe_tokens)
-        self.guesses = guesses
-        self.probe_room = 0 if questions is None else len(questions.suffix(0, None)) + 1
-
-    def affordable(self, context: Sequence[int], cuts: Sequence[int], singly: bool = False) -> list[int]:
-        """The cuts of a draft behind `context` that the server is asked about (`Questions.affordable`)."""
-        if self.questions is None or not cuts:
-            return list(cuts)
-        return self.questions.affordable(len(context), cuts, self.language.window, singly=singly)
-
-    def uses_draft(self, threshold: float) -> bool:
-        """Whether a draft serves at this threshold: something of it may be kept, or the servers guess from it."""
-        return threshold <= 1 or self.guesses
-
-    async def validities(
-        self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], lease: Lease | None = None
-    ) -> list[float]:
-        """Ask for the validity at all cuts in one call. Raises ValueError for a malformed answer; see `ReplicaPool.ask`."""
-        assert self.questions is not None
-        asked = self.questions.about(context, draft, cuts, self.language.window)
-        body = asked.request(self.servers.judging_model)
-        return asked.validities(await self.servers.ask(body, lease, judging=True))
-
-    async def try_judge(self, server: Server) -> None:
-        """ValueError where this server cannot judge a draft. Raises Lost where it does not answer."""
-        assert self.questions is not None
-        asked = self.questions.about([1], [2, 3], [1, 2], self.language.window)
-        try:
-            asked.validities(await self.servers.ask_one(server, asked.request(self.servers.judging_model)))
-        except ValueError as error:
-            raise ValueError(
-                f"the target server {server.url} cannot judge drafts for {self.language.name!r}: {error}"
-            ) from error
-
-    async def written(
-        self, request: Request, round: int, lease: Lease | None, watched: bool
-    ) -> AsyncGenerator[int, None]:
-        """What the target writes behind the answer so far, until whoever adds it to the answer wants no more.
-
-        Args:
-            watched: somebody reads it as it comes; else it comes all at once, which costs less.
-
-        Raises Unavailable where a server ends an answer that has not ended.
-        """
-        while request.answer.remaining_tokens > 0:
-            before = len(request.answer.ids)
-            async with aclosing(self._written_once(request, round, lease, watched)) as tokens:
-                async for token in tokens:
-                    yield token
-            # A server may have a limit of its own, such as the max_new_tokens of the model's generation_config.json.
-            if len(request.answer.ids) == before:
-                raise Unavailable("a target server has ended an answer without a token")
-
-    async def _written_once(
-        self, request: Request, round: int, lease: Lease | None, watched: bool
-    ) -> AsyncGenerator[int, None]:
-        room = request.answer.remaining_tokens
-        asked = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(request)
-        if not watched:
-            asked |= stop_settings(request.settings.stop)
-        written = self.servers.written(request.context, room, asked, lease, watched)
-        async with aclosing(written) as pieces:
-            while True:
-                with request.timed("resume_s"):
-                    piece = await anext(pieces, None)
-                if piece is None:
-                    return
-                for token in piece:
-                    yield token
-
-
-class ServerModelPair:
-    """
-    Args:
-        drafts: who drafts.
-        threshold: for this request.
-        at, draft_at: which of the servers are asked.
-        overlap: verify while the draft is written.
-        watched: see `Target.written`.
-        falls_back: where the draft or its judge fails, the target writes the rest of the answer (`Request.fallback`);
-            else that is an error.
-    """
+    adaptive = True
+    deterministic = False  # rounding depends on the requests that a server computes at the same time
 
     def __init__(
         self,
         target: Target,
-        drafts: Drafts,
-        request: Request,
-        threshold: float,
-        at: Lease,
-        draft_at: Lease | None = None,
+        draft: tuple[ReplicaPool | LocalDraft, TokenizerSpec] | None,
+        client: Client,
+        *,
+        threshold: float | None = None,
         overlap: bool = True,
-        watched: bool = True,
-        falls_back: bool = True,
+        parallel: int = PARALLEL,
+        models: Mapping[str, Any] | None = None,
+        train_problems: frozenset[str] = frozenset(),
+        calibration: Calibration | None = None,
+        processes: Processes | None = None,
     ) -> None:
-        self.segmenter = target.segmenter
+        self.target: TokenizerSpec = target.language
+        self.draft: TokenizerSpec | None = draft[1] if draft is not None else None
         self.threshold = threshold
-        self._target, self._drafts, self._request = target, drafts, request
-        self._overlap = overlap
-        self._falls_back = falls_back
-        # Handing back ends the target's writing early.
-        self._watched = watched or may_hand_back(request.settings, threshold, round=1)
-        self._at, self._draft_at = at, draft_at
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._checks = self._new_checks(round=1)
+        self.parallel = parallel
+        self.falls_back = True
+        self.train_problems, self.calibration = train_problems, calibration
+        self.processes = processes
+        self.overlap = overlap
+        self._models = dict(models or {})
+        self._target, self._drafts, self._client = target, draft, client
+        self._shares_tokens = self.draft is not None and share_tokens(self.draft, self.target)
+        self._runner = asyncio.Runner()
 
-    def max_draft_tokens(self) -> int:
-        behind = self._target.language.window - self._target.probe_room - len(self._request.context)
-        return min(self._request.answer.remaining_tokens, behind)
+    async def handshake(self) -> None:
+        """Learn what the servers serve, and whether they can judge. Raises as `from_pretrained` does."""
+        for servers, language in self._known():
+            servers.examine = partial(self._examine, servers, language)
+            await servers.handshake()
+            language.window = min(language.window, servers.identity.window or language.window)
+        await self.aclose()  # requests may come from another event loop
 
-    async def propose(self, round: int) -> Sequence[int]:
-        request, servers = self._request, self._target.servers
-        if request.fallback is not None or not self._target.uses_draft(self.threshold):
-            return []
-        if not servers.can_judge:
-            return self._fall_back(servers.replaced())
-        self._checks = checks = self._new_checks(round)
-        if isinstance(self._drafts, TextDrafter):
-            return self._drafts.propose(request.answer.ids, self.max_draft_tokens()).ids
-        writing = self._drafts[1].begin(request.answer.ids, self.max_draft_tokens())
-        if writing is None:
-            return []
-        if self._overlap and round == 1 and len(request.context) >= PREFILL:
-            self._start(self._read_prompt(list(request.context)))
-        reading = self._start(self._read_draft(*self._drafts, writing, round))
-        checks.stop = reading.cancel
-        await asyncio.wait([reading])
-        request.stats.draft_forwards += writing.n
-        if checks.failure is not None:
-            return self._fall_back(checks.failure)
-        if checks.broken_at is not None:
-            return checks.draft[: checks.broken_at]
-        try:
-            await reading
-        except Refused as error:
-            return self._fall_back(error, "draft_refused")
-        except Unavailable as error:
-            return self._fall_back(error, "no_draft")
-        return writing.draft().ids
+    async def _examine(self, servers: ReplicaPool, language: TokenizerSpec, server: Server) -> None:
+        """ValueError where a server that has come, or has come back, is not what it should be."""
+        await servers.identity.check_tokens(language.name, language.tokenizer, server)
+        if servers is self._target.servers and isinstance(self._target.questions, TrainedQuestions) and server.judges:
+            await self._target.try_judge(server)
 
-    async def verify(self, draft: Sequence[int]) -> Scores:
-        cuts = self._target.affordable(self._request.context, self.segmenter.cuts(draft))
-        try:
-            return Scores(cuts, await self._checks.of(draft, cuts) if cuts else [])
-        except (ValueError, Failing) as error:
-            self._fall_back(error)
-            return Scores([], [])
+    @property
+    def servers(self) -> dict[str, ReplicaPool]:
+        """By role: "target", and "draft" where servers draft."""
+        return {servers.role: servers for servers, _ in self._known()}
 
-    def count_greedy_matches(self, draft: Sequence[int], verdict: Scores, cut: int) -> int:
-        return 0  # over HTTP the target's choices cost one more answer for every token
+    def _known(self) -> list[tuple[ReplicaPool, TokenizerSpec]]:
+        found = [(self._target.servers, self._target.language)]
+        if self._drafts is not None and isinstance(self._drafts[0], ReplicaPool):
+            found.append((self._drafts[0], self._drafts[1]))
+        return found
 
-    def compact(self, verdict: Scores, kept: Collection[int]) -> Scores:
-        return verdict
+    @property
+    def probe_tokens(self) -> int:
+        return self._target.probe_room
 
-    def commit(self, draft: Sequence[int], verdict: Scores, kept: int) -> None:
-        pass  # the next prompt says it all, and the server finds the blocks that it has
+    def describe(self) -> dict[str, Any]:
+        """Names only: what a server serves under a name is its operator's responsibility."""
+        return dict(self._models)
 
-    async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
-        async with aclosing(self._target.written(self._request, round, self._at, self._watched)) as tokens:
-            async for token in tokens:
-                self._request.stats.target_forwards += 1
-                yield token
+    def describe_drafters(self) -> dict[str, Any]:
+        """None: a server proposes tokens itself, from a rejected draft."""
+        return {}
 
-    async def close(self) -> None:
-        """Nothing that is still under way is wanted any more."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    def describe_machine(self) -> dict[str, Any]:
+        """The machine of this process, not of the servers."""
+        return describe_machine(torch.device("cpu"))
 
-    def _fall_back(self, error: Exception, reason: Fallback | None = None) -> list[int]:
-        """No draft from here on. Raises the error where that is not wanted, or where the target itself is gone.
+    def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
+        check_servable(settings, calibration)
 
-        Args:
-            reason: None: the draft could not be judged.
+    def require_judge(self) -> Any:
+        if self._target.questions is None:
+            raise ValueError("This engine has nothing to judge drafts with: pass adapter=… or zero_shot=True.")
+        return self._target.questions
+
+    def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> Drafts:
+        if isinstance(draft_text, TextDrafter):
+            return draft_text
+        if draft_text is not None:
+            return TextDrafter(draft_text, self.target, request.prompt)
+        if self._drafts is None:
+            raise ValueError("there is no draft model: give one, or a draft_text")
+        servers, language = self._drafts
+        stop = request.settings.stop
+        return servers, CrossTokenizerDraft(language, self.target, self._shares_tokens, request.prompt, stop)
+
+    def uses_draft(self, request: Request, source: Drafts) -> bool:
+        threshold = request.settings.threshold
+        assert threshold is not None  # the engine has put in its own
+        return self._target.uses_draft(threshold)
+
+    async def with_draft(
+        self, request: Request, source: Drafts, wrap: PairWrapper, watched: bool
+    ) -> AsyncGenerator[Event, None]:
+        threshold = request.settings.threshold
+        assert threshold is not None  # the engine has put in its own
+        # A wrapper may give parts of this answer to a request with other settings. So the draft has to be complete and
+        # present, and each of the target's tokens needs a time of its own.
+        unwrapped = wrap is identity
+        falls_back = self.falls_back and unwrapped
+        patience_s = 0.0 if falls_back else None
+        with (
+            self._target.servers.acquire(judging=True) as at,
+            source[0].acquire(patience_s) if isinstance(source, tuple) else nullcontext() as draft_at,
+        ):
+            overlap, watched = self.overlap and unwrapped, watched or not unwrapped
+            pair = ServerModelPair(
+                self._target, source, request, threshold, at, draft_at, overlap, watched, falls_back
+            )
+            try:
+                async with aclosing(speculate(wrap(pair, request), request)) as events:
+                    async for event in events:
+                        yield event
+            finally:
+                await pair.close()
+
+    async def alone(self, request: Request, speculate: bool, watched: bool) -> AsyncGenerator[Event, None]:
+        with self._target.servers.acquire() as at:
+            async with aclosing(self._target.written(request, 1, at, watched)) as tokens:
+                async for token in tokens:
+                    request.stats.target_forwards += 1
+                    yield Resumed(1, request.answer.add([token], "target"), token)
+                    if request.answer.is_finished:
+                        return
+
+    def draft_alone(self, request: Request, speculate: bool) -> AsyncGenerator[Event, None]:
+        raise ValueError("generate_draft needs the local backend: ask the draft model's server itself")
+
+    async def judge_text(self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int] | None) -> Scores:
+        cuts = self._target.segmenter.cuts(draft) if cuts is None else cuts
+        cuts = self._target.affordable(context, cuts)
+        with self._target.servers.acquire(judging=True) as at:
+            return Scores(cuts, await self._target.validities(context, draft, cuts, at))
+
+    async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """A chat request that the target's server answers by itself: its completion, or with `stream` its chunks.
+
+        Raises OSError where no server answers, and ValueError for what it refuses.
         """
-        gone = reason is None and isinstance(error, Unavailable) and not isinstance(error, Failing)
-        if gone or not self._falls_back:
-            raise error
-        if reason is None:
-            reason = "judge_replaced" if isinstance(error, Replaced) else "judge_failed"
-        self._request.fallback = reason
-        # A refusal has the server's own sentence, which may quote the request.
-        why = f"a request was refused ({error.status})" if isinstance(error, Refused) else error
-        log.warning("the target answers without a draft (%s): %s", reason, why)
-        return []
+        switches = {**self.target.template_options, **fields.get("chat_template_kwargs", {})}
+        if switches:
+            fields = fields | {"chat_template_kwargs": switches}
+        async with aclosing(self._target.servers.relayed("/v1/chat/completions", fields)) as pieces:
+            async for piece in pieces:
+                yield piece
 
-    def _new_checks(self, round: int) -> Checks:
-        context = self._request.context
-        settings = self._request.settings
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the backend's own event loop."""
+        return self._runner.run(work)
 
-        async def ask(draft: Sequence[int], cuts: Sequence[int]) -> list[float]:
-            self._request.stats.target_forwards += 1
-            return await self._target.validities(context, draft, cuts, self._at)
+    def turn(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
-        # Where the target is to write all the rest, a broken draft goes on: it guesses what is written instead.
-        hands_back = may_hand_back(settings, self.threshold, round)
-        breaks = settings.acceptance == "first_failure" and (hands_back or not self._target.guesses)
-        threshold = self.threshold if breaks else None
-        choose = partial(self._target.affordable, context, singly=True)
-        return Checks(ask, self.segmenter, choose, threshold, self._start)
+    def clear_caches(self) -> None:
+        """Make new requests miss the servers' prefix caches."""
+        self.fields(**{**self._target.servers.fields, "cache_salt": uuid.uuid4().hex})
 
-    async def _read_draft(
-        self, servers: ReplicaPool | LocalDraft, translation: CrossTokenizerDraft, writing: DraftStream, round: int
-    ) -> None:
-        asked = server_settings(self._request.settings.draft_sampling, translation.end_ids, "draft", round)
-        if not self._overlap:  # nothing is done with a part of it
-            asked |= stop_settings(translation.stop)
-        written = servers.written(writing.context, writing.remaining_tokens, asked, self._draft_at, self._overlap)
-        # Without overlap all of it comes at once, which may take long.
-        limit = DRAFT_SILENCE_S if self._overlap and self._falls_back else None
-        async with aclosing(written) as pieces:
-            while (piece := await _next_piece(pieces, limit)) is not None:
-                writing.add(piece)
-                if writing.is_finished:
-                    return
-                if self._overlap:
-                    self._checks.look(writing.text, writing.n, lambda: writing.draft().ids)
+    def fields(self, **fields: Any) -> None:
+        """Fields of every request to the servers from now on, such as vLLM's `cache_salt` or `priority`."""
+        for servers, _ in self._known():
+            servers.fields = fields
 
-    async def _read_prompt(self, context: list[int]) -> None:
-        with suppress(ValueError, Unavailable):  # whoever needs an answer will ask again
-            await self._target.servers.ask({"prompt": context, "max_tokens": 1, "temperature": 0}, self._at)
+    async def aclose(self) -> None:
+        """`close` from within the event loop that has asked."""
+        self._target.servers.close()
+        if self._drafts is not None:
+            self._drafts[0].close()
+        await self._client.close()
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task that ends with this answer at the latest."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        return task
-
-
-async def _next_piece(pieces: AsyncGenerator[list[int], None], limit_s: float | None) -> list[int] | None:
-    """None at the end. Raises Unavailable where nothing comes for so long."""
-    try:
-        async with asyncio.timeout(limit_s):
-            return await anext(pieces, None)
-    except TimeoutError as error:
-        raise Unavailable(f"no token of the draft has come for {limit_s:g} s") from error
-
-
-def stop_settings(stop: Sequence[str]) -> dict[str, Any]:
-    """More of them, for an answer that comes all at once."""
-    return {"stop": list(stop), "include_stop_str_in_output": True} if stop else {}
-
-
-def end_settings(request: Request) -> dict[str, Any]:
-    """More of them, for an answer that does not end at each end token of the target. vLLM's names and meaning; the
-    server counts from what it writes now."""
-    settings: dict[str, Any] = {"ignore_eos": True} if request.settings.ignore_eos else {}
-    return settings | ({"min_tokens": request.answer.required} if request.answer.required else {})
-
-
-def server_settings(sampling: Sampling, end_ids: Collection[int], *purpose: object) -> dict[str, Any]:
-    """Fields of a completion request. A server's own defaults, which may come with the model, must not apply."""
-    settings: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "repetition_penalty": 1.0,
-        "stop_token_ids": sorted(end_ids),
-    }
-    if sampling.seed is not None and not sampling.greedy:
-        settings["seed"] = seed_of(sampling.seed, *purpose)
-    return settings
+    def close(self) -> None:
+        """Nothing is asked any more; what was started for this is stopped."""
+        try:
+            with suppress(RuntimeError):  # closed already
+                self._runner.run(self.aclose())
+                self._runner.close()
+        finally:
+            if self.processes is not None:
+                self.processes.stop()

@@ -15,7 +15,6 @@ from parse_infer.cli.options import Device, Dtype, check_device, check_dtype, re
 from parse_infer.suggest import suggestion
 
 if TYPE_CHECKING:
-    from parse_infer.backends.coordinator import Coordinator
     from parse_infer.engine import ParseEngine
     from parse_infer.judge.adapter_files import AdapterFiles
     from parse_infer.settings import GenerationSettings
@@ -125,18 +124,40 @@ class ModelOptions:
             )
         return self.adapter or PAIRS[self.target_name][1]
 
-    def load(self, *, needs_draft: bool = True, needs_judge: bool = True) -> ParseEngine:
-        """Load what is named or needed.
+    def load(
+        self,
+        *,
+        needs_draft: bool = True,
+        needs_judge: bool = True,
+        target_options: dict[str, Any] | None = None,
+        expected: GenerationSettings | None = None,
+    ) -> ParseEngine:
+        """Load what is named or needed; with --backend vllm, servers without an address are started.
+
+        Args:
+            target_options: more options of vLLM for a target server that is started.
+            expected: settings of the requests to come.
 
         Raises ValueError or OSError with one sentence for whatever is missing or does not fit.
         """
-        guesses = self.target_drafter.split(":")[0] == "draft" or self.draft_drafter is not None
-        needs_draft = needs_draft or guesses or self.draft is not None
+        served = self.served
+        proposes = self.target_drafter.split(":")[0] == "draft" or self.draft_drafter is not None
+        needs_draft = needs_draft or self.draft is not None or (proposes and not served)
+        options: dict[str, Any] = {"template_options": read_pairs(self.template_option, "--template-option")}
+        if served:
+            options |= self._server_options(needs_judge) | {"target_options": target_options, "expected": expected}
+        else:
+            check_dtype(self.dtype)
+            options |= {
+                "zero_shot": self.zero_shot,
+                "target_drafter": None if self.target_drafter == NOBODY else self.target_drafter,
+                "draft_drafter": self.draft_drafter,
+                "device": check_device(self.device),
+                "dtype": self.dtype,
+                "trust_remote_code": self.trust_remote_code,
+            }
         draft = self.draft_name if needs_draft else None
-        needs_adapter = self.adapter is not None or (needs_judge and not self.zero_shot)
-        adapter = self.adapter_name if needs_adapter else None
-        check_dtype(self.dtype)
-        template_options = read_pairs(self.template_option, "--template-option")
+        adapter = self.adapter_name if needs_judge and not self.zero_shot else self.adapter
 
         from parse_infer.engine import ParseEngine
 
@@ -145,33 +166,14 @@ class ModelOptions:
             self.target_name,
             draft,
             adapter,
-            zero_shot=self.zero_shot,
-            target_drafter=None if self.target_drafter == NOBODY else self.target_drafter,
-            draft_drafter=self.draft_drafter,
+            backend=self.backend,
             threshold=self.threshold,
             calibration=self.calibration,
-            device=check_device(self.device),
-            dtype=self.dtype,
-            template_options=template_options,
-            trust_remote_code=self.trust_remote_code,
+            **options,
         )
 
-    def coordinate(
-        self,
-        *,
-        needs_draft: bool = True,
-        needs_judge: bool = True,
-        target_options: dict[str, Any] | None = None,
-        expected: GenerationSettings | None = None,
-    ) -> Coordinator:
-        """The same over servers, which are started where no address is given.
-
-        Args:
-            target_options: more options of vLLM for a target server that is started.
-            expected: settings of the requests to come.
-
-        Raises ValueError or OSError as `load` does, and for what a coordinator cannot do.
-        """
+    def _server_options(self, needs_judge: bool) -> dict[str, Any]:
+        """Raises ValueError for options of the local backend."""
         for drafter, option in ((self.target_drafter, "--target-drafter"), (self.draft_drafter, "--draft-drafter")):
             if drafter not in (None, "auto", NOBODY):
                 raise ValueError(f"{option} is for the local engine: give vLLM's server a speculative configuration")
@@ -179,25 +181,14 @@ class ModelOptions:
             raise ValueError("--device and --dtype are for the local engine: servers have their own")
         if self.trust_remote_code:
             raise ValueError("--trust-remote-code is for the local engine: vLLM runs the models that it knows itself")
-        from parse_infer.backends.coordinator import Coordinator
-
-        _quiet()
-        return Coordinator.from_pretrained(
-            self.target_name,
-            self.draft_name if needs_draft or self.draft is not None else None,
-            self.adapter_name if needs_judge and not self.zero_shot else self.adapter,
-            zero_shot=self.zero_shot or (not needs_judge and self.adapter is None),
-            target_url=self.target_url or (),
-            draft_url=self.draft_url or (),
-            local_draft=self.local_draft,
-            threshold=self.threshold,
-            calibration=self.calibration,
-            template_options=read_pairs(self.template_option, "--template-option"),
-            target_options=target_options,
-            expected=expected,
-            api_key=self.server_key,
-            tell=progress,
-        )
+        return {
+            "zero_shot": self.zero_shot or (not needs_judge and self.adapter is None),
+            "target_url": self.target_url or (),
+            "draft_url": self.draft_url or (),
+            "local_draft": self.local_draft,
+            "api_key": self.server_key,
+            "tell": progress,
+        }
 
     @property
     def train_problems(self) -> frozenset[str]:

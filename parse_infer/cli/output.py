@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -21,9 +21,6 @@ from parse_infer.events import Accepted, Done, Event, Resumed
 from parse_infer.output import Generation
 from parse_infer.record_store import RecordStore
 from parse_infer.settings import GenerationSettings
-
-if TYPE_CHECKING:
-    from parse_infer.backends.coordinator import Coordinator
 
 
 @dataclass(frozen=True)
@@ -40,9 +37,7 @@ class AnswerRecord:
         return self.row
 
 
-def print_answers(
-    engine: ParseEngine | Coordinator, rows: Sequence[PromptRow], settings: GenerationSettings, as_json: bool
-) -> None:
+def print_answers(engine: ParseEngine, rows: Sequence[PromptRow], settings: GenerationSettings, as_json: bool) -> None:
     """Each answer when it is complete, in the order of the rows."""
     out = Console(highlight=False, soft_wrap=True)
     for number, (row, generation) in enumerate(zip(rows, _generations(engine, rows, settings), strict=True)):
@@ -56,7 +51,7 @@ def print_answers(
 
 
 def stream_answers(
-    engine: ParseEngine | Coordinator, rows: Sequence[PromptRow], settings: GenerationSettings, as_json: bool
+    engine: ParseEngine, rows: Sequence[PromptRow], settings: GenerationSettings, as_json: bool
 ) -> None:
     """Text, or with `as_json` events, as they come; one answer after the other."""
     out = Console(highlight=False, soft_wrap=True)
@@ -76,7 +71,7 @@ def stream_answers(
 
 
 def answer_file(
-    engine: ParseEngine | Coordinator,
+    engine: ParseEngine,
     rows: Sequence[PromptRow],
     settings: GenerationSettings,
     folder: str,
@@ -107,23 +102,15 @@ def answer_file(
     print(f"Written: {len(rows)} answers in {folder}/records.jsonl")
 
 
-def _generations(
-    engine: ParseEngine | Coordinator, rows: Sequence[PromptRow], settings: GenerationSettings
-) -> Iterator[Generation]:
-    if isinstance(engine, ParseEngine):
-        for row in rows:
-            *_, done = _events(engine, row, settings)
-            assert isinstance(done, Done)
-            yield done.generation
-        return
+def _generations(engine: ParseEngine, rows: Sequence[PromptRow], settings: GenerationSettings) -> Iterator[Generation]:
+    prepared = []
     for row in rows:
-        if row.draft is not None:
-            with row.located():
-                engine.check(row.prompt, settings, row.draft)
-    yield from engine.generate_iter([row.prompt for row in rows], settings, [row.draft for row in rows])
+        with row.located():
+            prepared.append(engine.events(row.prompt, settings, row.draft, watched=False))
+    yield from engine.collect(prepared)
 
 
-def _events(engine: ParseEngine | Coordinator, row: PromptRow, settings: GenerationSettings) -> Iterator[Event]:
+def _events(engine: ParseEngine, row: PromptRow, settings: GenerationSettings) -> Iterator[Event]:
     with row.located():
         return engine.stream(row.prompt, settings, row.draft)
 

@@ -20,7 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from parse_infer.backends.coordinator import Coordinator
+from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.figure import plain
 from parse_infer.evaluation.mode_names import is_adaptive, resume_of
 from parse_infer.evaluation.modes import BenchProblem, problems_digest
@@ -113,7 +113,7 @@ def _label(name: str) -> str:
 
 
 def run_clients(
-    connect: Callable[[bool, dict[str, Any]], Coordinator],
+    connect: Callable[[bool, dict[str, Any]], ParseEngine],
     ways: Sequence[str],
     clients: Sequence[int],
     problems: Sequence[BenchProblem],
@@ -128,7 +128,7 @@ def run_clients(
     """Measure what is not measured yet; write `clients.json`, `clients.md` and `clients.png` into the folder.
 
     Args:
-        connect: a coordinator whose target server is as `server_of` says; ways with the same share one.
+        connect: an engine whose target server is as `server_of` says; ways with the same share one.
         about: models, task and machine; part of what a continued run must share.
         turns: how often each way answers all problems with each number of clients.
         together: all servers are up at the same time, and the ways follow one another with each number of clients.
@@ -144,7 +144,7 @@ def run_clients(
     if not together:
         todo.sort(key=lambda key: list(map(server_of, ways)).index(server_of(key[0])))
     with ExitStack() as servers:
-        up: dict[str, Coordinator] = {}
+        up: dict[str, ParseEngine] = {}
         warm = set()
         for way, n, turn in todo:
             server = server_of(way)
@@ -153,12 +153,12 @@ def run_clients(
                     servers.close()
                     up.clear()
                 up[str(server)] = servers.enter_context(connect(*server))
-            coordinator = up[str(server)]
+            engine = up[str(server)]
             tell(f"{_label(way)}, {n} clients" + (f", turn {turn + 1} of {turns}" if turns > 1 else ""))
             if (way, n) not in warm:
-                coordinator.run(_measure(coordinator, way, n, turn, problems[: 2 * n], check, settings))
+                engine.backend.run(_measure(engine, way, n, turn, problems[: 2 * n], check, settings))
                 warm.add((way, n))
-            store.append(coordinator.run(_measure(coordinator, way, n, turn, problems, check, settings)))
+            store.append(engine.backend.run(_measure(engine, way, n, turn, problems, check, settings)))
 
     def measured(way: str, n: int) -> list[Cell]:
         return [store.records[way, n, turn] for turn in range(turns) if way in ways]
@@ -264,7 +264,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 async def _measure(
-    coordinator: Coordinator,
+    engine: ParseEngine,
     way: str,
     clients: int,
     turn: int,
@@ -272,8 +272,8 @@ async def _measure(
     check: Callable[[Any, str], bool | None],
     settings: GenerationSettings,
 ) -> Cell:
-    coordinator.clear_caches()  # what another cell has read is not there for this one
-    coordinator.falls_back = False
+    engine.clear_caches()  # what another cell has read is not there for this one
+    engine.backend.falls_back = False
     settings = settings.override(resume=resume_of(way) or settings.resume, adaptive=is_adaptive(way))
     waiting = iter(problems)
     first_s, all_s, found = [], [], []
@@ -281,7 +281,7 @@ async def _measure(
     async def client() -> None:
         for problem in waiting:
             begun, first = time.perf_counter(), None
-            events = coordinator.events(problem.prompt, settings, alone=way.startswith("target"))
+            events = engine.events(problem.prompt, settings, alone=way.startswith("target"))
             async with aclosing(events):
                 async for event in events:
                     if first is None and isinstance(event, (Accepted, Resumed)) and event.text:

@@ -103,7 +103,7 @@ def make_modes(
         draft, adapter = needs([name])
         if draft and engine.draft is None:
             raise ValueError(f"mode {name!r} needs a draft model: give one, or leave the mode out")
-        if adapter and engine.judge is None:
+        if adapter and engine.backend.judge is None:
             raise ValueError(f"mode {name!r} needs an adapter: give one, or leave the mode out")
     check_guides(names, engine.target.name, engine.draft.name if engine.draft else None)
     for value in (*thresholds, *([] if zero_shot_threshold is None else [zero_shot_threshold])):
@@ -122,7 +122,7 @@ def make_modes(
         elif base == "target":
             drafters = drafters_of(name)
             guided = _guided(engine, *drafters) if drafters else engine
-            modes.append(Mode(name, _with(guided.generate_target, plain, guided=bool(drafters)), guided))
+            modes.append(Mode(name, _with(guided.generate_target, plain, speculate=bool(drafters)), guided))
         elif base == "sequential":
             sequential = sequential_engine(_guided(engine, *_guesses(engine, name)))
             modes.append(Mode(name, _with(sequential.generate, sequentially(judged)), sequential))
@@ -193,21 +193,23 @@ def _guesses(engine: ParseEngine, name: str) -> list[str]:
 def _guided(engine: ParseEngine, target_drafter: str = NOBODY, draft_drafter: str | None = None) -> ParseEngine:
     """The same weights with decoders of their own (heads have them keep features), and token drafters."""
     target, draft = replace(engine.target), replace(engine.draft) if engine.draft is not None else None
-    return ParseEngine(
+    return ParseEngine.from_models(
         target,
         draft,
-        engine.judge,
+        engine.backend.judge,
         target_drafter=load_token_drafter(target_drafter, target, draft) if target_drafter != NOBODY else None,
         draft_drafter=load_token_drafter(draft_drafter, draft) if draft_drafter and draft is not None else None,
         threshold=engine.threshold,
-        cut_policy=engine.segmenter.policy,
+        cut_policy=engine.backend.segmenter.policy,
     )
 
 
 def _zero_shot(engine: ParseEngine, threshold: float | None) -> ParseEngine:
     """The same loaded models and guesses with the untrained judge, and the same cuts."""
-    judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, engine.segmenter.policy)
-    return ParseEngine(engine.target, engine.draft, judge, target_drafter=engine.target_drafter, threshold=threshold)
+    judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, engine.backend.segmenter.policy)
+    return ParseEngine.from_models(
+        engine.target, engine.draft, judge, target_drafter=engine.backend.target_drafter, threshold=threshold
+    )
 
 
 def _draft_alone(engine: ParseEngine, settings: GenerationSettings) -> Answer:

@@ -218,6 +218,6 @@ def _as_config(settings: BenchSettings) -> dict[str, Any]:
 
 def _chosen(engine: ParseEngine, settings: BenchSettings) -> float | None:
     """The threshold that mode "parse" ran with."""
-    if engine.judge is None:
+    if engine.backend.judge is None:
         return None
     return engine.threshold if settings.threshold is None else settings.threshold

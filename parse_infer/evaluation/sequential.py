@@ -21,15 +21,15 @@ def sequential_engine(engine: ParseEngine) -> ParseEngine:
     Raises:
         ValueError: the engine has no draft model or no judge.
     """
-    if engine.draft is None or engine.judge is None:
+    if engine.draft is None or engine.backend.judge is None:
         raise ValueError("sequential verification needs a draft model and an adapter: give both")
-    policy = engine.segmenter.policy
-    return ParseEngine(
+    policy = engine.backend.segmenter.policy
+    return ParseEngine.from_models(
         engine.target,
         engine.draft,
-        engine.judge,
+        engine.backend.judge,
         drafter=ModelDrafter(engine.draft, engine.target, one_segment=policy),
-        target_drafter=engine.target_drafter,
+        target_drafter=engine.backend.target_drafter,
         threshold=engine.threshold,
         cut_policy=policy,
     )

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from parse_infer.backends import client
-from parse_infer.backends.coordinator import Coordinator
 from parse_infer.backends.retries import Failing, Unavailable
+from parse_infer.engine import ParseEngine
 from parse_infer.serve.errors import ApiError
 from parse_infer.serve.runner import Job, Moment, Refused
 from parse_infer.serve.tokenizer_service import PromptReader
@@ -24,40 +24,43 @@ _RETRY_AFTER_S = 5
 
 
 class CoordinatedBackend(PromptReader):
-    """A `Backend` for one `Coordinator`, which nobody else may use from now on."""
+    """A `Backend` for one `ParseEngine` over servers, which nobody else may use from now on."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        super().__init__(coordinator.target, coordinator.draft)
-        self.parallel = coordinator.parallel
-        self.threshold = coordinator.threshold
-        self.calibration = coordinator.calibration
-        self._coordinator = coordinator
-        self._room = asyncio.Semaphore(coordinator.parallel)
-        target = coordinator.servers["target"]
+    def __init__(self, engine: ParseEngine) -> None:
+        super().__init__(engine.target, engine.draft)
+        self.parallel = engine.backend.parallel
+        self.threshold = engine.threshold
+        self.calibration = engine.calibration
+        self._engine = engine
+        self._room = asyncio.Semaphore(engine.backend.parallel)
+        target = engine.backend.servers["target"]
         target.patience_s = min(target.patience_s, PATIENCE_S)
 
     @property
     def running(self) -> int:
-        return self._coordinator.running
+        return self._engine.running
 
     @property
     def gauges(self) -> Mapping[str, tuple[str, Callable[[], float]]]:
         found: dict[str, tuple[str, Callable[[], float]]] = {}
-        for role, servers in self._coordinator.servers.items():
+        for role, servers in self._engine.backend.servers.items():
             found[f"parse_{role}_servers_well"] = f"Servers of the {role} model that answer.", servers.count
         text = "Servers of the target that answer and run the coordinator's adapter."
-        found["parse_target_servers_judging"] = text, partial(self._coordinator.servers["target"].count, judging=True)
+        found["parse_target_servers_judging"] = (
+            text,
+            partial(self._engine.backend.servers["target"].count, judging=True),
+        )
         return found
 
     def check_calibration(self) -> None:
-        self._coordinator.check_calibration()
+        self._engine.check_calibration()
 
     async def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
         draft = None
         if (text := job.draft_text) is not None:
-            draft = await self.ask(lambda own: self._coordinator.read_draft(text, job.prompt, own))
+            draft = await self.ask(lambda own: self._engine.read_draft(text, job.prompt, own))
         try:
-            events = self._coordinator.events(job.prompt, job.settings, draft, job.alone, job.watched)
+            events = self._engine.events(job.prompt, job.settings, draft, alone=job.alone, watched=job.watched)
         except ValueError as error:
             raise Refused(str(error)) from error
         with _told_when_gone():
@@ -66,18 +69,21 @@ class CoordinatedBackend(PromptReader):
                     yield Moment(event, time.perf_counter())
 
     async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        self._engine.running += 1
         try:
             with _told_when_gone():
-                async with self._room, aclosing(self._coordinator.relay(fields)) as pieces:
+                async with self._room, aclosing(self._engine.backend.relay(fields)) as pieces:
                     async for piece in pieces:
                         yield piece
         except client.Refused as error:
             raise Refused(error.sentence) from error
+        finally:
+            self._engine.running -= 1
 
     def close(self) -> None:
         """No jobs follow; servers that were started for this end."""
         super().close()
-        self._coordinator.close()
+        self._engine.close()
 
 
 @contextmanager

@@ -90,7 +90,7 @@ class LocalBackend(PromptReader):
                 continue
             self._running = 1
             try:
-                with self._engine.cancellable(lambda run=run: run.unwanted):  # type: ignore[misc]
+                with self._engine.backend.cancellable(lambda run=run: run.unwanted):  # type: ignore[misc]
                     for event in self._events(run.job):
                         run.post(Moment(event, time.perf_counter()), now=run.job.watched)
                 run.post()

@@ -23,7 +23,7 @@ def make_engine(make_model, tokenizer, random_adapter) -> Callable[..., ParseEng
             language_model(model, tokenizer, "target"),
             language_model(draft, tokenizer, "draft"),
         )
-        return ParseEngine(target_model, draft_model, adapter, **options)
+        return ParseEngine.from_models(target_model, draft_model, adapter, **options)
 
     return make
 
@@ -34,4 +34,4 @@ def mixed_engine(make_engine, make_model) -> ParseEngine:
     words = word_tokenizer()
     draft = printable(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words)
     engine = make_engine()
-    return ParseEngine(engine.target, language_model(draft, words, "draft"), engine.judge)
+    return ParseEngine.from_models(engine.target, language_model(draft, words, "draft"), engine.backend.judge)

@@ -234,10 +234,10 @@ def test_the_local_engine_gives_up_a_useless_draft(make_engine):
 def test_lossless_speculation_leaves_nothing_to_choose(make_engine, monkeypatch, own_threshold, resume):
     """Where the draft model guesses tokens and no draft is written, both ways of the controller are the same one."""
     engine = make_engine(threshold=own_threshold)
-    engine.target_drafter = load_token_drafter("draft", engine.target, engine.draft)
+    engine.backend.target_drafter = load_token_drafter("draft", engine.target, engine.draft)
     threshold = 1.01 if own_threshold is None else None
     settings = GenerationSettings(20, threshold, resume=resume, adaptive=True)
-    lossless = engine.generate_target("Tom has 5 apples.", settings, guided=True)
+    lossless = engine.generate_target("Tom has 5 apples.", settings, speculate=True)
     begun = []
     monkeypatch.setattr(engine.controller, "_choose", lambda load: begun.append(load) or True)
     for _ in range(MIN_SAMPLES + 1):

@@ -44,7 +44,7 @@ def engine(make_engine) -> ParseEngine:
     for part in (plain.target, plain.draft):
         part.model.generation_config.eos_token_id = token
     target, drafting = (language_model(part.model, part.tokenizer, part.name) for part in (plain.target, plain.draft))
-    return ParseEngine(target, drafting, plain.judge)
+    return ParseEngine.from_models(target, drafting, plain.backend.judge)
 
 
 Cases = Sequence[tuple[str, Callable[[list[int], int], dict]]]
@@ -73,8 +73,8 @@ def test_above_one_and_exact_are_the_greedy_target_with_the_same_end(engine, cas
     wanted = reference(engine, settings)
     assert wanted != reference(engine, GenerationSettings(N))
     if guesses is not None:
-        engine.target_drafter = load_token_drafter(guesses, engine.target, engine.draft)
-    alone = engine.generate_target(PROMPT, settings, guided=True)
+        engine.backend.target_drafter = load_token_drafter(guesses, engine.target, engine.draft)
+    alone = engine.generate_target(PROMPT, settings, speculate=True)
     assert alone.token_ids == wanted
     for threshold, mode in ((1.01, "validity"), (1.0, "validity"), (1.01, "exact")):  # no validity reaches 1.0
         for resume in ("finish", "hand_back"):
@@ -106,7 +106,7 @@ def test_an_accepted_draft_keeps_to_them_too(engine, case, resume):
 @pytest.mark.parametrize("guesses", [None, "draft"])
 def test_what_is_sampled_holds_no_end_too_early(engine, guesses):
     if guesses is not None:
-        engine.target_drafter = load_token_drafter(guesses, engine.target, engine.draft)
+        engine.backend.target_drafter = load_token_drafter(guesses, engine.target, engine.draft)
     hot = Sampling(3.0, seed=1)
     often = [token for token in range(97, 120) if token not in engine.target.eos_ids]
     settings = GenerationSettings(30, min_tokens=12, stop_token_ids=often, resume_sampling=hot, draft_sampling=hot)

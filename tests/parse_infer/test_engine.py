@@ -86,13 +86,13 @@ def test_above_one_hand_back_drafts_no_second_time(engine, exact_tail):
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3)], ids=["greedy", "sampled"])
 def test_nothing_is_drafted_that_nobody_would_keep(engine, resume, sampling):
     settings = GenerationSettings(40, threshold=1.01, resume=resume, resume_sampling=sampling)
-    engine.target_drafter = load_token_drafter("draft", engine.target, engine.draft)
-    ours, lossless = engine.generate(PROMPT, settings), engine.generate_target(PROMPT, settings, guided=True)
+    engine.backend.target_drafter = load_token_drafter("draft", engine.target, engine.draft)
+    ours, lossless = engine.generate(PROMPT, settings), engine.generate_target(PROMPT, settings, speculate=True)
     assert ours.token_ids == lossless.token_ids and len(ours.token_ids) == 40
     assert (ours.stats.draft_tokens, ours.stats.target_forwards) == (0, lossless.stats.target_forwards)
     assert engine.generate(PROMPT, settings, draft_text="Tom has 4.").stats.draft_tokens  # it may still guess
     assert engine.generate(PROMPT, settings, threshold=1.0).stats.draft_tokens
-    engine.target_drafter = load_token_drafter("lookup", engine.target)
+    engine.backend.target_drafter = load_token_drafter("lookup", engine.target)
     assert engine.generate(PROMPT, settings).stats.draft_tokens  # a worse guesser than a draft
 
 
@@ -109,7 +109,7 @@ def test_exact_mode_is_the_greedy_target_for_fewer_forwards(engine, resume):
 
 def test_exact_mode_needs_no_judge(make_engine):
     engine = make_engine()
-    bare = ParseEngine(engine.target, engine.draft)
+    bare = ParseEngine.from_models(engine.target, engine.draft)
     ours = bare.generate(PROMPT, max_new_tokens=30, mode="exact")
     assert ours.token_ids == bare.generate_target(PROMPT, max_new_tokens=30).token_ids
     with pytest.raises(ValueError, match="nothing to judge"):
@@ -119,7 +119,7 @@ def test_exact_mode_needs_no_judge(make_engine):
 def test_every_architecture_keeps_both_promises(make_model, tokenizer, random_adapter, architecture):
     model = make_model(architecture)
     draft = language_model(resembling(make_model, model, 0.1, architecture), tokenizer)
-    engine = ParseEngine(language_model(model, tokenizer), draft, random_adapter(model))
+    engine = ParseEngine.from_models(language_model(model, tokenizer), draft, random_adapter(model))
     alone = engine.generate_target(PROMPT, max_new_tokens=20)  # prompt and answer are longer than any sliding window
     for threshold, mode in ((1.5, "validity"), (1.0, "validity"), (1.5, "exact")):  # no validity here reaches 1.0
         settings = GenerationSettings(20, threshold, mode=mode, resume="hand_back", exact_tail=False)
@@ -146,7 +146,7 @@ def test_an_interruption_ends_the_work_before_the_next_forward(engine, at):
     engine.generate("Another one.", max_new_tokens=4)
     asked = itertools.count()
     before = engine.target.decoder.forwards + engine.draft.decoder.forwards
-    with pytest.raises(Interrupted), engine.cancellable(lambda: next(asked) == at):
+    with pytest.raises(Interrupted), engine.backend.cancellable(lambda: next(asked) == at):
         engine.generate(PROMPT, max_new_tokens=24, threshold=1.01, exact_tail=False)
     assert engine.target.decoder.forwards + engine.draft.decoder.forwards == before + at
     again = engine.generate(PROMPT, max_new_tokens=24, threshold=1.01, exact_tail=False)
@@ -164,13 +164,13 @@ def test_an_interruption_ends_the_work_before_the_next_forward(engine, at):
 )
 def test_a_request_takes_the_memory_of_its_caches_once(engine, monkeypatch, drafter, settings):
     """For each layer of a model: no buffer grows, and nothing is copied, within the budget."""
-    engine.target_drafter = load_token_drafter(drafter, engine.target, engine.draft) if drafter else None
+    engine.backend.target_drafter = load_token_drafter(drafter, engine.target, engine.draft) if drafter else None
     allocated, grow = [], GrowingKVCache._grow
     monkeypatch.setattr(GrowingKVCache, "_grow", lambda layer, used: [allocated.append(layer), grow(layer, used)])
     for again in range(2):  # and none at all for the next request that begins alike
         allocated.clear()
         if settings is None:
-            found = engine.generate_target(PROMPT, max_new_tokens=280, guided=drafter is not None)
+            found = engine.generate_target(PROMPT, max_new_tokens=280, speculate=drafter is not None)
         else:
             found = engine.generate(PROMPT, max_new_tokens=280, **settings)
         assert len(found.token_ids) == 280
@@ -196,7 +196,9 @@ def test_a_continued_text_keeps_its_spaces(make_model, tokenizer):
     words = llama_tokenizer()
     size = {"vocab_size": len(words), "eos_token_id": 1, "pad_token_id": 1}
     target = language_model(printable(make_model("llama", **size), words), words)
-    engine = ParseEngine(target, language_model(printable(make_model("llama", seed=3, **size), words), words))
+    engine = ParseEngine.from_models(
+        target, language_model(printable(make_model("llama", seed=3, **size), words), words)
+    )
     spaced = 0
     for text in ("Once", "Once upon", "Once upon a", "Once upon a time", "so they share 19."):
         prompt = Verbatim(text)
@@ -221,7 +223,9 @@ def test_a_verbatim_prompt_meets_no_template(make_engine, make_model, tokenizer,
     for prompt, wanted in ((Verbatim(PROMPT), own), (chosen, greedy(engine, list(chosen.ids), 16))):
         assert engine.generate(prompt, max_new_tokens=16, threshold=1.01).token_ids == wanted
         assert engine.generate(prompt, max_new_tokens=16, mode="exact", draft_text="So 5.").token_ids == wanted
-    other = ParseEngine(engine.target, language_model(make_model("llama", vocab_size=300), word_tokenizer()))
+    other = ParseEngine.from_models(
+        engine.target, language_model(make_model("llama", vocab_size=300), word_tokenizer())
+    )
     assert other.generate(chosen, max_new_tokens=16, mode="exact").token_ids == greedy(engine, list(chosen.ids), 16)
     with pytest.raises(ValueError, match="empty"):
         engine.generate(Verbatim(""))
@@ -389,7 +393,7 @@ def end_with(engine: ParseEngine, token: int) -> ParseEngine:
         part.model.generation_config.eos_token_id = token
     target = language_model(engine.target.model, engine.target.tokenizer)
     draft = language_model(engine.draft.model, engine.draft.tokenizer)
-    return ParseEngine(target, draft, engine.judge)
+    return ParseEngine.from_models(target, draft, engine.backend.judge)
 
 
 def test_an_end_token_in_the_draft_ends_the_answer(engine):
@@ -499,7 +503,9 @@ def test_spans_and_events_add_up_to_the_text(make_engine, make_model, tokenizer,
     else:  # every byte may come, so that characters break at seams and many are no characters at all
         model = make_model("llama")
         draft = resembling(make_model, model, 0.2)
-        engine = ParseEngine(language_model(model, tokenizer), language_model(draft, tokenizer), random_adapter(model))
+        engine = ParseEngine.from_models(
+            language_model(model, tokenizer), language_model(draft, tokenizer), random_adapter(model)
+        )
     events = list(engine.stream(PROMPT, max_new_tokens=40, resume=resume, threshold=partial_threshold(engine)))
     assert [type(e) for e in events[:3]] == [Drafted, Verified, Accepted] and isinstance(events[-1], Done)
     result = events[-1].generation
@@ -617,8 +623,8 @@ def test_handing_back_the_target_writes_its_own_greedy_text(engine):
 
 
 def test_a_draft_of_one_segment_goes_on_as_long_as_it_holds(engine):
-    drafter = ModelDrafter(engine.draft, engine.target, one_segment=engine.segmenter.policy)
-    stepwise = ParseEngine(engine.target, engine.draft, engine.judge, drafter=drafter)
+    drafter = ModelDrafter(engine.draft, engine.target, one_segment=engine.backend.segmenter.policy)
+    stepwise = ParseEngine.from_models(engine.target, engine.draft, engine.backend.judge, drafter=drafter)
     whole = engine.generate(PROMPT, max_new_tokens=20, threshold=0.0)
     ours = stepwise.generate(PROMPT, max_new_tokens=20, threshold=0.0, resume="hand_back")
     assert ours.token_ids == whole.token_ids
@@ -661,17 +667,17 @@ def test_another_request_ends_an_open_stream_wherever_it_stands(engine, kind, ot
 
 
 def test_the_forwards_of_the_draft_model_count_whatever_it_does(engine):
-    guided = ParseEngine(
+    guided = ParseEngine.from_models(
         engine.target,
         engine.draft,
-        engine.judge,
+        engine.backend.judge,
         target_drafter=load_token_drafter("draft", engine.target, engine.draft),
     )
     with TokenCount(engine.draft.model) as draft:
         text = guided.generate(PROMPT, max_new_tokens=12, draft_text="No.", threshold=1.5).stats
     assert text.draft_forwards == len(draft.widths) > 0
     with TokenCount(engine.draft.model) as draft:
-        alone = guided.generate_target(PROMPT, max_new_tokens=12, guided=True).stats
+        alone = guided.generate_target(PROMPT, max_new_tokens=12, speculate=True).stats
     assert alone.draft_forwards == len(draft.widths) > 0
 
 
@@ -700,7 +706,7 @@ def test_a_dropped_stream_waits_for_nobody(engine, ending, adaptive):
         dropped.set()
 
     with ThreadPoolExecutor(2) as pool:
-        with engine.cancellable(hold):
+        with engine.backend.cancellable(hold):
             other = pool.submit(engine.generate, "Other.", max_new_tokens=6, threshold=1.5, adaptive=adaptive)
             assert working.wait(20)
             pool.submit(drop)
@@ -779,7 +785,7 @@ def test_bad_settings_are_one_clear_sentence(engine, overrides, message):
 
 def test_no_draft_model(make_engine):
     engine = make_engine()
-    alone = ParseEngine(engine.target, judge=engine.judge)
+    alone = ParseEngine.from_models(engine.target, judge=engine.backend.judge)
     for call in (alone.generate, alone.stream, alone.generate_draft):
         with pytest.raises(ValueError, match="no draft model"):
             call(PROMPT)
@@ -791,15 +797,15 @@ def test_no_draft_model(make_engine):
 
 def test_the_threshold_comes_from_the_adapter_unless_given(make_engine):
     engine = make_engine()
-    engine.judge.config.threshold = 0.25
-    parts = engine.target, engine.draft, engine.judge
-    assert ParseEngine(*parts).threshold == 0.25
-    assert ParseEngine(*parts, threshold=0.75).threshold == 0.75
-    engine.judge.config.threshold = None
-    assert ParseEngine(*parts).threshold == 0.5
+    engine.backend.judge.config.threshold = 0.25
+    parts = engine.target, engine.draft, engine.backend.judge
+    assert ParseEngine.from_models(*parts).threshold == 0.25
+    assert ParseEngine.from_models(*parts, threshold=0.75).threshold == 0.75
+    engine.backend.judge.config.threshold = None
+    assert ParseEngine.from_models(*parts).threshold == 0.5
     with pytest.raises(ValueError, match="-1"):
-        ParseEngine(*parts, threshold=-1)
-    strict = ParseEngine(*parts, threshold=2.0)
+        ParseEngine.from_models(*parts, threshold=-1)
+    strict = ParseEngine.from_models(*parts, threshold=2.0)
     assert strict.generate(PROMPT, max_new_tokens=8, exact_tail=False).stats.accepted_tokens == 0
     assert strict.generate(PROMPT, max_new_tokens=8, threshold=0.0).stats.accepted_tokens == 8
 
@@ -826,12 +832,12 @@ def test_score_refuses_what_it_cannot_judge(engine):
     with pytest.raises(ValueError, match="response is ''"):
         engine.score(PROMPT, "")
     with pytest.raises(ValueError, match="nothing to judge"):
-        ParseEngine(engine.target, engine.draft).score(PROMPT, "Fine.")
+        ParseEngine.from_models(engine.target, engine.draft).score(PROMPT, "Fine.")
 
 
 def test_zero_shot_needs_no_adapter(engine):
     judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, words=("yes", "no"))
-    zero = ParseEngine(engine.target, engine.draft, judge)
+    zero = ParseEngine.from_models(engine.target, engine.draft, judge)
     assert zero.threshold == 0.5
     result = zero.generate(PROMPT, draft_text="One.\nTwo.\nThree.", threshold=0.0)
     assert [s.text for s in result.spans] == ["One.\n", "Two.\n", "Three."]
@@ -880,10 +886,10 @@ def test_other_tokens_handing_back_continues_from_the_targets_text(mixed_engine)
 def test_token_drafters_change_no_span(engine, name, resume):
     settings = {"max_new_tokens": 60, "resume": resume, "threshold": partial_threshold(engine)}
     plain = engine.generate(PROMPT, **settings)
-    faster = ParseEngine(
+    faster = ParseEngine.from_models(
         engine.target,
         engine.draft,
-        engine.judge,
+        engine.backend.judge,
         target_drafter=load_token_drafter(name, engine.target, engine.draft),
         draft_drafter=load_token_drafter("lookup", engine.draft, None),
     )
@@ -895,7 +901,7 @@ def test_token_drafters_change_no_span(engine, name, resume):
         validity = [s.validity for s in plain.spans if s.validity is not None]
         assert [s.validity for s in ours.spans if s.validity is not None] == pytest.approx(validity, abs=1e-4)
     alone = engine.generate_target(PROMPT, max_new_tokens=60)
-    guided = faster.generate_target(PROMPT, max_new_tokens=60, guided=True)
+    guided = faster.generate_target(PROMPT, max_new_tokens=60, speculate=True)
     assert guided.token_ids == alone.token_ids
     if name == "draft":
         assert guided.stats.target_forwards < alone.stats.target_forwards
@@ -915,6 +921,6 @@ def test_token_drafters_change_no_span(engine, name, resume):
     ],
 )
 def test_a_wrong_token_drafter_is_found_before_anything_is_loaded(arguments, message, monkeypatch):
-    monkeypatch.setattr("parse_infer.engine.load_language_model", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("parse_infer.backends.local.load_language_model", lambda *a, **k: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=re.escape(message)):
         ParseEngine.from_pretrained("zoo:target", **arguments)

@@ -100,7 +100,7 @@ def test_a_draft_model_reads_what_it_would_render_itself(make_engine, make_model
 def test_tokens_that_the_draft_model_does_not_have_are_still_refused(make_engine, make_model, tokenizer):
     engine = make_engine()
     wide = language_model(printable(make_model("llama", seed=3, vocab_size=300), tokenizer), tokenizer, "wide")
-    wider = ParseEngine(wide, engine.draft, drafter=None)
+    wider = ParseEngine.from_models(wide, engine.draft, drafter=None)
     with pytest.raises(ValueError, match="299 is no token of 'draft', which has tokens 0 to 259"):
         wider.generate(Verbatim("?", (70, 299)), mode="exact")
 

@@ -16,7 +16,6 @@ from parse_infer.cli.options import given, read_numbers
 from parse_infer.cli.problems import open_task, take_problems
 
 if TYPE_CHECKING:
-    from parse_infer.backends.coordinator import Coordinator
     from parse_infer.engine import ParseEngine
     from parse_infer.settings import GenerationSettings
 
@@ -168,10 +167,10 @@ def _bench_clients(
         problems = leave_out_learnt(problems, models.train_problems)
     alone = replace(models, draft=None, adapter=None, draft_url=None, local_draft=None)
 
-    def connect(stock: bool, options: dict[str, Any]) -> Coordinator:
+    def connect(stock: bool, options: dict[str, Any]) -> ParseEngine:
         if stock:
-            return alone.coordinate(needs_draft=False, needs_judge=False, target_options=options)
-        return models.coordinate(target_options=options)
+            return alone.load(needs_draft=False, needs_judge=False, target_options=options)
+        return models.load(target_options=options)
 
     machine = {"coordinator": describe_machine(torch.device("cpu"))}  # servers elsewhere do not tell theirs
     baseline = "the servers of --target-url" if models.target_url else "a stock server of vLLM"

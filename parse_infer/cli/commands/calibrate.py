@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,9 +16,7 @@ from parse_infer.cli.options import read_numbers
 from parse_infer.cli.problems import open_task, take_problems
 
 if TYPE_CHECKING:
-    from parse_infer.backends.coordinator import Coordinator
     from parse_infer.calibration.schema import Calibration
-    from parse_infer.engine import ParseEngine
 
 
 @with_models(threshold=None, calibration=None)
@@ -95,9 +92,8 @@ def calibrate(
     )
     problems = take_problems(loaded_task, split, seed, limit)
     check_problems(problems, settings)
-    engine: ParseEngine | Coordinator = models.coordinate() if models.served else models.load()
     where = f"{' '.join([task, *(task_option or ())])}, {split} split, seed {seed}"
-    with closing(engine):
+    with models.load() as engine:
         try:
             calibration = measure(engine, problems, loaded_task.check, same_answer, out, settings, task=where)
         except KeyboardInterrupt:

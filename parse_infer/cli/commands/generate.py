@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,9 +12,7 @@ from parse_infer.cli.model_options import ModelOptions, with_models
 from parse_infer.cli.options import given
 
 if TYPE_CHECKING:
-    from parse_infer.backends.coordinator import Coordinator
     from parse_infer.cli.prompt_rows import PromptRow
-    from parse_infer.engine import ParseEngine
 
 
 @with_models()
@@ -88,12 +85,8 @@ def generate(
     if risk is not None and models.threshold is not None:
         raise ValueError("--risk and --threshold were both given: a promise chooses its own threshold")
     needs_draft = any(row.draft is None for row in rows)
-    engine: ParseEngine | Coordinator
-    if models.served:
-        engine = models.coordinate(needs_draft=needs_draft, expected=settings)
-    else:
-        engine = models.load(needs_draft=needs_draft, needs_judge=mode == "validity")
-    with closing(engine):
+    needs_judge = models.served or mode == "validity"  # servers refuse mode "exact"
+    with models.load(needs_draft=needs_draft, needs_judge=needs_judge, expected=settings) as engine:
         check_prompts(engine.target, rows)
         if out is not None:
             answer_file(engine, rows, settings, out)

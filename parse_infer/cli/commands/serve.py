@@ -83,7 +83,7 @@ def serve(
     if models.served:
         from parse_infer.serve.loop_runner import CoordinatedBackend
 
-        backend = CoordinatedBackend(models.coordinate(expected=promises.expected))
+        backend = CoordinatedBackend(models.load(expected=promises.expected))
     else:
         backend = LocalBackend(models.load)
     try:

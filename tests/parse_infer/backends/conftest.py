@@ -10,10 +10,10 @@ import pytest
 
 from parse_infer.backends import health
 from parse_infer.backends.client import Client
-from parse_infer.backends.coordinator import Coordinator
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.replicas import ReplicaPool
-from parse_infer.backends.vllm import Target
+from parse_infer.backends.server_pair import Target
+from parse_infer.backends.vllm import VLLMBackend
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.verifier import Verifier
@@ -24,7 +24,7 @@ from tests.parse_infer.backends.fake_server import FakeServer, serving
 
 CUTS = CutPolicy("tokens", every=6)
 WAIT_S = 10.0
-Connect = Callable[..., tuple[Coordinator, list[FakeServer], FakeServer]]
+Connect = Callable[..., tuple[ParseEngine, list[FakeServer], FakeServer]]
 
 
 @pytest.fixture
@@ -46,13 +46,15 @@ def connect() -> Iterator[Connect]:
             keys: tuple[str | None, str | None] = (None, None),
             local_rows: int = 0,
             **options,
-        ) -> tuple[Coordinator, list[FakeServer], FakeServer]:
-            judge = engine.judge
+        ) -> tuple[ParseEngine, list[FakeServer], FakeServer]:
+            judge = engine.backend.judge
             zero_shot = isinstance(judge, ZeroShotJudge)
 
             def target() -> FakeServer:
                 with_judge = (
-                    Verifier(engine.target.decoder, judge, engine.segmenter) if plugin and not zero_shot else None
+                    Verifier(engine.target.decoder, judge, engine.backend.segmenter)
+                    if plugin and not zero_shot
+                    else None
                 )
                 return stack.enter_context(serving(FakeServer(engine.target, with_judge)))
 
@@ -75,17 +77,17 @@ def connect() -> Iterator[Connect]:
             drafts: ReplicaPool | LocalDraft = ReplicaPool("draft", [draft.url], client, patience_s=patience_s)
             if local_rows:
                 drafts = LocalDraft(engine.draft, rows=local_rows)
-            coordinator = Coordinator(
-                Target(engine.target, servers, questions, engine.segmenter.policy),
+            backend = VLLMBackend(
+                Target(engine.target, servers, questions, engine.backend.segmenter.policy),
                 (drafts, engine.draft),
                 client,
-                threshold=engine.threshold,
                 models={"backend": "vllm", "target": "target", "draft": "draft", "adapter": "judge"},
                 **options,
             )
+            coordinator = ParseEngine(backend, threshold=engine.threshold)
             coordinator.adaptive = False  # so that every answer has the draft that a test is about
             stack.callback(coordinator.close)
-            coordinator.run(coordinator.handshake())
+            coordinator.backend.run(coordinator.backend.handshake())
             for server in (*targets, draft):
                 server.bodies.clear()
             return coordinator, targets, draft
@@ -93,7 +95,7 @@ def connect() -> Iterator[Connect]:
         yield make
 
 
-def soon(coordinator: Coordinator, condition: Callable[[], bool]) -> bool:
+def soon(coordinator: ParseEngine, condition: Callable[[], bool]) -> bool:
     """Whether it becomes true while the coordinator's event loop runs."""
 
     async def wait() -> bool:
@@ -103,7 +105,7 @@ def soon(coordinator: Coordinator, condition: Callable[[], bool]) -> bool:
         return True
 
     try:
-        return coordinator.run(wait())
+        return coordinator.backend.run(wait())
     except TimeoutError:
         return False
 

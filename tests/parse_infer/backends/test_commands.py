@@ -21,7 +21,7 @@ PROMPTS = [f"Tom has {n} apples. How many are left?" for n in range(6)]
 def coordinated(engine, connect, monkeypatch):
     coordinator, targets, draft = connect(engine)
     monkeypatch.setattr(coordinator, "close", lambda: None)  # for one command after the other
-    monkeypatch.setattr(ModelOptions, "coordinate", lambda self, **_: coordinator)
+    monkeypatch.setattr(ModelOptions, "load", lambda self, **_: coordinator)
     return engine, targets[0]
 
 
@@ -105,7 +105,7 @@ def test_mistakes_are_one_sentence(arguments, sentence, capsys):
 )
 def test_what_cannot_work_is_said_before_anything_is_loaded_or_started(arguments, sentence, capsys, monkeypatch):
     monkeypatch.setenv("PARSE_VLLM_PYTHON", "/nowhere/python")
-    monkeypatch.setattr(ModelOptions, "load", lambda self, **_: pytest.fail("models were loaded"))
+    monkeypatch.setattr("parse_infer.backends.local.load_backend", lambda *_, **__: pytest.fail("models were loaded"))
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert sentence in said and said.startswith("error: ") and said.count("\n") == 1
@@ -162,7 +162,7 @@ def test_behind_the_server_many_clients_get_the_engines_text(engine, connect):
 )
 def test_over_servers_the_target_may_answer_alone_unless_told_otherwise(coordinated, monkeypatch, options, adaptive):
     asked = []
-    for place in ("local.LocalBackend", "coordinated.CoordinatedBackend"):
+    for place in ("thread_runner.LocalBackend", "loop_runner.CoordinatedBackend"):
         backend = SimpleNamespace(name="target", close=lambda: None)
         monkeypatch.setattr(f"parse_infer.serve.{place}", lambda models, backend=backend: backend)
     monkeypatch.setattr("parse_infer.serve.app.create_app", lambda *_, adaptive, **__: asked.append(adaptive))
@@ -183,7 +183,7 @@ def test_the_target_alone_is_measured_without_draft_model_and_judge(monkeypatch,
         asked.append((target, draft, adapter, options["zero_shot"]))
         raise OSError("no server here")
 
-    monkeypatch.setattr("parse_infer.backends.coordinator.Coordinator.from_pretrained", from_pretrained)
+    monkeypatch.setattr("parse_infer.engine.ParseEngine.from_pretrained", from_pretrained)
     command = ["bench", "--backend", "vllm", "--limit", "1", "--modes", modes, "--clients", "1"]
     assert main([*command, *given, "--out", str(tmp_path / "own")]) == 2
     assert asked == [("zoo:target", "zoo:draft", "zoo:adapter", False) if judged else ("zoo:target", None, None, True)]

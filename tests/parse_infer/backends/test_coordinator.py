@@ -78,7 +78,7 @@ def surprised(model) -> ValidityAdapter:
 def test_one_wrong_line_near_the_end_of_a_long_draft_costs_that_line_alone(make_engine, connect):
     """Without a probe all cuts are judged, by either backend: far more than the 32 of the policy."""
     engine = make_engine()
-    engine = ParseEngine(engine.target, engine.draft, surprised(engine.target.model), cut_policy=CUTS)
+    engine = ParseEngine.from_models(engine.target, engine.draft, surprised(engine.target.model), cut_policy=CUTS)
     settings = {"max_new_tokens": 320, "exact_tail": False}
     own = engine.generate_target(PROMPT, max_new_tokens=320).token_ids
     engine.target.decoder.seek([*engine.target.render(PROMPT), *own[:297]])
@@ -121,7 +121,7 @@ def test_above_one_a_draft_is_written_once_and_only_to_guess(engine, connect, re
     coordinator, _, draft = connect(engine)
     own = engine.generate_target(PROMPT, max_new_tokens=40).token_ids
     for guesses, drafts in ((False, 0), (True, 1)):
-        coordinator._target.guesses = guesses
+        coordinator.backend._target.guesses = guesses
         draft.bodies.clear()
         found = coordinator.generate(PROMPT, max_new_tokens=40, threshold=1.01, resume=resume)
         assert found.token_ids == own and len(draft.bodies) == drafts, (guesses, len(draft.bodies))
@@ -156,11 +156,11 @@ def test_a_draft_that_breaks_is_stopped_at_once_where_another_one_follows(engine
         (True, {"resume": "hand_back", "max_rounds": 1}, False),
         (True, {"resume": "hand_back", "max_rounds": 2}, True),
     ):
-        coordinator._target.guesses = guesses
+        coordinator.backend._target.guesses = guesses
         (first, *_) = coordinator.stream(PROMPT, **settings, **options)
         assert first.n_tokens == (CUTS.every if stopped else local.stats.draft_tokens), (guesses, options)
     draft.written = 0
-    coordinator._target.guesses = False
+    coordinator.backend._target.guesses = False
     assert coordinator.generate(PROMPT, **settings).token_ids == local.token_ids
     assert draft.written < local.stats.draft_tokens / 2
 
@@ -175,7 +175,7 @@ def test_the_target_reads_a_long_prompt_while_the_draft_is_written(engine, conne
 
 def test_a_head_without_a_probe_is_asked_about_all_cuts_in_one_prompt(make_engine, connect, random_adapter):
     engine = make_engine(cut_policy=CUTS)
-    engine = ParseEngine(
+    engine = ParseEngine.from_models(
         engine.target, engine.draft, random_adapter(engine.target.model, probe_ids=()), cut_policy=CUTS
     )
     for overlap in (True, False):
@@ -197,7 +197,7 @@ def test_a_server_that_answers_at_once_is_told_where_to_stop(engine, connect):
 
 def test_without_a_probe_a_draft_may_fill_the_window(make_engine, connect, random_adapter):
     engine = make_engine(cut_policy=CUTS)
-    engine = ParseEngine(
+    engine = ParseEngine.from_models(
         engine.target, engine.draft, random_adapter(engine.target.model, probe_ids=()), cut_policy=CUTS
     )
     context = engine.target.render(PROMPT)
@@ -219,8 +219,8 @@ def test_all_probes_of_a_short_draft_are_one_request(engine, connect):
 def test_a_draft_model_with_tokens_of_its_own(engine, connect, make_model, random_adapter):
     words = word_tokenizer()
     other = language_model(printable(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words), words, "o")
-    local = ParseEngine(engine.target, other, engine.judge, cut_policy=CUTS)
-    assert isinstance(local.drafter, ModelDrafter) and not local.drafter.shares_tokens
+    local = ParseEngine.from_models(engine.target, other, engine.backend.judge, cut_policy=CUTS)
+    assert isinstance(local.backend.drafter, ModelDrafter) and not local.backend.drafter.shares_tokens
     for overlap in (True, False):
         coordinator, _, _ = connect(local, overlap=overlap)
         for threshold in (0.0, 0.5, 1.01):
@@ -240,7 +240,7 @@ def test_given_drafts_need_no_draft_server(engine, connect):
 
 def test_a_plain_server_is_asked_in_words(engine, connect):
     judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, CUTS)
-    local = ParseEngine(engine.target, engine.draft, judge)
+    local = ParseEngine.from_models(engine.target, engine.draft, judge)
     coordinator, _, _ = connect(local)
     _, verified, *_ = itertools.islice(local.stream(PROMPT, max_new_tokens=40), 2)
     for threshold in sorted(segment.validity for segment in verified.segments)[::2]:
@@ -274,15 +274,15 @@ def test_requests_of_an_answer_stay_with_a_server_and_answers_are_spread(engine,
 
 def test_one_server_of_several_may_be_away_at_the_start(engine, connect, caplog):
     coordinator, targets, _ = connect(engine, n_targets=2)
-    servers, text = coordinator._target.servers, coordinator.generate(PROMPT, max_new_tokens=20).text
+    servers, text = coordinator.backend._target.servers, coordinator.generate(PROMPT, max_new_tokens=20).text
     address, servers.members[0].url = servers.members[0].url, "http://127.0.0.1:9"
-    coordinator.run(coordinator.handshake())
+    coordinator.backend.run(coordinator.backend.handshake())
     (said,) = (record.getMessage() for record in caplog.records if record.name == "parse_infer.backends")
     assert said.startswith("the target server http://127.0.0.1:9/v1/models does not answer")
     assert [g.text for g in coordinator.generate([PROMPT] * 3, max_new_tokens=20)] == [text] * 3
     servers.members[0].url = address  # it is back
     targets[0].bodies.clear()
-    coordinator.run(asyncio.sleep(1.2))
+    coordinator.backend.run(asyncio.sleep(1.2))
     coordinator.generate([PROMPT] * 4, max_new_tokens=20)
     assert targets[0].bodies
 
@@ -294,7 +294,7 @@ def test_servers_that_stay_away_end_in_one_sentence(engine, connect):
         coordinator.generate(PROMPT, max_new_tokens=20)
     target.faults.clear()
     assert coordinator.generate(PROMPT, max_new_tokens=20).text
-    coordinator._target.servers.members[0].url = "http://127.0.0.1:9"
+    coordinator.backend._target.servers.members[0].url = "http://127.0.0.1:9"
     with pytest.raises(Unavailable, match="no target server answers: .* does not answer"):
         coordinator.generate(PROMPT, max_new_tokens=20)
 
@@ -314,7 +314,7 @@ def test_bad_requests_and_servers_are_refused_in_one_sentence(engine, connect):
         connect(engine, plugin=False)
     target.questions = None
     with pytest.raises(ValueError, match="cannot judge drafts for 'target': .* out of vocabulary"):
-        coordinator.run(coordinator.handshake())
+        coordinator.backend.run(coordinator.backend.handshake())
 
 
 def test_servers_may_want_a_key(engine, connect):
@@ -330,7 +330,7 @@ def test_a_server_with_other_tokens_is_refused(engine, connect, make_model):
     words = word_tokenizer()
     draft.lm = language_model(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words, "o")
     with pytest.raises(ValueError, match="the draft server .* has other tokens than 'draft'"):
-        coordinator.run(coordinator.handshake())
+        coordinator.backend.run(coordinator.backend.handshake())
 
 
 def test_sampled_answers_follow_their_seed(engine, connect):
@@ -376,7 +376,7 @@ def test_the_controller_is_told_what_was_kept(engine, connect, monkeypatch):
     found = coordinator.generate(PROMPT, max_new_tokens=20, threshold=0.0, adaptive=True)
     assert found.stats.accepted_tokens and told == [found.stats.accepted_tokens]
     coordinator.threshold = 1.01  # a draft then only serves as guesses, where the servers take them
-    coordinator._target.guesses = True
+    coordinator.backend._target.guesses = True
     for threshold in (None, 1.01):
         told.clear()
         coordinator.generate(PROMPT, max_new_tokens=20, threshold=threshold, adaptive=True)
@@ -400,7 +400,7 @@ def test_a_server_with_a_limit_of_its_own_is_asked_on(engine, connect, monkeypat
 def test_a_server_that_stumbles_at_the_start_is_watched_where_requests_run(engine, connect):
     coordinator, targets, _ = connect(engine, n_targets=2, patience_s=5.0)
     targets[0].faults.append("500")
-    coordinator.run(coordinator.handshake())
+    coordinator.backend.run(coordinator.backend.handshake())
     with running(CoordinatedBackend(coordinator), engine) as served:  # on another event loop
         targets[0].bodies.clear()
         end = time.monotonic() + 10

@@ -12,6 +12,7 @@ import uvicorn
 from parse_infer.backends import client, health
 from parse_infer.backends.client import Client
 from parse_infer.backends.retries import Failing, Unavailable
+from parse_infer.settings import GenerationSettings
 from tests.parse_infer.backends.conftest import WAIT_S, soon
 from tests.parse_infer.backends.test_coordinator import PROMPT, partial_threshold, same
 
@@ -24,7 +25,7 @@ def test_a_request_that_fails_everywhere_takes_no_server_away_from_others(engine
         target.faults.extend([fault] * 4)
     with pytest.raises(Failing, match="the target servers have failed 4 times: "):
         coordinator.generate_target(PROMPT, max_new_tokens=8)
-    assert [server.healthy for server in coordinator._target.servers.members] == [True, True]
+    assert [server.healthy for server in coordinator.backend._target.servers.members] == [True, True]
     assert [len(target.bodies) for target in targets] == [2, 2], "each is tried, and nobody more than the other"
     assert not caplog.records, "nothing has happened to a server"
 
@@ -33,7 +34,7 @@ def test_a_server_whose_connections_break_is_out_until_its_health_is_good(engine
     coordinator, targets, _ = connect(engine, n_targets=2)
     caplog.set_level(logging.INFO, "parse_infer.backends")
     wanted = coordinator.generate_target(PROMPT, max_new_tokens=8).token_ids
-    first, second = coordinator._target.servers.members
+    first, second = coordinator.backend._target.servers.members
     targets[0].away = True
     assert coordinator.generate_target(PROMPT, max_new_tokens=8).token_ids == wanted
     assert (first.healthy, second.healthy) == (False, True)
@@ -51,7 +52,7 @@ def test_a_server_whose_connections_break_is_out_until_its_health_is_good(engine
 def test_a_server_that_falls_ill_is_noticed_before_a_request_is(engine, connect, quick_checks):
     coordinator, targets, _ = connect(engine, n_targets=2)
     coordinator.generate_target(PROMPT, max_new_tokens=8)
-    first, second = coordinator._target.servers.members
+    first, second = coordinator.backend._target.servers.members
     targets[0].ill = 503
     assert soon(coordinator, lambda: not first.healthy) and second.healthy
     targets[0].bodies.clear()
@@ -69,7 +70,7 @@ def test_a_server_that_is_slow_to_tell_its_health_is_believed_a_few_times(engine
     target.ill = "hangs"
     asked = len(target.clients)
     assert soon(coordinator, lambda: len(target.clients) > asked + 4)
-    (server,) = coordinator._target.servers.members
+    (server,) = coordinator.backend._target.servers.members
     assert server.healthy and coordinator.generate_target(PROMPT, max_new_tokens=8).token_ids
     monkeypatch.setattr(health, "CHECKS_MISSED", 3)
     assert soon(coordinator, lambda: not server.healthy)
@@ -89,12 +90,12 @@ def test_a_request_does_not_wait_for_a_server_that_has_vanished(engine, connect,
             *_, done = [
                 e
                 async for e in coordinator.events(
-                    PROMPT, coordinator._settings(None, {"max_new_tokens": 8}), alone=True, watched=watched
+                    PROMPT, GenerationSettings(max_new_tokens=8), alone=True, watched=watched
                 )
             ]
         return done.generation.token_ids
 
-    assert coordinator.run(answered()) == wanted
+    assert coordinator.backend.run(answered()) == wanted
 
 
 def test_after_a_failure_the_rest_of_an_answer_stays_with_the_other_server(engine, connect):
@@ -106,8 +107,8 @@ def test_after_a_failure_the_rest_of_an_answer_stays_with_the_other_server(engin
     found = coordinator.generate(PROMPT, **settings)
     assert same(found, engine.generate(PROMPT, exact_tail=False, **settings))
     assert len(targets[0].bodies) == 1 and len(targets[1].bodies) > 2
-    assert [server.busy for server in coordinator._target.servers.members] == [0, 0]
-    assert all(server.healthy for server in coordinator._target.servers.members)
+    assert [server.busy for server in coordinator.backend._target.servers.members] == [0, 0]
+    assert all(server.healthy for server in coordinator.backend._target.servers.members)
 
 
 def test_servers_that_are_gone_are_an_error_of_its_own(engine, connect):

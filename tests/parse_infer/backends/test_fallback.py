@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from parse_infer.backends import vllm
-from parse_infer.backends.coordinator import Coordinator
+from parse_infer.backends import server_pair
 from parse_infer.backends.retries import Unavailable
 from parse_infer.calibration.replay import Replay
+from parse_infer.engine import ParseEngine
 from parse_infer.models.batch_decoder import BatchDecoder
 from parse_infer.models.prompts import Verbatim
 from parse_infer.serve.loop_runner import CoordinatedBackend
@@ -52,7 +52,7 @@ def test_without_a_draft_server_the_target_answers_alone_at_once(engine, connect
     assert out.startswith(f"the draft server {draft.url} is out: ")
     assert said.startswith("the target answers without a draft (no_draft): no draft server answers: ")
     draft.away = False
-    assert soon(coordinator, lambda: coordinator._drafts[0].members[0].healthy)
+    assert soon(coordinator, lambda: coordinator.backend._drafts[0].members[0].healthy)
     found = coordinator.generate(PROMPT, **SETTINGS, resume=resume)
     assert found.fallback is None and found.stats.accepted_tokens == 24
 
@@ -68,7 +68,7 @@ def test_a_refused_draft_is_done_without(engine, connect, caplog):
 
 def test_a_draft_server_that_is_silent_is_done_without(engine, connect, monkeypatch, caplog):
     """Its health is good, and its engine stuck."""
-    monkeypatch.setattr(vllm, "DRAFT_SILENCE_S", 0.2)
+    monkeypatch.setattr(server_pair, "DRAFT_SILENCE_S", 0.2)
     coordinator, _, draft = connect(engine)
     draft.faults.append("hangs")
     begun = time.monotonic()
@@ -128,7 +128,7 @@ def test_where_drafts_are_measured_a_failure_is_an_error(engine, connect):
     draft.away = True
     with Replay(coordinator) as replay, pytest.raises(Unavailable, match="no draft server answers"):
         replay.answer(PROMPT, GenerationSettings(24, 0.0))
-    coordinator.falls_back = False
+    coordinator.backend.falls_back = False
     with pytest.raises(Unavailable, match="no draft server answers"):
         coordinator.generate(PROMPT, **SETTINGS)
 
@@ -165,7 +165,7 @@ def test_over_http_a_failed_draft_is_counted_and_told(engine, connect, capfd):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_over_http_a_target_that_is_gone_is_503_at_once(engine, connect, stream):
-    coordinator: Coordinator
+    coordinator: ParseEngine
     coordinator, (target,), _ = connect(engine, patience_s=LONG_S)
     with running(CoordinatedBackend(coordinator), engine) as served:
         target.away = True
@@ -186,10 +186,10 @@ def test_over_http_a_target_that_is_gone_is_503_at_once(engine, connect, stream)
         assert served.chat(PROMPT, max_tokens=8).status_code == 200
 
 
-def soon_well(served, coordinator: Coordinator) -> bool:
+def soon_well(served, coordinator: ParseEngine) -> bool:
     """Whether the server's own event loop notices that the target is back."""
     end = time.monotonic() + 10
-    while not coordinator._target.servers.members[0].healthy:
+    while not coordinator.backend._target.servers.members[0].healthy:
         if time.monotonic() > end:
             return False
         time.sleep(0.02)

@@ -11,7 +11,7 @@ import torch
 
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.retries import Unavailable
-from parse_infer.backends.vllm import server_settings
+from parse_infer.backends.server_pair import server_settings
 from parse_infer.models.batch_decoder import Batch, BatchDecoder
 from parse_infer.models.sampling import Sampling
 from tests.parse_infer.backends.conftest import Connect
@@ -58,7 +58,7 @@ def test_a_few_free_seats_wait_for_the_next_draft(engine, monkeypatch):
     local, shares, shrunk = LocalDraft(engine.draft, rows=8), [], []
     step, compact = Batch.step, Batch.compact
     monkeypatch.setattr(Batch, "step", lambda b: (shares.append(len(b.free) / max(1, len(b.runs))), step(b)))
-    monkeypatch.setattr(Batch, "shrink", lambda b: (shrunk.append(len(b.free)), compact(b)))
+    monkeypatch.setattr(Batch, "compact", lambda b: (shrunk.append(len(b.free)), compact(b)))
 
     async def all_of_them() -> list[list[int]]:
         return await asyncio.gather(*(read(local, IDS[0], most=10 * n) for n in range(1, 9)))

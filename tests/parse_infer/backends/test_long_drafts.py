@@ -28,12 +28,12 @@ def engine(request, make_engine, random_adapter) -> ParseEngine:
     """One for each kind of judge, with room for long drafts."""
     made = make_engine(cut_policy=CUTS)
     made.target.window = 40_000
-    judge = made.judge
+    judge = made.backend.judge
     if request.param == "no probe":
         judge = random_adapter(made.target.model, probe_ids=())
     elif request.param == "zero-shot":
         judge = ZeroShotJudge(made.target.model, made.target.tokenizer, CUTS)
-    return ParseEngine(made.target, made.draft, judge, cut_policy=CutPolicy("step"))
+    return ParseEngine.from_models(made.target, made.draft, judge, cut_policy=CutPolicy("step"))
 
 
 def test_a_draft_of_many_short_lines_is_one_request_of_bounded_size(engine, connect, monkeypatch):
@@ -71,7 +71,7 @@ def test_a_long_draft_is_judged_at_even_distances(make_engine, connect, monkeypa
 def test_which_cuts_are_asked_about_depends_on_what_lies_before_only(make_engine, connect):
     """What was found while the draft was written still serves at its end."""
     coordinator, _, _ = connect(make_engine(cut_policy=CUTS))
-    asked = coordinator._target.questions
+    asked = coordinator.backend._target.questions
     lengths = (10, 300, 1000, 3000, 9000)
     chosen = [set(asked.affordable(200, range(1, n + 1))) - {n} for n in lengths]
     for n, (shorter, longer) in zip(lengths, itertools.pairwise(chosen), strict=False):

@@ -8,8 +8,8 @@ import logging
 import pytest
 
 from parse_infer.backends import health
-from parse_infer.backends.coordinator import Coordinator
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
+from parse_infer.engine import ParseEngine
 from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.serve.loop_runner import CoordinatedBackend
 from parse_infer.serve.risk_monitor import Promises
@@ -40,7 +40,7 @@ def warnings(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == "parse_infer.backends" and r.levelno > logging.INFO]
 
 
-def promise(coordinator: Coordinator) -> None:
+def promise(coordinator: ParseEngine) -> None:
     """A calibration that promises 0.1 for a threshold of 0."""
     tried = [TestedPoint(OperatingPoint(0.0), 0.0, 0.05, 2.0, 0.05)]
     coordinator.calibration = Calibration("t", 300, "x", "accuracy", 0.9, 24, coordinator.describe(), tried, {0.1: 0})
@@ -61,10 +61,10 @@ def test_a_server_with_another_adapter_is_noticed_by_the_first_request(engine, c
     assert coordinator.generate(PROMPT, **SETTINGS).fallback == "judge_replaced"
     assert not draft.bodies, "from now on nothing is drafted that nobody can judge"
     monkeypatch.setattr(health, "CHECK_EVERY_S", 0.02)
-    coordinator.run(coordinator.aclose())  # the checks begin again
+    coordinator.backend.run(coordinator.backend.aclose())  # the checks begin again
     replace_adapter(target, own)
     assert not coordinator.generate_target(PROMPT, max_new_tokens=8).fallback
-    assert soon(coordinator, lambda: coordinator.servers["target"].can_judge)
+    assert soon(coordinator, lambda: coordinator.backend.servers["target"].can_judge)
     assert same(coordinator.generate(PROMPT, **SETTINGS), wanted)
 
 
@@ -85,7 +85,7 @@ def test_drafts_go_to_the_servers_that_still_have_the_adapter(engine, connect):
 def test_an_adapter_is_compared_when_a_server_is_back_and_while_it_is_there(engine, connect, quick_checks, caplog):
     coordinator, targets, _ = connect(engine, n_targets=2)
     coordinator.generate_target(PROMPT, max_new_tokens=8)
-    first, second = coordinator.servers["target"].members
+    first, second = coordinator.backend.servers["target"].members
     targets[0].away = True
     assert soon(coordinator, lambda: not first.healthy)
     replace_adapter(targets[0])
@@ -99,9 +99,9 @@ def test_an_adapter_is_compared_when_a_server_is_back_and_while_it_is_there(engi
 
 def test_a_server_that_was_away_at_the_start_is_examined_like_the_others(engine, connect, make_model, caplog):
     coordinator, targets, _ = connect(engine, n_targets=2)
-    servers = coordinator.servers["target"]
+    servers = coordinator.backend.servers["target"]
     targets[0].away = True
-    coordinator.run(coordinator.handshake())
+    coordinator.backend.run(coordinator.backend.handshake())
     assert [server.healthy for server in servers.members] == [False, True]
     words = word_tokenizer()
     own, targets[0].lm = targets[0].lm, language_model(make_model("llama", seed=15, vocab_size=300), words, "target")
@@ -127,7 +127,7 @@ def test_a_server_with_another_model_is_out(engine, connect, quick_checks, monke
     coordinator, (target,), draft = connect(engine)
     coordinator.generate(PROMPT, **SETTINGS)
     server = target if role == "target" else draft
-    (member,) = coordinator.servers[role].members
+    (member,) = coordinator.backend.servers[role].members
     monkeypatch.setattr(server.lm, "window", server.lm.window)
     if role == "target":
         replace_adapter(server)

@@ -34,7 +34,7 @@ def pair(request, make_engine, make_model):
     engine = make_engine()
     if request.param == "other tokens":
         words = word_tokenizer()
-        engine.draft = language_model(make_model("llama", vocab_size=300), words, "draft")
+        engine.backend.draft = language_model(make_model("llama", vocab_size=300), words, "draft")
     return engine
 
 

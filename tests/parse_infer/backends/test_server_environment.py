@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from parse_infer.backends import factory, launch
-from parse_infer.backends.coordinator import Coordinator
 from parse_infer.backends.launch import command, environment, plain_options, stock_options
 from parse_infer.backends.local_draft import LocalDraft
+from parse_infer.backends.vllm import VLLMBackend
+from parse_infer.engine import ParseEngine
 from parse_infer.vllm_plugin.options import REJECTED_DRAFTS, SETTINGS, VARIABLES
 
 
@@ -108,10 +109,10 @@ def coordinator(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(factory, "launch", Started)
     monkeypatch.setattr(factory, "engine_options", lambda *_: {"speculative_config": dict(REJECTED_DRAFTS)})
-    monkeypatch.setattr(Coordinator, "meet", handshake)
+    monkeypatch.setattr(VLLMBackend, "handshake", handshake)
 
-    def make(adapter: str | None = "zoo:adapter", **options) -> Coordinator:
-        with Coordinator.from_pretrained("zoo:target", "zoo:draft", adapter, **options) as made:
+    def make(adapter: str | None = "zoo:adapter", **options) -> ParseEngine:
+        with ParseEngine.from_pretrained("zoo:target", "zoo:draft", adapter, backend="vllm", **options) as made:
             return made
 
     return make
@@ -122,21 +123,23 @@ URL = "http://127.0.0.1:9"
 
 def test_overlap_is_off_where_both_models_share_the_cores_of_a_cpu(coordinator, monkeypatch):
     for local in (True, False):
-        assert not coordinator(local_draft=local)._overlap
-        assert coordinator(local_draft=local, overlap=True)._overlap
-        assert coordinator(local_draft=local, target_url=URL)._overlap
-    assert coordinator(draft_url=URL)._overlap
-    assert not coordinator(draft_url=URL, overlap=False)._overlap
+        assert not coordinator(local_draft=local).backend.overlap
+        assert coordinator(local_draft=local, overlap=True).backend.overlap
+        assert coordinator(local_draft=local, target_url=URL).backend.overlap
+    assert coordinator(draft_url=URL).backend.overlap
+    assert not coordinator(draft_url=URL, overlap=False).backend.overlap
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert coordinator(local_draft=False)._overlap
+    assert coordinator(local_draft=False).backend.overlap
 
 
 def test_a_small_draft_model_needs_no_server_on_a_cpu(coordinator, monkeypatch):
     def is_local(**options) -> bool:
         made = coordinator(**options)
-        roles = {member.role for member in made.processes.members} if made.processes else set()
-        assert ("draft" in roles) == (not isinstance(made._drafts[0], LocalDraft) and "draft_url" not in options)
-        return isinstance(made._drafts[0], LocalDraft)
+        roles = {member.role for member in made.backend.processes.members} if made.backend.processes else set()
+        assert ("draft" in roles) == (
+            not isinstance(made.backend._drafts[0], LocalDraft) and "draft_url" not in options
+        )
+        return isinstance(made.backend._drafts[0], LocalDraft)
 
     assert is_local() and is_local(target_url=URL)
     assert not is_local(local_draft=False)
@@ -144,7 +147,7 @@ def test_a_small_draft_model_needs_no_server_on_a_cpu(coordinator, monkeypatch):
     with pytest.raises(ValueError, match="local_draft and draft_url were both given"):
         coordinator(local_draft=True, draft_url=URL)
     with pytest.raises(ValueError, match="no draft model: name one"):
-        Coordinator.from_pretrained("zoo:target", None, "zoo:adapter", local_draft=True)
+        ParseEngine.from_pretrained("zoo:target", None, "zoo:adapter", backend="vllm", local_draft=True)
     with monkeypatch.context() as patch:
         patch.setattr(factory, "_SMALL", 1000)
         assert not is_local() and is_local(local_draft=True)
@@ -154,7 +157,7 @@ def test_a_small_draft_model_needs_no_server_on_a_cpu(coordinator, monkeypatch):
 
 def test_a_target_guesses_unless_it_is_known_not_to(coordinator):
     def guesses(*arguments, **options) -> bool:
-        return coordinator(*arguments, **options)._target.guesses
+        return coordinator(*arguments, **options).backend._target.guesses
 
     assert guesses()
     assert guesses(target_url=URL), "such servers are taken for what `parse_infer.vllm_plugin.options` prints"
@@ -168,9 +171,9 @@ def test_the_target_alone_runs_on_a_stock_server(coordinator):
     """That is what PARSE is compared with."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
     for options in ({}, {"speculative_config": ngram}):
-        made = Coordinator.from_pretrained("zoo:target", zero_shot=True, target_options=options)
-        (server,) = made.processes.members
+        made = ParseEngine.from_pretrained("zoo:target", backend="vllm", zero_shot=True, target_options=options)
+        (server,) = made.backend.processes.members
         made.close()
         assert server.stock and server.options == stock_options("zoo:target") | options
-    assert not any(server.stock for server in coordinator().processes.members)
-    assert not any(server.stock for server in coordinator(None, zero_shot=True).processes.members)
+    assert not any(server.stock for server in coordinator().backend.processes.members)
+    assert not any(server.stock for server in coordinator(None, zero_shot=True).backend.processes.members)

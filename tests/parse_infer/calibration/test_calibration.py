@@ -53,7 +53,7 @@ def middle_thresholds(engine: ParseEngine, prompt: str) -> list[float]:
 def test_replayed_answers_are_the_engines(engine: ParseEngine, guesses: str | None, acceptance: str):
     """Whatever the order of the settings, and whoever asked before; and most of it is not computed again."""
     if guesses:  # then nothing is drafted above a threshold of 1
-        engine.target_drafter = load_token_drafter(guesses, engine.target, engine.draft)
+        engine.backend.target_drafter = load_token_drafter(guesses, engine.target, engine.draft)
     for prompt in PROMPTS:
         thresholds = [1.1, *middle_thresholds(engine, prompt), 0.0]
         wanted = {}
@@ -317,13 +317,13 @@ def test_what_cannot_be_promised_is_said_before_any_work(engine: ParseEngine, tm
 
 def test_training_problems_show_nothing_whatever_their_ids(engine: ParseEngine, tmp_path: Path):
     """They are known by their prompts: most of them are refused, a few are left out."""
-    judge, before = engine.judge, engine.target.decoder.forwards
+    judge, before = engine.backend.judge, engine.target.decoder.forwards
     prompts = [f"{PROMPTS[i % 3]} {i}" for i in range(12)]
-    engine.judge = replace(judge, train_problems=frozenset(map(prompt_hash, prompts[:7])))
+    engine.backend.judge = replace(judge, train_problems=frozenset(map(prompt_hash, prompts[:7])))
     with pytest.raises(ValueError, match=r"7 of the 12 problems are among those that the adapter was trained on"):
         run(engine, tmp_path / "refused")
     assert engine.target.decoder.forwards == before and not (tmp_path / "refused").exists()
-    engine.judge = replace(judge, train_problems=frozenset(map(prompt_hash, prompts[:1])))
+    engine.backend.judge = replace(judge, train_problems=frozenset(map(prompt_hash, prompts[:1])))
     found = run(engine, tmp_path / "left_out")
     records = [json.loads(line)["problem_id"] for line in (tmp_path / "left_out" / "records.jsonl").open()]
     assert found.n_problems == 11 and records == [f"p{i}" for i in range(1, 12)]

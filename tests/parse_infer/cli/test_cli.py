@@ -235,7 +235,7 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
     assert "left out" not in capsys.readouterr().err
     assert list(json.loads((tmp_path / "out" / "results.json").read_text())["modes"]) == list(DEFAULT_MODES)
     engine = ParseEngine.from_pretrained(tmp_path / "target", tmp_path / "draft")
-    assert isinstance(engine.target_drafter, DraftModelProposer)
+    assert isinstance(engine.backend.target_drafter, DraftModelProposer)
 
 
 @pytest.mark.parametrize(

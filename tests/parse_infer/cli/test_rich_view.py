@@ -65,7 +65,7 @@ def test_three_colours():
 @pytest.mark.parametrize("resume", ["finish", "hand_back"])
 def test_the_view_of_a_real_stream_holds_exactly_the_answer(make_model, tokenizer, random_adapter, resume):
     target, draft = make_model("llama", seed=0), make_model("llama", seed=5)
-    engine = ParseEngine(
+    engine = ParseEngine.from_models(
         LanguageModel("t", target, tokenizer), LanguageModel("d", draft, tokenizer), random_adapter(target)
     )
     for threshold in (0.0, 0.5, 1.1):

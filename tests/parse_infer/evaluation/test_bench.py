@@ -61,7 +61,7 @@ def engine(
     make_model: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast, random_adapter
 ) -> ParseEngine:
     target, draft = make_model("llama", seed=0), make_model("llama", seed=5)
-    return ParseEngine(
+    return ParseEngine.from_models(
         LanguageModel("tiny-target", target, tokenizer),
         LanguageModel("tiny-draft", draft, tokenizer),
         random_adapter(target),
@@ -169,9 +169,9 @@ GUIDED = ("parse", "parse+none", "parse+lookup", "parse-zero-shot", "sequential"
 
 def test_every_mode_cuts_drafts_as_the_engine_does(engine):
     policy = CutPolicy("tokens", every=3)  # the adapter's own: every 4
-    engine = ParseEngine(engine.target, engine.draft, engine.judge, cut_policy=policy)
+    engine = ParseEngine.from_models(engine.target, engine.draft, engine.backend.judge, cut_policy=policy)
     for mode in make(engine, *GUIDED, threshold=0.0):
-        assert mode.engine.segmenter.policy == policy, mode.name
+        assert mode.engine.backend.segmenter.policy == policy, mode.name
         stats = timed(engine, mode, PROBLEMS[0].prompt)[0].stats
         if mode.name == "sequential":
             assert stats.rounds == BUDGET / 3
@@ -179,8 +179,8 @@ def test_every_mode_cuts_drafts_as_the_engine_does(engine):
 
 def test_rivals_get_the_guesses_that_parse_gets(engine, make_model):
     draft = LanguageModel("alike", resembling(make_model, engine.target.model), engine.draft.tokenizer)
-    engine = ParseEngine(engine.target, draft, engine.judge)
-    drafters = {mode.name: mode.engine.target_drafter for mode in make(engine, *GUIDED, "target")}
+    engine = ParseEngine.from_models(engine.target, draft, engine.backend.judge)
+    drafters = {mode.name: mode.engine.backend.target_drafter for mode in make(engine, *GUIDED, "target")}
     assert drafters["target"] is drafters["parse+none"] is None
     assert isinstance(drafters["parse+lookup"], PromptLookupDrafter)
     for name in ("parse", "parse-zero-shot", "sequential"):
@@ -194,23 +194,23 @@ def test_rivals_get_the_guesses_that_parse_gets(engine, make_model):
 
 def test_an_engines_own_token_drafters_play_no_part(engine):
     guesses = DraftModelProposer(engine.draft, engine.target)
-    engine = ParseEngine(engine.target, engine.draft, engine.judge, target_drafter=guesses)
+    engine = ParseEngine.from_models(engine.target, engine.draft, engine.backend.judge, target_drafter=guesses)
     target, parse = make(engine, "target", "parse+none", threshold=1.1)
     assert timed(engine, target, PROBLEMS[0].prompt)[0].stats.target_forwards == BUDGET  # plain: a token each
-    assert parse.engine.target_drafter is None
+    assert parse.engine.backend.target_drafter is None
 
 
 def test_a_draft_model_with_other_tokens_guesses_nothing(engine, make_model):
     draft = LanguageModel("foreign", make_model("llama", seed=5, vocab_size=300, eos_token_id=0), word_tokenizer())
-    foreign = ParseEngine(engine.target, draft, engine.judge)
-    assert [mode.engine.target_drafter for mode in make(foreign, *GUIDED[:2], *GUIDED[3:])] == [None] * 4
+    foreign = ParseEngine.from_models(engine.target, draft, engine.backend.judge)
+    assert [mode.engine.backend.target_drafter for mode in make(foreign, *GUIDED[:2], *GUIDED[3:])] == [None] * 4
 
 
 def test_a_draft_model_with_few_of_the_targets_tokens_takes_part_everywhere(make_model, random_adapter):
     target, draft = reduced_pair(make_model, noise=0.01)
-    engine = ParseEngine(target, draft, random_adapter(target.model))
+    engine = ParseEngine.from_models(target, draft, random_adapter(target.model))
     modes = make(engine, "target", "assisted", "target+draft", "parse", threshold=1.1)
-    assert isinstance(modes[-1].engine.target_drafter, DraftModelProposer)
+    assert isinstance(modes[-1].engine.backend.target_drafter, DraftModelProposer)
     found = {mode.name: [timed(engine, mode, p.prompt)[0] for p in PROBLEMS] for mode in modes}
     texts = {name: [generation.token_ids for generation in found[name]] for name in found}
     assert texts == dict.fromkeys(texts, texts["target"])
@@ -310,11 +310,11 @@ def test_unknown_modes_are_named(names, message):
 
 
 def test_a_mode_without_its_part_is_refused(engine):
-    alone = ParseEngine(engine.target)
+    alone = ParseEngine.from_models(engine.target)
     with pytest.raises(ValueError, match="mode 'parse' needs a draft model"):
         make_modes(alone, ("target", "parse"))
     with pytest.raises(ValueError, match="mode 'sequential' needs an adapter"):
-        make_modes(ParseEngine(engine.target, engine.draft), ("sequential",))
+        make_modes(ParseEngine.from_models(engine.target, engine.draft), ("sequential",))
 
 
 def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_path: Path):
@@ -395,12 +395,12 @@ def test_problems_must_be_there_and_differ(engine, tmp_path: Path):
 
 
 def test_problems_that_the_adapter_was_trained_on_are_not_measured(engine, tmp_path: Path):
-    judge, settings = engine.judge, BenchSettings(("target", "parse"), 4, thresholds=())
-    engine.judge = replace(judge, train_problems=frozenset({prompt_hash(PROBLEMS[1].prompt)}))
+    judge, settings = engine.backend.judge, BenchSettings(("target", "parse"), 4, thresholds=())
+    engine.backend.judge = replace(judge, train_problems=frozenset({prompt_hash(PROBLEMS[1].prompt)}))
     results = run_bench(engine, PROBLEMS, lambda p, t: True, tmp_path / "some", settings)
     assert results["records"]["problems"] == ["p0", "p2", "p3"]
     assert results["environment"]["problems"] == 3
-    engine.judge = replace(judge, train_problems=frozenset(prompt_hash(p.prompt) for p in PROBLEMS))
+    engine.backend.judge = replace(judge, train_problems=frozenset(prompt_hash(p.prompt) for p in PROBLEMS))
     before = engine.target.decoder.forwards
     with pytest.raises(ValueError, match="4 of the 4 problems are among those that the adapter was trained on"):
         run_bench(engine, PROBLEMS, lambda p, t: True, tmp_path / "all", settings)

@@ -98,7 +98,7 @@ def test_an_evaluation_goes_on_where_it_stopped(make_engine, apples, tmp_path):
     with pytest.raises(ValueError, match="holds a measurement with threshold 0.5 and this one has 0.9"):
         run_eval(make_engine(threshold=0.9), loaded, tmp_path / "out", PLAIN)
     guided = make_engine()
-    guided.target_drafter = PromptLookupDrafter()
+    guided.backend.target_drafter = PromptLookupDrafter()
     with pytest.raises(ValueError, match="holds a measurement with target_drafter null and this one has"):
         run_eval(guided, loaded, tmp_path / "out", PLAIN)
 

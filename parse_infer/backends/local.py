@@ -1,0 +1,388 @@
+"""Both models in this process: one KV cache per model, one answer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from functools import partial
+from pathlib import Path
+from threading import RLock
+from typing import Any, TypeVar
+
+import torch
+
+from parse_infer.calibration.schema import Calibration, shipped_calibration
+from parse_infer.drafters.draft_model import ModelDrafter
+from parse_infer.drafters.source import DraftSource
+from parse_infer.drafters.text import TextDrafter
+from parse_infer.events import Event, Interrupted, Resumed
+from parse_infer.judge.adapter import ValidityAdapter
+from parse_infer.judge.cuts import CutPolicy, Segmenter
+from parse_infer.judge.verifier import Judge, Verification, Verifier
+from parse_infer.judge.zero_shot import ZeroShotJudge
+from parse_infer.loop import PairWrapper, run_sync, speculate
+from parse_infer.models.environment import describe_machine
+from parse_infer.models.loading import LanguageModel, find_model, load_language_model
+from parse_infer.models.names import resolve
+from parse_infer.models.token_map import token_map
+from parse_infer.output import Source
+from parse_infer.provenance import describe_drafter, describe_models
+from parse_infer.request import Request
+from parse_infer.settings import GenerationSettings
+from parse_infer.speculation.decode import speculative_decode
+from parse_infer.speculation.draft_model import DraftModelProposer
+from parse_infer.speculation.proposer import TokenProposer
+from parse_infer.speculation.registry import check_token_drafter, load_token_drafter
+from parse_infer.speculation.rejected_draft import RejectedDraft
+
+AUTO = "auto"  # token proposer: the draft model, where its tokens are tokens of the target
+T = TypeVar("T")
+
+
+def load_backend(
+    target: str | Path,
+    draft: str | Path | None = None,
+    adapter: str | Path | None = None,
+    *,
+    gguf_file: str | None = None,
+    zero_shot: bool = False,
+    target_drafter: str | None = AUTO,
+    draft_drafter: str | None = None,
+    cut_policy: CutPolicy | None = None,
+    calibration: str | Path | None = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype = "auto",
+    template_options: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> LocalBackend:
+    """Load a `LocalBackend`; the arguments of `ParseEngine.from_pretrained` with backend="local".
+
+    Args:
+        target, draft, adapter: Hugging Face ids, folders or names of embedded models ("zoo:target", …). A model may
+            also be a GGUF file, "smollm2" or a LoRA (`parse_infer.models.names`).
+        gguf_file: as in transformers, the target's file in its folder or repository.
+        zero_shot: without an adapter, ask the target itself whether each prefix is right. Without a judge only mode
+            "exact" generates.
+        target_drafter, draft_drafter: token proposers that speed up what each model writes itself: "lookup", the
+            folder or name of a head, or for the target "draft" (`parse_infer.speculation.registry`). Greedy tokens
+            stay the same (in float32), sampled ones keep their distribution. By default the draft model proposes
+            tokens for the target where its tokens are tokens of the target; None: no proposer.
+        cut_policy: where drafts are cut; None takes what the judge was trained with.
+        calibration: a file made by `parse-infer calibrate`; default: the one in the adapter's folder, if any.
+        dtype: "auto" is the dtype of the saved weights, or float32 on CPUs that are slow in 16 bits.
+        template_options: switches of the chat templates, such as {"enable_thinking": False}.
+
+    Raises ValueError or OSError with one sentence for whatever is missing, damaged or does not fit.
+    """
+    if zero_shot and adapter is not None:
+        raise ValueError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
+    promises = None if calibration is None else Calibration.load(calibration)
+    if gguf_file is not None:
+        target = target / gguf_file if isinstance(target, Path) else f"{target.rstrip('/')}/{gguf_file}"
+    find_model(target)  # a wrong name is found before the first model is loaded
+    if draft is not None:
+        find_model(draft)
+    if adapter is not None:
+        adapter = resolve(adapter)
+    if draft_drafter is not None and draft is None:
+        raise ValueError(f"draft_drafter is {draft_drafter!r}, but there is no draft model that it could speed up")
+    if target_drafter not in (None, AUTO):
+        check_token_drafter("target_drafter", target_drafter, str(target), has_draft=draft is not None)
+    if draft_drafter is not None:
+        check_token_drafter("draft_drafter", draft_drafter, str(draft), has_draft=False)
+    load = partial(
+        load_language_model,
+        device=device,
+        dtype=dtype,
+        template_options=template_options,
+        trust_remote_code=trust_remote_code,
+    )
+    loaded = load(target, role="target")
+    judge: Any = None
+    if adapter is not None:
+        judge = ValidityAdapter.from_pretrained(adapter, loaded.model)
+    elif zero_shot:
+        judge = ZeroShotJudge(loaded.model, loaded.tokenizer)
+    draft_model = load(draft, role="draft") if draft is not None else None
+    if target_drafter == AUTO:
+        known = draft_model is not None and token_map(draft_model.tokenizer, loaded.tokenizer) is not None
+        target_drafter = "draft" if known else None
+    return LocalBackend(
+        loaded,
+        draft_model,
+        judge,
+        target_drafter=load_token_drafter(target_drafter, loaded, draft_model) if target_drafter else None,
+        draft_drafter=load_token_drafter(draft_drafter, draft_model) if draft_drafter and draft_model else None,
+        cut_policy=cut_policy,
+        calibration=shipped_calibration(adapter) if promises is None else promises,
+    )
+
+
+class LocalBackend:
+    """A `Backend` for models in this process.
+
+    Args:
+        target: the model whose quality is kept.
+        draft: the draft model; None if drafts come as text, or from `drafter`.
+        judge: a `ValidityAdapter` or `ZeroShotJudge`; None leaves only mode "exact".
+        drafter: another source of drafts than `draft`.
+        target_drafter, draft_drafter: token proposers.
+        cut_policy: where drafts are cut; None takes what the judge was trained with.
+    """
+
+    parallel = 1
+    adaptive = False
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        draft: LanguageModel | None = None,
+        judge: Judge | None = None,
+        *,
+        drafter: DraftSource | None = None,
+        target_drafter: TokenProposer | None = None,
+        draft_drafter: TokenProposer | None = None,
+        cut_policy: CutPolicy | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.judge = judge
+        self.target_drafter = target_drafter
+        self.draft_drafter = draft_drafter
+        self.drafter = ModelDrafter(draft, target, draft_drafter) if drafter is None and draft is not None else drafter
+        self.calibration = calibration
+        self.threshold: float | None = judge.config.threshold if judge is not None else None
+        if cut_policy is None:
+            cut_policy = CutPolicy.from_dict(judge.config.cut_policy) if judge is not None else CutPolicy()
+        self.segmenter = Segmenter(target.tokenizer, cut_policy, self.probe_tokens)
+        self.verifier = Verifier(target.decoder, judge, self.segmenter)
+        self._current: Request | None = None
+        self._turn = RLock()
+
+    @property
+    def train_problems(self) -> frozenset[str]:
+        known: frozenset[str] = getattr(self.judge, "train_problems", frozenset())
+        return known
+
+    @property
+    def deterministic(self) -> bool:
+        return self.target.model.dtype == torch.float32
+
+    @property
+    def probe_tokens(self) -> int:
+        return 0 if self.judge is None else len(self.judge.probe.ids)
+
+    def describe(self) -> dict[str, Any]:
+        return describe_models(self.target, self.draft, self.judge, self.segmenter.policy)
+
+    def describe_drafters(self) -> dict[str, Any]:
+        return {
+            "target_drafter": describe_drafter(self.target_drafter),
+            "draft_drafter": describe_drafter(self.draft_drafter),
+        }
+
+    def describe_machine(self) -> dict[str, Any]:
+        return describe_machine(self.target.model.device)
+
+    def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
+        """Every setting can be served."""
+
+    def require_judge(self) -> Judge:
+        if self.judge is None:
+            raise ValueError(
+                "This engine has nothing to judge drafts with: pass adapter=… or zero_shot=True to from_pretrained, "
+                "or generate with mode='exact'."
+            )
+        return self.judge
+
+    def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> DraftSource:
+        if request.settings.mode == "validity":
+            self.require_judge()
+        if draft_text is None and self.drafter is None:
+            raise ValueError("This engine has no draft model: pass draft=… to from_pretrained, or give a draft_text.")
+        if isinstance(draft_text, str):
+            draft_text = TextDrafter(draft_text, self.target, request.prompt)
+        drafter = self.drafter if draft_text is None else draft_text
+        assert drafter is not None
+        self._current = None  # an open stream must not go on with a drafter that writes something else
+        drafter.reset(request.prompt, request.settings.draft_sampling, request.settings.stop)
+        return drafter
+
+    def uses_draft(self, request: Request, source: DraftSource) -> bool:
+        """Whether the draft model writes a draft. Above a threshold of 1, a draft model that proposes tokens for the
+        target writes none: the answer is lossless speculation, `adaptive` or not."""
+        settings = request.settings
+        proposes = source is self.drafter and isinstance(self.target_drafter, DraftModelProposer)
+        assert settings.threshold is not None  # the engine has put in its own
+        return settings.mode == "exact" or settings.threshold <= 1 or not proposes
+
+    async def with_draft(
+        self, request: Request, source: DraftSource, wrap: PairWrapper, watched: bool
+    ) -> AsyncGenerator[Event, None]:
+        source.reset(request.prompt, request.settings.draft_sampling, request.settings.stop)
+        pair = wrap(LocalModelPair(self, request, source), request)
+        async with aclosing(self._accounted(request, speculate(pair, request), source)) as events:
+            async for event in events:
+                yield event
+
+    def alone(self, request: Request, speculate: bool, watched: bool) -> AsyncGenerator[Event, None]:
+        drafter = self.target_drafter if speculate else None
+        return self._accounted(request, self._written(self.target, "target", request, drafter))
+
+    def draft_alone(self, request: Request, speculate: bool) -> AsyncGenerator[Event, None]:
+        assert self.draft is not None
+        drafter = self.draft_drafter if speculate else None
+        return self._accounted(request, self._written(self.draft, "draft", request, drafter))
+
+    async def judge_text(
+        self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int] | None
+    ) -> Verification:
+        self._current = None  # an open stream must not go on in this context
+        self.target.decoder.seek(context)
+        return self.verifier.verify(draft, cuts=self.segmenter.cuts(draft) if cuts is None else cuts)
+
+    def clear_caches(self) -> None:
+        with self._turn:
+            self._current = None  # an open stream cannot go on
+            for lm in (self.target, self.draft):
+                if lm is not None:
+                    lm.decoder.seek([])
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return run_sync(work)
+
+    def turn(self) -> RLock:
+        return self._turn
+
+    @contextmanager
+    def cancellable(self, unwanted: Callable[[], bool]) -> Iterator[None]:
+        """Within the `with`, the work raises `Interrupted` before the next forward of a model once `unwanted` is true
+        (another thread may set it). The engine stays usable."""
+
+        def check() -> None:
+            if unwanted():
+                raise Interrupted
+
+        decoders = [model.decoder for model in (self.target, self.draft) if model is not None]
+        before = [decoder.before_forward for decoder in decoders]
+        try:
+            for decoder in decoders:
+                decoder.before_forward = check
+            yield
+        finally:
+            for decoder, earlier in zip(decoders, before, strict=True):
+                decoder.before_forward = earlier
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+    async def _accounted(
+        self, request: Request, events: AsyncGenerator[Event, None], source: DraftSource | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """The events, with the forwards of all models counted. RuntimeError once the engine has another request."""
+        self._current = request
+        before = self._forwards(source)
+        async with aclosing(events):
+            async for event in events:
+                yield event
+                if self._current is not request:
+                    raise RuntimeError(
+                        "This stream has ended, because the engine has been given another request since."
+                    )
+        stats = request.stats
+        stats.target_forwards, stats.draft_forwards, stats.drafter_forwards = (
+            now - then for now, then in zip(self._forwards(source), before, strict=True)
+        )
+
+    def _forwards(self, source: DraftSource | None) -> tuple[int, int, int]:
+        """So far: of the target, of the draft model (or of another source of drafts), and of the token proposers."""
+        drafting = self.draft.decoder.forwards if self.draft is not None else source.forwards if source else 0
+        proposers = (self.target_drafter, self.draft_drafter)
+        return self.target.decoder.forwards, drafting, sum(p.forwards for p in proposers if p is not None)
+
+    async def _written(
+        self, model: LanguageModel, role: Source, request: Request, drafter: TokenProposer | None
+    ) -> AsyncGenerator[Event, None]:
+        """Events of an answer that one model writes: Resumed for each token."""
+        model.decoder.seek(request.prompt_ids)
+        for token in self.decode(model, request, drafter, role):
+            yield Resumed(1, request.answer.add([token], role), token)
+            if request.answer.is_finished:
+                return
+
+    def decode(
+        self, model: LanguageModel, request: Request, drafter: TokenProposer | None, role: Source, round: int = 1
+    ) -> Iterator[int]:
+        """Tokens of `model` for the rest of the answer. The consumer adds each to the answer; the consumer's own work
+        is not timed."""
+        sampling, decoder = request.sampling, model.decoder
+        # Random numbers of its own for each role and round: a rejected token must not be drawn again by the noise
+        # that wrote it.
+        generator = sampling.generator(decoder.device, role, round)
+        field = "resume_s" if model is self.target else "draft_s"
+        answer = request.answer
+        while answer.remaining_tokens > 0:  # a decode ends with the stretch without end tokens, and at any end token
+            stretch, banned = answer.required or answer.remaining_tokens, answer.banned_ids
+            tokens = speculative_decode(decoder, drafter, stretch, sampling, generator, banned)
+            while True:
+                with request.timed(field):
+                    token = next(tokens, None)
+                if token is None:
+                    break
+                yield token
+            decoder.seek(request.context)  # without what was read after an end token that ends nothing
+
+
+class LocalModelPair:
+    """A `ModelPair` of models in this process. No method waits."""
+
+    def __init__(self, backend: LocalBackend, request: Request, drafter: DraftSource) -> None:
+        settings = request.settings
+        self.segmenter = backend.segmenter
+        assert settings.threshold is not None
+        self.threshold = settings.threshold
+        self._backend, self._request, self._drafter = backend, request, drafter
+        # Whether draft tokens that equal the target's greedy choice are used after the accepted cut.
+        self._exact = settings.mode == "exact"
+        self._probe_tokens = 0 if self._exact else backend.probe_tokens
+        self._wants_tail = self._exact or (settings.exact_tail and settings.resume_sampling.greedy)
+        self._drafts = backend.uses_draft(request, drafter)
+
+    def max_draft_tokens(self) -> int:
+        """The budget, or what the window holds besides context and one probe."""
+        left = self._backend.target.window - self._probe_tokens - len(self._request.context)
+        return min(self._request.answer.remaining_tokens, left)
+
+    async def propose(self, round: int) -> Sequence[int]:
+        if not self._drafts:
+            return ()
+        return self._drafter.propose(self._request.answer.ids, self.max_draft_tokens()).ids
+
+    async def verify(self, draft: Sequence[int]) -> Verification:
+        """One target forward over [uncached context, draft, probes]; context and draft stay in the cache."""
+        decoder, context = self._backend.target.decoder, self._request.context
+        probes = self._probe_tokens * self.segmenter.policy.max_cuts
+        decoder.reserve(len(context), self._request.answer.remaining_tokens + probes)
+        decoder.seek(context)
+        return self._backend.verifier.verify(draft, cuts=[] if self._exact else None)
+
+    def count_greedy_matches(self, draft: Sequence[int], verdict: Verification, cut: int) -> int:
+        return self._backend.verifier.greedy_match(draft, verdict, cut) if self._wants_tail else 0
+
+    def compact(self, verdict: Verification, kept: Collection[int]) -> Verification:
+        return verdict.compact(kept)
+
+    def commit(self, draft: Sequence[int], verdict: Verification, kept: int) -> None:
+        """Crop the cache; the first token of a resume comes out of the verification pass."""
+        decoder = self._backend.target.decoder
+        decoder.seek(self._request.context)
+        if draft:
+            decoder.set_next_logits(decoder.logits(verdict.state(kept)))
+
+    async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
+        proposer = self._backend.target_drafter
+        if self._wants_tail:  # a rejected draft still says how the answer may be worded, and costs nothing
+            proposer = RejectedDraft(self._request.context, rejected, otherwise=proposer)
+        for token in self._backend.decode(self._backend.target, self._request, proposer, "target", round):
+            yield token

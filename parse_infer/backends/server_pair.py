@@ -1,0 +1,333 @@
+"""One answer by two servers: the `ModelPair` that `parse_infer.loop` runs.
+
+Nothing waits: the target reads a long prompt while the draft is written, segments are verified as they are complete
+(`Checks`), and a draft that breaks is stopped at once, unless its rest still serves as guesses. What is kept is the
+same as if each step had waited for the one before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from parse_infer.backends.client import Refused
+from parse_infer.backends.health import Server
+from parse_infer.backends.local_draft import LocalDraft
+from parse_infer.backends.replicas import ReplicaPool
+from parse_infer.backends.retries import Failing, Lease, Replaced, Unavailable
+from parse_infer.backends.streaming_verifier import Checks
+from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStream
+from parse_infer.drafters.text import TextDrafter
+from parse_infer.judge.cuts import CutPolicy, Segmenter
+from parse_infer.loop import may_hand_back
+from parse_infer.models.sampling import Sampling, seed_of
+from parse_infer.models.tokenizer_spec import TokenizerSpec
+from parse_infer.output import Fallback
+from parse_infer.request import Request
+from parse_infer.vllm_plugin.validity_requests import Questions
+
+log = logging.getLogger("parse_infer.backends")
+
+DRAFT_SILENCE_S = 30.0  # without a token of a draft: by then the target alone is ahead
+PREFILL = 256  # tokens of a prompt that is worth a request of its own while the draft is written
+
+Drafts = tuple[ReplicaPool | LocalDraft, CrossTokenizerDraft] | TextDrafter
+"""Who drafts an answer: a model, and how it sees the answer; or a text."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    cuts: list[int]
+    validity: list[float]
+
+
+class Target:
+    """The servers of a target, and how they are asked.
+
+    Attributes:
+        segmenter: of drafts. It finds the cuts that the local engine judges; `affordable` leaves some out where there
+            are too many for one call.
+        probe_room: tokens that the window must have behind a draft: the probe, and the one that carries its answer.
+        guesses: its servers guess what they write from a draft that they have read, so a draft is worth reading beyond
+            the cut that breaks it.
+    """
+
+    def __init__(
+        self,
+        language: TokenizerSpec,
+        servers: ReplicaPool,
+        questions: Questions | None,
+        cut_policy: CutPolicy,
+        guesses: bool = False,
+    ) -> None:
+        self.language = language
+        self.servers = servers
+        self.questions = questions
+        self.segmenter = Segmenter(language.tokenizer, cut_policy, 0 if questions is None else questions.probe_tokens)
+        self.guesses = guesses
+        self.probe_room = 0 if questions is None else len(questions.suffix(0, None)) + 1
+
+    def affordable(self, context: Sequence[int], cuts: Sequence[int], singly: bool = False) -> list[int]:
+        """The cuts of a draft behind `context` that the server is asked about (`Questions.affordable`)."""
+        if self.questions is None or not cuts:
+            return list(cuts)
+        return self.questions.affordable(len(context), cuts, self.language.window, singly=singly)
+
+    def uses_draft(self, threshold: float) -> bool:
+        """Whether a draft serves at this threshold: something of it may be kept, or the servers guess from it."""
+        return threshold <= 1 or self.guesses
+
+    async def validities(
+        self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], lease: Lease | None = None
+    ) -> list[float]:
+        """Ask for the validity at all cuts in one call. Raises ValueError for a malformed answer, else as
+        `ReplicaPool.ask`."""
+        assert self.questions is not None
+        asked = self.questions.about(context, draft, cuts, self.language.window)
+        body = asked.request(self.servers.judging_model)
+        return asked.validities(await self.servers.ask(body, lease, judging=True))
+
+    async def try_judge(self, server: Server) -> None:
+        """ValueError where this server cannot judge a draft. Raises Lost where it does not answer."""
+        assert self.questions is not None
+        asked = self.questions.about([1], [2, 3], [1, 2], self.language.window)
+        try:
+            asked.validities(await self.servers.ask_one(server, asked.request(self.servers.judging_model)))
+        except ValueError as error:
+            raise ValueError(
+                f"the target server {server.url} cannot judge drafts for {self.language.name!r}: {error}"
+            ) from error
+
+    async def written(
+        self, request: Request, round: int, lease: Lease | None, watched: bool
+    ) -> AsyncGenerator[int, None]:
+        """What the target writes behind the answer so far, until whoever adds it to the answer wants no more.
+
+        Args:
+            watched: somebody reads it as it comes; else it comes all at once, which costs less.
+
+        Raises Unavailable where a server ends an answer that has not ended.
+        """
+        while request.answer.remaining_tokens > 0:
+            before = len(request.answer.ids)
+            async with aclosing(self._written_once(request, round, lease, watched)) as tokens:
+                async for token in tokens:
+                    yield token
+            # A server may have a limit of its own, such as the max_new_tokens of the model's generation_config.json.
+            if len(request.answer.ids) == before:
+                raise Unavailable("a target server has ended an answer without a token")
+
+    async def _written_once(
+        self, request: Request, round: int, lease: Lease | None, watched: bool
+    ) -> AsyncGenerator[int, None]:
+        room = request.answer.remaining_tokens
+        asked = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(request)
+        if not watched:
+            asked |= stop_settings(request.settings.stop)
+        written = self.servers.written(request.context, room, asked, lease, watched)
+        async with aclosing(written) as pieces:
+            while True:
+                with request.timed("resume_s"):
+                    piece = await anext(pieces, None)
+                if piece is None:
+                    return
+                for token in piece:
+                    yield token
+
+
+class ServerModelPair:
+    """
+    Args:
+        drafts: who drafts.
+        threshold: for this request.
+        at, draft_at: which of the servers are asked.
+        overlap: verify while the draft is written.
+        watched: see `Target.written`.
+        falls_back: where the draft or its judge fails, the target writes the rest of the answer (`Request.fallback`);
+            else that is an error.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafts: Drafts,
+        request: Request,
+        threshold: float,
+        at: Lease,
+        draft_at: Lease | None = None,
+        overlap: bool = True,
+        watched: bool = True,
+        falls_back: bool = True,
+    ) -> None:
+        self.segmenter = target.segmenter
+        self.threshold = threshold
+        self._target, self._drafts, self._request = target, drafts, request
+        self._overlap = overlap
+        self._falls_back = falls_back
+        # Handing back ends the target's writing early.
+        self._watched = watched or may_hand_back(request.settings, threshold, round=1)
+        self._at, self._draft_at = at, draft_at
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._checks = self._new_checks(round=1)
+
+    def max_draft_tokens(self) -> int:
+        behind = self._target.language.window - self._target.probe_room - len(self._request.context)
+        return min(self._request.answer.remaining_tokens, behind)
+
+    async def propose(self, round: int) -> Sequence[int]:
+        request, servers = self._request, self._target.servers
+        if request.fallback is not None or not self._target.uses_draft(self.threshold):
+            return []
+        if not servers.can_judge:
+            return self._fall_back(servers.replaced())
+        self._checks = checks = self._new_checks(round)
+        if isinstance(self._drafts, TextDrafter):
+            return self._drafts.propose(request.answer.ids, self.max_draft_tokens()).ids
+        writing = self._drafts[1].begin(request.answer.ids, self.max_draft_tokens())
+        if writing is None:
+            return []
+        if self._overlap and round == 1 and len(request.context) >= PREFILL:
+            self._start(self._read_prompt(list(request.context)))
+        reading = self._start(self._read_draft(*self._drafts, writing, round))
+        checks.stop = reading.cancel
+        await asyncio.wait([reading])
+        request.stats.draft_forwards += writing.n
+        if checks.failure is not None:
+            return self._fall_back(checks.failure)
+        if checks.broken_at is not None:
+            return checks.draft[: checks.broken_at]
+        try:
+            await reading
+        except Refused as error:
+            return self._fall_back(error, "draft_refused")
+        except Unavailable as error:
+            return self._fall_back(error, "no_draft")
+        return writing.draft().ids
+
+    async def verify(self, draft: Sequence[int]) -> Scores:
+        cuts = self._target.affordable(self._request.context, self.segmenter.cuts(draft))
+        try:
+            return Scores(cuts, await self._checks.of(draft, cuts) if cuts else [])
+        except (ValueError, Failing) as error:
+            self._fall_back(error)
+            return Scores([], [])
+
+    def count_greedy_matches(self, draft: Sequence[int], verdict: Scores, cut: int) -> int:
+        return 0  # over HTTP the target's choices cost one more answer for every token
+
+    def compact(self, verdict: Scores, kept: Collection[int]) -> Scores:
+        return verdict
+
+    def commit(self, draft: Sequence[int], verdict: Scores, kept: int) -> None:
+        pass  # the next prompt says it all, and the server finds the blocks that it has
+
+    async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
+        async with aclosing(self._target.written(self._request, round, self._at, self._watched)) as tokens:
+            async for token in tokens:
+                self._request.stats.target_forwards += 1
+                yield token
+
+    async def close(self) -> None:
+        """Nothing that is still under way is wanted any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _fall_back(self, error: Exception, reason: Fallback | None = None) -> list[int]:
+        """No draft from here on. Raises the error where that is not wanted, or where the target itself is gone.
+
+        Args:
+            reason: None: the draft could not be judged.
+        """
+        gone = reason is None and isinstance(error, Unavailable) and not isinstance(error, Failing)
+        if gone or not self._falls_back:
+            raise error
+        if reason is None:
+            reason = "judge_replaced" if isinstance(error, Replaced) else "judge_failed"
+        self._request.fallback = reason
+        # A refusal has the server's own sentence, which may quote the request.
+        why = f"a request was refused ({error.status})" if isinstance(error, Refused) else error
+        log.warning("the target answers without a draft (%s): %s", reason, why)
+        return []
+
+    def _new_checks(self, round: int) -> Checks:
+        context = self._request.context
+        settings = self._request.settings
+
+        async def ask(draft: Sequence[int], cuts: Sequence[int]) -> list[float]:
+            self._request.stats.target_forwards += 1
+            return await self._target.validities(context, draft, cuts, self._at)
+
+        # Where the target is to write all the rest, a broken draft goes on: it guesses what is written instead.
+        hands_back = may_hand_back(settings, self.threshold, round)
+        breaks = settings.acceptance == "first_failure" and (hands_back or not self._target.guesses)
+        threshold = self.threshold if breaks else None
+        choose = partial(self._target.affordable, context, singly=True)
+        return Checks(ask, self.segmenter, choose, threshold, self._start)
+
+    async def _read_draft(
+        self, servers: ReplicaPool | LocalDraft, translation: CrossTokenizerDraft, writing: DraftStream, round: int
+    ) -> None:
+        asked = server_settings(self._request.settings.draft_sampling, translation.end_ids, "draft", round)
+        if not self._overlap:  # nothing is done with a part of it
+            asked |= stop_settings(translation.stop)
+        written = servers.written(writing.context, writing.remaining_tokens, asked, self._draft_at, self._overlap)
+        # Without overlap all of it comes at once, which may take long.
+        limit = DRAFT_SILENCE_S if self._overlap and self._falls_back else None
+        async with aclosing(written) as pieces:
+            while (piece := await _next_piece(pieces, limit)) is not None:
+                writing.add(piece)
+                if writing.is_finished:
+                    return
+                if self._overlap:
+                    self._checks.look(writing.text, writing.n, lambda: writing.draft().ids)
+
+    async def _read_prompt(self, context: list[int]) -> None:
+        with suppress(ValueError, Unavailable):  # whoever needs an answer will ask again
+            await self._target.servers.ask({"prompt": context, "max_tokens": 1, "temperature": 0}, self._at)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that ends with this answer at the latest."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        return task
+
+
+async def _next_piece(pieces: AsyncGenerator[list[int], None], limit_s: float | None) -> list[int] | None:
+    """None at the end. Raises Unavailable where nothing comes for so long."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await anext(pieces, None)
+    except TimeoutError as error:
+        raise Unavailable(f"no token of the draft has come for {limit_s:g} s") from error
+
+
+def stop_settings(stop: Sequence[str]) -> dict[str, Any]:
+    """More of them, for an answer that comes all at once."""
+    return {"stop": list(stop), "include_stop_str_in_output": True} if stop else {}
+
+
+def end_settings(request: Request) -> dict[str, Any]:
+    """More of them, for an answer that does not end at each end token of the target. vLLM's names and meaning; the
+    server counts from what it writes now."""
+    settings: dict[str, Any] = {"ignore_eos": True} if request.settings.ignore_eos else {}
+    return settings | ({"min_tokens": request.answer.required} if request.answer.required else {})
+
+
+def server_settings(sampling: Sampling, end_ids: Collection[int], *purpose: object) -> dict[str, Any]:
+    """Fields of a completion request. A server's own defaults, which may come with the model, must not apply."""
+    settings: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": sorted(end_ids),
+    }
+    if sampling.seed is not None and not sampling.greedy:
+        settings["seed"] = seed_of(sampling.seed, *purpose)
+    return settings
