@@ -20,7 +20,7 @@ class TransientServerError(Exception):
     is no part of the message, which may come into a log."""
 
 
-class Refused(ValueError):
+class RequestRejected(ValueError):
     """The server does not accept the request, and no other would.
 
     Attributes:
@@ -141,7 +141,7 @@ class _Answer:
             sentence = _message(said)
             hint = ": give its API key with --server-key (or api_key)" if response.status == 401 else ""
             message = f"{self._url} refuses a request ({response.status}): {sentence}{hint}"
-            raise Refused(message, sentence, response.status)
+            raise RequestRejected(message, sentence, response.status)
         raise TransientServerError(f"{self._url} has failed ({response.status})")
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -183,7 +183,7 @@ def _choice(answer: Any, url: str) -> Any:
     try:
         choice = next(iter(answer["choices"]), None)
         if choice is not None and "token_ids" not in choice:
-            raise Refused(f"{url} tells no token ids (return_token_ids): use vLLM 0.10.2 or later")
+            raise RequestRejected(f"{url} tells no token ids (return_token_ids): use vLLM 0.10.2 or later")
         return choice
     except (KeyError, TypeError) as error:
         raise TransientServerError(f"{url} has sent what is no completion") from error

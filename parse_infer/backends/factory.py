@@ -14,7 +14,7 @@ from parse_infer.backends.launch import draft_server, launch, plain_options, sto
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.replicas import PATIENCE_S, ReplicaPool
 from parse_infer.backends.server_pair import Target
-from parse_infer.backends.supervisor import READY_S, Processes
+from parse_infer.backends.supervisor import READY_S, Supervisor
 from parse_infer.calibration.schema import Calibration, resolve_risk, shipped_calibration
 from parse_infer.judge.adapter import ValidityConfig, check_target
 from parse_infer.judge.adapter_files import AdapterFiles, read_adapter
@@ -57,7 +57,7 @@ class Parts:
     train_problems: frozenset[str]
     calibration: Calibration | None
     threshold: float | None
-    processes: Processes | None
+    processes: Supervisor | None
     share_cores: bool
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from parse_infer.backends.client import Client, Refused, TransientServerError
+from parse_infer.backends.client import Client, RequestRejected, TransientServerError
 from parse_infer.backends.health import Server
 from parse_infer.backends.retries import Unavailable
 
@@ -90,7 +90,7 @@ class Identity:
         body = {"model": self.model, "prompt": _SAMPLE, "add_special_tokens": False}
         try:
             found = (await self._client.post(f"{server.url}/tokenize", body))["tokens"]
-        except (TransientServerError, Refused, KeyError, TypeError):  # only vLLM has this path
+        except (TransientServerError, RequestRejected, KeyError, TypeError):  # only vLLM has this path
             return
         if found != tokenizer.encode(_SAMPLE, add_special_tokens=False):
             raise ValueError(
@@ -104,7 +104,7 @@ class Identity:
             first = listed[0]
             names = [str(one["id"]) for one in listed]
             return Card(names, first.get("root"), int(first.get("max_model_len") or 0))
-        except Refused:
+        except RequestRejected:
             raise
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the {self.role} server {server.url} is no OpenAI-compatible server") from error

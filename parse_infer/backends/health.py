@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from parse_infer.backends.client import Client, Refused, TransientServerError
+from parse_infer.backends.client import Client, RequestRejected, TransientServerError
 
 log = logging.getLogger("parse_infer.backends")
 
@@ -122,7 +122,7 @@ class HealthChecks:
         try:
             async with asyncio.timeout(CHECK_LIMIT_S):
                 await self._identify(server)
-                with suppress(Refused):  # there is no such path, but there is a server
+                with suppress(RequestRejected):  # there is no such path, but there is a server
                     await self._client.get(f"{server.url}/health")
             if not server.examined:
                 await self._look_closely(server)

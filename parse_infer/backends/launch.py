@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from parse_infer.backends.supervisor import Processes
+from parse_infer.backends.supervisor import Supervisor
 from parse_infer.models.loading import load_config, weights_folder
 from parse_infer.vllm_plugin.options import PLUGIN, SETTINGS, VARIABLES, arguments
 
@@ -25,7 +25,7 @@ def launch(
     tell: Callable[[str], None] = lambda line: None,
     api_key: str | None = None,
     stock: bool = False,
-) -> Processes:
+) -> Supervisor:
     """Start a server for each role and wait until they are ready.
 
     Args:
@@ -45,7 +45,7 @@ def launch(
         raise FileNotFoundError(f"{PYTHON} is {os.environ[PYTHON]!r}, where no program is: correct or unset it")
     key = {} if api_key is None else {"VLLM_API_KEY": api_key}  # an argument would be seen by everybody here
     started = [(role, command(role, each), environment(role, each, stock) | key) for role, each in servers.items()]
-    processes = Processes(started, tell)
+    processes = Supervisor(started, tell)
     processes.start()
     return processes
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
-from parse_infer.backends.client import Client, Refused, TransientServerError
+from parse_infer.backends.client import Client, RequestRejected, TransientServerError
 from parse_infer.backends.handshake import Identity
 from parse_infer.backends.health import HealthChecks, Server
 from parse_infer.backends.retries import Attempts, Failing, Lease, Replaced, Unavailable
@@ -233,7 +233,7 @@ class ReplicaPool:
         except TransientServerError as error:
             tried.note(server, str(error))
             await self._health.check(server)
-        except Refused as error:
+        except RequestRejected as error:
             if error.status != 404:
                 raise
             await self._health.check(server)  # does it still serve what it did?

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from parse_infer.backends.client import Refused
+from parse_infer.backends.client import RequestRejected
 from parse_infer.backends.health import Server
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.replicas import ReplicaPool
@@ -203,7 +203,7 @@ class ServerModelPair:
             return checks.draft[: checks.broken_at]
         try:
             await reading
-        except Refused as error:
+        except RequestRejected as error:
             return self._fall_back(error, "draft_refused")
         except Unavailable as error:
             return self._fall_back(error, "no_draft")
@@ -251,7 +251,7 @@ class ServerModelPair:
             reason = "judge_replaced" if isinstance(error, Replaced) else "judge_failed"
         self._request.fallback = reason
         # A refusal has the server's own sentence, which may quote the request.
-        why = f"a request was refused ({error.status})" if isinstance(error, Refused) else error
+        why = f"a request was refused ({error.status})" if isinstance(error, RequestRejected) else error
         log.warning("the target answers without a draft (%s): %s", reason, why)
         return []
 

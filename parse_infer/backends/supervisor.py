@@ -91,7 +91,7 @@ class Process:
         return f"{' | '.join(line.strip() for line in lines)[:500]} (log: {self.log})"
 
 
-class Processes:
+class Supervisor:
     """Supervises servers until `stop`, which also runs when the interpreter ends.
 
     Args:

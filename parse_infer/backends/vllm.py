@@ -19,7 +19,7 @@ from parse_infer.backends.health import Server
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.replicas import ReplicaPool
 from parse_infer.backends.server_pair import Drafts, Scores, ServerModelPair, Target
-from parse_infer.backends.supervisor import Processes
+from parse_infer.backends.supervisor import Supervisor
 from parse_infer.calibration.schema import Calibration
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
 from parse_infer.drafters.draft_model import share_tokens
@@ -153,7 +153,7 @@ class VLLMBackend:
         models: Mapping[str, Any] | None = None,
         train_problems: frozenset[str] = frozenset(),
         calibration: Calibration | None = None,
-        processes: Processes | None = None,
+        processes: Supervisor | None = None,
     ) -> None:
         self.target: TokenizerSpec = target.language
         self.draft: TokenizerSpec | None = draft[1] if draft is not None else None

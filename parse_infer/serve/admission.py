@@ -25,7 +25,7 @@ class Limits:
     body_bytes: int = 4 << 20
 
 
-class Line:
+class AdmissionQueue:
     """Counts the answers that were accepted and have not ended.
 
     Args:

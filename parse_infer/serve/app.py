@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from parse_infer.calibration.schema import resolve_risk
 from parse_infer.models.sampling import Sampling
 from parse_infer.serve import errors
-from parse_infer.serve.admission import Limits, Line
+from parse_infer.serve.admission import AdmissionQueue, Limits
 from parse_infer.serve.errors import ApiError, ErrorBody
 from parse_infer.serve.handlers import Desk
 from parse_infer.serve.metrics import Metrics
@@ -29,8 +29,8 @@ from parse_infer.serve.protocol.tokens import (
     TokenizeBody,
 )
 from parse_infer.serve.response import warning_header
-from parse_infer.serve.risk_monitor import Audit, Promises
-from parse_infer.serve.runner import Backend
+from parse_infer.serve.risk_monitor import Audit, RiskMonitor
+from parse_infer.serve.runner import Runner
 
 if TYPE_CHECKING:
     from parse_infer.serve.traces import Traces  # an extra of its own
@@ -47,11 +47,11 @@ def _streams(model: type) -> dict[int | str, dict[str, Any]]:
 
 
 def create_app(
-    backend: Backend,
+    backend: Runner,
     limits: Limits | None = None,
     api_key: str | None = None,
     model: str | None = None,
-    promises: Promises | None = None,
+    promises: RiskMonitor | None = None,
     traces: Traces | None = None,
     adaptive: bool = False,
     strict: bool = False,
@@ -73,8 +73,8 @@ def create_app(
     The queue is `app.state.line`, the counts are `app.state.metrics`.
     """
     limits, metrics, started = limits or Limits(), Metrics(), int(time.time())
-    line = Line(limits, backend.parallel)
-    promises = promises or Promises()
+    line = AdmissionQueue(limits, backend.parallel)
+    promises = promises or RiskMonitor()
     if promises.risk is not None:
         resolve_risk(promises.expected, backend.calibration)
     audit = Audit(backend, metrics, promises) if promises.audit else None

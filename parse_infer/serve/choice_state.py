@@ -59,7 +59,7 @@ class ParseStatistics(BaseModel):
     timings: Seconds
 
 
-class Choice:
+class ChoiceState:
     """What the events of one job add up to."""
 
     def __init__(self, index: int, job: Job, prompt_tokens: int, asked_at: float) -> None:

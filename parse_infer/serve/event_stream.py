@@ -9,23 +9,23 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
 from parse_infer.events import Done, Event
-from parse_infer.serve.admission import Line
-from parse_infer.serve.choice_state import Choice
+from parse_infer.serve.admission import AdmissionQueue
+from parse_infer.serve.choice_state import ChoiceState
 from parse_infer.serve.errors import ApiError, failure
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.protocol.requested import RequestedAnswers
 from parse_infer.serve.risk_monitor import Audit
-from parse_infer.serve.runner import Backend, Refused
+from parse_infer.serve.runner import InvalidRequest, Runner
 
 log = logging.getLogger("parse_infer.serve")
 
 
-Told = tuple[Choice, Event, str]
+Told = tuple[ChoiceState, Event, str]
 """An event, with the choice that it belongs to and the text that may be sent now."""
 
 
 async def answers(
-    backend: Backend, line: Line, metrics: Metrics, requested: RequestedAnswers, audit: Audit | None = None
+    backend: Runner, line: AdmissionQueue, metrics: Metrics, requested: RequestedAnswers, audit: Audit | None = None
 ) -> AsyncGenerator[Told, None]:
     """All events of a request, which is admitted first.
 
@@ -35,7 +35,7 @@ async def answers(
     async with line.place(len(requested)):
         with api_errors():
             jobs = await requested.jobs(backend)
-        choices = [Choice(i, job, prompt_tokens, asked_at) for i, (job, prompt_tokens) in enumerate(jobs)]
+        choices = [ChoiceState(i, job, prompt_tokens, asked_at) for i, (job, prompt_tokens) in enumerate(jobs)]
         streams = [_answered(backend, line, metrics, choice, audit) for choice in choices]
         side_by_side = backend.parallel > 1 and len(streams) > 1
         async with aclosing(_as_they_come(streams) if side_by_side else _in_turn(streams)) as events:
@@ -44,7 +44,7 @@ async def answers(
 
 
 async def _answered(
-    backend: Backend, line: Line, metrics: Metrics, choice: Choice, audit: Audit | None
+    backend: Runner, line: AdmissionQueue, metrics: Metrics, choice: ChoiceState, audit: Audit | None
 ) -> AsyncGenerator[Told, None]:
     meter = metrics.meter(choice)
     try:
@@ -104,7 +104,7 @@ def api_errors(index: int = 0) -> Iterator[None]:
     """What the backend refuses or fails on while it writes a request's answer of this index becomes an ApiError."""
     try:
         yield
-    except Refused as error:
+    except InvalidRequest as error:
         raise ApiError(400, str(error), "invalid_value") from error
     except (ApiError, TimeoutError):
         raise

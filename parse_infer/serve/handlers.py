@@ -12,7 +12,7 @@ from starlette.types import Send
 
 from parse_infer.calibration.schema import promised
 from parse_infer.models.sampling import Sampling
-from parse_infer.serve.admission import Line
+from parse_infer.serve.admission import AdmissionQueue
 from parse_infer.serve.cancellable_response import Exchange
 from parse_infer.serve.errors import ApiError, unknown_field
 from parse_infer.serve.event_stream import answers
@@ -24,7 +24,7 @@ from parse_infer.serve.protocol.fields import MOST_UNKNOWN, Body
 from parse_infer.serve.protocol.requested import RequestedAnswers
 from parse_infer.serve.response import AnswerWriter, Shape, event_line, write_events, write_whole
 from parse_infer.serve.risk_monitor import Audit
-from parse_infer.serve.runner import Backend
+from parse_infer.serve.runner import Runner
 from parse_infer.settings import GenerationSettings
 
 
@@ -42,8 +42,8 @@ class Desk:
 
     def __init__(
         self,
-        backend: Backend,
-        line: Line,
+        backend: Runner,
+        line: AdmissionQueue,
         metrics: Metrics,
         model: str,
         risk: float | None = None,

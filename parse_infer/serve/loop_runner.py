@@ -14,8 +14,8 @@ from parse_infer.backends import client
 from parse_infer.backends.retries import Failing, Unavailable
 from parse_infer.engine import ParseEngine
 from parse_infer.serve.errors import ApiError
-from parse_infer.serve.runner import Job, Moment, Refused
-from parse_infer.serve.tokenizer_service import PromptReader
+from parse_infer.serve.runner import InvalidRequest, Job, Moment
+from parse_infer.serve.tokenizer_service import TokenizerService
 
 log = logging.getLogger("parse_infer.serve")
 
@@ -23,8 +23,8 @@ PATIENCE_S = 2.0  # while no server of the target is well: a client that is told
 _RETRY_AFTER_S = 5
 
 
-class CoordinatedBackend(PromptReader):
-    """A `Backend` for one `ParseEngine` over servers, which nobody else may use from now on."""
+class LoopRunner(TokenizerService):
+    """A `Runner` for one `ParseEngine` over servers, which nobody else may use from now on."""
 
     def __init__(self, engine: ParseEngine) -> None:
         super().__init__(engine.target, engine.draft)
@@ -62,7 +62,7 @@ class CoordinatedBackend(PromptReader):
         try:
             events = self._engine.events(job.prompt, job.settings, draft, alone=job.alone, watched=job.watched)
         except ValueError as error:
-            raise Refused(str(error)) from error
+            raise InvalidRequest(str(error)) from error
         with _told_when_gone():
             async with self._room, aclosing(events):
                 async for event in events:
@@ -75,8 +75,8 @@ class CoordinatedBackend(PromptReader):
                 async with self._room, aclosing(self._engine.backend.relay(fields)) as pieces:
                     async for piece in pieces:
                         yield piece
-        except client.Refused as error:
-            raise Refused(error.sentence) from error
+        except client.RequestRejected as error:
+            raise InvalidRequest(error.sentence) from error
         finally:
             self._engine.running -= 1
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from parse_infer.events import Done, Drafted, Verified
 from parse_infer.output import Generation
-from parse_infer.serve.choice_state import Choice
+from parse_infer.serve.choice_state import ChoiceState
 from parse_infer.serve.runner import Moment
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -73,7 +73,7 @@ class Metrics:
         """A gauge that is read when it is asked for."""
         Gauge(name, text, registry=self.registry).set_function(value)
 
-    def meter(self, choice: Choice) -> Meter:
+    def meter(self, choice: ChoiceState) -> Meter:
         return Meter(self, choice)
 
     def text(self) -> bytes:
@@ -83,7 +83,7 @@ class Metrics:
 class Meter:
     """Counts one answer."""
 
-    def __init__(self, metrics: Metrics, choice: Choice) -> None:
+    def __init__(self, metrics: Metrics, choice: ChoiceState) -> None:
         self._metrics = metrics
         self._choice = choice
         self._drafted_at: float | None = None

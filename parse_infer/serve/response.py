@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.types import Send
 
 from parse_infer.events import Done, Event
-from parse_infer.serve.choice_state import Choice, event_body
+from parse_infer.serve.choice_state import ChoiceState, event_body
 from parse_infer.serve.errors import ApiError, failure
 from parse_infer.serve.event_stream import Told
 from parse_infer.serve.logs import request_id
@@ -36,9 +36,11 @@ class Shape(Protocol):
 
     def piece(self, index: int, text: str) -> dict[str, Any]: ...
 
-    def closing(self, choice: Choice) -> dict[str, Any]: ...
+    def closing(self, choice: ChoiceState) -> dict[str, Any]: ...
 
-    def whole(self, name: str, created: int, model: str, choices: Sequence[Choice], usage: Usage) -> BaseModel: ...
+    def whole(
+        self, name: str, created: int, model: str, choices: Sequence[ChoiceState], usage: Usage
+    ) -> BaseModel: ...
 
 
 class AnswerWriter:
@@ -73,7 +75,7 @@ class AnswerWriter:
         self._tells_events = body.parse is not None and body.parse.events
         self._name = shape.prefix + request_id.get()
         self._created = int(time.time())
-        self._heard: dict[int, Choice] = {}
+        self._heard: dict[int, ChoiceState] = {}
 
     async def whole(self, events: Answers, send: Send) -> None:
         async with aclosing(events):
@@ -94,7 +96,7 @@ class AnswerWriter:
             yield event_line({**self._chunk([]), "usage": self._usage().model_dump()})
         self._log()
 
-    def _chunks(self, choice: Choice, event: Event, text: str) -> Iterator[dict[str, Any]]:
+    def _chunks(self, choice: ChoiceState, event: Event, text: str) -> Iterator[dict[str, Any]]:
         if self._hear(choice):
             opening = self._shape.opening(choice.index)
             if opening is not None:
@@ -108,7 +110,7 @@ class AnswerWriter:
             yield self._chunk([{**closing, "parse": choice.statistics().model_dump()}], choice)
 
     def _chunk(
-        self, choices: list[dict[str, Any]], choice: Choice | None = None, opens: bool = False
+        self, choices: list[dict[str, Any]], choice: ChoiceState | None = None, opens: bool = False
     ) -> dict[str, Any]:
         chunk = {
             "id": self._name,
@@ -123,7 +125,7 @@ class AnswerWriter:
             return {**chunk, "usage": None}
         return {**chunk, "usage": usage_so_far(choice, 0 if opens else choice.tokens_so_far).model_dump()}
 
-    def _hear(self, choice: Choice) -> bool:
+    def _hear(self, choice: ChoiceState) -> bool:
         """Whether this is the first that is heard of the choice."""
         new = choice.index not in self._heard
         choice.unpromised = self._unpromised
@@ -131,7 +133,7 @@ class AnswerWriter:
         return new
 
     @property
-    def _choices(self) -> list[Choice]:
+    def _choices(self) -> list[ChoiceState]:
         return [self._heard[index] for index in sorted(self._heard)]
 
     def _usage(self) -> Usage:

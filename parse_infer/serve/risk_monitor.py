@@ -11,17 +11,17 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from parse_infer.events import Done
-from parse_infer.serve.choice_state import Choice
+from parse_infer.serve.choice_state import ChoiceState
 from parse_infer.serve.drift import DriftTest
 from parse_infer.serve.metrics import Metrics
-from parse_infer.serve.runner import Backend
+from parse_infer.serve.runner import Runner
 from parse_infer.settings import GenerationSettings
 
 log = logging.getLogger("parse_infer.serve")
 
 
 @dataclass(frozen=True)
-class Promises:
+class RiskMonitor:
     """What a server promises, and how closely it is watched."""
 
     risk: float | None = None
@@ -47,7 +47,7 @@ class Audit:
         ValueError: a share that is none, or no calibration.
     """
 
-    def __init__(self, backend: Backend, metrics: Metrics, promises: Promises) -> None:
+    def __init__(self, backend: Runner, metrics: Metrics, promises: RiskMonitor) -> None:
         calibration = backend.calibration
         if not 0 < promises.audit <= 1:
             raise ValueError(f"--audit is {promises.audit}; give a share of the requests, such as 0.01")
@@ -64,7 +64,7 @@ class Audit:
         }
         self._task: asyncio.Task[None] | None = None
 
-    def consider(self, choice: Choice) -> None:
+    def consider(self, choice: ChoiceState) -> None:
         """An answer has ended."""
         risk = None if choice.answer.fallback else choice.job.settings.risk  # the target's own is no evidence
         if risk not in self._tests or (self._task is not None and not self._task.done()):
@@ -72,7 +72,7 @@ class Audit:
         if random.random() < self._promises.audit:
             self._task = asyncio.create_task(self._audit(choice, risk))
 
-    async def _audit(self, choice: Choice, risk: float) -> None:
+    async def _audit(self, choice: ChoiceState, risk: float) -> None:
         text = ""
         try:
             async with aclosing(self._backend.stream(replace(choice.job, alone=True))) as moments:

@@ -44,11 +44,11 @@ class Moment:
     at: float
 
 
-class Refused(ValueError):
+class InvalidRequest(ValueError):
     """The backend cannot answer this; the sentence says why."""
 
 
-class Backend(Protocol):
+class Runner(Protocol):
     """Asked from the event loop's thread only."""
 
     name: str
@@ -82,7 +82,7 @@ class Backend(Protocol):
     async def encode(self, text: str, special_tokens: bool) -> list[int]: ...
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """Raises Refused for ids outside the vocabulary."""
+        """Raises InvalidRequest for ids outside the vocabulary."""
         ...
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]: ...
@@ -90,7 +90,7 @@ class Backend(Protocol):
     async def render(self, prompt: Prompt | TokenPrompt, drafted: bool = False) -> tuple[RenderedPrompt, list[int]]:
         """The prompt, which knows its tokens now, and those of the target; `drafted`: for the draft model too.
 
-        Raises Refused where it is empty, too long, outside the vocabulary or refused by the chat template.
+        Raises InvalidRequest where it is empty, too long, outside the vocabulary or refused by the chat template.
         """
         ...
 
@@ -99,14 +99,14 @@ class Backend(Protocol):
     def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
         """What happens while the job's answer is written, `Done` last. Closing the generator ends the work at once.
 
-        Raises Refused before the first event, and any other error whenever it happens.
+        Raises InvalidRequest before the first event, and any other error whenever it happens.
         """
         ...
 
     def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """What the target's own server answers to a chat request with these fields: a completion, or its chunks.
 
-        Raises Refused before anything is answered.
+        Raises InvalidRequest before anything is answered.
         """
         ...
 

@@ -13,12 +13,12 @@ from threading import Thread
 
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Done, Event, Interrupted
-from parse_infer.serve.runner import Job, Moment, Refused
-from parse_infer.serve.tokenizer_service import PromptReader
+from parse_infer.serve.runner import InvalidRequest, Job, Moment
+from parse_infer.serve.tokenizer_service import TokenizerService
 
 
-class LocalBackend(PromptReader):
-    """A `Backend` for one `ParseEngine`, which nobody else may use from now on.
+class ThreadRunner(TokenizerService):
+    """A `Runner` for one `ParseEngine`, which nobody else may use from now on.
 
     Args:
         engine: the engine, or what loads it. Then that happens in the thread that uses it: OpenMP keeps threads for
@@ -107,7 +107,7 @@ class LocalBackend(PromptReader):
                 return self._engine.stream_target(job.prompt, job.settings)
             return self._engine.stream(job.prompt, job.settings, job.draft_text)
         except ValueError as error:
-            raise Refused(str(error)) from error
+            raise InvalidRequest(str(error)) from error
 
 
 class _Run:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from parse_infer.models.loading import same_tokenizer
 from parse_infer.models.prompts import Prompt, RenderedPrompt, Verbatim
 from parse_infer.models.tokenizer_spec import TokenizerSpec, reads_alike
-from parse_infer.serve.runner import Refused, TokenPrompt
+from parse_infer.serve.runner import InvalidRequest, TokenPrompt
 
 Result = TypeVar("Result")
 _NO_FORMS = (
@@ -20,7 +20,7 @@ _NO_FORMS = (
 )
 
 
-class PromptReader:
+class TokenizerService:
     """Text to tokens and back, in a thread of its own: a long text stops neither the event loop nor the engine, and
     copies of the tokenizers are used, since tokenizers are not made for two threads.
 
@@ -73,7 +73,7 @@ class PromptReader:
         }
 
     async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        raise Refused(_NO_FORMS)
+        raise InvalidRequest(_NO_FORMS)
         yield  # an asynchronous generator, as those of other backends
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class PromptReader:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, question, self._own)
         except ValueError as error:
-            raise Refused(str(error)) from error
+            raise InvalidRequest(str(error)) from error
 
     def _rendered(
         self, own: TokenizerSpec, asked: Prompt | TokenPrompt, drafted: bool

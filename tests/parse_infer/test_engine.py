@@ -921,6 +921,8 @@ def test_token_drafters_change_no_span(engine, name, resume):
     ],
 )
 def test_a_wrong_token_drafter_is_found_before_anything_is_loaded(arguments, message, monkeypatch):
-    monkeypatch.setattr("parse_infer.backends.local.load_language_model", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(
+        "parse_infer.backends.local.load_language_model", lambda *a, **k: pytest.fail("a model was loaded")
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         ParseEngine.from_pretrained("zoo:target", **arguments)

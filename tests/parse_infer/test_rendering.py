@@ -13,7 +13,7 @@ from parse_infer.engine import ParseEngine
 from parse_infer.models import tokenizer_spec
 from parse_infer.models.prompts import RenderedPrompt, Verbatim
 from parse_infer.models.sampling import Sampling
-from parse_infer.serve.thread_runner import LocalBackend
+from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.settings import GenerationSettings
 from tests.parse_infer.language_models import language_model, printable
 from tests.parse_infer.serve.conftest import running
@@ -106,7 +106,7 @@ def test_tokens_that_the_draft_model_does_not_have_are_still_refused(make_engine
 
 
 def test_a_server_renders_each_prompt_once(make_engine, rendered):
-    with running(LocalBackend(make_engine()), make_engine()) as server:
+    with running(ThreadRunner(make_engine()), make_engine()) as server:
         rendered.clear()
         answer = server.chat("Tom has 5 apples.", max_tokens=8, n=2)
         assert answer.status_code == 200 and len(answer.json()["choices"]) == 2

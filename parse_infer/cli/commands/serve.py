@@ -66,12 +66,12 @@ def serve(
     from data_tools.tasks.checkers import same_answer
     from parse_infer.serve.admission import Limits
     from parse_infer.serve.app import create_app
-    from parse_infer.serve.risk_monitor import Promises
-    from parse_infer.serve.runner import Backend
+    from parse_infer.serve.risk_monitor import RiskMonitor
+    from parse_infer.serve.runner import Runner
     from parse_infer.serve.server import Server, listen
-    from parse_infer.serve.thread_runner import LocalBackend
+    from parse_infer.serve.thread_runner import ThreadRunner
 
-    promises = Promises(risk, audit, same_answer)
+    promises = RiskMonitor(risk, audit, same_answer)
     traces = None
     if trace:
         from parse_infer.serve.traces import Traces
@@ -79,13 +79,13 @@ def serve(
         traces = Traces()
     limits = Limits(max_waiting, request_timeout, grace, int(max_body_mb * 1e6))
     listening = listen(host, port)  # before the models are loaded: a port in use is found at once
-    backend: Backend
+    backend: Runner
     if models.served:
-        from parse_infer.serve.loop_runner import CoordinatedBackend
+        from parse_infer.serve.loop_runner import LoopRunner
 
-        backend = CoordinatedBackend(models.load(expected=promises.expected))
+        backend = LoopRunner(models.load(expected=promises.expected))
     else:
-        backend = LocalBackend(models.load)
+        backend = ThreadRunner(models.load)
     try:
         adaptive = models.served if adaptive is None else adaptive
         app = create_app(

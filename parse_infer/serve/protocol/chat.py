@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from parse_infer.models.prompts import Chat
 from parse_infer.models.sampling import Sampling
-from parse_infer.serve.choice_state import Choice, ParseStatistics
+from parse_infer.serve.choice_state import ChoiceState, ParseStatistics
 from parse_infer.serve.protocol.fields import AnswerBody, AtMost1024, AtMost4096, Body, Text, ignored, neutral
 from parse_infer.serve.protocol.usage import Usage
 
@@ -219,10 +219,10 @@ class ChatShape:
     def piece(self, index: int, text: str) -> dict[str, Any]:
         return {"index": index, "delta": {"content": text} if text else {}, "finish_reason": None}
 
-    def closing(self, choice: Choice) -> dict[str, Any]:
+    def closing(self, choice: ChoiceState) -> dict[str, Any]:
         return {"index": choice.index, "delta": {}, "finish_reason": choice.finish_reason}
 
-    def whole(self, name: str, created: int, model: str, choices: Sequence[Choice], usage: Usage) -> BaseModel:
+    def whole(self, name: str, created: int, model: str, choices: Sequence[ChoiceState], usage: Usage) -> BaseModel:
         written = [
             ChatChoice(
                 index=choice.index,

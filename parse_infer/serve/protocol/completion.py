@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from parse_infer.models.prompts import Verbatim
-from parse_infer.serve.choice_state import Choice, ParseStatistics
+from parse_infer.serve.choice_state import ChoiceState, ParseStatistics
 from parse_infer.serve.protocol.fields import AnswerBody, AtMost1024, Text, Tokens, neutral
 from parse_infer.serve.protocol.usage import Usage
 from parse_infer.serve.runner import TokenPrompt
@@ -96,10 +96,10 @@ class CompletionShape:
     def piece(self, index: int, text: str) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
-    def closing(self, choice: Choice) -> dict[str, Any]:
+    def closing(self, choice: ChoiceState) -> dict[str, Any]:
         return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason}
 
-    def whole(self, name: str, created: int, model: str, choices: Sequence[Choice], usage: Usage) -> BaseModel:
+    def whole(self, name: str, created: int, model: str, choices: Sequence[ChoiceState], usage: Usage) -> BaseModel:
         written = [
             CompletionChoice(
                 index=choice.index, text=choice.text, finish_reason=choice.finish_reason, parse=choice.statistics()

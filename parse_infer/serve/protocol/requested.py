@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from parse_infer.models.prompts import Prompt
 from parse_infer.serve.errors import ApiError
-from parse_infer.serve.runner import Backend, Job, Refused, TokenPrompt
+from parse_infer.serve.runner import InvalidRequest, Job, Runner, TokenPrompt
 from parse_infer.settings import GenerationSettings
 
 
@@ -24,13 +24,13 @@ class RequestedAnswers:
     def __len__(self) -> int:
         return len(self.prompts) * len(self.settings)
 
-    async def jobs(self, backend: Backend) -> list[tuple[Job, int]]:
+    async def jobs(self, backend: Runner) -> list[tuple[Job, int]]:
         """Each with the number of tokens of its prompt, which is rendered once. Raises ApiError."""
         found = []
         for prompt in self.prompts:
             try:
                 rendered, ids = await backend.render(prompt, drafted=not self.alone and self.draft_text is None)
-            except Refused as error:
+            except InvalidRequest as error:
                 code = "context_length_exceeded" if "window" in str(error) else "invalid_value"
                 raise ApiError(400, str(error), code) from error
             tokens = len(ids)

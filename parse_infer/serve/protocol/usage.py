@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from parse_infer.serve.choice_state import Choice
+from parse_infer.serve.choice_state import ChoiceState
 
 
 class CompletionDetails(BaseModel):
@@ -25,13 +25,13 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionDetails | None = None
 
 
-def usage_so_far(choice: Choice, completion_tokens: int) -> Usage:
+def usage_so_far(choice: ChoiceState, completion_tokens: int) -> Usage:
     """Of one choice while it is written; what became of its drafts is told at the end."""
     total = choice.prompt_tokens + completion_tokens
     return Usage(prompt_tokens=choice.prompt_tokens, completion_tokens=completion_tokens, total_tokens=total)
 
 
-def usage_of(choices: Sequence[Choice], per_prompt: int) -> Usage:
+def usage_of(choices: Sequence[ChoiceState], per_prompt: int) -> Usage:
     """`per_prompt` choices in a row answer the same prompt, which counts once."""
     prompt = sum(choice.prompt_tokens for choice in choices[::per_prompt])
     completion = sum(choice.tokens for choice in choices)

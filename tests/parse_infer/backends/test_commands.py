@@ -11,7 +11,7 @@ import pytest
 from parse_infer.calibration.schema import Calibration
 from parse_infer.cli.app import main
 from parse_infer.cli.model_options import ModelOptions
-from parse_infer.serve.loop_runner import CoordinatedBackend
+from parse_infer.serve.loop_runner import LoopRunner
 from tests.parse_infer.serve.conftest import running
 
 PROMPTS = [f"Tom has {n} apples. How many are left?" for n in range(6)]
@@ -139,7 +139,7 @@ def test_a_calibration_over_servers_leaves_the_local_one_alone(coordinated, monk
 def test_behind_the_server_many_clients_get_the_engines_text(engine, connect):
     coordinator, _, _ = connect(engine, parallel=4)
     own = {prompt: local(engine, prompt) for prompt in PROMPTS}
-    with running(CoordinatedBackend(coordinator), engine) as served, ThreadPoolExecutor(8) as pool:
+    with running(LoopRunner(coordinator), engine) as served, ThreadPoolExecutor(8) as pool:
         bodies = [{"max_tokens": 24, "parse": {"adaptive": n % 3 == 0, "threshold": 0.5}} for n in range(12)]
         answers = list(pool.map(lambda pair: served.chat(pair[0], **pair[1]), zip(PROMPTS * 2, bodies, strict=True)))
         for n, (prompt, answer) in enumerate(zip(PROMPTS * 2, answers, strict=True)):
@@ -162,7 +162,7 @@ def test_behind_the_server_many_clients_get_the_engines_text(engine, connect):
 )
 def test_over_servers_the_target_may_answer_alone_unless_told_otherwise(coordinated, monkeypatch, options, adaptive):
     asked = []
-    for place in ("thread_runner.LocalBackend", "loop_runner.CoordinatedBackend"):
+    for place in ("thread_runner.ThreadRunner", "loop_runner.LoopRunner"):
         backend = SimpleNamespace(name="target", close=lambda: None)
         monkeypatch.setattr(f"parse_infer.serve.{place}", lambda models, backend=backend: backend)
     monkeypatch.setattr("parse_infer.serve.app.create_app", lambda *_, adaptive, **__: asked.append(adaptive))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parse_infer.acceptance import maximal_valid_prefix
-from parse_infer.backends.client import Refused
+from parse_infer.backends.client import RequestRejected
 from parse_infer.backends.retries import Unavailable
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
@@ -23,7 +23,7 @@ from parse_infer.models import tokenizer_spec
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.sampling import Sampling
 from parse_infer.output import Generation
-from parse_infer.serve.loop_runner import CoordinatedBackend
+from parse_infer.serve.loop_runner import LoopRunner
 from tests.parse_infer.backends.conftest import CUTS
 from tests.parse_infer.backends.fake_server import FakeServer
 from tests.parse_infer.language_models import language_model, printable, word_tokenizer
@@ -321,7 +321,7 @@ def test_servers_may_want_a_key(engine, connect):
     coordinator, _, _ = connect(engine, keys=("secret", "secret"))
     assert coordinator.generate(PROMPT, max_new_tokens=8).text
     for wrong in (None, "guess"):
-        with pytest.raises(Refused, match=r"refuses a request \(401\): Unauthorized: give its API key with"):
+        with pytest.raises(RequestRejected, match=r"refuses a request \(401\): Unauthorized: give its API key with"):
             connect(engine, keys=("secret", wrong))
 
 
@@ -401,7 +401,7 @@ def test_a_server_that_stumbles_at_the_start_is_watched_where_requests_run(engin
     coordinator, targets, _ = connect(engine, n_targets=2, patience_s=5.0)
     targets[0].faults.append("500")
     coordinator.backend.run(coordinator.backend.handshake())
-    with running(CoordinatedBackend(coordinator), engine) as served:  # on another event loop
+    with running(LoopRunner(coordinator), engine) as served:  # on another event loop
         targets[0].bodies.clear()
         end = time.monotonic() + 10
         while not targets[0].bodies:  # a health check there has it judge a draft, and it is asked again
@@ -420,7 +420,7 @@ def test_a_server_that_stumbles_at_the_start_is_watched_where_requests_run(engin
 def test_several_answers_to_a_request_are_written_side_by_side(engine, connect):
     coordinator, _, draft = connect(engine)
     draft.pause = 0.1
-    with running(CoordinatedBackend(coordinator), engine) as served:
+    with running(LoopRunner(coordinator), engine) as served:
         most = []
         asked = {"max_tokens": 24, "n": 3, "temperature": 1.0, "seed": 5, "parse": {"draft_temperature": 0}}
         with ThreadPoolExecutor(1) as client:

@@ -15,7 +15,7 @@ from parse_infer.calibration.replay import Replay
 from parse_infer.engine import ParseEngine
 from parse_infer.models.batch_decoder import BatchDecoder
 from parse_infer.models.prompts import Verbatim
-from parse_infer.serve.loop_runner import CoordinatedBackend
+from parse_infer.serve.loop_runner import LoopRunner
 from parse_infer.settings import GenerationSettings
 from tests.parse_infer.backends.conftest import soon
 from tests.parse_infer.backends.fake_server import FakeServer
@@ -152,7 +152,7 @@ def test_without_a_target_there_is_an_error_and_not_for_lack_of_a_judge(engine, 
 
 def test_over_http_a_failed_draft_is_counted_and_told(engine, connect, capfd):
     coordinator, _, draft = connect(engine, patience_s=LONG_S)
-    with running(CoordinatedBackend(coordinator), engine) as served:
+    with running(LoopRunner(coordinator), engine) as served:
         draft.away = True
         answer = served.chat(PROMPT, max_tokens=24, parse={"threshold": 0.0})
         assert answer.status_code == 200
@@ -167,7 +167,7 @@ def test_over_http_a_failed_draft_is_counted_and_told(engine, connect, capfd):
 def test_over_http_a_target_that_is_gone_is_503_at_once(engine, connect, stream):
     coordinator: ParseEngine
     coordinator, (target,), _ = connect(engine, patience_s=LONG_S)
-    with running(CoordinatedBackend(coordinator), engine) as served:
+    with running(LoopRunner(coordinator), engine) as served:
         target.away = True
         begun = time.monotonic()
         with ThreadPoolExecutor(4) as clients:

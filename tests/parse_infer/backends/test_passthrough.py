@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from parse_infer.models.sampling import Sampling
-from parse_infer.serve.loop_runner import CoordinatedBackend
+from parse_infer.serve.loop_runner import LoopRunner
 from tests.parse_infer.serve.conftest import running
 
 USER = [{"role": "user", "content": "How heavy are 5 apples?"}]
@@ -18,7 +18,7 @@ TOOLS = [{"type": "function", "function": {"name": "weigh", "parameters": {"type
 @pytest.fixture
 def relaying(engine, connect):
     coordinator, targets, _ = connect(engine, n_targets=2)
-    with running(CoordinatedBackend(coordinator), engine) as served:
+    with running(LoopRunner(coordinator), engine) as served:
         yield served, targets
 
 
@@ -102,7 +102,7 @@ def test_structured_output_continues_a_message_that_has_begun(relaying):
 def test_switches_of_the_chat_template_are_passed_on(engine, connect, monkeypatch):
     coordinator, (target,), _ = connect(engine)
     monkeypatch.setattr(coordinator.target, "template_options", {"enable_thinking": False})
-    with running(CoordinatedBackend(coordinator), engine) as served:
+    with running(LoopRunner(coordinator), engine) as served:
         assert served.chat(tools=TOOLS).status_code == 200
         assert target.bodies[-1]["chat_template_kwargs"] == {"enable_thinking": False}
         assert served.chat(tools=TOOLS, chat_template_kwargs={"brief": True}).status_code == 200

@@ -10,8 +10,8 @@ from data_tools.tasks.checkers import same_answer
 from parse_infer.calibration.measure import CalibrationSettings, calibrate
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.schema import Calibration
-from parse_infer.serve.loop_runner import CoordinatedBackend
-from parse_infer.serve.risk_monitor import Promises
+from parse_infer.serve.loop_runner import LoopRunner
+from parse_infer.serve.risk_monitor import RiskMonitor
 from parse_infer.settings import GenerationSettings
 from tests.parse_infer.calibration.test_calibration import PROMPTS, Problem, middle_thresholds
 from tests.parse_infer.serve.conftest import running
@@ -82,7 +82,7 @@ def test_a_calibration_over_servers_is_kept_by_them_and_by_nobody_else(make_engi
     assert coordinator.generate(PROMPTS[0], max_new_tokens=24, risk=0.9).token_ids == wanted.token_ids
     with pytest.raises(ValueError, match="risk and draft_text were both given"):
         coordinator.generate(PROMPTS[0], draft_text="4", max_new_tokens=24, risk=0.9)
-    with running(CoordinatedBackend(coordinator), engine, promises=Promises(0.9, audit=1.0)) as served:
+    with running(LoopRunner(coordinator), engine, promises=RiskMonitor(0.9, audit=1.0)) as served:
         answer = served.chat(PROMPTS[0], max_tokens=24).json()["choices"][0]
         assert answer["message"]["content"] == wanted.text and answer["parse"]["risk"] == 0.9
     other = make_engine(noise=0.15, calibration=found)

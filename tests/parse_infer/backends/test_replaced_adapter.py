@@ -11,8 +11,8 @@ from parse_infer.backends import health
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.adapter_files import read_adapter
-from parse_infer.serve.loop_runner import CoordinatedBackend
-from parse_infer.serve.risk_monitor import Promises
+from parse_infer.serve.loop_runner import LoopRunner
+from parse_infer.serve.risk_monitor import RiskMonitor
 from parse_infer.settings import GenerationSettings
 from parse_infer.vllm_plugin.options import arguments, engine_options, judge_name
 from parse_infer.vllm_plugin.reference import Reference
@@ -142,7 +142,7 @@ def test_a_promise_ends_with_its_adapter_and_the_answer_says_so(engine, connect,
     alone = engine.generate_target(PROMPT, max_new_tokens=24)
     kept = coordinator.generate(PROMPT, max_new_tokens=24, risk=0.1)
     assert kept.stats.accepted_tokens and kept.fallback is None
-    with running(CoordinatedBackend(coordinator), engine, promises=Promises(0.1, audit=1.0)) as served:
+    with running(LoopRunner(coordinator), engine, promises=RiskMonitor(0.1, audit=1.0)) as served:
         before = served.chat(PROMPT, max_tokens=24).json()["choices"][0]
         assert before["parse"]["risk"] == 0.1 and before["parse"]["fallback"] is None
         assert served.becomes_idle(5)

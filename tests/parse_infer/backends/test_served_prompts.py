@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from parse_infer.serve.admission import Limits
-from parse_infer.serve.loop_runner import CoordinatedBackend
+from parse_infer.serve.loop_runner import LoopRunner
 from tests.parse_infer.language_models import language_model, word_tokenizer
 from tests.parse_infer.serve.conftest import running
 
@@ -43,7 +43,7 @@ def test_a_prompt_is_rendered_once_and_not_by_the_event_loop(pair, connect, monk
     own = coordinator.generate([PROMPT, PROMPT], max_new_tokens=12, threshold=0.0)
     tokenizers = {id(part.tokenizer): part.tokenizer for part in (pair.target, pair.draft)}
     seen = [watch(monkeypatch, tokenizer) for tokenizer in tokenizers.values()]
-    with running(CoordinatedBackend(coordinator), pair) as served:
+    with running(LoopRunner(coordinator), pair) as served:
         for threads in seen:
             threads.clear()  # what the models' end tokens are is found out once
         answer = served.chat(PROMPT, max_tokens=12, n=2, parse={"threshold": 0}).json()
@@ -54,7 +54,7 @@ def test_a_prompt_is_rendered_once_and_not_by_the_event_loop(pair, connect, monk
 
 def test_tokens_of_a_prompt_reach_a_draft_model_with_other_tokens_as_text(pair, connect):
     coordinator, _, draft = connect(pair)
-    with running(CoordinatedBackend(coordinator), pair) as served:
+    with running(LoopRunner(coordinator), pair) as served:
         ids = pair.target.tokenizer.encode(PROMPT)
         answer = served.post("/v1/completions", {"prompt": ids, "parse": {"threshold": 0}})
         assert answer.status_code == 200 and draft.bodies[0]["prompt"] == pair.draft.tokenizer.encode(PROMPT)
@@ -74,7 +74,7 @@ def test_a_draft_of_the_clients_is_read_by_another_thread(engine, connect, monke
     monkeypatch.setattr(engine.target.tokenizer, "encode", noted, raising=False)
     own = engine.generate(PROMPT, draft_text=text, threshold=0.0, max_new_tokens=20)
     threads.clear()
-    with running(CoordinatedBackend(coordinator), engine) as served:
+    with running(LoopRunner(coordinator), engine) as served:
         found = served.chat(PROMPT, max_tokens=20, parse={"draft_text": text, "threshold": 0}).json()
         assert found["choices"][0]["message"]["content"] == own.text and not draft.bodies
         empty = served.chat(PROMPT, parse={"draft_text": " "})
@@ -92,7 +92,7 @@ def test_a_slow_template_stops_nobody_else_and_has_the_requests_time(engine, con
 
     coordinator, targets, _ = connect(engine)
     monkeypatch.setattr(engine.target.tokenizer, "apply_chat_template", slow, raising=False)
-    backend = CoordinatedBackend(coordinator)
+    backend = LoopRunner(coordinator)
     with running(backend, engine, Limits(request_s=1.0)) as served, ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(served.chat, PROMPT, max_tokens=4, stream=stream) for stream in (False, True)]
         asked.append(pool.submit(served.post, "/tokenize", {"messages": [{"role": "user", "content": "a"}]}))

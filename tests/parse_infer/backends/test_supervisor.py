@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from parse_infer.backends.supervisor import Processes
+from parse_infer.backends.supervisor import Supervisor
 
 # Like a server of vLLM: it answers /health, and a process that it has started does the work.
 SERVER = """
@@ -51,7 +51,7 @@ def workers(path: Path) -> list[int]:
 def test_a_server_that_dies_comes_back_at_its_address_and_in_the_end_nothing_is_left(tmp_path):
     told: list[str] = []
     command = [sys.executable, "-c", SERVER, str(tmp_path / "pids")]
-    servers = Processes([("target", command, {}), ("draft", command, {})], told.append, tmp_path / "logs")
+    servers = Supervisor([("target", command, {}), ("draft", command, {})], told.append, tmp_path / "logs")
     servers.start()
     (process, _), urls = servers.members, servers.urls("target")
     assert len(workers(tmp_path / "pids")) == 2
@@ -85,19 +85,19 @@ time.sleep(600)
 def test_a_server_that_does_not_start_says_why(tmp_path):
     fails = [sys.executable, "-c", "raise MemoryError('no room for the cache')"]
     lasts = [sys.executable, "-c", SERVER, str(tmp_path / "pids")]
-    servers = Processes([("draft", lasts, {}), ("target", fails, {})], logs=tmp_path / "logs")
+    servers = Supervisor([("draft", lasts, {}), ("target", fails, {})], logs=tmp_path / "logs")
     with pytest.raises(OSError, match="the target server has ended before it was ready: MemoryError: no room .*log"):
         servers.start()
     assert soon(lambda: not any(map(running, workers(tmp_path / "pids"))))
     sleeps = [sys.executable, "-c", "print('loading', flush=True); import time; time.sleep(600)"]
     with pytest.raises(OSError, match="the target server is not ready after 1 s: loading"):
-        Processes([("target", sleeps, {})], logs=tmp_path / "slow").start(ready_s=1)
+        Supervisor([("target", sleeps, {})], logs=tmp_path / "slow").start(ready_s=1)
 
 
 def test_a_server_that_keeps_dying_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr("parse_infer.backends.supervisor._RESTARTS", 1)
     command = [sys.executable, "-c", SERVER, str(tmp_path / "pids")]
-    servers = Processes([("draft", command, {})], logs=tmp_path / "logs")
+    servers = Supervisor([("draft", command, {})], logs=tmp_path / "logs")
     servers.start()
     (process,) = servers.members
     for _ in range(2):

@@ -14,11 +14,11 @@ import openai
 import pytest
 
 from parse_infer.engine import ParseEngine
-from parse_infer.serve.admission import Limits, Line
+from parse_infer.serve.admission import AdmissionQueue, Limits
 from parse_infer.serve.app import create_app
-from parse_infer.serve.risk_monitor import Promises
+from parse_infer.serve.risk_monitor import RiskMonitor
 from parse_infer.serve.server import Server, listen
-from parse_infer.serve.thread_runner import LocalBackend
+from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.serve.traces import Traces
 from tests.parse_infer.language_models import language_model, printable, resembling
 
@@ -28,8 +28,8 @@ class Running:
     """A server, and an engine with the same weights."""
 
     url: str
-    backend: LocalBackend
-    line: Line
+    backend: ThreadRunner
+    line: AdmissionQueue
     server: Server
     engine: ParseEngine
 
@@ -59,11 +59,11 @@ class Running:
 
 @contextmanager
 def running(
-    backend: LocalBackend,
+    backend: ThreadRunner,
     engine: ParseEngine,
     limits: Limits | None = None,
     api_key: str | None = None,
-    promises: Promises | None = None,
+    promises: RiskMonitor | None = None,
     traces: Traces | None = None,
     **options: Any,
 ) -> Iterator[Running]:
@@ -103,12 +103,12 @@ def make_engine(make_model, tokenizer, random_adapter) -> Callable[..., ParseEng
 
 @pytest.fixture(scope="session")
 def served(make_engine) -> Iterator[Running]:
-    with running(LocalBackend(make_engine()), make_engine()) as server:
+    with running(ThreadRunner(make_engine()), make_engine()) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def served_bytes(make_engine) -> Iterator[Running]:
     """Its models write any bytes, mostly such as are no text."""
-    with running(LocalBackend(make_engine(readable=False)), make_engine(readable=False)) as server:
+    with running(ThreadRunner(make_engine(readable=False)), make_engine(readable=False)) as server:
         yield server

@@ -7,14 +7,14 @@ import re
 from pathlib import Path
 
 from parse_infer.serve.app import create_app
-from parse_infer.serve.thread_runner import LocalBackend
+from parse_infer.serve.thread_runner import ThreadRunner
 
 DASHBOARD = Path(__file__).parents[3] / "deploy" / "grafana.json"
 ENDINGS = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
 
 
 def test_every_panel_asks_for_metrics_that_are_there(make_engine):
-    families = create_app(LocalBackend(make_engine())).state.metrics.registry.collect()
+    families = create_app(ThreadRunner(make_engine())).state.metrics.registry.collect()
     told = {family.name + ending for family in families for ending in ENDINGS[family.type]}
     panels = json.loads(DASHBOARD.read_text())["panels"]
     queries = [target["expr"] for panel in panels for target in panel["targets"]]

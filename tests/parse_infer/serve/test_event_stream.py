@@ -26,9 +26,9 @@ from parse_infer.output import Generation
 from parse_infer.serve.app import create_app
 from parse_infer.serve.protocol.chat import ChatCompletion
 from parse_infer.serve.protocol.completion import Completion
-from parse_infer.serve.risk_monitor import Promises
+from parse_infer.serve.risk_monitor import RiskMonitor
 from parse_infer.serve.runner import Job
-from parse_infer.serve.thread_runner import LocalBackend
+from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.settings import GenerationSettings
 from tests.parse_infer.serve.conftest import running
 
@@ -37,7 +37,7 @@ PROMPTS = [f"Tom has {n} apples. How many are left?" for n in range(8)]
 
 def test_an_answer_that_nobody_reads_as_it_is_written_wakes_the_loop_once(make_engine, monkeypatch):
     """And loses no event for that."""
-    backend = LocalBackend(make_engine())
+    backend = ThreadRunner(make_engine())
 
     async def events(watched: bool) -> tuple[list[str], int]:
         loop, woken = asyncio.get_running_loop(), []
@@ -61,14 +61,14 @@ def test_the_engine_is_loaded_in_the_thread_that_uses_it(make_engine):
         threads.append(threading.current_thread().name)
         return make_engine()
 
-    assert LocalBackend(load).threshold == make_engine().threshold
+    assert ThreadRunner(load).threshold == make_engine().threshold
     assert threads == ["parse-engine"]
 
     def fail() -> ParseEngine:
         raise OSError("no such adapter")
 
     with pytest.raises(OSError, match="no such adapter"):
-        LocalBackend(fail)
+        ThreadRunner(fail)
 
 
 def streamed(client: openai.OpenAI, content: str, **options: Any) -> tuple[str, list[Any]]:
@@ -183,7 +183,7 @@ def calibrated(engine: ParseEngine, disagreement: float = 0.1) -> Calibration:
 def test_a_request_may_ask_for_a_promise(make_engine):
     engine = make_engine()
     promised = calibrated(engine)
-    with running(LocalBackend(make_engine(calibration=promised)), engine) as server:
+    with running(ThreadRunner(make_engine(calibration=promised)), engine) as server:
         for risk, own in ((0.01, {"threshold": 1.01, "resume": "hand_back"}), (0.05, {"threshold": 0.0})):
             text = engine.generate(PROMPTS[1], max_new_tokens=24, **own).text
             answer = server.chat(PROMPTS[1], max_tokens=24, parse={"risk": risk}).json()
@@ -200,8 +200,8 @@ def audited(metrics: str) -> Counter[str]:
 def test_a_server_promises_what_its_calibration_covers_and_watches_it(make_engine, capfd):
     """Random models agree on nothing: drafts that are accepted whole break "at most 10 % differ" at once."""
     engine = make_engine()
-    differing, promises = 0, Promises(0.05, audit=1.0)
-    with running(LocalBackend(make_engine(calibration=calibrated(engine))), engine, promises=promises) as server:
+    differing, promises = 0, RiskMonitor(0.05, audit=1.0)
+    with running(ThreadRunner(make_engine(calibration=calibrated(engine))), engine, promises=promises) as server:
         for i in range(6):
             prompt = f"{PROMPTS[i % 3]} {i}"
             answer = server.chat(prompt, max_tokens=24).json()["choices"][0]
@@ -260,9 +260,9 @@ def test_a_promise_made_for_other_models_is_found_before_anybody_asks(make_engin
     engine = make_engine()
     other = calibrated(engine)
     other = replace(other, models={**other.models, "dtype": "bfloat16"})
-    backend = LocalBackend(make_engine(calibration=other))
+    backend = ThreadRunner(make_engine(calibration=other))
     try:
-        for promises in (Promises(0.05), Promises(audit=0.5)):
+        for promises in (RiskMonitor(0.05), RiskMonitor(audit=0.5)):
             with pytest.raises(ValueError, match="made with another dtype"):
                 create_app(backend, promises=promises)
         create_app(backend)  # of no concern without a promise
@@ -271,7 +271,7 @@ def test_a_promise_made_for_other_models_is_found_before_anybody_asks(make_engin
 
 
 def test_metrics_tell_what_adaptive_requests_got(make_engine):
-    with running(LocalBackend(make_engine()), make_engine()) as server:
+    with running(ThreadRunner(make_engine()), make_engine()) as server:
         for n in range(2 * MIN_SAMPLES):  # as long as nothing is known, both are tried
             assert server.chat(PROMPTS[n % 4], max_tokens=8, parse={"adaptive": True}).status_code == 200
         server.chat(PROMPTS[0], max_tokens=8)
@@ -282,7 +282,7 @@ def test_metrics_tell_what_adaptive_requests_got(make_engine):
 
 
 def test_a_server_decides_for_requests_that_do_not_say(make_engine):
-    with running(LocalBackend(make_engine()), make_engine(), adaptive=True) as server:
+    with running(ThreadRunner(make_engine()), make_engine(), adaptive=True) as server:
         for fields in (
             {},
             {"parse": {"threshold": 0.5}},

@@ -24,7 +24,7 @@ from parse_infer.drafters.source import Draft
 from parse_infer.serve.admission import Limits
 from parse_infer.serve.logs import JsonLines
 from parse_infer.serve.server import listen
-from parse_infer.serve.thread_runner import LocalBackend
+from parse_infer.serve.thread_runner import ThreadRunner
 from tests.parse_infer.serve.conftest import running
 
 USER = [{"role": "user", "content": "Tom has 5 apples."}]
@@ -259,7 +259,7 @@ def test_the_log_tells_where_a_request_failed_and_no_text(make_engine, capfd, mo
         raise RuntimeError(SECRET)
 
     back = {"parse": {"resume": "hand_back", "threshold": 0}, "max_tokens": 40}
-    backend = LocalBackend(make_engine(drafter=Breaking(2)))
+    backend = ThreadRunner(make_engine(drafter=Breaking(2)))
     monkeypatch.setattr(backend, "decode", decode)
     with running(backend, make_engine()) as broken:
         failed = [broken.chat(**back), broken.chat(**back, stream=True), broken.post("/detokenize", {"tokens": [65]})]
@@ -275,7 +275,7 @@ def test_the_log_tells_where_a_request_failed_and_no_text(make_engine, capfd, mo
 
 
 def test_the_lines_of_a_request_have_its_id_and_what_was_decided(make_engine, capfd):
-    with running(LocalBackend(make_engine()), make_engine(), adaptive=True) as server:
+    with running(ThreadRunner(make_engine()), make_engine(), adaptive=True) as server:
         answers = [server.chat(max_tokens=8, n=2, parse={"threshold": 0, "adaptive": False}) for _ in range(2)]
         answers += [server.chat(max_tokens=8, stream=True, parse={"mode": "target"})]
         answers += [server.chat(max_tokens=8) for _ in range(2 * MIN_SAMPLES)]
@@ -292,7 +292,7 @@ def test_the_lines_of_a_request_have_its_id_and_what_was_decided(make_engine, ca
 
 def test_a_request_that_fails_takes_no_other_with_it(make_engine):
     back = {"parse": {"resume": "hand_back", "threshold": 0}, "max_tokens": 40}
-    with running(LocalBackend(make_engine(drafter=Breaking(2))), make_engine(drafter=Breaking(2))) as broken:
+    with running(ThreadRunner(make_engine(drafter=Breaking(2))), make_engine(drafter=Breaking(2))) as broken:
         with ThreadPoolExecutor(4) as pool:
             bad = [pool.submit(broken.chat, **back) for _ in range(2)]
             good = [pool.submit(broken.chat, max_tokens=24, parse={"threshold": 1.01}) for _ in range(2)]
@@ -308,7 +308,7 @@ def test_a_request_that_fails_takes_no_other_with_it(make_engine):
 
 def test_the_end_waits_for_what_was_accepted(make_engine):
     with (
-        running(LocalBackend(make_engine()), make_engine(), Limits(grace_s=30)) as server,
+        running(ThreadRunner(make_engine()), make_engine(), Limits(grace_s=30)) as server,
         ThreadPoolExecutor(3) as pool,
     ):
         taken = [pool.submit(server.chat, max_tokens=200, parse={"mode": "target"}) for _ in range(3)]
@@ -320,7 +320,7 @@ def test_the_end_waits_for_what_was_accepted(make_engine):
 
 def test_what_is_left_after_the_time_of_grace_gets_an_error(make_engine):
     with (
-        running(LocalBackend(make_engine()), make_engine(), Limits(grace_s=0.2)) as server,
+        running(ThreadRunner(make_engine()), make_engine(), Limits(grace_s=0.2)) as server,
         ThreadPoolExecutor(3) as pool,
     ):
         taken = [pool.submit(server.chat, max_tokens=LONG, parse={"mode": "target"}) for _ in range(3)]
@@ -399,7 +399,7 @@ def test_logs_are_one_object_a_line():
 
 
 def test_metrics_count_what_was_answered(make_engine):
-    with running(LocalBackend(make_engine()), make_engine()) as server:
+    with running(ThreadRunner(make_engine()), make_engine()) as server:
         answers = [server.chat(max_tokens=24, parse={"threshold": t}).json() for t in (0, 1.01)]
         text = httpx.get(server.url + "/metrics").text
     told = {name: float(value) for name, value in re.findall(r"^(\S+) (\S+)$", text, re.MULTILINE)}

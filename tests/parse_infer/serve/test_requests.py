@@ -13,8 +13,8 @@ import pytest
 from parse_infer.models.prompts import Chat
 from parse_infer.models.sampling import Sampling
 from parse_infer.output import Generation
-from parse_infer.serve.risk_monitor import Promises
-from parse_infer.serve.thread_runner import LocalBackend
+from parse_infer.serve.risk_monitor import RiskMonitor
+from parse_infer.serve.thread_runner import ThreadRunner
 from tests.parse_infer.serve.conftest import Running, running
 from tests.parse_infer.serve.test_event_stream import PROMPTS, calibrated
 
@@ -34,7 +34,7 @@ def sampling(make_engine) -> Iterator[Running]:
             part.tokenizer = copy.deepcopy(part.tokenizer)
             part.tokenizer.chat_template = TEMPLATE + part.tokenizer.chat_template
             part.model.generation_config.update(temperature=0.7, top_p=0.8, top_k=20)
-    with running(LocalBackend(engines[0]), engines[1]) as server:
+    with running(ThreadRunner(engines[0]), engines[1]) as server:
         yield server
 
 
@@ -46,7 +46,7 @@ def test_without_max_tokens_a_chat_may_fill_the_window_and_a_completion_has_16(m
     engine, own = make_engine(), make_engine()
     for part in (engine.target, engine.draft, own.target, own.draft):
         part.window = 700  # more than the 512 that the library has by default
-    with running(LocalBackend(engine), own) as server:
+    with running(ThreadRunner(engine), own) as server:
         prompt = len(own.target.render(PROMPTS[0]))
         for limit in ({}, {"max_tokens": None}, {"max_completion_tokens": 9999}):
             answer = server.chat(PROMPTS[0], parse={"threshold": 0}, **limit).json()
@@ -180,7 +180,9 @@ def test_usage_comes_with_each_chunk_where_it_is_asked_for(served):
 
 def test_a_promise_that_does_not_cover_a_request_is_not_dropped_in_silence(make_engine):
     engine = make_engine()
-    with running(LocalBackend(make_engine(calibration=calibrated(engine))), engine, promises=Promises(0.05)) as server:
+    with running(
+        ThreadRunner(make_engine(calibration=calibrated(engine))), engine, promises=RiskMonitor(0.05)
+    ) as server:
         covered = server.chat(max_tokens=24)
         assert covered.json()["choices"][0]["parse"]["risk"] == 0.05 and "x-parse-warning" not in covered.headers
         assert covered.json()["choices"][0]["parse"]["unpromised"] is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from parse_infer.serve.thread_runner import LocalBackend
+from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.serve.traces import Traces
 from tests.parse_infer.serve.conftest import running
 
@@ -15,7 +15,7 @@ CALLER = "0af7651916cd43dd8448eb211c80319c"  # the trace that the client belongs
 
 def test_a_request_is_a_span_of_its_callers_trace(make_engine):
     spans, engine = InMemorySpanExporter(), make_engine()
-    with running(LocalBackend(make_engine()), engine, traces=Traces(SimpleSpanProcessor(spans))) as server:
+    with running(ThreadRunner(make_engine()), engine, traces=Traces(SimpleSpanProcessor(spans))) as server:
         body = {"messages": [{"role": "user", "content": "Tom has 5 apples."}], "max_tokens": 8}
         headers = {"traceparent": f"00-{CALLER}-b7ad6b7169203331-01"}
         for stream in (False, True):
@@ -36,7 +36,7 @@ def test_a_span_of_a_request_that_failed_has_no_text(make_engine, monkeypatch):
     async def fails(*_: object) -> str:
         raise RuntimeError(SECRET)
 
-    spans, backend = InMemorySpanExporter(), LocalBackend(make_engine())
+    spans, backend = InMemorySpanExporter(), ThreadRunner(make_engine())
     for name in ("decode", "render"):
         monkeypatch.setattr(backend, name, fails)
     with running(backend, make_engine(), traces=Traces(SimpleSpanProcessor(spans))) as server:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from parse_infer.backends.client import Refused
+from parse_infer.backends.client import RequestRejected
 from parse_infer.engine import ParseEngine
 from parse_infer.output import Generation
 from parse_infer.vllm_plugin.options import judge_name
@@ -115,7 +115,7 @@ def test_a_server_refuses_to_judge_for_another_adapter(coordinator):
     body = {"prompt": [1, 2], "max_tokens": 1, "temperature": 0}
     for name in (servers.judging_model, servers.model):
         assert coordinator.backend.run(servers.ask_one(server, body | {"model": name}))["choices"]
-    with pytest.raises(Refused, match="does not exist") as refused:
+    with pytest.raises(RequestRejected, match="does not exist") as refused:
         coordinator.backend.run(servers.ask_one(server, body | {"model": judge_name("another")}))
     assert refused.value.status == 404
 
