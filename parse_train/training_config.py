@@ -74,7 +74,7 @@ def sharding(fsdp: Any, deepspeed: Any) -> str | None:
 class TrackedTrainingConfig(TrainingConfig):
     """Of the trainings that users run."""
 
-    report_to: None | str | list[str] = field(default="wandb", metadata={"help": "Where metrics go, or none."})
+    report_to: str | list[str] | None = field(default="wandb", metadata={"help": "Where metrics go, or none."})
     project: str = field(default="parse", metadata={"help": "Project of the tracker."})
     artifacts: str = field(
         default="reference",

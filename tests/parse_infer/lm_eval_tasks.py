@@ -11,9 +11,19 @@ import pytest
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra eval)")
 
-from lm_eval.tasks import TaskManager  # noqa: E402
+from lm_eval.tasks import TaskManager
 
-FOLDERS = "arc benchmarks gpqa gsm8k humaneval llama3/instruct/mmlu_cot mbpp minerva_math mmlu_pro".split()
+FOLDERS = [
+    "arc",
+    "benchmarks",
+    "gpqa",
+    "gsm8k",
+    "humaneval",
+    "llama3/instruct/mmlu_cot",
+    "mbpp",
+    "minerva_math",
+    "mmlu_pro",
+]
 QUESTIONS = [f"Tom has {n} apples. How many are left?" for n in range(5)]
 
 

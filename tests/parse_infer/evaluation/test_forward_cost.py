@@ -40,7 +40,24 @@ def test_what_a_drafter_must_bring_is_what_it_costs():
 
 
 def test_the_command_prints_a_table(capsys):
-    assert main("cost --target zoo:target --draft zoo:draft --context 20 --draft-tokens 16 --rounds 1".split()) == 0
+    assert (
+        main(
+            [
+                "cost",
+                "--target",
+                "zoo:target",
+                "--draft",
+                "zoo:draft",
+                "--context",
+                "20",
+                "--draft-tokens",
+                "16",
+                "--rounds",
+                "1",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     for name in (STEP, DRAFT_STEP, PACKED, "eagle3, tree", "parallel, chain", "medusa, tree"):
         assert name in out, out

@@ -136,7 +136,7 @@ def test_muon_in_float32_takes_the_steps_of_bfloat16(monkeypatch: pytest.MonkeyP
     """On CPUs without bfloat16 one step of a small head took seconds."""
     found = {}
     for fast in (True, False):
-        monkeypatch.setattr("parse_train.zoo.muon.multiplies_in_16_bits", lambda device: fast)  # noqa: B023
+        monkeypatch.setattr("parse_train.zoo.muon.multiplies_in_16_bits", lambda device: fast)
         torch.manual_seed(0)
         layer = torch.nn.Linear(60, 40)
         optimizer = MuonWithAdamW(layer, [], lr=1e-2)
