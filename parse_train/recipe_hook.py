@@ -37,6 +37,7 @@ def _is_recipe(path: str) -> bool:
             lines = [line for line in file if line.startswith("recipe:")]
     except (OSError, ValueError):  # unreadable, or no text: somebody else's business
         return False
-    from parse_train.recipe import RECIPES
+    from parse_train.recipe import recipes
 
-    return any(line[len("recipe:") :].partition("#")[0].strip(" \t\r\n'\"") in RECIPES for line in lines)
+    known = recipes()
+    return any(line[len("recipe:") :].partition("#")[0].strip(" \t\r\n'\"") in known for line in lines)

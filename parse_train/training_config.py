@@ -74,7 +74,9 @@ def sharding(fsdp: Any, deepspeed: Any) -> str | None:
 class TrackedTrainingConfig(TrainingConfig):
     """Of the trainings that users run."""
 
-    report_to: str | list[str] | None = field(default="wandb", metadata={"help": "Where metrics go, or none."})
+    report_to: None | str | list[str] = field(  # noqa: RUF036  (the parser of TRL needs this order)
+        default="wandb", metadata={"help": "Where metrics go, or none."}
+    )
     project: str = field(default="parse", metadata={"help": "Project of the tracker."})
     artifacts: str = field(
         default="reference",

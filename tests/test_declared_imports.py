@@ -17,6 +17,7 @@ from parse_infer.optional_dependencies import EXTRAS, install, missing_package
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"parse_infer", "parse_train", "data_tools"}
+FIRST_PARTY = PACKAGES | {"parse_zoo", "tools", "tests"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OPTIONAL = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}  # others: the module's name, with -
@@ -42,7 +43,7 @@ def imported(*files: Path) -> Iterator[tuple[str, Path]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module else []
-            for module in {name.split(".")[0] for name in names} - PACKAGES - set(sys.stdlib_module_names):
+            for module in {name.split(".")[0] for name in names} - FIRST_PARTY - set(sys.stdlib_module_names):
                 yield module, path
 
 
@@ -54,52 +55,56 @@ def files(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-SERVE, EVAL, VLLM, COORDINATOR = (files(f"parse_infer/{room}") for room in ("serve", "eval", "vllm", "coordinator"))
-OUTER = [path for room in ("bench", "calibration", "cli") for path in files(f"parse_infer/{room}")]
+SERVE, VLLM, BACKENDS = (files(f"parse_infer/{room}") for room in ("serve", "vllm_plugin", "backends"))
+LM_EVAL = [path for path in files("parse_infer/evaluation") if path.name.startswith("lm_eval")]
+OUTER = [path for room in ("evaluation", "calibration", "cli") for path in files(f"parse_infer/{room}")]
+OUTER = [path for path in OUTER if path not in LM_EVAL]
 
 
 @pytest.mark.parametrize(
     ("sources", "extras"),
     [
         (
-            [path for path in files("parse_infer") if path not in [*OUTER, *SERVE, *EVAL, *VLLM, *COORDINATOR]],
+            [path for path in files("parse_infer") if path not in [*OUTER, *SERVE, *LM_EVAL, *VLLM, *BACKENDS]],
             ["gguf"],
         ),
         (OUTER, ["bench"]),
         (SERVE, ["serve", "otel"]),
-        (EVAL, ["eval"]),
+        (LM_EVAL, ["eval"]),
         (VLLM, ["vllm"]),
-        (COORDINATOR, ["coordinator"]),
+        (BACKENDS, ["coordinator"]),
         (files("data_tools"), ["data", "openai"]),
         (files("parse_train"), ["train"]),
+        (files("zoo/parse_zoo"), ["train"]),
     ],
     ids=[
         "parse_infer",
-        "bench, calibration and cli",
+        "evaluation, calibration and cli",
         "serve",
-        "eval",
+        "lm_eval",
         "vllm",
-        "coordinator",
+        "backends",
         "data_tools",
         "parse_train",
+        "zoo",
     ],
 )
 def test_every_import_is_declared(sources, extras):
-    assert len(sources) > 4
+    assert len(sources) > 3
     known = declared(*extras)
     undeclared = {module: path.name for module, path in imported(*sources) if distribution(module) not in known}
     assert not undeclared
 
 
 def test_nothing_is_declared_that_nobody_imports():
-    everything = [path for package in PACKAGES for path in files(package)]
+    everything = [path for package in (*PACKAGES, "zoo/parse_zoo") for path in files(package)]
     used = {distribution(module) for module, _ in imported(*everything)}
     assert declared(*EXTRA_NAMES) <= used
 
 
 def test_sentences_about_missing_packages_name_the_extra_that_has_them():
     base, own = declared(), {extra: declared(extra) for extra in EXTRA_NAMES}
-    everything = [path for package in PACKAGES for path in files(package)]
+    everything = [path for package in (*PACKAGES, "zoo/parse_zoo") for path in files(package)]
     modules = {module for module, _ in imported(*everything) if distribution(module) not in base}
     assert {m: next(e for e in own if distribution(m) in own[e]) for m in modules} == EXTRAS
     assert missing_package(ModuleNotFoundError(name="scipy.stats")) == (

@@ -153,7 +153,7 @@ def test_services_of_compose_find_each_other(where: str):
         assert services[role]["volumes"][1]["target"] == coordinator["adapter"] == "/adapter"
     assert services["target"]["environment"]["ADAPTER"] == "/adapter"
     adapter = (DEPLOY / services["target"]["volumes"][1]["source"]).resolve().relative_to(ROOT)
-    assert str(adapter) == ("parse_infer/zoo/adapter" if where == "embedded" else "runs/qwen3-8b-0.6b/adapter")
+    assert str(adapter) == ("zoo/parse_zoo/models/adapter" if where == "embedded" else "runs/qwen3-8b-0.6b/adapter")
     assert "PARSE_API_KEY" in services["coordinator"]["environment"]
     assert services["coordinator"]["ports"] == [f"127.0.0.1:{coordinator['port']}:{coordinator['port']}"]
     assert int(services["coordinator"]["stop_grace_period"].rstrip("s")) > coordinator["grace"] + 2

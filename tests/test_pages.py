@@ -148,7 +148,7 @@ def test_the_readme_is_short() -> None:
 
 def test_what_has_moved_is_not_named_any_more() -> None:
     """Modules and folders in documents, recipes and cards exist."""
-    pages = [*PAGES, *REPOSITORY.glob("recipes/**/*.yaml"), *REPOSITORY.glob("parse_infer/zoo/*/README.md")]
+    pages = [*PAGES, *REPOSITORY.glob("recipes/**/*.yaml"), *REPOSITORY.glob("zoo/parse_zoo/models/*/README.md")]
     named = r"\b((?:parse_infer|parse_train|data_tools|recipes|tests)/[\w./-]*\w)"
     for page in pages:
         for name in re.findall(named, page.read_text(encoding="utf-8")):

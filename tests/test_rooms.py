@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-PACKAGES = ("parse_infer", "data_tools", "parse_train", "tools")
+ROOTS = {package: REPOSITORY for package in ("parse_infer", "data_tools", "parse_train", "tools")}
+ROOTS["parse_zoo"] = REPOSITORY / "zoo"
 # From the lowest. A module may import its own room and rooms of lower layers, never a room of its own layer.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("parse_infer: ground",),
@@ -23,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("parse_infer/cli", "data_tools/labels"),
     ("data_tools",),
     ("parse_train",),
+    ("parse_zoo",),
     ("tools",),
 )
 # What stands directly in a package, where that is not one room.
@@ -41,9 +43,9 @@ FORBIDDEN = {"parse_train": ("parse_infer/cli", "parse_infer/evaluation", "parse
 
 def modules() -> dict[str, Path]:
     found = {}
-    for package in PACKAGES:
-        for path in (REPOSITORY / package).rglob("*.py"):
-            name = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+    for package, root in ROOTS.items():
+        for path in (root / package).rglob("*.py"):
+            name = ".".join(path.relative_to(root).with_suffix("").parts)
             found[name.removesuffix(".__init__")] = path
     return found
 
@@ -70,8 +72,10 @@ def room(module: str) -> str:
     """A folder, two levels deep, or a name of `ROOMS`."""
     if module in ROOMS:
         return ROOMS[module]
-    parts = MODULES[module].parent.relative_to(REPOSITORY).parts
-    return parts[0] if parts[0] in ("parse_train", "tools") else "/".join(parts[:2])
+    package = module.partition(".")[0]
+    if package in ("parse_train", "parse_zoo", "tools"):
+        return package
+    return "/".join(MODULES[module].parent.relative_to(REPOSITORY).parts[:2])
 
 
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}

@@ -46,7 +46,7 @@ def fresh(engine: ParseEngine) -> None:
 
 
 def cpu(engine: ParseEngine) -> str:
-    engine.parallel = 8
+    engine.backend.parallel = 8
     asked = prompts(200)  # made beforehand: that takes longer than all the coordinator does
     list(engine.collect([engine.events(p) for p in asked[:40]]))
     fresh(engine)
@@ -95,7 +95,7 @@ def verification(engine: ParseEngine) -> str:
 
 
 def killed(engine: ParseEngine) -> str:
-    engine.parallel = 32
+    engine.backend.parallel = 32
     asked = prompts(200)
     wanted = [g.token_ids for g in engine.collect([engine.events(p) for p in asked])]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from data_tools.tasks.gsm8k import Gsm8k
-from data_tools.tasks.gsm_symbolic import GsmSymbolic
 from data_tools.tasks.jsonl import Jsonl
 from data_tools.tasks.reasoning_gym_tasks import ReasoningGym
 from data_tools.tasks.task import Problem, Split, Task
+from parse_infer.models.names import INSTALL_ZOO
 from parse_infer.suggest import suggestion
 
 
@@ -55,7 +56,6 @@ class Mixture:
 
 
 TASKS: dict[str, Any] = {
-    "gsm_symbolic": GsmSymbolic,
     "gsm8k": Gsm8k,
     "reasoning_gym": ReasoningGym,
     "jsonl": Jsonl,
@@ -64,17 +64,27 @@ TASKS: dict[str, Any] = {
 
 
 def load_task(name: str, **options: Any) -> Task:
-    """The task called `name` with `options`; a ValueError for an unknown one names the closest known one."""
-    if name not in TASKS:
-        raise ValueError(f"unknown task {name!r}; {suggestion(name, TASKS)}")
-    known = [key for key in TASKS[name].__dataclass_fields__ if key != "name"]
-    types = get_type_hints(TASKS[name])
+    """The task called `name` with `options`.
+
+    Packages add tasks by entry points of the group "parse_engine.tasks": a dataclass with the methods of `Task`.
+
+    Raises ValueError for an unknown name, with the closest known one, and for an unknown or unfit option.
+    """
+    added = {point.name: point for point in entry_points(group="parse_engine.tasks")}
+    if name not in TASKS and name not in added:
+        if name == "gsm_symbolic":
+            raise ValueError(f"the task {name} is not installed: {INSTALL_ZOO}")
+        raise ValueError(f"unknown task {name!r}; {suggestion(name, [*TASKS, *added])}")
+    kind = TASKS[name] if name in TASKS else added[name].load()
+    known = [key for key in kind.__dataclass_fields__ if key != "name"]
+    types = get_type_hints(kind)
     for key, value in options.items():
         if key not in known:
             raise ValueError(f"task {name} has no option {key!r}; {suggestion(key, known)}")
         if not _fits(value, types[key]):
             raise ValueError(f"option {key} of task {name} is {value!r}; it must be {_in_words(types[key])}")
-    return TASKS[name](**options)
+    made: Task = kind(**options)
+    return made
 
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}

@@ -28,7 +28,7 @@ from parse_infer.models.decoder import Decoder
 from parse_infer.models.environment import free_memory
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_config
-from parse_infer.models.names import ZOO
+from parse_infer.models.names import resolve
 from parse_infer.models.sampling import Sampling
 from parse_infer.models.timing import Step, measure
 from parse_infer.speculation.decode import read_guess
@@ -71,7 +71,7 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Langua
         model = AutoModelForCausalLM.from_config(_config(shape), dtype=dtype).eval().requires_grad_(False)
     enable_split_attention(model)
     pack_linears(model)
-    return LanguageModel(shape, model, AutoTokenizer.from_pretrained(ZOO / "target"))
+    return LanguageModel(shape, model, AutoTokenizer.from_pretrained(resolve("zoo:target")))
 
 
 def _config(shape: str) -> PretrainedConfig:

@@ -29,16 +29,15 @@ from parse_infer.evaluation.tables import format_times
 from parse_infer.events import Accepted, Done, Resumed
 from parse_infer.files import atomic_write, write_json, write_text
 from parse_infer.models.environment import describe_run
-from parse_infer.models.names import ZOO
 from parse_infer.record_store import RecordStore
 from parse_infer.settings import GenerationSettings
 
 _TOKENS = 3
-_EAGLE3 = {"method": "eagle3", "model": str(ZOO / "eagle3")}
+_EAGLE3 = {"method": "eagle3", "model": "zoo:eagle3"}
 _SPECULATION: dict[str, dict[str, Any]] = {
     "target+ngram": {"method": "ngram", "prompt_lookup_max": 4},
     "target+eagle3": _EAGLE3,
-    "target+parallel": {**_EAGLE3, "model": str(ZOO / "parallel"), "parallel_drafting": True},
+    "target+parallel": {**_EAGLE3, "model": "zoo:parallel", "parallel_drafting": True},
 }
 WAYS = {
     "target": "vLLM, target alone",

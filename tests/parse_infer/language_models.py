@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_infer.models.prompts import render_prompt
-from parse_train.zoo.vocabulary_pruning import pruned
+from parse_zoo.train.vocabulary_pruning import pruned
 
 
 def printable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:

@@ -11,7 +11,7 @@ import pytest
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra eval)")
 
-from lm_eval.tasks import TaskManager
+from lm_eval.tasks import TaskManager  # noqa: E402
 
 FOLDERS = [
     "arc",

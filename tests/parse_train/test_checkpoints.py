@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from parse_train.__main__ import main
-from parse_train.zoo.tokenizer import TokenizerConfig, make_tokenizer
+from parse_zoo.train.tokenizer import TokenizerConfig, make_tokenizer
 
 _LANGUAGE_MODEL = """recipe: language_model
 model_config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,

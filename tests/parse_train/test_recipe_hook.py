@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parse_train.recipe import RECIPES
+from parse_train.recipe import recipes
 from parse_train.recipe_hook import recipe_importer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def test_the_recipes_of_the_repository_are_known_and_nothing_else_is(path: Path)
             recipe_importer(str(path))
 
 
-@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("kind", recipes())
 @pytest.mark.parametrize(
     "line", ["recipe: {}", "recipe: '{}'  # a comment", 'recipe:   "{}"', "a: 1\nrecipe: {}\nb: 2"]
 )

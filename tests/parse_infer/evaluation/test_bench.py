@@ -30,7 +30,7 @@ from parse_infer.evaluation.target_vocabulary import in_target_vocabulary
 from parse_infer.held_out import prompt_hash
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.models.loading import LanguageModel
-from parse_infer.models.names import ZOO
+from parse_infer.models.names import collection_folder
 from parse_infer.models.token_map import token_map
 from parse_infer.record_store import RecordStore
 from parse_infer.settings import GenerationSettings
@@ -410,7 +410,7 @@ def test_problems_that_the_adapter_was_trained_on_are_not_measured(engine, tmp_p
 def test_a_head_that_was_trained_again_is_measured_again(engine, tmp_path: Path):
     """It has the same name and is another rival."""
     head = tmp_path / "head"
-    shutil.copytree(ZOO / "eagle3", head)
+    shutil.copytree(collection_folder() / "eagle3", head)
     zoo = ParseEngine.from_pretrained("zoo:target", target_drafter=None)
     settings = BenchSettings(("target", f"target+{head}"), 4)
     run_bench(zoo, PROBLEMS[:1], lambda p, t: True, tmp_path / "out", settings)

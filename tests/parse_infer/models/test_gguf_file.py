@@ -23,7 +23,7 @@ from tests.parse_infer.language_models import refusal
 
 gguf = pytest.importorskip("gguf")
 
-from tests.parse_infer.models.gguf_files import write_gguf
+from tests.parse_infer.models.gguf_files import write_gguf  # noqa: E402  (it needs the package)
 
 PROMPT = "Tom has 5 apples."
 

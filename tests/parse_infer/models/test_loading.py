@@ -134,15 +134,17 @@ def test_a_dtype_that_does_not_exist(saved):
 def test_names(tmp_path, monkeypatch):
     assert resolve("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert resolve(tmp_path) == resolve(str(tmp_path)) == tmp_path
-    monkeypatch.setattr(names, "ZOO", tmp_path)
+    monkeypatch.setattr(names, "_collections", lambda: {"zoo": tmp_path, "own": tmp_path})
     (tmp_path / "target").mkdir()
-    assert resolve("zoo:target") == tmp_path / "target"
-    with pytest.raises(FileNotFoundError, match="'zoo:draft' is not part of this installation"):
-        resolve("zoo:draft")
+    (tmp_path / "draft").mkdir()
+    assert resolve("zoo:target") == resolve("own:target") == tmp_path / "target"
     with pytest.raises(ValueError, match="did you mean 'zoo:target'"):
         resolve("zoo:targt")
-    with pytest.raises(ValueError, match="known: zoo:target, zoo:draft, zoo:adapter"):
+    with pytest.raises(ValueError, match="known: zoo:draft, zoo:target"):
         resolve("zoo:x")
+    monkeypatch.setattr(names, "_collections", dict)
+    with pytest.raises(FileNotFoundError, match=r"'zoo:target' is an embedded model.* pip install ./zoo"):
+        resolve("zoo:target")
     for name in (tmp_path / "gone", "./gone", str(tmp_path / "gone"), ""):
         with pytest.raises(FileNotFoundError, match="no folder"):
             resolve(name)

@@ -153,7 +153,7 @@ def test_its_tokenizer_or_its_template_alone_wins_over_the_bases(base, broken, t
 
 
 def test_embedded_loras_go_by_name(base, lora, monkeypatch, tmp_path):
-    monkeypatch.setattr(names, "ZOO", tmp_path)
+    monkeypatch.setattr(names, "_collections", lambda: {"zoo": tmp_path})
     shutil.copytree(lora, tmp_path / "smollm2")
     assert names.resolve("zoo:smollm2") == tmp_path / "smollm2"
     model = load_weights("zoo:smollm2")

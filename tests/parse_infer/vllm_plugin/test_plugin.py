@@ -27,7 +27,7 @@ from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.cuts import Segmenter
 from parse_infer.judge.verifier import Verifier
 from parse_infer.models.loading import LanguageModel, load_language_model
-from parse_infer.models.names import ZOO, resolve
+from parse_infer.models.names import collection_folder, resolve
 from parse_infer.vllm_plugin.medusa_head import convert
 from parse_infer.vllm_plugin.options import arguments, engine_options
 from parse_infer.vllm_plugin.validity_requests import TrainedQuestions
@@ -343,7 +343,7 @@ def test_over_http_beside_an_eagle3_head(tmp_path, zoo, options):
     """A whole server, in processes of its own; the head guesses what the target writes, and changes none of it."""
     lm, adapter, drafts = zoo
     questions = TrainedQuestions.of(adapter.config, sorted(lm.eos_ids))
-    guesses = {"method": "eagle3", "model": str(ZOO / "eagle3"), "num_speculative_tokens": 3}
+    guesses = {"method": "eagle3", "model": str(collection_folder() / "eagle3"), "num_speculative_tokens": 3}
     server = options | {"enforce_eager": True, "served_model_name": "target", "speculative_config": guesses}
     with serving(arguments(server), tmp_path / "log") as call:
         for draft in drafts[:3]:
@@ -361,9 +361,14 @@ def test_over_http_beside_an_eagle3_head(tmp_path, zoo, options):
 def test_the_other_heads_guess_beside_the_plugin(run, tmp_path, zoo, options, head):
     lm, adapter, drafts = zoo
     questions = TrainedQuestions.of(adapter.config, sorted(lm.eos_ids))
-    guesses = {"method": "eagle3", "model": str(ZOO / head), "num_speculative_tokens": 3, "parallel_drafting": True}
+    guesses = {
+        "method": "eagle3",
+        "model": str(collection_folder() / head),
+        "num_speculative_tokens": 3,
+        "parallel_drafting": True,
+    }
     if head == "medusa":
-        folder = convert(ZOO / head, tmp_path / head, options["hf_overrides"]["vocab_size"])
+        folder = convert(collection_folder() / head, tmp_path / head, options["hf_overrides"]["vocab_size"])
         guesses = {"method": "medusa", "model": str(folder), "num_speculative_tokens": 3}
     with run(**options | {"speculative_config": guesses}, disable_log_stats=False) as llm:
         resumes = [draft.context + draft.ids[: draft.half] for draft in drafts[:6]]

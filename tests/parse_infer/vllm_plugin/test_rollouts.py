@@ -11,7 +11,7 @@ from data_tools.labels.served.servers import CompletionServers
 from data_tools.labels.served.writer import ServedWriter
 from parse_infer.models.batch_decoder import BatchDecoder, Row
 from parse_infer.models.loading import load_language_model, load_served_model
-from parse_infer.models.names import ZOO
+from parse_infer.models.names import collection_folder
 from parse_infer.models.sampling import Sampling
 from tests.parse_infer.vllm_plugin.test_plugin import serving
 
@@ -23,7 +23,7 @@ QUESTIONS = [f"Tom has {n} apples and buys {2 * n} more. How many apples does he
 def test_rows_from_a_server(tmp_path):
     lm, language = load_language_model("zoo:draft", role="draft"), load_served_model("zoo:draft")
     local = BatchDecoder(lm.model, lm.eos_ids)
-    words = ["--model", str(ZOO / "draft"), "--served-model-name", "draft", *OPTIONS]
+    words = ["--model", str(collection_folder() / "draft"), "--served-model-name", "draft", *OPTIONS]
     with serving(words, tmp_path / "log") as call:
         servers = CompletionServers([f"{call.address}/v1"], "draft", concurrency=8)
         prompts = [language.render(question) for question in QUESTIONS]

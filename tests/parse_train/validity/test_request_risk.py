@@ -13,7 +13,7 @@ from data_tools.tasks.registry import load_task
 from parse_infer.calibration.schema import FILE, Calibration
 from parse_infer.held_out import prompt_hash
 from parse_infer.judge.adapter_files import PROBLEMS
-from parse_infer.models.names import ZOO
+from parse_infer.models.names import collection_folder
 from parse_train import tracking
 from parse_train.validity.build_info import BuildInfo, read_build_info
 from parse_train.validity.config import ValidityTrainingConfig
@@ -23,7 +23,7 @@ from tests.parse_train.wandb_runs import logged, offline_runs
 
 @pytest.fixture
 def config(tmp_path: Path) -> ValidityTrainingConfig:
-    shutil.copytree(ZOO / "adapter", tmp_path / "out" / "adapter", ignore=shutil.ignore_patterns(FILE))
+    shutil.copytree(collection_folder() / "adapter", tmp_path / "out" / "adapter", ignore=shutil.ignore_patterns(FILE))
     return ValidityTrainingConfig(
         target="zoo:target",
         data="d",

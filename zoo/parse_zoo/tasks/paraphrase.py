@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
 
-from data_tools.tasks.arithmetic import Row, evaluate, is_short, show, worked_out, write_equation
+from parse_zoo.tasks.arithmetic import Row, evaluate, is_short, show, worked_out, write_equation
 
 NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?")
 _TOKEN = re.compile(

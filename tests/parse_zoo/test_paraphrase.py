@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
-from data_tools.tasks.arithmetic import evaluate
-from data_tools.tasks.drills import equation, written_out
-from data_tools.tasks.paraphrase import NUMBER, Step, numbers, read_steps, reduction, write
 from data_tools.tasks.registry import load_task
+from parse_zoo.tasks.arithmetic import evaluate
+from parse_zoo.tasks.drills import equation, written_out
+from parse_zoo.tasks.paraphrase import NUMBER, Step, numbers, read_steps, reduction, write
 
 QUESTION = (
     "A hall has 5 rows of 12 seats and 7 more seats at the side. 9 people come for each seat. How many people come?"

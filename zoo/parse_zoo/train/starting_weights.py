@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from parse_infer.models.loading import load_tokenizer, load_weights
 from parse_infer.models.lora import describe_base, is_lora, read_lora
-from parse_train.zoo.language_model_config import LanguageModelConfig
+from parse_zoo.train.language_model_config import LanguageModelConfig
 
 
 def all_weights(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

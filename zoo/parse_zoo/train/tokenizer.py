@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem
 from parse_infer.models.loading import load_tokenizer
-from parse_train.zoo.vocabulary_pruning import pruned, special_tokens
+from parse_zoo.train.vocabulary_pruning import pruned, special_tokens
 
 USER, ASSISTANT, END = "<|user|>", "<|assistant|>", "<|end|>"
 CHAT_TEMPLATE = (

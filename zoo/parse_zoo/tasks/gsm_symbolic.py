@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from data_tools.tasks import paraphrase
 from data_tools.tasks.checkers import same_number
 from data_tools.tasks.task import SPLITS, Problem, Split, check_split
 from parse_infer.optional_dependencies import missing_package
+from parse_zoo.tasks import paraphrase
 
 
 @dataclass

@@ -5,11 +5,11 @@ from __future__ import annotations
 from fractions import Fraction
 from random import Random
 
-from data_tools.tasks.arithmetic import evaluate, show, worked_out, write_equation
+from parse_zoo.tasks.arithmetic import evaluate, show, worked_out, write_equation
 
 
 def equation(rng: Random, max_number: int) -> str:
-    """One equation, operands and result at most `max_number`, in a notation of `data_tools.tasks.paraphrase`."""
+    """One equation, operands and result at most `max_number`, in a notation of `parse_zoo.tasks.paraphrase`."""
     kind = rng.choice("++--**//%")
     if kind == "+":
         left = rng.randint(0, max_number)

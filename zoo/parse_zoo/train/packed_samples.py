@@ -9,11 +9,11 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from data_tools.tasks.drills import drill
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem, Task
 from parse_train.training_config import IGNORED
-from parse_train.zoo.language_model_config import LanguageModelConfig
+from parse_zoo.tasks.drills import drill
+from parse_zoo.train.language_model_config import LanguageModelConfig
 
 _MISSES = 1000
 

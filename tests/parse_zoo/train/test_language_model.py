@@ -20,15 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from data_tools.tasks.registry import load_task
 from parse_infer.models.loading import load_language_model, load_weights
+from parse_train.muon import MuonWithAdamW
 from parse_train.training_config import IGNORED
-from parse_train.zoo import language_model
-from parse_train.zoo.language_model import LanguageModelTrainer, loss_tokens, right_answers
-from parse_train.zoo.language_model import main as train_model
-from parse_train.zoo.language_model_config import LanguageModelConfig
-from parse_train.zoo.muon import MuonWithAdamW
-from parse_train.zoo.packed_samples import PackedSamples, collate
-from parse_train.zoo.starting_weights import start_from
-from parse_train.zoo.tokenizer import TokenizerConfig, make_tokenizer
+from parse_zoo.train import language_model
+from parse_zoo.train.language_model import LanguageModelTrainer, loss_tokens, right_answers
+from parse_zoo.train.language_model import main as train_model
+from parse_zoo.train.language_model_config import LanguageModelConfig
+from parse_zoo.train.packed_samples import PackedSamples, collate
+from parse_zoo.train.starting_weights import start_from
+from parse_zoo.train.tokenizer import TokenizerConfig, make_tokenizer
 
 ARCHITECTURE = {
     "model_type": "llama",
@@ -136,7 +136,7 @@ def test_muon_in_float32_takes_the_steps_of_bfloat16(monkeypatch: pytest.MonkeyP
     """On CPUs without bfloat16 one step of a small head took seconds."""
     found = {}
     for fast in (True, False):
-        monkeypatch.setattr("parse_train.zoo.muon.multiplies_in_16_bits", lambda device: fast)
+        monkeypatch.setattr("parse_train.muon.multiplies_in_16_bits", lambda device: fast)  # noqa: B023
         torch.manual_seed(0)
         layer = torch.nn.Linear(60, 40)
         optimizer = MuonWithAdamW(layer, [], lr=1e-2)
@@ -227,9 +227,9 @@ def test_mistakes_in_the_recipe_are_one_sentence(tokenizer_folder, tmp_path, cha
 
 def test_tokens_of_the_same_text_keep_their_embedding(tmp_path, tokenizer_folder):
     """A model with another tokenizer still starts from the layers, and from what it shares."""
-    source = tiny_model(AutoTokenizer.from_pretrained("parse_infer/zoo/target").vocab_size)
+    source = tiny_model(AutoTokenizer.from_pretrained("zoo/parse_zoo/models/target").vocab_size)
     source.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained("parse_infer/zoo/target").save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained("zoo/parse_zoo/models/target").save_pretrained(tmp_path)
     mine, theirs = AutoTokenizer.from_pretrained(tokenizer_folder), AutoTokenizer.from_pretrained(tmp_path)
     fields = {key: value for key, value in ARCHITECTURE.items() if key != "model_type"}
     draft = LlamaForCausalLM(LlamaConfig(vocab_size=len(mine), **fields))

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from data_tools.tasks.registry import load_task
 from parse_infer.models.loading import load_tokenizer, resolve
 from parse_train.recipe import load_recipe
-from parse_train.zoo.tokenizer import TokenizerConfig, make_tokenizer
-from parse_train.zoo.vocabulary_pruning import derivation, pruned
+from parse_zoo.train.tokenizer import TokenizerConfig, make_tokenizer
+from parse_zoo.train.vocabulary_pruning import derivation, pruned
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "smollm2" / "tokenizer.yaml"
 FOREIGN = "Überall 数学: {x²}\t\n\n  naïve 🙂 #### 1,072 <|im_start|> zero\x00width\u200b <|user|> def f(x): return x"

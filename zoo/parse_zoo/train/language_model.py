@@ -22,12 +22,12 @@ from parse_infer.models.loading import load_language_model, load_tokenizer
 from parse_infer.models.lora import write_base
 from parse_infer.models.token_map import token_map
 from parse_train import checkpoints
+from parse_train.muon import MuonWithAdamW
 from parse_train.self_generated_data import AnswerConfig, read_answers, write_answers
 from parse_train.training_config import IGNORED
-from parse_train.zoo.language_model_config import LanguageModelConfig
-from parse_train.zoo.muon import MuonWithAdamW
-from parse_train.zoo.packed_samples import PackedSamples, collate
-from parse_train.zoo.starting_weights import all_weights, with_lora
+from parse_zoo.train.language_model_config import LanguageModelConfig
+from parse_zoo.train.packed_samples import PackedSamples, collate
+from parse_zoo.train.starting_weights import all_weights, with_lora
 
 
 class LanguageModelTrainer(Trainer):
