@@ -1,4 +1,4 @@
-"""What is said to one OpenAI-compatible server, in token ids: completions, whole or as they come."""
+"""HTTP client of OpenAI-compatible servers: completions in token ids, streamed or whole."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from typing import Any
 
 import aiohttp
 
-KEEP_ALIVE_S = 3.0  # of an idle connection. vLLM closes one after 5 s, and a request on its way would be lost then
+KEEP_ALIVE_S = 3.0  # of an idle connection; vLLM closes it after 5 s and could lose a request
 _CONNECT_S = 5.0
-_SILENCE_S = 600.0  # a request may wait for its turn that long
+_SILENCE_S = 600.0  # a request may queue that long
 
 
 class TransientServerError(Exception):
-    """The server has not answered, or not completely: another one, or the same a little later, may. What it has sent
-    is no part of the message, which may come into a log."""
+    """The server sent no complete answer; a retry may help. The message goes into logs, so it quotes no response."""
 
 
 class RequestRejected(ValueError):
-    """The server does not accept the request, and no other would.
+    """The server rejects the request, and a retry would not help.
 
     Attributes:
-        sentence: the server's own, without its address.
-        status: of its answer; 0: the answer was accepted, and cannot be used.
+        sentence: the server's own message, without its address.
+        status: HTTP status; 0: the server accepted the request, but its answer is unusable.
     """
 
     def __init__(self, message: str, sentence: str = "", status: int = 0) -> None:
@@ -35,10 +34,10 @@ class RequestRejected(ValueError):
 
 
 class Client:
-    """HTTP for one event loop; made on first use there, for all servers together.
+    """HTTP client of all servers, with one session per event loop, opened on first use.
 
     Args:
-        api_key: what the servers want to be sent, if anything.
+        api_key: API key of the servers, if they need one.
     """
 
     def __init__(self, api_key: str | None = None) -> None:
@@ -47,20 +46,20 @@ class Client:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def post(self, url: str, body: dict[str, Any]) -> Any:
-        """The JSON in the answer to a `POST`. Raises Lost or Refused."""
+        """Send a `POST` and return its JSON. Raises TransientServerError or RequestRejected."""
         async with self._answer("POST", url, body) as response:
             return _parsed(await _read(response), url)
 
     async def get(self, url: str) -> Any:
-        """The same for a `GET`; None where the answer is empty, as that of /health is."""
+        """Send a `GET` and return its JSON, or None for an empty answer such as that of /health."""
         async with self._answer("GET", url) as response:
             content = await _read(response)
             return _parsed(content, url) if content else None
 
     async def written(self, url: str, body: dict[str, Any]) -> AsyncGenerator[list[int], None]:
-        """Tokens of one prompt as they are written. Closing this ends the work, since vLLM notices.
+        """Stream the tokens of one prompt. Closing the generator aborts the request in vLLM.
 
-        Raises Lost (also if the stream ends before the text does) or Refused.
+        Raises TransientServerError (also if the stream ends before the text) or RequestRejected.
         """
         ended = False
         body = body | {"stream": True, "return_token_ids": True}
@@ -75,28 +74,28 @@ class Client:
                     yield choice["token_ids"]
                 ended = ended or choice.get("finish_reason") is not None
         if not ended:
-            raise TransientServerError(f"{url} has broken off in the middle of an answer")
+            raise TransientServerError(f"{url} closed the connection in the middle of an answer")
 
     async def whole(self, url: str, body: dict[str, Any]) -> list[int]:
-        """The same tokens at once."""
+        """Return the tokens of one prompt all at once."""
         answer = await self.post(url, body | {"return_token_ids": True})
         choice = _choice(answer, url)
         if choice is None or choice["token_ids"] is None:
-            raise TransientServerError(f"{url} has answered without an answer")
+            raise TransientServerError(f"{url} sent a response without tokens")
         ids: list[int] = choice["token_ids"]
         return ids
 
     async def chunks(self, url: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """The objects of a stream, whatever they hold. Raises as `written` does."""
+        """Stream the JSON objects of a response unchanged. Raises as `written` does."""
         async with self._answer("POST", url, body) as response, aclosing(_events(response)) as events:
             async for event in events:
                 if event == b"[DONE]":
                     return
                 chunk = _parsed(event, url)
                 if "error" in chunk:
-                    raise TransientServerError(f"{url} has failed in the middle of an answer")
+                    raise TransientServerError(f"{url} failed in the middle of an answer")
                 yield chunk
-        raise TransientServerError(f"{url} has broken off in the middle of an answer")
+        raise TransientServerError(f"{url} closed the connection in the middle of an answer")
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -120,7 +119,7 @@ class Client:
 
 
 class _Answer:
-    """A response whose status is good, for an `async with`; errors of the connection become `TransientServerError`."""
+    """`async with` context of a 200 response; connection errors become `TransientServerError`."""
 
     def __init__(self, session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None) -> None:
         data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
@@ -140,9 +139,9 @@ class _Answer:
         if 400 <= response.status < 500 and response.status not in (408, 429):
             sentence = _message(said)
             hint = ": give its API key with --server-key (or api_key)" if response.status == 401 else ""
-            message = f"{self._url} refuses a request ({response.status}): {sentence}{hint}"
+            message = f"{self._url} rejects a request ({response.status}): {sentence}{hint}"
             raise RequestRejected(message, sentence, response.status)
-        raise TransientServerError(f"{self._url} has failed ({response.status})")
+        raise TransientServerError(f"{self._url} failed ({response.status})")
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._response is None:
@@ -150,9 +149,11 @@ class _Answer:
         if kind is None and self._response.content.at_eof():
             self._response.release()
         else:
-            self._response.close()  # whoever leaves early wants no more of it
+            self._response.close()  # drop the rest of the response
         if isinstance(error, (aiohttp.ClientError, TimeoutError, OSError)):
-            raise TransientServerError(f"{self._url} has broken off: {error or type(error).__name__}") from error
+            raise TransientServerError(
+                f"{self._url} closed the connection: {error or type(error).__name__}"
+            ) from error
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
@@ -160,7 +161,7 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-    """The data of server-sent events."""
+    """Yield the data of server-sent events."""
     rest = b""
     async for piece in response.content.iter_any():
         *complete, rest = (rest + piece).split(b"\n\n")
@@ -173,24 +174,24 @@ def _parsed(content: bytes, url: str) -> Any:
     try:
         return json.loads(content)
     except ValueError as error:
-        raise TransientServerError(f"{url} has sent what is no complete JSON, in {len(content)} bytes") from error
+        raise TransientServerError(f"{url} sent incomplete JSON ({len(content)} bytes)") from error
 
 
 def _choice(answer: Any, url: str) -> Any:
-    """The choice in an answer, or in a piece of one; None in a piece without any."""
+    """The first choice of a response or chunk, or None without choices."""
     if isinstance(answer, dict) and "error" in answer:
-        raise TransientServerError(f"{url} has answered with an error")
+        raise TransientServerError(f"{url} answered with an error")
     try:
         choice = next(iter(answer["choices"]), None)
         if choice is not None and "token_ids" not in choice:
-            raise RequestRejected(f"{url} tells no token ids (return_token_ids): use vLLM 0.10.2 or later")
+            raise RequestRejected(f"{url} returns no token ids (return_token_ids): use vLLM 0.10.2 or later")
         return choice
     except (KeyError, TypeError) as error:
-        raise TransientServerError(f"{url} has sent what is no completion") from error
+        raise TransientServerError(f"{url} sent no completion") from error
 
 
 def _message(said: str) -> str:
-    """The sentence in an error's body."""
+    """The message in an error's body."""
     try:
         found = json.loads(said)
         found = found.get("error", found)

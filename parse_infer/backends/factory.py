@@ -1,4 +1,4 @@
-"""From names and addresses to the parts of a `VLLMBackend`; servers are started where there is no address."""
+"""Resolve names and addresses to the parts of a `VLLMBackend`; start a server for each model without address."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ from parse_infer.vllm_plugin.options import REJECTED_DRAFTS, engine_options, jud
 from parse_infer.vllm_plugin.validity_requests import Questions, TrainedQuestions, ZeroShotQuestions
 
 Urls = str | Sequence[str]
-_SMALL = 32 * 2**20  # bytes of weights in files; reading more of them for each token takes longer than a server's work
+_SMALL = 32 * 2**20  # bytes of weights; reading more per token costs more than a server's overhead
 
 
 @dataclass(frozen=True)
 class Parts:
-    """
+    """The parts of a `VLLMBackend`.
+
     Attributes:
-        draft: the draft model's servers, or itself; and its language.
-        models: which they are, as far as names tell.
-        train_problems: hashes of the prompts that the judge was trained on, see `leave_out_learnt`.
-        calibration: what promises go by.
-        threshold: the judge's own; None: it has none.
-        processes: the servers that were started, if any were.
-        share_cores: both models run on the cores of this machine.
+        draft: the draft model's replicas or in-process model, and its tokenizer.
+        models: names of the models.
+        train_problems: hashes of the judge's training prompts, see `leave_out_learnt`.
+        calibration: source of the risk promises.
+        threshold: the judge's calibrated threshold, if it has one.
+        processes: the started servers, if any.
+        share_cores: both models run on this machine's CPU.
     """
 
     target: Target
@@ -80,20 +81,20 @@ def find_parts(
     expected: GenerationSettings | None,
     tell: Callable[[str], None],
 ) -> Parts:
-    """See `connect_backend`. What can be wrong with the names is found before a server is started."""
+    """See `connect_backend`. All names and settings are validated before a server starts."""
     target_urls, draft_urls = ([urls] if isinstance(urls, str) else list(urls) for urls in (target_url, draft_url))
     for url in (*target_urls, *draft_urls):
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} is no address of a server: it begins with http:// or https://")
+            raise ValueError(f"{url!r} is not a server address: it must begin with http:// or https://")
     if local_draft and draft is None:
-        raise ValueError("local_draft was given, but no draft model: name one with draft")
+        raise ValueError("local_draft was given without a draft model: give draft")
     if local_draft and (draft_urls or draft_options):
         raise ValueError(
             f"local_draft and {'draft_url' if draft_urls else 'draft_options'} were both given: choose one"
         )
     language = load_served_model(target, template_options=template_options)
     if adapter is None and not zero_shot:
-        raise ValueError("there is nothing to judge drafts with: give an adapter, or zero_shot=True")
+        raise ValueError("the engine needs a judge: give an adapter, or zero_shot=True")
     if adapter is not None and zero_shot:
         raise ValueError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
     files = None if adapter is None else read_adapter(resolve(adapter))
@@ -120,24 +121,24 @@ def find_parts(
     elif files is not None:
         promises = shipped_calibration(files.folder)
         if promises is not None and promises.backend != models["backend"]:
-            promises = None  # the local engine's
+            promises = None  # made for the local backend
     if expected is not None:
         check_servable(expected, promises)
         if expected.risk is not None and promises is not None:
             promises.check(models)
         resolve_risk(expected, promises)
     wanted = {}
-    stock = adapter is None and draft is None  # the target alone needs nothing of ours
+    stock = adapter is None and draft is None  # the target alone needs no plugin
     if not target_urls:
         plain = stock_options if stock else plain_options
         options = plain(target) if adapter is None else engine_options(target, adapter)
         wanted["target"] = options | dict(target_options or {})
     if draft is not None and not draft_urls and not local_draft:
         wanted["draft"] = draft_server(draft) | dict(draft_options or {})
-    # Servers that are there are taken for such as `parse_infer.vllm_plugin.options` prints.
-    guesses = adapter is not None
+    # Running servers are assumed to have the options that `parse_infer.vllm_plugin.options` prints.
+    speculates = adapter is not None
     if "target" in wanted:
-        guesses = wanted["target"].get("speculative_config") == REJECTED_DRAFTS
+        speculates = wanted["target"].get("speculative_config") == REJECTED_DRAFTS
     processes = launch(wanted, tell, api_key=api_key, stock=stock) if wanted else None
     client = Client(api_key)
     if processes is not None:
@@ -155,7 +156,7 @@ def find_parts(
     elif drafting is not None:
         drafts = ReplicaPool("draft", draft_urls, client, failure, patience_s), drafting
     return Parts(
-        Target(language, targets, questions, cut_policy or own_cuts, guesses),
+        Target(language, targets, questions, cut_policy or own_cuts, speculates),
         drafts,
         client,
         models,
@@ -170,16 +171,16 @@ def find_parts(
 def check_servable(settings: GenerationSettings, calibration: Calibration | None) -> None:
     """Raise ValueError for settings that servers cannot serve."""
     if settings.mode == "exact":
-        raise ValueError("mode 'exact' needs the target's own choice for every token, which servers do not tell")
+        raise ValueError("mode 'exact' needs the target's own choice for every token, which servers do not return")
     if settings.risk is not None and calibration is None:
         raise ValueError(
-            f"risk is {settings.risk}, but there is no calibration made over vLLM: run `parse-infer calibrate "
-            "--backend vllm`, and name its calibration.json"
+            f"risk is {settings.risk}, but no calibration for --backend vllm was given: run `parse-infer calibrate "
+            "--backend vllm` and pass its calibration.json"
         )
 
 
 def _small_on_cpu(draft: str | Path) -> bool:
-    """Whether a model in a folder here costs less than a server of it would."""
+    """Whether the model is small enough to run in this process on a CPU."""
     folder = None if torch.cuda.is_available() else weights_folder(draft)
     return isinstance(folder, Path) and 0 < sum(f.stat().st_size for f in folder.glob("*.safetensors")) <= _SMALL
 
@@ -187,7 +188,7 @@ def _small_on_cpu(draft: str | Path) -> bool:
 def _judge(
     target: str | Path, adapter: AdapterFiles | None, language: TokenizerSpec
 ) -> tuple[Questions, CutPolicy, float | None]:
-    """How the target is asked, where drafts are cut for that, and the threshold that goes with it."""
+    """The judge's validity requests, its cut policy and its threshold."""
     if adapter is None:
         return ZeroShotQuestions.of(language.tokenizer, sorted(language.eos_ids), top=20), CutPolicy(), None
     config = ValidityConfig.from_dict(adapter.validity_config)

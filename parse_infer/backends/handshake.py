@@ -1,4 +1,4 @@
-"""What servers serve: the same model, with the adapter that drafts are judged with, when they are met and later."""
+"""Identity of servers: the same model, tokens and adapter, at the first connection and at every health check."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAMPLE = "Natalia sold 48/2 = 24 clips.\n\n  Überall, 数学: {x²} #### 1,072
 
 @dataclass(frozen=True)
 class Card:
-    """What a server says about its model."""
+    """A server's report of its model."""
 
     names: list[str]
     root: str | None
@@ -27,14 +27,15 @@ class Card:
 
 
 class Identity:
-    """
+    """The model and adapter that all replicas must serve.
+
     Args:
-        role: for messages: "target" or "draft".
-        judge: the name under which a server with the right adapter serves too; None: drafts are judged without one.
+        role: "target" or "draft", for messages.
+        judge: model name that only servers with the right adapter list; None: the judge needs no adapter.
 
     Attributes:
-        model: the name under which the servers serve their model; known after `meet`.
-        window: tokens that prompt and answer may have together there; known after `meet`.
+        model: served model name; set by `handshake`.
+        window: context window in tokens; set by `handshake`.
     """
 
     def __init__(self, role: str, client: Client, judge: str | None) -> None:
@@ -44,11 +45,11 @@ class Identity:
         self._client = client
 
     async def handshake(self, members: Sequence[Server], examine: Callable[[Server], Awaitable[None]]) -> None:
-        """Learn what the servers serve, and examine each; those that do not answer are not well.
+        """Identify and examine each server; mark those that do not answer unhealthy.
 
         Raises:
-            Unavailable: none answers.
-            ValueError: they serve different models, or not what they should.
+            Unavailable: no server answers.
+            ValueError: the servers serve different models, or a wrong model or adapter.
         """
         cards: dict[Server, Card] = {}
         for server in members:
@@ -82,11 +83,11 @@ class Identity:
                 log.warning(self._hint(server))
 
     async def check(self, server: Server) -> None:
-        """ValueError unless a server serves what it should. Raises Lost where it does not answer."""
+        """Raise ValueError if a server serves a wrong model, TransientServerError if it does not answer."""
         self._compare(server, await self._card(server))
 
     async def check_tokens(self, name: str, tokenizer: PreTrainedTokenizerBase, server: Server) -> None:
-        """ValueError where the server tells that it cuts text into other tokens than the model `name`."""
+        """Raise ValueError if the server's `/tokenize` disagrees with the tokenizer of the model `name`."""
         body = {"model": self.model, "prompt": _SAMPLE, "add_special_tokens": False}
         try:
             found = (await self._client.post(f"{server.url}/tokenize", body))["tokens"]
@@ -107,23 +108,23 @@ class Identity:
         except RequestRejected:
             raise
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"the {self.role} server {server.url} is no OpenAI-compatible server") from error
+            raise ValueError(f"the {self.role} server {server.url} is not OpenAI-compatible") from error
 
     def _compare(self, server: Server, card: Card) -> None:
-        """ValueError unless a server serves the model that it should; notes which adapter it has."""
+        """Raise ValueError unless the server serves the right model; record whether it has the adapter."""
         judges = self.judge is None or self.judge in card.names
         if card.names[0] != self.model:
             raise ValueError(f"the {self.role} server {server.url} serves {card.names[0]!r} and not {self.model!r}")
         moved = server.root is not None and card.root != server.root
-        if moved and not (judges and self.judge):  # the adapter's name stands for the target's weights too
+        if moved and not (judges and self.judge):  # the adapter's name identifies the target's weights too
             raise ValueError(
-                f"the {self.role} server {server.url} has loaded {card.root!r} and not {server.root!r} as before: "
-                "restart the coordinator if that is meant"
+                f"the {self.role} server {server.url} now serves {card.root!r}, before {server.root!r}: "
+                "restart PARSE if this is intended"
             )
         if card.window < self.window:
             raise ValueError(
-                f"the {self.role} server {server.url} takes {card.window} tokens and not {self.window} as before: "
-                "restart the coordinator if that is meant"
+                f"the {self.role} server {server.url} now has a window of {card.window} tokens, before {self.window}: "
+                "restart PARSE if this is intended"
             )
         server.root = card.root
         if judges == server.judges:
@@ -133,8 +134,8 @@ class Identity:
             log.warning("the %s server %s runs the adapter %s again", self.role, server.url, self.judge)
         else:
             log.warning(
-                "the %s server %s runs another adapter than %s (it serves %s): it judges no drafts, and where no "
-                "other server does, no promise (risk) is kept and the target answers alone",
+                "the %s server %s runs another adapter than %s (it serves %s) and judges no drafts; if no other "
+                "server can, the target answers alone without a risk promise",
                 self.role, server.url, self.judge, ", ".join(card.names),
             )  # fmt: skip
 

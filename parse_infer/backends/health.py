@@ -1,4 +1,4 @@
-"""Health checks of servers: at intervals, at once after a failed request, and until a lost server is back."""
+"""Health checks of servers: at intervals, at once after a failed request, and until a server recovers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from parse_infer.backends.client import Client, RequestRejected, TransientServer
 
 log = logging.getLogger("parse_infer.backends")
 
-CHECK_EVERY_S = 5.0  # while a server is well
-RETRY_EVERY_S = 0.5  # while it is not
-CHECK_LIMIT_S = 10.0  # for the answers to one check
-EXAMINE_LIMIT_S = 60.0  # for a close look; the first log-probabilities of a server take seconds
-CHECKS_MISSED = 3  # checks in a row without an answer in time that take a server out: a busy one may be slow
+CHECK_EVERY_S = 5.0  # while a server is healthy
+RETRY_EVERY_S = 0.5  # while a server is unhealthy
+CHECK_LIMIT_S = 10.0  # timeout of a check
+EXAMINE_LIMIT_S = 60.0  # timeout of an examination; a server's first log-probabilities take seconds
+CHECKS_MISSED = 3  # consecutive timeouts that mark a server unhealthy: a busy server may be slow
 
 
 class Server:
@@ -23,13 +23,13 @@ class Server:
 
     Attributes:
         url: without "/v1".
-        busy: answers and requests that it works on for us.
-        well: whether requests may go to it.
-        trouble: why not, or why its last request failed.
-        judges: whether it runs the adapter that drafts are judged with.
-        root: what it loaded its model from, as it said first.
-        examined: whether it was looked at closely since it came, or came back.
-        waits: limits of the requests that wait for it; moved to now when it is lost.
+        busy: number of our answers and requests on this server.
+        healthy: whether the server gets requests.
+        last_error: why the server is unhealthy, or why its last request failed.
+        judges: whether the server runs the judge's adapter.
+        root: source of its model, as first reported.
+        examined: whether the server passed `examine` since its last start or recovery.
+        waits: timeouts of the requests that wait for this server; they expire when the server becomes unhealthy.
     """
 
     def __init__(self, url: str) -> None:
@@ -46,12 +46,12 @@ class Server:
 
 
 class HealthChecks:
-    """Keeps `Server.well` true to the facts, in the event loop that runs the requests.
+    """Updates `Server.healthy`, in the event loop that runs the requests.
 
     Args:
-        role: for messages: "target" or "draft".
-        identify: asks a server what it serves; ValueError where that is not what it should be.
-        examine: looks closely at a server that has come, or has come back; ValueError likewise.
+        role: "target" or "draft", for messages.
+        identify: raises ValueError if a server serves a wrong model.
+        examine: checks a new or recovered server thoroughly; raises ValueError likewise.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class HealthChecks:
         self._back = asyncio.Event()
 
     def start(self) -> None:
-        """Begin, unless checks already run in this event loop."""
+        """Start the checks, unless they already run in this event loop."""
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             return
@@ -81,30 +81,30 @@ class HealthChecks:
             self._watching[server] = loop.create_task(self._watch(server))
 
     def close(self) -> None:
-        """End the checks. Servers stay as they are; `start` begins again, also in another event loop."""
+        """Stop the checks and keep each server's state. `start` restarts them, also in another event loop."""
         for server in list(self._watching):
             self._stop_watching(server)
         self._loop = None
 
     async def check(self, server: Server) -> None:
-        """Check a server now. Requests that fail together share one check."""
+        """Check a server now. Concurrent calls share one check."""
         if server.check is None or server.check.done():
             server.check = asyncio.get_running_loop().create_task(self._check(server))
         await asyncio.shield(server.check)
 
-    async def change(self, seconds: float) -> None:
-        """Wait until a server is back, at most so long."""
+    async def wait_for_recovery(self, seconds: float) -> None:
+        """Wait until a check finds a healthy server, at most `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._back.wait()
 
-    def lose(self, server: Server, last_error: str) -> None:
-        """Take a server out, and end the waits of its requests."""
+    def mark_unhealthy(self, server: Server, last_error: str) -> None:
+        """Mark a server unhealthy, and end the waits of its requests."""
         server.last_error, server.examined = last_error, False
         if server.healthy:
             server.healthy = False
-            log.warning("the %s server %s is out: %s", self._role, server.url, last_error)
-            self._stop_watching(server)  # which may be asleep for longer
+            log.warning("the %s server %s is unhealthy: %s", self._role, server.url, last_error)
+            self._stop_watching(server)  # its task may sleep longer
             self._watching[server] = asyncio.get_running_loop().create_task(self._watch(server))
         while server.waits:
             server.waits.pop().reschedule(asyncio.get_running_loop().time())
@@ -122,25 +122,25 @@ class HealthChecks:
         try:
             async with asyncio.timeout(CHECK_LIMIT_S):
                 await self._identify(server)
-                with suppress(RequestRejected):  # there is no such path, but there is a server
+                with suppress(RequestRejected):  # the server answers, but has no such path
                     await self._client.get(f"{server.url}/health")
             if not server.examined:
-                await self._look_closely(server)
+                await self._examine_within_limit(server)
         except TimeoutError:
             server.missed += 1
             if not server.healthy or server.missed >= CHECKS_MISSED:
-                self.lose(server, f"{server.url} does not tell its health within {CHECK_LIMIT_S:g} s")
+                self.mark_unhealthy(server, f"{server.url} does not answer a health check within {CHECK_LIMIT_S:g} s")
         except (TransientServerError, ValueError) as error:
-            self.lose(server, str(error))
+            self.mark_unhealthy(server, str(error))
         else:
             server.missed = 0
             if not server.healthy:
                 server.healthy = True
-                log.info("the %s server %s is back", self._role, server.url)
+                log.info("the %s server %s is healthy again", self._role, server.url)
             self._back.set()
             self._back.clear()
 
-    async def _look_closely(self, server: Server) -> None:
+    async def _examine_within_limit(self, server: Server) -> None:
         try:
             async with asyncio.timeout(EXAMINE_LIMIT_S):
                 await self._examine(server)

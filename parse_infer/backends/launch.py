@@ -1,4 +1,4 @@
-"""Starts the vLLM servers of a target and a draft model on this machine."""
+"""Launch vLLM servers of a target and a draft model on this machine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from parse_infer.backends.supervisor import Supervisor
 from parse_infer.models.loading import load_config, weights_folder
 from parse_infer.vllm_plugin.options import PLUGIN, SETTINGS, VARIABLES, arguments
 
-PYTHON = "PARSE_VLLM_PYTHON"  # names the Python of another environment, where vLLM and the plugin are installed
-STREAM_INTERVAL = 16  # tokens that a draft server sends at a time: each piece costs both sides work
+PYTHON = "PARSE_VLLM_PYTHON"  # Python of another environment, with vLLM and the plugin installed
+STREAM_INTERVAL = 16  # tokens per chunk of a draft stream: each chunk costs both sides work
 
 
 def launch(
@@ -29,21 +29,21 @@ def launch(
     """Start a server for each role and wait until they are ready.
 
     Args:
-        servers: the options of `vllm.LLM` for each role.
-        api_key: what they want to be sent.
-        stock: as `environment` has it.
+        servers: options of `vllm.LLM` for each role.
+        api_key: API key of the servers.
+        stock: see `environment`.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed here.
-        FileNotFoundError: there is no Python where the environment variable says.
-        OSError: a server does not become ready; what its log says.
+        FileNotFoundError: the environment variable names no Python.
+        OSError: a server does not become ready; the message quotes its log.
     """
     found = find_spec("vllm")
-    if PYTHON not in os.environ and (found is None or found.origin is None):  # a folder of that name is no package
+    if PYTHON not in os.environ and (found is None or found.origin is None):  # origin None: a folder named vllm
         raise ModuleNotFoundError("vLLM is not installed here", name="vllm")
     if shutil.which(os.environ.get(PYTHON, sys.executable)) is None:
-        raise FileNotFoundError(f"{PYTHON} is {os.environ[PYTHON]!r}, where no program is: correct or unset it")
-    key = {} if api_key is None else {"VLLM_API_KEY": api_key}  # an argument would be seen by everybody here
+        raise FileNotFoundError(f"{PYTHON} is {os.environ[PYTHON]!r}, which is not a program: correct or unset it")
+    key = {} if api_key is None else {"VLLM_API_KEY": api_key}  # other users could read a command-line argument
     started = [(role, command(role, each), environment(role, each, stock) | key) for role, each in servers.items()]
     processes = Supervisor(started, tell)
     processes.start()
@@ -51,44 +51,43 @@ def launch(
 
 
 def command(role: str, options: Mapping[str, Any]) -> Sequence[str]:
-    """Starts a server that only this machine reaches; a port is still to follow."""
+    """The command line of a server on the loopback interface, without its port."""
     own = {"served_model_name": role, "host": "127.0.0.1", "disable_uvicorn_access_log": True}
     words = [os.environ.get(PYTHON, sys.executable), "-m", "vllm.entrypoints.openai.api_server"]
-    # The target's threads wait for each other, so they come first; and drafts that wait are written together.
+    # The target's threads wait for each other, so they get priority. Waiting drafts are batched.
     yields = role == "draft" and not torch.cuda.is_available() and shutil.which("nice") is not None
     return [*(["nice", "-n", "5"] if yields else []), *words, *arguments({**own, **options})]
 
 
 def stock_options(model: str | Path) -> dict[str, Any]:
-    """Options of a server as vLLM comes, in the number type that the model is kept in."""
+    """Options of a stock vLLM server, in the checkpoint's dtype."""
     dtype = load_config(model).dtype or torch.float32
     return {"model": str(weights_folder(model)), "dtype": str(dtype).removeprefix("torch.")}
 
 
 def plain_options(model: str | Path) -> dict[str, Any]:
-    """Options of a server without the plugin that works on drafts."""
+    """Options of a draft or target server without the plugin."""
     options = stock_options(model) | {"enable_prefix_caching": True}
     return options if torch.cuda.is_available() else options | {"block_size": 32}
 
 
 def draft_server(model: str | Path) -> dict[str, Any]:
-    """Options of a server that drafts."""
+    """Options of a draft server."""
     return plain_options(model) | {"stream_interval": STREAM_INTERVAL}
 
 
 def environment(role: str, options: Mapping[str, Any], stock: bool = False) -> dict[str, str]:
-    """Variables of a server's process. What is set already stays.
+    """Environment variables of a server's process; variables that are already set stay.
 
     Args:
-        options: of `vllm.LLM`; they say whether it runs the plugin.
-        stock: it is to be what others run, to compare with: without the plugin, which vLLM loads wherever it is
-            installed.
+        options: options of `vllm.LLM`; they decide whether the server runs the plugin.
+        stock: run a baseline server without the plugin, which vLLM otherwise loads wherever it is installed.
     """
     wanted: dict[str, str] = {}
-    if not torch.cuda.is_available():  # all servers of this machine get the same cores, and as much memory
+    if not torch.cuda.is_available():  # all servers share the cores, with equal memory
         wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
         if role == "draft":
-            wanted["OMP_NUM_THREADS"] = "1"  # a second team of threads on the target's cores makes both of them wait
+            wanted["OMP_NUM_THREADS"] = "1"  # a second OpenMP team on the target's cores slows both down
     if SETTINGS in options.get("hf_overrides", {}):
         wanted |= VARIABLES
     if (options.get("speculative_config") or {}).get("method") == "ngram":

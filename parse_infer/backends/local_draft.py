@@ -1,7 +1,7 @@
-"""A draft model in the coordinator's own process, asked as its servers would be.
+"""A draft model in the engine's process, with the interface of `ReplicaPool`.
 
-For a small model on a CPU: there a server spends milliseconds on each step, whatever the model costs. One thread
-writes all drafts in one batch, which requests join and leave at any token.
+For a small model on a CPU, where a server adds milliseconds to each step. One thread decodes all drafts with
+continuous batching: requests join and leave the batch at any token.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from parse_infer.models.batch_decoder import Batch, BatchDecoder, Row, Run
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import Sampling
 
-_ROWS = 64  # drafts written at a time
-_PIECE = 16  # tokens that are handed over at a time: each piece wakes the event loop
+_ROWS = 64  # batch size
+_PIECE = 16  # tokens per piece: each piece wakes the event loop
 _NICE = 5
-_FREE = 1 / 4  # of the seats: fewer wait for the next draft, since taking seats away copies all others
+_FREE = 1 / 4  # share of free slots from which the batch is compacted, which copies all other slots
 
 
 @dataclass
 class _Job:
-    """A draft that somebody waits for.
+    """A requested draft.
 
     Attributes:
-        most: tokens.
-        pieces: of its text; then None, or what has gone wrong.
-        wanted: False: nobody waits any more.
+        most: token limit.
+        pieces: pieces of the draft; then None, or the error.
+        wanted: False: the caller has left.
     """
 
     ids: list[int]
@@ -56,11 +56,12 @@ class _Job:
 
 
 class LocalDraft:
-    """
+    """A draft model in this process.
+
     Args:
-        shares_cores: the target runs on the cores of this machine: leave them to it, as the server of a draft model
-            does (`launch.environment`).
-        rows: drafts written at a time; others wait.
+        shares_cores: the target runs on this machine's CPU; use one thread, like a draft server
+            (`launch.environment`).
+        rows: batch size; more drafts wait.
     """
 
     role = "draft"
@@ -74,13 +75,13 @@ class LocalDraft:
 
     @contextmanager
     def acquire(self, patience_s: float | None = None) -> Iterator[None]:
-        """As `ReplicaPool.place`; nothing has to be waited for."""
+        """Do nothing; the counterpart of `ReplicaPool.acquire`."""
         yield
 
     async def written(
         self, ids: Sequence[int], most: int, settings: Mapping[str, Any], place: object = None, watched: bool = True
     ) -> AsyncGenerator[list[int], None]:
-        """As `ReplicaPool.written`; `stop` is the caller's, who may close this at any time. Raises Unavailable."""
+        """Yield tokens as `ReplicaPool.written` does, without `stop`; the caller may close it. Raises Unavailable."""
         numbers = {name: settings[name] for name in ("temperature", "top_p", "top_k")}
         sampling = Sampling(**numbers, seed=settings.get("seed", secrets.randbits(62)))
         job = _Job(list(ids), most, sampling, frozenset(settings["stop_token_ids"]), asyncio.get_running_loop())
@@ -91,20 +92,20 @@ class LocalDraft:
         try:
             while (piece := await job.pieces.get()) is not None:
                 if isinstance(piece, Exception):
-                    raise Unavailable(f"the draft model has failed: {piece}") from piece
+                    raise Unavailable(f"the draft model failed: {piece}") from piece
                 yield piece
         finally:
             job.wanted = False
 
     def close(self) -> None:
-        """What is under way is dropped. Returns when the thread has ended."""
+        """Drop all drafts and wait for the thread to end."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._arrived.put(None)
             thread.join()
 
     def _work(self) -> None:
-        """The thread."""
+        """Main loop of the thread."""
         if self._shares_cores:
             torch.set_num_threads(1)
             if hasattr(os, "setpriority"):
@@ -119,14 +120,14 @@ class LocalDraft:
             waiting = deque(job for job in waiting if job.wanted)
             try:
                 writing = self._step(batch, writing, waiting)
-            except Exception as error:  # out of memory: the next drafts may fit
+            except Exception as error:  # such as out of memory: the next drafts may fit
                 for job in [*(job for job, _ in writing), *waiting]:
                     job.tell(error)
                 batch, writing = self._decoder.batch(), []
                 waiting.clear()
 
     def _step(self, batch: Batch, writing: list[tuple[_Job, Run]], waiting: deque[_Job]) -> list[tuple[_Job, Run]]:
-        """Seats for those who wait, and one more token for each. Returns those who are not ready."""
+        """Add waiting drafts to free slots and decode one token of each draft. Returns the unfinished drafts."""
         arriving = list(islice(waiting, self._decoder.batch_size - len(writing)))
         runs = self._begun(arriving)
         if runs:

@@ -1,10 +1,10 @@
-"""Runs a command that ends, with all processes it has started, when whoever started this ends, however that happens.
+"""Run a command and kill it, with all its processes, when the parent process ends.
 
-    # in a process group of its own, standard input a pipe
+    # in its own process group, with a pipe as standard input
     python -m parse_infer.backends.parent_death_watchdog COMMAND …
 
-The pipe tells: nobody writes to it, and it closes with the process at its other end, also after kill -9. When the
-command ends by itself, what it has left behind ends too.
+The parent never writes to the pipe. The pipe closes when the parent ends, also after kill -9. When the command ends
+first, its remaining processes are killed too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GRACE_S = 15.0
 
 
 def main(command: Sequence[str]) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: None)  # which goes to the whole group, this process included
+    signal.signal(signal.SIGTERM, lambda *_: None)  # the signal goes to the whole group, this process included
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def wait_for_the_end() -> None:

@@ -1,8 +1,8 @@
-"""Several servers with the same model: which one is asked, and what happens when a request fails.
+"""Replicas of one model: load balancing and retries.
 
-Every request holds all of its state, so a failed one is sent again, to another server or to the same one once it is
-back; a partly written answer continues where it stopped. A failed request says nothing about its server: only a health
-check takes a server out (`HealthChecks`).
+Every request holds all of its state. A failed request is retried on another replica, or on the same one once it
+recovers; a partly written answer continues where it stopped. Only a health check marks a replica unhealthy
+(`HealthChecks`), never a failed request.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from parse_infer.backends.client import Client, RequestRejected, TransientServerError
 from parse_infer.backends.handshake import Identity
 from parse_infer.backends.health import HealthChecks, Server
-from parse_infer.backends.retries import Attempts, Failing, Lease, Replaced, Unavailable
+from parse_infer.backends.retries import FailedAttempts, Failing, Lease, Replaced, Unavailable
 
-PATIENCE_S = 120.0  # while no server is well
+PATIENCE_S = 120.0  # while no replica is healthy
 _PULSE_S = 0.5
-_BACK_OFF_S = 0.05  # before the second attempt at the same server; twice as long before each further one
+_BACK_OFF_S = 0.05  # before the second attempt at the same replica; doubles with each further attempt
 
 
 async def _nothing_to_examine(server: Server) -> None:
@@ -28,18 +28,19 @@ async def _nothing_to_examine(server: Server) -> None:
 
 
 class ReplicaPool:
-    """
+    """The replicas of one model.
+
     Args:
-        role: for messages: "target" or "draft".
-        urls: at least one.
-        failure: says why the servers will not come back, once that is known (None: they may).
-        patience_s: how long a request waits while no server is well.
+        role: "target" or "draft", for messages.
+        urls: at least one address.
+        failure: returns why the servers cannot recover; None: they may recover.
+        patience_s: how long a request waits while no replica is healthy.
         judge: see `Identity`.
 
     Attributes:
-        identity: what they serve.
-        fields: of every request.
-        examine: looks closely at a server that has come, or has come back; ValueError: it must not be used.
+        identity: model and adapter of the replicas.
+        fields: extra fields of every request.
+        examine: checks a new or recovered replica thoroughly; raises ValueError if the replica must not be used.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ReplicaPool:
         judge: str | None = None,
     ) -> None:
         if not urls:
-            raise ValueError(f"no address of a {role} server was given")
+            raise ValueError(f"the {role} needs the address of a server")
         self.role = role
         self.members = [Server(url) for url in urls]
         self.identity = Identity(role, client, judge)
@@ -69,35 +70,35 @@ class ReplicaPool:
 
     @property
     def judging_model(self) -> str:
-        """What a request about a draft names as its model: a server with another adapter refuses it."""
+        """Model name of validity requests; a server with another adapter rejects this name."""
         return self.identity.judge or self.model
 
     @property
     def can_judge(self) -> bool:
-        """Whether a server that is well runs the right adapter; also while none is well, as any may come back."""
+        """Whether a healthy replica has the right adapter, or no replica is healthy (any may recover)."""
         return not self.count() or self.count(judging=True) > 0
 
     def replaced(self) -> Replaced:
-        """The error where none of them does."""
-        return Replaced(f"no {self.role} server that answers runs the adapter {self.identity.judge}")
+        """The error if no healthy replica has the right adapter."""
+        return Replaced(f"no healthy {self.role} server runs the adapter {self.identity.judge}")
 
     def count(self, judging: bool = False) -> int:
-        """Servers that are well, or those of them that run the right adapter."""
+        """Number of healthy replicas, or of those with the right adapter."""
         return sum(server.healthy and (server.judges or not judging) for server in self.members)
 
     async def handshake(self) -> None:
-        """Ask each server what it serves, and examine it. Those that do not answer are checked until they do.
+        """Identify and examine each replica. Health checks go on with replicas that do not answer.
 
-        Raises as `Identity.meet` does.
+        Raises as `Identity.handshake` does.
         """
         await self.identity.handshake(self.members, self.examine)
 
     @contextmanager
     def acquire(self, patience_s: float | None = None, judging: bool = False) -> Iterator[Lease]:
-        """A place for all requests of an answer, at the server with the least to do. See `Lease`.
+        """Lease the least busy replica for all requests of one answer. See `Lease`.
 
         Args:
-            judging: some of them are about a draft.
+            judging: some of the requests judge a draft.
         """
         healthy = [server for server in self.members if server.healthy] or self.members
         able = [server for server in healthy if server.judges or not judging] or healthy
@@ -108,21 +109,21 @@ class ReplicaPool:
             lease.server.busy -= 1
 
     async def ask(self, body: dict[str, Any], lease: Lease | None = None, judging: bool = False) -> Any:
-        """The answer to a completion request of one token for each prompt.
+        """Send a completion request of one token per prompt and return the response.
 
         Args:
-            judging: about a draft; then only servers with the right adapter are asked.
+            judging: the request judges a draft; only replicas with the right adapter get it.
 
         Raises:
-            Unavailable: no server gives one.
-            Refused: a server does not accept it.
-            Replaced: no server that is well has the adapter.
+            Unavailable: no server answers.
+            RequestRejected: a server rejects the request.
+            Replaced: no healthy replica has the adapter.
         """
         body = self._addressed(body)
         return await self._tried(lambda url: self._client.post(url, body), lease, judging=judging)
 
     async def ask_one(self, server: Server, body: dict[str, Any]) -> Any:
-        """The same from this server, once, however it is. Raises Lost or Refused."""
+        """Send the request once to this replica, healthy or not. Raises TransientServerError or RequestRejected."""
         return await self._client.post(f"{server.url}/v1/completions", self._addressed(body))
 
     async def written(
@@ -133,53 +134,57 @@ class ReplicaPool:
         lease: Lease | None = None,
         watched: bool = True,
     ) -> AsyncGenerator[list[int], None]:
-        """What the model writes behind `ids`, `most` tokens at most: as it comes if it is `watched`, else at once,
-        which costs less. Raises as `ask` does."""
+        """Yield at most `most` tokens after `ids`: streamed if `watched`, else all at once, which costs less.
+
+        Raises as `ask` does.
+        """
         if not watched:
             body = self._body(ids, most, settings)
             yield await self._tried(lambda url: self._client.whole(url, body), lease)
             return
         got: list[int] = []
-        tried = Attempts()
+        tried = FailedAttempts()
         while tried.left:
             server = await self._server(lease, tried)
             body = self._body([*ids, *got], most - len(got), settings)
-            if "min_tokens" in settings:  # of the whole text
+            if "min_tokens" in settings:  # counts the whole text
                 body["min_tokens"] = max(0, settings["min_tokens"] - len(got))
-            async with self._trying(server, tried):
+            async with self._attempt(server, tried):
                 async with aclosing(self._client.written(f"{server.url}/v1/completions", body)) as pieces:
                     while (piece := await self._next(server, pieces)) is not None:
                         got += piece
                         yield piece
                 return
             if len(got) >= most or (got and got[-1] in settings["stop_token_ids"]):
-                return  # only the news that it has ended was lost
-        raise self._given_up(tried)
+                return  # the text is complete; only the end of the stream was lost
+        raise self._failing(tried)
 
     async def relayed(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """What a server answers to a request of somebody else's, an object or those of a stream. Raises as `ask` does;
-        a stream that has begun is not asked for again."""
+        """Pass a client's request through: yield the response object, or the objects of its stream.
+
+        Raises as `ask` does. A stream that has begun is not retried.
+        """
         body = self._addressed(body)
         if not body.get("stream"):
             yield await self._tried(lambda url: self._client.post(url, body), None, path)
             return
-        begun, tried = False, Attempts()
+        begun, tried = False, FailedAttempts()
         while tried.left and not begun:
             server = await self._server(None, tried)
-            async with self._trying(server, tried):
+            async with self._attempt(server, tried):
                 async with aclosing(self._client.chunks(f"{server.url}{path}", body)) as chunks:
                     while (chunk := await self._next(server, chunks)) is not None:
                         begun = True
                         yield chunk
                 return
-        raise self._given_up(tried)
+        raise self._failing(tried)
 
     def close(self) -> None:
-        """Nothing is asked any more in this event loop."""
+        """Stop the health checks in this event loop."""
         self._health.close()
 
     async def _examine(self, server: Server) -> None:
-        await self.examine(server)  # whatever it is by now
+        await self.examine(server)  # looks the attribute up at each call
 
     def _addressed(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"model": self.model} | body | self.fields
@@ -194,15 +199,15 @@ class ReplicaPool:
         path: str = "/v1/completions",
         judging: bool = False,
     ) -> Any:
-        tried = Attempts()
+        tried = FailedAttempts()
         while tried.left:
             server = await self._server(lease, tried, judging)
-            async with self._trying(server, tried, judging), self._waiting(server):
+            async with self._attempt(server, tried, judging), self._waiting(server):
                 return await request(f"{server.url}{path}")
-        raise self._given_up(tried)
+        raise self._failing(tried)
 
-    async def _server(self, lease: Lease | None, tried: Attempts, judging: bool = False) -> Server:
-        """The server to ask next, as soon as one is well. Raises Unavailable or Replaced where none will be."""
+    async def _server(self, lease: Lease | None, tried: FailedAttempts, judging: bool = False) -> Server:
+        """Wait for the replica of the next attempt. Raises Unavailable or Replaced if none gets healthy in time."""
         self._health.start()
         end = time.monotonic() + (self.patience_s if lease is None or lease.patience_s is None else lease.patience_s)
         while not (healthy := [server for server in self.members if server.healthy]):
@@ -210,7 +215,7 @@ class ReplicaPool:
             reason = self._failure()
             if reason is not None or left <= 0:
                 raise Unavailable(f"no {self.role} server answers: {reason or self.members[-1].last_error}")
-            await self._health.change(min(left, _PULSE_S))
+            await self._health.wait_for_recovery(min(left, _PULSE_S))
         able = [server for server in healthy if server.judges or not judging]
         if not able:
             raise self.replaced()
@@ -225,27 +230,27 @@ class ReplicaPool:
         return lease.server
 
     @asynccontextmanager
-    async def _trying(self, server: Server, tried: Attempts, judging: bool = False) -> AsyncIterator[None]:
-        """Around one attempt; where it fails and another one may not, goes on behind the block."""
+    async def _attempt(self, server: Server, tried: FailedAttempts, judging: bool = False) -> AsyncIterator[None]:
+        """Run one attempt; suppress an error that a retry may avoid."""
         server.busy += 1
         try:
             yield
         except TransientServerError as error:
-            tried.note(server, str(error))
+            tried.record(server, str(error))
             await self._health.check(server)
         except RequestRejected as error:
             if error.status != 404:
                 raise
-            await self._health.check(server)  # does it still serve what it did?
+            await self._health.check(server)  # the server may serve another model now
             if server.healthy and (server.judges or not judging):
                 raise
-            tried.note(server, str(error))
+            tried.record(server, str(error))
         finally:
             server.busy -= 1
 
     @asynccontextmanager
     async def _waiting(self, server: Server) -> AsyncIterator[None]:
-        """Within the block a request waits for the server; Lost where a health check finds that it is gone."""
+        """Wait for the server within the block; raise TransientServerError once a health check marks it unhealthy."""
         try:
             async with asyncio.timeout(None) as wait:
                 server.waits.add(wait)
@@ -259,12 +264,12 @@ class ReplicaPool:
             raise TransientServerError(server.last_error) from error
 
     async def _next(self, server: Server, pieces: AsyncGenerator[Any, None]) -> Any:
-        """The next piece of a stream; None at its end."""
+        """The next piece of a stream, or None at its end."""
         async with self._waiting(server):
             return await anext(pieces, None)
 
-    def _given_up(self, tried: Attempts) -> Failing:
-        return Failing(f"the {self.role} servers have failed {len(tried.failed)} times: {tried.last_error}")
+    def _failing(self, tried: FailedAttempts) -> Failing:
+        return Failing(f"the {self.role} servers failed {len(tried.failed)} times: {tried.last_error}")
 
 
 def _least_busy(servers: Sequence[Server]) -> Server:

@@ -1,10 +1,10 @@
-"""The requests of one answer: where they go, what has failed of them, and how they end in an error."""
+"""Leases and failed attempts of the requests of one answer, and the errors that they end in."""
 
 from __future__ import annotations
 
 from parse_infer.backends.health import Server
 
-ATTEMPTS = 4  # of one request
+ATTEMPTS = 4  # per request
 
 
 class Unavailable(OSError):
@@ -12,18 +12,18 @@ class Unavailable(OSError):
 
 
 class Failing(Unavailable):
-    """Servers answer, but none of them answers this request."""
+    """Servers answer, but this request failed on each attempt."""
 
 
 class Replaced(ValueError):
-    """Servers answer, but none of them runs the adapter that drafts are judged with."""
+    """Servers answer, but none runs the judge's adapter."""
 
 
 class Lease:
-    """Where the requests of one answer go: to one server, which keeps what it has read; after a failure to another.
+    """Binds the requests of one answer to one replica and its prefix cache, and moves them after a failure.
 
     Attributes:
-        patience_s: how long a request waits while no server is well; None: as long as any (`ReplicaPool.patience_s`).
+        patience_s: how long a request waits while no replica is healthy; None: `ReplicaPool.patience_s`.
     """
 
     def __init__(self, server: Server, patience_s: float | None = None) -> None:
@@ -37,12 +37,12 @@ class Lease:
         server.busy += 1
 
 
-class Attempts:
-    """Those of one request that have failed.
+class FailedAttempts:
+    """Failed attempts of one request.
 
     Attributes:
-        failed: the server of each.
-        trouble: why the last one did.
+        failed: the server of each attempt.
+        last_error: error of the last attempt.
     """
 
     def __init__(self) -> None:
@@ -53,6 +53,6 @@ class Attempts:
     def left(self) -> int:
         return ATTEMPTS - len(self.failed)
 
-    def note(self, server: Server, last_error: str) -> None:
+    def record(self, server: Server, last_error: str) -> None:
         self.failed.append(server)
         self.last_error = server.last_error = last_error

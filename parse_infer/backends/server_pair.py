@@ -1,8 +1,8 @@
-"""One answer by two servers: the `ModelPair` that `parse_infer.loop` runs.
+"""The `ModelPair` of one answer over servers.
 
-Nothing waits: the target reads a long prompt while the draft is written, segments are verified as they are complete
-(`Checks`), and a draft that breaks is stopped at once, unless its rest still serves as guesses. What is kept is the
-same as if each step had waited for the one before.
+Steps overlap: the target prefills a long prompt while the draft is written, and `StreamingVerifier` verifies each
+complete segment. A rejected segment ends the draft at once, unless the rest serves as speculative tokens. The
+accepted text is the same as without overlap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from parse_infer.backends.health import Server
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.replicas import ReplicaPool
 from parse_infer.backends.retries import Failing, Lease, Replaced, Unavailable
-from parse_infer.backends.streaming_verifier import Checks
+from parse_infer.backends.streaming_verifier import StreamingVerifier
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStream
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.judge.cuts import CutPolicy, Segmenter
@@ -33,11 +33,11 @@ from parse_infer.vllm_plugin.validity_requests import Questions
 
 log = logging.getLogger("parse_infer.backends")
 
-DRAFT_SILENCE_S = 30.0  # without a token of a draft: by then the target alone is ahead
-PREFILL = 256  # tokens of a prompt that is worth a request of its own while the draft is written
+DRAFT_SILENCE_S = 30.0  # without a draft token; then the target alone is faster
+PREFILL = 256  # prompt tokens from which a prefill request during drafting pays off
 
 Drafts = tuple[ReplicaPool | LocalDraft, CrossTokenizerDraft] | TextDrafter
-"""Who drafts an answer: a model, and how it sees the answer; or a text."""
+"""Source of drafts: a draft model with its tokenizer mapping, or a text."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,12 @@ class Scores:
 
 
 class Target:
-    """The servers of a target, and how they are asked.
+    """The target's replicas and the validity requests to them.
 
     Attributes:
-        segmenter: of drafts. It finds the cuts that the local engine judges; `affordable` leaves some out where there
-            are too many for one call.
-        probe_room: tokens that the window must have behind a draft: the probe, and the one that carries its answer.
-        guesses: its servers guess what they write from a draft that they have read, so a draft is worth reading beyond
-            the cut that breaks it.
+        segmenter: finds the cuts that the local backend judges; `affordable` drops some if a request cannot hold all.
+        probe_room: tokens that the window must have after a draft: the probe and the token of its answer.
+        speculates: the servers take speculative tokens from rejected drafts, so a whole draft is useful.
     """
 
     def __init__(
@@ -63,29 +61,29 @@ class Target:
         servers: ReplicaPool,
         questions: Questions | None,
         cut_policy: CutPolicy,
-        guesses: bool = False,
+        speculates: bool = False,
     ) -> None:
         self.language = language
         self.servers = servers
         self.questions = questions
         self.segmenter = Segmenter(language.tokenizer, cut_policy, 0 if questions is None else questions.probe_tokens)
-        self.guesses = guesses
+        self.speculates = speculates
         self.probe_room = 0 if questions is None else len(questions.suffix(0, None)) + 1
 
     def affordable(self, context: Sequence[int], cuts: Sequence[int], singly: bool = False) -> list[int]:
-        """The cuts of a draft behind `context` that the server is asked about (`Questions.affordable`)."""
+        """The cuts of a draft after `context` that one request can judge (`Questions.affordable`)."""
         if self.questions is None or not cuts:
             return list(cuts)
         return self.questions.affordable(len(context), cuts, self.language.window, singly=singly)
 
     def uses_draft(self, threshold: float) -> bool:
-        """Whether a draft serves at this threshold: something of it may be kept, or the servers guess from it."""
-        return threshold <= 1 or self.guesses
+        """Whether a draft is useful at this threshold: for acceptance or as speculative tokens."""
+        return threshold <= 1 or self.speculates
 
     async def validities(
         self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], lease: Lease | None = None
     ) -> list[float]:
-        """Ask for the validity at all cuts in one call. Raises ValueError for a malformed answer, else as
+        """Request the validity at all cuts in one call. Raises ValueError for a malformed answer, and the errors of
         `ReplicaPool.ask`."""
         assert self.questions is not None
         asked = self.questions.about(context, draft, cuts, self.language.window)
@@ -93,7 +91,7 @@ class Target:
         return asked.validities(await self.servers.ask(body, lease, judging=True))
 
     async def try_judge(self, server: Server) -> None:
-        """ValueError where this server cannot judge a draft. Raises Lost where it does not answer."""
+        """Raise ValueError if this server cannot judge a draft, TransientServerError if it does not answer."""
         assert self.questions is not None
         asked = self.questions.about([1], [2, 3], [1, 2], self.language.window)
         try:
@@ -106,19 +104,19 @@ class Target:
     async def written(
         self, request: Request, round: int, lease: Lease | None, watched: bool
     ) -> AsyncGenerator[int, None]:
-        """What the target writes behind the answer so far, until whoever adds it to the answer wants no more.
+        """Yield the target's tokens after the answer so far, until the caller stops.
 
         Args:
-            watched: somebody reads it as it comes; else it comes all at once, which costs less.
+            watched: stream the tokens; else they come all at once, which costs less.
 
-        Raises Unavailable where a server ends an answer that has not ended.
+        Raises Unavailable if a server ends an unfinished answer without a token.
         """
         while request.answer.remaining_tokens > 0:
             before = len(request.answer.ids)
             async with aclosing(self._written_once(request, round, lease, watched)) as tokens:
                 async for token in tokens:
                     yield token
-            # A server may have a limit of its own, such as the max_new_tokens of the model's generation_config.json.
+            # A server may have its own limit, such as max_new_tokens in the model's generation_config.json.
             if len(request.answer.ids) == before:
                 raise Unavailable("a target server has ended an answer without a token")
 
@@ -141,15 +139,16 @@ class Target:
 
 
 class ServerModelPair:
-    """
+    """The `ModelPair` of one request over servers.
+
     Args:
-        drafts: who drafts.
-        threshold: for this request.
-        at, draft_at: which of the servers are asked.
+        drafts: source of drafts.
+        threshold: the request's threshold.
+        at, draft_at: leases of the replicas for this request.
         overlap: verify while the draft is written.
         watched: see `Target.written`.
-        falls_back: where the draft or its judge fails, the target writes the rest of the answer (`Request.fallback`);
-            else that is an error.
+        falls_back: if the draft or the judge fails, the target writes the rest of the answer (`Request.fallback`).
+            False: raise the error.
     """
 
     def __init__(
@@ -169,11 +168,11 @@ class ServerModelPair:
         self._target, self._drafts, self._request = target, drafts, request
         self._overlap = overlap
         self._falls_back = falls_back
-        # Handing back ends the target's writing early.
+        # With hand_back, the target's stream ends early.
         self._watched = watched or may_hand_back(request.settings, threshold, round=1)
         self._at, self._draft_at = at, draft_at
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._checks = self._new_checks(round=1)
+        self._verifier = self._new_verifier(round=1)
 
     def max_draft_tokens(self) -> int:
         behind = self._target.language.window - self._target.probe_room - len(self._request.context)
@@ -185,7 +184,7 @@ class ServerModelPair:
             return []
         if not servers.can_judge:
             return self._fall_back(servers.replaced())
-        self._checks = checks = self._new_checks(round)
+        self._verifier = verifier = self._new_verifier(round)
         if isinstance(self._drafts, TextDrafter):
             return self._drafts.propose(request.answer.ids, self.max_draft_tokens()).ids
         writing = self._drafts[1].begin(request.answer.ids, self.max_draft_tokens())
@@ -194,13 +193,13 @@ class ServerModelPair:
         if self._overlap and round == 1 and len(request.context) >= PREFILL:
             self._start(self._read_prompt(list(request.context)))
         reading = self._start(self._read_draft(*self._drafts, writing, round))
-        checks.stop = reading.cancel
+        verifier.stop = reading.cancel
         await asyncio.wait([reading])
         request.stats.draft_forwards += writing.n
-        if checks.failure is not None:
-            return self._fall_back(checks.failure)
-        if checks.broken_at is not None:
-            return checks.draft[: checks.broken_at]
+        if verifier.failure is not None:
+            return self._fall_back(verifier.failure)
+        if verifier.rejected_at is not None:
+            return verifier.draft[: verifier.rejected_at]
         try:
             await reading
         except RequestRejected as error:
@@ -212,19 +211,19 @@ class ServerModelPair:
     async def verify(self, draft: Sequence[int]) -> Scores:
         cuts = self._target.affordable(self._request.context, self.segmenter.cuts(draft))
         try:
-            return Scores(cuts, await self._checks.of(draft, cuts) if cuts else [])
+            return Scores(cuts, await self._verifier.of(draft, cuts) if cuts else [])
         except (ValueError, Failing) as error:
             self._fall_back(error)
             return Scores([], [])
 
     def count_greedy_matches(self, draft: Sequence[int], verdict: Scores, cut: int) -> int:
-        return 0  # over HTTP the target's choices cost one more answer for every token
+        return 0  # over HTTP, the target's choices would cost one response per token
 
     def compact(self, verdict: Scores, kept: Collection[int]) -> Scores:
         return verdict
 
     def commit(self, draft: Sequence[int], verdict: Scores, kept: int) -> None:
-        pass  # the next prompt says it all, and the server finds the blocks that it has
+        pass  # the next prompt holds all state, and the server has its prefix blocks cached
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         async with aclosing(self._target.written(self._request, round, self._at, self._watched)) as tokens:
@@ -233,16 +232,16 @@ class ServerModelPair:
                 yield token
 
     async def close(self) -> None:
-        """Nothing that is still under way is wanted any more."""
+        """Cancel all pending requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _fall_back(self, error: Exception, reason: Fallback | None = None) -> list[int]:
-        """No draft from here on. Raises the error where that is not wanted, or where the target itself is gone.
+        """Let the target write the rest. Raises the error if fallback is off or no target server answers.
 
         Args:
-            reason: None: the draft could not be judged.
+            reason: None: the judge failed.
         """
         gone = reason is None and isinstance(error, Unavailable) and not isinstance(error, Failing)
         if gone or not self._falls_back:
@@ -250,12 +249,12 @@ class ServerModelPair:
         if reason is None:
             reason = "judge_replaced" if isinstance(error, Replaced) else "judge_failed"
         self._request.fallback = reason
-        # A refusal has the server's own sentence, which may quote the request.
-        why = f"a request was refused ({error.status})" if isinstance(error, RequestRejected) else error
+        # The server's own message may quote the request, so it stays out of the log.
+        why = f"a request was rejected ({error.status})" if isinstance(error, RequestRejected) else error
         log.warning("the target answers without a draft (%s): %s", reason, why)
         return []
 
-    def _new_checks(self, round: int) -> Checks:
+    def _new_verifier(self, round: int) -> StreamingVerifier:
         context = self._request.context
         settings = self._request.settings
 
@@ -263,21 +262,21 @@ class ServerModelPair:
             self._request.stats.target_forwards += 1
             return await self._target.validities(context, draft, cuts, self._at)
 
-        # Where the target is to write all the rest, a broken draft goes on: it guesses what is written instead.
+        # If the target writes all the rest, a rejected draft continues: it supplies speculative tokens.
         hands_back = may_hand_back(settings, self.threshold, round)
-        breaks = settings.acceptance == "first_failure" and (hands_back or not self._target.guesses)
+        breaks = settings.acceptance == "first_failure" and (hands_back or not self._target.speculates)
         threshold = self.threshold if breaks else None
         choose = partial(self._target.affordable, context, singly=True)
-        return Checks(ask, self.segmenter, choose, threshold, self._start)
+        return StreamingVerifier(ask, self.segmenter, choose, threshold, self._start)
 
     async def _read_draft(
         self, servers: ReplicaPool | LocalDraft, translation: CrossTokenizerDraft, writing: DraftStream, round: int
     ) -> None:
         asked = server_settings(self._request.settings.draft_sampling, translation.end_ids, "draft", round)
-        if not self._overlap:  # nothing is done with a part of it
+        if not self._overlap:  # only the whole draft is used
             asked |= stop_settings(translation.stop)
         written = servers.written(writing.context, writing.remaining_tokens, asked, self._draft_at, self._overlap)
-        # Without overlap all of it comes at once, which may take long.
+        # Without overlap, the whole draft comes at once, which may take long.
         limit = DRAFT_SILENCE_S if self._overlap and self._falls_back else None
         async with aclosing(written) as pieces:
             while (piece := await _next_piece(pieces, limit)) is not None:
@@ -285,42 +284,41 @@ class ServerModelPair:
                 if writing.is_finished:
                     return
                 if self._overlap:
-                    self._checks.look(writing.text, writing.n, lambda: writing.draft().ids)
+                    self._verifier.update(writing.text, writing.n, lambda: writing.draft().ids)
 
     async def _read_prompt(self, context: list[int]) -> None:
-        with suppress(ValueError, Unavailable):  # whoever needs an answer will ask again
+        with suppress(ValueError, Unavailable):  # later requests report the error
             await self._target.servers.ask({"prompt": context, "max_tokens": 1, "temperature": 0}, self._at)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task that ends with this answer at the latest."""
+        """Start a task that `close` cancels."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         return task
 
 
 async def _next_piece(pieces: AsyncGenerator[list[int], None], limit_s: float | None) -> list[int] | None:
-    """None at the end. Raises Unavailable where nothing comes for so long."""
+    """The next piece, or None at the end. Raises Unavailable after `limit_s` without a piece."""
     try:
         async with asyncio.timeout(limit_s):
             return await anext(pieces, None)
     except TimeoutError as error:
-        raise Unavailable(f"no token of the draft has come for {limit_s:g} s") from error
+        raise Unavailable(f"the draft server sent no token for {limit_s:g} s") from error
 
 
 def stop_settings(stop: Sequence[str]) -> dict[str, Any]:
-    """More of them, for an answer that comes all at once."""
+    """Stop fields of a request whose answer comes all at once."""
     return {"stop": list(stop), "include_stop_str_in_output": True} if stop else {}
 
 
 def end_settings(request: Request) -> dict[str, Any]:
-    """More of them, for an answer that does not end at each end token of the target. vLLM's names and meaning; the
-    server counts from what it writes now."""
+    """End-token fields of a request, with vLLM's names and meaning; the server counts from its first new token."""
     settings: dict[str, Any] = {"ignore_eos": True} if request.settings.ignore_eos else {}
     return settings | ({"min_tokens": request.answer.required} if request.answer.required else {})
 
 
 def server_settings(sampling: Sampling, end_ids: Collection[int], *purpose: object) -> dict[str, Any]:
-    """Fields of a completion request. A server's own defaults, which may come with the model, must not apply."""
+    """Sampling fields of a completion request. They override the defaults of server and model."""
     settings: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -1,7 +1,7 @@
-"""Verifies a draft while it is written: segment by segment as they are complete, one call at a time.
+"""Verify a draft while it is written: complete segments in one call at a time.
 
-While a call is under way, more segments become complete; the next call is about all of them. So a slow target gets few
-calls, and at the end of the draft only what came last is left to ask.
+The next call covers all segments that became complete during the last one. So a slow target gets few calls, and the
+end of the draft leaves only the last segments to verify.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Any
 from parse_infer.judge.cuts import Segmenter
 
 Ask = Callable[[Sequence[int], Sequence[int]], Awaitable[list[float]]]
-"""Validities of a draft (target tokens) at some cuts."""
+"""Returns the validities of a draft (target tokens) at the given cuts."""
 
 # A segment is complete when something other than whitespace follows its end.
 _MAY_END = {"step": re.compile(r"\n\s*\S"), "sentence": re.compile(r"[.!?]\S*\s+\S"), "tokens": re.compile(r"\S")}
-_OVERLAP = 8  # characters: an end may be told by what follows it
+_OVERLAP = 8  # characters to search again: a later character may complete a segment's end
 
 
-class Checks:
-    """Of one draft.
+class StreamingVerifier:
+    """Verifies one draft.
 
     Args:
-        choose: of all cuts of a draft those that are worth asking about while it is written.
-        threshold: the first cut below it ends the draft; None: no cut does.
-        start: makes a task.
+        choose: selects the cuts to verify while the draft is written.
+        threshold: the first cut with a lower validity ends the draft; None: no cut ends it.
+        start: starts a task.
 
     Attributes:
-        draft: what was known of it when `look` was called last.
-        broken_at: the cut that has ended it.
-        failure: why it cannot be judged.
-        stop: called when the draft is broken or cannot be judged.
+        draft: target tokens of the draft at the last `update`.
+        rejected_at: the cut that ended the draft.
+        failure: error of the judge.
+        stop: called when a cut ends the draft or the judge fails.
     """
 
     def __init__(
@@ -45,40 +45,40 @@ class Checks:
         start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self.draft: list[int] = []
-        self.broken_at: int | None = None
+        self.rejected_at: int | None = None
         self.failure: Exception | None = None
         self.stop: Callable[[], object] = lambda: None
         self._ask, self._segmenter, self._choose = ask, segmenter, choose
         self._threshold, self._start = threshold, start
         self._may_end = _MAY_END[segmenter.policy.kind]
-        self._looked = 0  # characters
+        self._searched = 0  # characters
         self._least = segmenter.policy.every if segmenter.policy.kind == "tokens" else 0
-        self._looked_tokens = 0
+        self._searched_tokens = 0
         self._complete: list[int] = []
         self._known: dict[int, float] = {}
-        self._asked: Sequence[int] = ()  # in the call that is under way
+        self._asked: Sequence[int] = ()  # in the current call
         self._asking: asyncio.Task[None] | None = None
 
-    def look(self, text: str, n: int, draft: Callable[[], Sequence[int]]) -> None:
-        """The draft has become longer.
+    def update(self, text: str, n: int, draft: Callable[[], Sequence[int]]) -> None:
+        """Verify newly complete segments of a longer draft.
 
         Args:
-            text: of the draft so far.
-            n: how many tokens that is, of whichever model.
-            draft: its target tokens; called only where a segment may be complete.
+            text: text of the draft so far.
+            n: number of its tokens, of either model.
+            draft: returns its target tokens; called only if a segment may be complete.
         """
-        if n - self._looked_tokens < self._least or not self._may_end.search(text, self._looked):
+        if n - self._searched_tokens < self._least or not self._may_end.search(text, self._searched):
             return
-        self._looked, self._looked_tokens = max(0, len(text.rstrip()) - _OVERLAP), n
+        self._searched, self._searched_tokens = max(0, len(text.rstrip()) - _OVERLAP), n
         self._follow(list(draft()))
         self._complete = self._choose(self._segmenter.cuts(self.draft))[:-1]
         if self._asking is None or self._asking.done():
-            self._asking = self._start(self._ask_on())
+            self._asking = self._start(self._verify_complete())
 
     async def of(self, draft: Sequence[int], cuts: Sequence[int]) -> list[float]:
-        """Validities of the whole draft at all its cuts: what is not known or on its way is asked now.
+        """Validities of the whole draft at all cuts; requests those that are neither known nor pending.
 
-        Raises as asking does, also for what was asked before.
+        Raises the errors of `ask`, also of earlier calls.
         """
         self._follow(list(draft))
         self._complete = []
@@ -91,11 +91,11 @@ class Checks:
         if self.failure is not None:
             raise self.failure
         missing = [cut for cut in cuts if cut not in self._known]
-        if missing:  # the call under way was about tokens that have become others
+        if missing:  # the pending call verified tokens that have changed since
             self._known.update(zip(missing, await self._ask(self.draft, missing), strict=True))
         return [self._known[cut] for cut in cuts]
 
-    async def _ask_on(self) -> None:
+    async def _verify_complete(self) -> None:
         while cuts := [cut for cut in self._complete if cut not in self._known]:
             draft, self._asked = self.draft, cuts
             try:
@@ -109,12 +109,12 @@ class Checks:
                     break
                 self._known[cut] = validity
                 if self._threshold is not None and not validity >= self._threshold:
-                    self.broken_at = cut
+                    self.rejected_at = cut
                     self.stop()
                     return
 
     def _follow(self, draft: list[int]) -> None:
-        """Text that goes on may change how its end is cut into tokens."""
+        """Drop validities of tokens that changed: longer text may tokenize its end differently."""
         pairs = zip(self.draft, draft, strict=False)
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.draft), len(draft)))
         self._known = {cut: validity for cut, validity in self._known.items() if cut <= same}

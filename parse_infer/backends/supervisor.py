@@ -1,4 +1,4 @@
-"""Servers of our own: started, waited for, started again when they die, and gone at the end."""
+"""Supervisor of the servers that PARSE starts: start, readiness, restart and shutdown."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 READY_S = 900.0
-_RESTARTS = 5  # of one server within the time below; then something is wrong with it
+_RESTARTS = 5  # limit per server within _RESTARTS_S
 _RESTARTS_S = 600.0
 _ERROR = re.compile(r"\w+(?:Error|Exception): .+")
 
 
 @dataclass
 class Process:
-    """One server.
+    """One server process.
 
     Attributes:
-        role: for messages: "target" or "draft".
-        command: what runs; `--port` follows.
-        log: the file that it writes to.
+        role: "target" or "draft", for messages.
+        command: command line without `--port`.
+        log: log file.
     """
 
     role: str
@@ -67,7 +67,7 @@ class Process:
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **self.environment},
-                process_group=0,  # of its own, for signals; no session, so that its priority is ours
+                process_group=0,  # an own group for signals, but no session, to keep our priority
             )
         self.started = [at for at in self.started if at > time.monotonic() - _RESTARTS_S] + [time.monotonic()]
 
@@ -84,7 +84,7 @@ class Process:
                 self.guard.stdin.close()
 
     def why(self) -> str:
-        """What its log says about its end: the last error with the lines behind it, or its last lines."""
+        """Quote the log: the last error with the lines after it, or the last lines."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         errors = [found for found in _ERROR.finditer(text) if "root cause" not in found[0]]
         lines = text[errors[-1].start() :].splitlines()[:3] if errors else text.splitlines()[-3:]
@@ -95,12 +95,12 @@ class Supervisor:
     """Supervises servers until `stop`, which also runs when the interpreter ends.
 
     Args:
-        servers: role, command and environment of each.
-        tell: called with a line about what is going on.
-        logs: folder for their logs; None: a temporary one, which stays only where a server has failed.
+        servers: role, command and environment of each server.
+        tell: called with progress lines.
+        logs: folder for logs; None: a temporary folder, kept only after a failure.
 
     Attributes:
-        members: the servers.
+        members: the server processes.
     """
 
     def __init__(
@@ -122,10 +122,11 @@ class Supervisor:
         atexit.register(self.stop)
 
     def start(self, ready_s: float = READY_S) -> None:
-        """Start all of them and wait until they answer.
+        """Start all servers and wait until they answer.
 
         Raises:
-            OSError: one has ended or is not ready after `ready_s`, with what its log says; then none is left.
+            OSError: a server ended or is not ready after `ready_s`; all servers are stopped, and the message quotes
+                the log.
         """
         begun = time.monotonic()
         try:
@@ -141,7 +142,7 @@ class Supervisor:
                     self._tell(f"starting vLLM: {names} ({time.monotonic() - begun:.0f} s)")
                     time.sleep(0.5)
         except BaseException as error:
-            self._temporary = self._temporary and not isinstance(error, OSError)  # it names a log
+            self._temporary = self._temporary and not isinstance(error, OSError)  # the message names a log
             self.stop()
             raise
         threading.Thread(target=self._supervise, name="parse-servers", daemon=True).start()
@@ -150,11 +151,11 @@ class Supervisor:
         return [process.url for process in self.members if process.role == role]
 
     def failure(self) -> str | None:
-        """Why a server will not come back; None while all may."""
+        """Why a server cannot recover; None while all may."""
         return self._failure
 
     def stop(self) -> None:
-        """End all of them; returns when they are gone."""
+        """Stop all servers and wait for their end."""
         self._stopping.set()
         atexit.unregister(self.stop)
         for process in self.members:
@@ -168,11 +169,11 @@ class Supervisor:
     def _check(self, process: Process, seconds: float, ready_s: float) -> None:
         if not process.alive:
             why = process.why()
-            if "address already in use" in why.lower() and len(process.started) < 3:  # somebody was quicker
+            if "address already in use" in why.lower() and len(process.started) < 3:  # another process took the port
                 process.port = 0
                 process.start()
                 return
-            raise OSError(f"the {process.role} server has ended before it was ready: {why}")
+            raise OSError(f"the {process.role} server ended before it was ready: {why}")
         if seconds > ready_s:
             raise OSError(f"the {process.role} server is not ready after {seconds:.0f} s: {process.why()}")
 
@@ -182,9 +183,9 @@ class Supervisor:
                 if process.alive or self._stopping.is_set():
                     continue
                 if len(process.started) > _RESTARTS:
-                    self._failure = f"the {process.role} server has died {_RESTARTS} times: {process.why()}"
+                    self._failure = f"the {process.role} server died {_RESTARTS} times: {process.why()}"
                     continue
-                self._tell(f"the {process.role} server has died and is started again")
+                self._tell(f"the {process.role} server died; restarting it")
                 process.start()
 
 

@@ -1,4 +1,4 @@
-"""A target on vLLM servers, and a draft model on servers or in this process; any number of answers at a time."""
+"""Backend with the target on vLLM servers and the draft model on servers or in this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from parse_infer.request import Request
 from parse_infer.settings import GenerationSettings
 from parse_infer.vllm_plugin.validity_requests import TrainedQuestions
 
-PARALLEL = 64  # answers under way at the same time
+PARALLEL = 64  # concurrent answers
 T = TypeVar("T")
 
 
@@ -61,25 +61,25 @@ def connect_backend(
     """Connect to servers, or start them; the arguments of `ParseEngine.from_pretrained` with backend="vllm".
 
     Args:
-        target_url, draft_url: the servers of each model, one or several. Without any, one is started, and ends with
-            `close`. Target servers run with the plugin and this adapter (`parse_infer.vllm_plugin.options`); with
-            `zero_shot`, any server that returns log-probabilities. A target server that is started without adapter
-            and draft model is a stock server.
-        local_draft: the draft model runs in this process, without a server. None: if it has no address and no options,
-            lies in a folder and has at most 32 MiB of weights, and there is no GPU.
-        target_options, draft_options: more options of vLLM for servers that are started, by their names in `vllm.LLM`.
-        overlap: verify segments while the draft is written; changes no answer. None: unless both models run here on a
-            CPU, whose cores the draft then needs.
-        parallel: answers that `generate` and `collect` keep under way.
-        expected: settings of the requests to come: errors in them are raised before a server is started.
-        tell: called with a line about the servers that are started.
-        api_key: of the servers, also of those that are started; None: the variable VLLM_API_KEY, as vLLM has it.
-        patience_s: how long a request waits while no server answers; None: 2 minutes, and for servers that are
-            started here as long as they may take to start again.
+        target_url, draft_url: addresses of each model's replicas. Without an address, this starts a server that ends
+            with `close`. Target servers run the plugin with this adapter (`parse_infer.vllm_plugin.options`). With
+            `zero_shot`, any server with log-probabilities will do. Without adapter and draft model, this starts a
+            stock target server.
+        local_draft: run the draft model in this process. None: if the draft has no address and no options, is a
+            folder with at most 32 MiB of weights, and there is no GPU.
+        target_options, draft_options: extra vLLM options of started servers, by their names in `vllm.LLM`.
+        overlap: verify segments while the draft is written; changes no answer. None: on, unless both models share
+            the CPU of this machine.
+        parallel: number of concurrent answers in `generate` and `collect`.
+        expected: settings of future requests; errors in them are raised before a server starts.
+        tell: called with progress lines about starting servers.
+        api_key: API key of all servers; None: the environment variable VLLM_API_KEY, as in vLLM.
+        patience_s: how long a request waits while no replica is healthy. None: 2 minutes; for started servers, the
+            time that a restart may take.
 
     Raises:
-        OSError: something is missing, or no server of a model answers.
-        ValueError: parts do not belong together, or a server does not serve what it should.
+        OSError: a file or package is missing, or no server of a model answers.
+        ValueError: parts do not fit together, or a server serves another model or adapter.
     """
     parts = find_parts(
         target,
@@ -120,26 +120,26 @@ def connect_backend(
 
 
 class VLLMBackend:
-    """A `Backend` that keeps nothing of a request: any number of engines may share the servers.
+    """A stateless `Backend`: any number of engines may share the servers.
 
-    Answers are those of a `LocalBackend` with `exact_tail=False`, up to the servers' rounding; sampled answers have
+    Answers equal those of a `LocalBackend` with `exact_tail=False`, up to the servers' rounding. Sampled answers use
     other random numbers.
 
     Args:
-        target: the servers whose quality is kept.
-        draft: the draft model's servers, or the model in this process, and its tokenizer; None if drafts come as text.
+        target: the target's servers and judge.
+        draft: the draft model's replicas or in-process model, with its tokenizer; None: drafts come as text.
         threshold: the judge's calibrated threshold.
         overlap: verify segments while the draft is written.
         models: names of the models; see `describe`.
-        processes: servers that were started for this backend, and end with `close`.
+        processes: servers started for this backend; `close` ends them.
 
     Attributes:
-        falls_back: without a draft server, or where a draft cannot be judged, the target answers alone at once
-            (`Generation.fallback`). False, for measurements: such a request fails, after `patience_s`.
+        falls_back: if no draft server answers or the judge fails, the target answers alone at once
+            (`Generation.fallback`). False (for measurements): such a request fails, after `patience_s`.
     """
 
     adaptive = True
-    deterministic = False  # rounding depends on the requests that a server computes at the same time
+    deterministic = False  # rounding depends on the server's batch
 
     def __init__(
         self,
@@ -169,22 +169,22 @@ class VLLMBackend:
         self._runner = asyncio.Runner()
 
     async def handshake(self) -> None:
-        """Learn what the servers serve, and whether they can judge. Raises as `from_pretrained` does."""
+        """Check models, tokenizers and judges of all servers. Raises as `from_pretrained` does."""
         for servers, language in self._known():
             servers.examine = partial(self._examine, servers, language)
             await servers.handshake()
             language.window = min(language.window, servers.identity.window or language.window)
-        await self.aclose()  # requests may come from another event loop
+        await self.aclose()  # requests may use another event loop
 
     async def _examine(self, servers: ReplicaPool, language: TokenizerSpec, server: Server) -> None:
-        """ValueError where a server that has come, or has come back, is not what it should be."""
+        """Raise ValueError if a new or recovered server has the wrong tokenizer or judge."""
         await servers.identity.check_tokens(language.name, language.tokenizer, server)
         if servers is self._target.servers and isinstance(self._target.questions, TrainedQuestions) and server.judges:
             await self._target.try_judge(server)
 
     @property
     def servers(self) -> dict[str, ReplicaPool]:
-        """By role: "target", and "draft" where servers draft."""
+        """Replicas by role: "target", and "draft" if servers run the draft model."""
         return {servers.role: servers for servers, _ in self._known()}
 
     def _known(self) -> list[tuple[ReplicaPool, TokenizerSpec]]:
@@ -198,15 +198,15 @@ class VLLMBackend:
         return self._target.probe_room
 
     def describe(self) -> dict[str, Any]:
-        """Names only: what a server serves under a name is its operator's responsibility."""
+        """Names of the models. The operator of a server answers for the weights behind a name."""
         return dict(self._models)
 
     def describe_drafters(self) -> dict[str, Any]:
-        """None: a server proposes tokens itself, from a rejected draft."""
+        """Empty: the vLLM server runs its own token proposer, on rejected drafts."""
         return {}
 
     def describe_machine(self) -> dict[str, Any]:
-        """The machine of this process, not of the servers."""
+        """Hardware of this process, not of the servers."""
         return describe_machine(torch.device("cpu"))
 
     def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
@@ -214,7 +214,7 @@ class VLLMBackend:
 
     def require_judge(self) -> Any:
         if self._target.questions is None:
-            raise ValueError("This engine has nothing to judge drafts with: pass adapter=… or zero_shot=True.")
+            raise ValueError("This engine has no judge: pass adapter=… or zero_shot=True.")
         return self._target.questions
 
     def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> Drafts:
@@ -223,23 +223,23 @@ class VLLMBackend:
         if draft_text is not None:
             return TextDrafter(draft_text, self.target, request.prompt)
         if self._drafts is None:
-            raise ValueError("there is no draft model: give one, or a draft_text")
+            raise ValueError("the engine has no draft model: give draft=… or a draft_text")
         servers, language = self._drafts
         stop = request.settings.stop
         return servers, CrossTokenizerDraft(language, self.target, self._shares_tokens, request.prompt, stop)
 
     def uses_draft(self, request: Request, source: Drafts) -> bool:
         threshold = request.settings.threshold
-        assert threshold is not None  # the engine has put in its own
+        assert threshold is not None  # set by the engine
         return self._target.uses_draft(threshold)
 
     async def with_draft(
         self, request: Request, source: Drafts, wrap: PairWrapper, watched: bool
     ) -> AsyncGenerator[Event, None]:
         threshold = request.settings.threshold
-        assert threshold is not None  # the engine has put in its own
-        # A wrapper may give parts of this answer to a request with other settings. So the draft has to be complete and
-        # present, and each of the target's tokens needs a time of its own.
+        assert threshold is not None  # set by the engine
+        # A wrapper may reuse parts of this answer under other settings. It needs the complete draft and one timing
+        # per target token.
         unwrapped = wrap is identity
         falls_back = self.falls_back and unwrapped
         patience_s = 0.0 if falls_back else None
@@ -268,7 +268,7 @@ class VLLMBackend:
                         return
 
     def draft_alone(self, request: Request, speculate: bool) -> AsyncGenerator[Event, None]:
-        raise ValueError("generate_draft needs the local backend: ask the draft model's server itself")
+        raise ValueError("generate_draft needs the local backend: send the request to the draft server instead")
 
     async def judge_text(self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int] | None) -> Scores:
         cuts = self._target.segmenter.cuts(draft) if cuts is None else cuts
@@ -277,9 +277,9 @@ class VLLMBackend:
             return Scores(cuts, await self._target.validities(context, draft, cuts, at))
 
     async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """A chat request that the target's server answers by itself: its completion, or with `stream` its chunks.
+        """Pass a chat request through to a target server: its completion, or with `stream` its chunks.
 
-        Raises OSError where no server answers, and ValueError for what it refuses.
+        Raises OSError if no server answers, and ValueError if the server rejects the request.
         """
         switches = {**self.target.template_options, **fields.get("chat_template_kwargs", {})}
         if switches:
@@ -289,7 +289,7 @@ class VLLMBackend:
                 yield piece
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the backend's own event loop."""
+        """Run a coroutine on this backend's event loop."""
         return self._runner.run(work)
 
     def turn(self) -> AbstractContextManager[Any]:
@@ -300,21 +300,21 @@ class VLLMBackend:
         self.fields(**{**self._target.servers.fields, "cache_salt": uuid.uuid4().hex})
 
     def fields(self, **fields: Any) -> None:
-        """Fields of every request to the servers from now on, such as vLLM's `cache_salt` or `priority`."""
+        """Add fields to all later requests to the servers, such as vLLM's `cache_salt` or `priority`."""
         for servers, _ in self._known():
             servers.fields = fields
 
     async def aclose(self) -> None:
-        """`close` from within the event loop that has asked."""
+        """Close connections and health checks from within the event loop that runs the requests."""
         self._target.servers.close()
         if self._drafts is not None:
             self._drafts[0].close()
         await self._client.close()
 
     def close(self) -> None:
-        """Nothing is asked any more; what was started for this is stopped."""
+        """Close all connections and stop the servers that this backend started."""
         try:
-            with suppress(RuntimeError):  # closed already
+            with suppress(RuntimeError):  # already closed
                 self._runner.run(self.aclose())
                 self._runner.close()
         finally:

@@ -1,6 +1,6 @@
 """The command line: `parse-infer demo | generate | score | serve | bench | eval | calibrate | cost`.
 
-Puts the commands together; a mistake of the user's becomes `error: <sentence>` on standard error and exit code 2.
+A user error prints `error: <sentence>` on standard error and exits with code 2.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Examples:
   parse-infer eval --tasks gsm8k --limit 50
 """
 app = typer.Typer(
-    help=f"Fast generation: a draft model writes, the target checks every prefix in one pass.\n\n{_EXAMPLES}",
+    help=f"Speculative generation: a draft model writes, the target verifies every prefix in one pass.\n\n{_EXAMPLES}",
     rich_markup_mode=None,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,12 +41,12 @@ app = typer.Typer(
 for command in (demo, generate, score, serve, bench, calibrate, cost):
     app.command()(command)
 app.command("eval")(evaluate)
-# Not exported by typer; its module has moved between versions.
+# typer does not export this class, and its module has moved between versions.
 _ClickException: type[Exception] = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code (2 for a mistake of the user's)."""
+    """Run the command line; returns the exit code (2 for a user error)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:  # the reader (head, less) has seen enough
+    except BrokenPipeError:  # the reader (head, less) closed the pipe
         sys.stdout = open(os.devnull, "w")
         return 0
     except _ClickException as error:

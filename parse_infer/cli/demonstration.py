@@ -1,4 +1,4 @@
-"""The demonstration: a few problems, PARSE's answers as they come about, and one table at the end."""
+"""The demonstration: live answers of PARSE to a few problems, and a summary table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = {"target": "target alone", "draft": "draft model alone", "parse": "PARSE
 
 @dataclass
 class Tally:
-    """What one way of answering has added up to."""
+    """Totals of one mode."""
 
     problems: int = 0
     right: int = 0
@@ -53,9 +53,9 @@ def run_demo(
     *,
     max_new_tokens: int = 256,
 ) -> dict[str, Tally]:
-    """Answer every problem with PARSE, live, and with target and draft model alone; print the table.
+    """Answer every problem with PARSE (shown live), the target alone and the draft model alone; print a table.
 
-    All three start from empty caches and are greedy; the time that drawing takes does not count.
+    All three decode greedily from empty caches. Timings exclude the terminal drawing.
 
     Raises:
         ValueError: no problems, or an engine without draft model or judge.
@@ -64,7 +64,7 @@ def run_demo(
         raise ValueError("there are no problems to show: choose another limit")
     settings = GenerationSettings(max_new_tokens)
     modes = make_modes(engine, ("target", "draft"), settings)
-    engine.generate(problems[0].prompt, settings)  # not counted: first calls are slower
+    engine.generate(problems[0].prompt, settings)  # warm-up
     for mode in modes:
         timed(engine, mode, problems[0].prompt)
     tallies = {name: Tally() for name in NAMES}
@@ -89,7 +89,7 @@ def run_demo(
 def watch(
     engine: ParseEngine, prompt: Prompt, settings: GenerationSettings, console: Console
 ) -> tuple[Generation, float]:
-    """Show an answer while it comes about; returns it and the seconds the engine worked for it."""
+    """Show an answer while the engine generates it; returns the answer and the engine's seconds."""
     clear_caches(engine)
     view = AnswerView(engine.threshold if settings.threshold is None else settings.threshold)
     worked, drawn, generation = 0.0, 0.0, None
@@ -111,7 +111,7 @@ def watch(
 
 
 def summary(tallies: dict[str, Tally], acceptance: float) -> Table:
-    """The table: right answers and tokens per second of each way."""
+    """Build the table of right answers and tokens per second of each mode."""
     caption = f"PARSE kept {acceptance:.0%} of the draft."
     table = Table(box=SIMPLE_HEAD, caption=caption, caption_justify="left", padding=(0, 2, 0, 0), pad_edge=False)
     for heading in ("", "right", "tokens/s", "speed-up"):

@@ -1,4 +1,4 @@
-"""The models behind a command: one dataclass, whose fields are options of every command that has a parameter of it."""
+"""Model options that commands share: one dataclass whose fields become command-line options."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from parse_infer.judge.adapter_files import AdapterFiles
     from parse_infer.settings import GenerationSettings
 
-NOBODY = "none"
-# The embedded targets, each with the draft model and the adapter made for it.
+NO_DRAFTER = "none"
+# Draft model and adapter of each embedded target.
 PAIRS = {
     "zoo:target": ("zoo:draft", "zoo:adapter"),
     "zoo:smollm2": ("zoo:smollm2-draft", "zoo:smollm2-adapter"),
@@ -30,77 +30,76 @@ PAIR_NAMES = {"tiny": "zoo:target", "smollm2": "zoo:smollm2"}
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which models, and how they are loaded. The embedded ones stand in for one another only."""
+    """Models of a command and how they are loaded. Defaults exist only for the embedded targets."""
 
     threshold: Annotated[
         float | None,
         typer.Option(
-            help="Keep a prefix whose validity is at least this; no validity is more than 1. Default: the adapter's."
+            help="Accept a prefix whose validity is at least this; above 1 accepts nothing. Default: the adapter's."
         ),
     ] = None
     target: Annotated[
         str | None,
         typer.Option(help="Hugging Face id, folder, GGUF file, smollm2, zoo:target (the default) or zoo:smollm2."),
     ] = None
-    draft: Annotated[str | None, typer.Option(help="Draft model; default: what is embedded for the target.")] = None
-    adapter: Annotated[str | None, typer.Option(help="Trained adapter; default: what is embedded for the target.")] = (
-        None
-    )
+    draft: Annotated[str | None, typer.Option(help="Draft model; default: the embedded target's own.")] = None
+    adapter: Annotated[str | None, typer.Option(help="Trained adapter; default: the embedded target's own.")] = None
     zero_shot: Annotated[
-        bool, typer.Option("--zero-shot", help="No adapter: ask the target itself whether each prefix is right.")
+        bool, typer.Option("--zero-shot", help="No adapter: prompt the target to judge each prefix.")
     ] = False
     calibration: Annotated[
         str | None,
-        typer.Option(help="calibration.json that --risk goes by; default: that in the adapter's folder."),
+        typer.Option(help="calibration.json for --risk; default: the file in the adapter's folder."),
     ] = None
     target_drafter: Annotated[
         str,
         typer.Option(
             metavar="NAME",
-            help="Who guesses tokens of what the target writes; greedy answers stay the same (in float32). auto: the "
-            "draft model, where it is there and its tokens are the target's. none, lookup, draft, eagle3, parallel, "
-            "medusa, or the folder of a head; sizes behind it as in eagle3:tokens=4:top_k=3.",
+            help="Token-level drafter for the text that the target writes; keeps greedy answers (in float32). auto: "
+            "the draft model, if it has the target's tokens. Also none, lookup, draft, eagle3, parallel, medusa, or "
+            "the folder of a head. Sizes follow the name, as in eagle3:tokens=4:top_k=3.",
         ),
     ] = "auto"
     draft_drafter: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The same for what the draft model writes. lookup, parallel, or a folder; default: nobody.",
+            help="Token-level drafter for the text that the draft model writes: lookup, parallel or a folder; "
+            "default: none.",
         ),
     ] = None
     backend: Annotated[
         str,
-        typer.Option(metavar="local|vllm", help="vllm: servers of vLLM, many requests at a time (docs/vllm.md)."),
+        typer.Option(metavar="local|vllm", help="vllm: vLLM servers and concurrent requests (docs/vllm.md)."),
     ] = "local"
     target_url: Annotated[
         list[str] | None,
-        typer.Option(help="Server of the target, for --backend vllm; repeatable. Default: one is started."),
+        typer.Option(help="Target server for --backend vllm; repeatable. Default: start one."),
     ] = None
     draft_url: Annotated[
-        list[str] | None, typer.Option(help="Server of the draft model; repeatable. Default: one is started.")
+        list[str] | None, typer.Option(help="Draft server for --backend vllm; repeatable. Default: start one.")
     ] = None
     local_draft: Annotated[
         bool | None,
         typer.Option(
             "--local-draft/--draft-server",
-            help="With --backend vllm: the draft model runs in this process, or in a server. Default: here if it is "
-            "small (32 MiB) and there is no GPU.",
+            help="With --backend vllm: run the draft model in this process or on a server. Default: in this process "
+            "if it is small (32 MiB) and there is no GPU.",
         ),
     ] = None
     server_key: Annotated[
-        str | None, typer.Option(envvar="VLLM_API_KEY", help="API key of these servers; default: none.")
+        str | None, typer.Option(envvar="VLLM_API_KEY", help="API key of the vLLM servers; default: none.")
     ] = None
     device: Device = None
     dtype: Dtype = "auto"
     template_option: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY=VALUE", help="Switch of the chat templates, for example enable_thinking=false; repeatable."
+            metavar="KEY=VALUE", help="Chat template variable, for example enable_thinking=false; repeatable."
         ),
     ] = None
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with a model.")
+        bool, typer.Option("--trust-remote-code", help="Run the code in a model's repository.")
     ] = False
 
     @property
@@ -109,18 +108,18 @@ class ModelOptions:
 
     @property
     def draft_name(self) -> str:
-        """Raises ValueError where none is given and none is embedded."""
+        """Raises ValueError without a given or embedded draft model."""
         if self.draft is None and self.target_name not in PAIRS:
             raise ValueError(f"the target {self.target!r} needs a draft model of its own: give one with --draft")
         return self.draft or PAIRS[self.target_name][0]
 
     @property
     def adapter_name(self) -> str:
-        """Raises ValueError where none is given and none is embedded."""
+        """Raises ValueError without a given or embedded adapter."""
         if self.adapter is None and self.target_name not in PAIRS:
             raise ValueError(
-                f"the target {self.target!r} needs an adapter of its own: give one with --adapter, or use what needs "
-                "none (--zero-shot, --mode exact, or other --modes of bench)"
+                f"the target {self.target!r} needs an adapter of its own: give one with --adapter, or work without "
+                "adapter (--zero-shot, --mode exact, or other --modes of bench)"
             )
         return self.adapter or PAIRS[self.target_name][1]
 
@@ -132,13 +131,13 @@ class ModelOptions:
         target_options: dict[str, Any] | None = None,
         expected: GenerationSettings | None = None,
     ) -> ParseEngine:
-        """Load what is named or needed; with --backend vllm, servers without an address are started.
+        """Load the named or needed models; --backend vllm starts a server for each model without address.
 
         Args:
-            target_options: more options of vLLM for a target server that is started.
-            expected: settings of the requests to come.
+            target_options: extra vLLM options for a target server that this starts.
+            expected: settings of the future requests.
 
-        Raises ValueError or OSError with one sentence for whatever is missing or does not fit.
+        Raises ValueError or OSError, with a one-sentence message, for missing or mismatched parts.
         """
         served = self.served
         proposes = self.target_drafter.split(":")[0] == "draft" or self.draft_drafter is not None
@@ -150,7 +149,7 @@ class ModelOptions:
             check_dtype(self.dtype)
             options |= {
                 "zero_shot": self.zero_shot,
-                "target_drafter": None if self.target_drafter == NOBODY else self.target_drafter,
+                "target_drafter": None if self.target_drafter == NO_DRAFTER else self.target_drafter,
                 "draft_drafter": self.draft_drafter,
                 "device": check_device(self.device),
                 "dtype": self.dtype,
@@ -173,14 +172,14 @@ class ModelOptions:
         )
 
     def _server_options(self, needs_judge: bool) -> dict[str, Any]:
-        """Raises ValueError for options of the local backend."""
+        """Options of `connect_backend`. Raises ValueError for options of the local backend."""
         for drafter, option in ((self.target_drafter, "--target-drafter"), (self.draft_drafter, "--draft-drafter")):
-            if drafter not in (None, "auto", NOBODY):
-                raise ValueError(f"{option} is for the local engine: give vLLM's server a speculative configuration")
+            if drafter not in (None, "auto", NO_DRAFTER):
+                raise ValueError(f"{option} needs --backend local: configure speculative_config on the vLLM server")
         if self.device is not None or self.dtype != "auto":
-            raise ValueError("--device and --dtype are for the local engine: servers have their own")
+            raise ValueError("--device and --dtype need --backend local: servers choose their own")
         if self.trust_remote_code:
-            raise ValueError("--trust-remote-code is for the local engine: vLLM runs the models that it knows itself")
+            raise ValueError("--trust-remote-code needs --backend local: vLLM has its own model implementations")
         return {
             "zero_shot": self.zero_shot or (not needs_judge and self.adapter is None),
             "target_url": self.target_url or (),
@@ -192,7 +191,7 @@ class ModelOptions:
 
     @property
     def train_problems(self) -> frozenset[str]:
-        """Hashes of the prompts that the adapter was trained on, as far as it lists them."""
+        """Hashes of the adapter's training prompts, if the adapter lists them."""
         files = self._adapter_files()
         return frozenset() if files is None else files.train_problems
 
@@ -204,7 +203,7 @@ class ModelOptions:
         return None if adapter is None else read_adapter(resolve(adapter))
 
     def describe_servers(self) -> dict[str, Any]:
-        """What answers over vLLM, and where, as far as can be told before any server is there."""
+        """Models and addresses of --backend vllm, as known before any server runs."""
         files = self._adapter_files()
         return {
             "target": self.target_name,
@@ -219,13 +218,13 @@ class ModelOptions:
 
     @property
     def served(self) -> bool:
-        """Whether servers answer. Raises ValueError for an unknown backend, and for addresses that nobody uses."""
+        """Whether the backend is vllm. Raises ValueError for an unknown backend or for unused server options."""
         if self.backend not in ("local", "vllm"):
             raise ValueError(f"--backend is {self.backend!r}; choose local or vllm")
         if self.backend == "local" and (self.target_url or self.draft_url):
-            raise ValueError("--target-url and --draft-url are for --backend vllm: give that too")
+            raise ValueError("--target-url and --draft-url need --backend vllm")
         if self.backend == "local" and self.local_draft is not None:
-            raise ValueError("--local-draft and --draft-server are for --backend vllm: give that too")
+            raise ValueError("--local-draft and --draft-server need --backend vllm")
         return self.backend == "vllm"
 
 
@@ -236,7 +235,7 @@ LOCAL_ONLY: dict[str, Any] = {
     "local_draft": None,
     "server_key": None,
 }
-"""For `with_models`, of commands that look into the models."""
+"""Fixed options (see `with_models`) of commands that need the local backend."""
 
 
 def _quiet() -> None:
@@ -247,7 +246,7 @@ def _quiet() -> None:
 
 
 def progress(line: str) -> None:
-    """On standard error; what is only for those who wait, on a terminal, where the next line takes its place."""
+    """Print a line on standard error; "starting …" lines only on a terminal, where the next line overwrites them."""
     if not line.startswith("starting"):
         print(line, file=sys.stderr, flush=True)
     elif sys.stderr.isatty():
@@ -255,9 +254,9 @@ def progress(line: str) -> None:
 
 
 def of_pair(models: ModelOptions, pair: str) -> ModelOptions:
-    """`models` with the embedded target called `pair` ("tiny" or "smollm2").
+    """Replace the target by the embedded target of `pair` ("tiny" or "smollm2").
 
-    Raises ValueError for another name, or a target that is given beside it.
+    Raises ValueError for another name, or if `models` names a target too.
     """
     if pair not in PAIR_NAMES:
         raise ValueError(f"unknown pair {pair!r}; {suggestion(pair, PAIR_NAMES)}")
@@ -267,7 +266,7 @@ def of_pair(models: ModelOptions, pair: str) -> ModelOptions:
 
 
 def with_models(**fixed: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turns a command's parameter `models: ModelOptions` into an option for each field that is not `fixed` for it."""
+    """Replace a command's parameter `models: ModelOptions` by one option per field that is not in `fixed`."""
     hints = get_type_hints(ModelOptions, include_extras=True)
     offered = [f for f in fields(ModelOptions) if f.name not in fixed]
 

@@ -1,4 +1,4 @@
-"""Options that several commands have, and how their texts are read."""
+"""Options that several commands share, and their parsers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import typer
 if TYPE_CHECKING:
     import torch
 
-Device = Annotated[str | None, typer.Option(help="For example cpu or cuda:0; default: a GPU if there is one.")]
+RESULTS_HELP = "Folder for results; an interrupted run continues there."
+Device = Annotated[str | None, typer.Option(help="For example cpu or cuda:0; default: a GPU if available.")]
 Dtype = Annotated[
     str, typer.Option(help="float32, bfloat16, float16, or auto: as saved, but float32 on CPUs slow in 16 bits.")
 ]
@@ -19,29 +20,30 @@ TaskName = Annotated[str, typer.Option(help="gsm_symbolic, gsm8k, reasoning_gym,
 TaskOptions = Annotated[
     list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task, such as path=…; repeatable.")
 ]
-MaxNewTokens = Annotated[int, typer.Option(help="Most tokens an answer may have, end token included.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Token limit of an answer, end token included.")]
 Resume = Annotated[
     str | None,
     typer.Option(
         metavar="finish|hand_back",
-        help="After a rejected draft the target writes the rest, or one segment at a time; default: the engine's.",
+        help="After a rejected draft, the target writes the rest (finish) or one segment (hand_back); default: the "
+        "engine's.",
     ),
 ]
 Adaptive = Annotated[
     bool | None,
-    typer.Option(help="The target answers alone while that is measured to be faster; default: with --backend vllm."),
+    typer.Option(help="Let the target answer alone while that measures faster; default: on for --backend vllm."),
 ]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """Those that are not None: for the others the library's own defaults apply."""
+    """Drop the values that are None, so that the library's defaults apply."""
     return {key: value for key, value in values.items() if value is not None}
 
 
 def read_pairs(pairs: Sequence[str] | None, option: str) -> dict[str, Any]:
-    """`["a=1", "b=text"]` -> `{"a": 1, "b": "text"}`; values are JSON where they can be, else text.
+    """Parse `["a=1", "b=text"]` into `{"a": 1, "b": "text"}`; values that are not JSON stay text.
 
     Raises ValueError for an entry without a key or "=".
     """
@@ -58,7 +60,7 @@ def read_pairs(pairs: Sequence[str] | None, option: str) -> dict[str, Any]:
 
 
 def read_numbers(text: str, option: str) -> tuple[float, ...]:
-    """`"0.5,0.9"` -> `(0.5, 0.9)`; "none" and "" are no numbers. Raises ValueError for anything else."""
+    """Parse `"0.5,0.9"` into `(0.5, 0.9)`, and "none" or "" into `()`. Raises ValueError for anything else."""
     if text.strip().lower() in ("", "none"):
         return ()
     try:
@@ -68,12 +70,12 @@ def read_numbers(text: str, option: str) -> tuple[float, ...]:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One line of JSON on standard output, at once."""
+    """Print one line of JSON and flush standard output."""
     print(json.dumps(value, ensure_ascii=False), flush=True)
 
 
 def placement(device: str | None, dtype: str) -> tuple[torch.device, torch.dtype]:
-    """Where random weights go and what they are: a GPU and bfloat16 if there is one, else the CPU and float32."""
+    """Device and dtype of random weights. Defaults: a GPU with bfloat16 if available, else the CPU with float32."""
     import torch
 
     check_dtype(dtype)
@@ -98,7 +100,7 @@ def check_device(device: str | None) -> str | None:
     except RuntimeError:
         raise ValueError(f"unknown device {device!r}; for example cpu, cuda or cuda:1") from None
     if kind == "meta":
-        raise ValueError("device 'meta' has no weights to compute with; for example cpu, cuda or cuda:1")
+        raise ValueError("device 'meta' holds no weights; choose cpu, cuda or cuda:1, for example")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} was asked for, but PyTorch finds no GPU: use --device cpu")
+        raise ValueError(f"device {device!r} is not available: PyTorch finds no GPU; use --device cpu")
     return device

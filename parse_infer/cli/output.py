@@ -1,4 +1,4 @@
-"""Answers to rows of prompts: on the terminal, as JSON, or in a folder where an interrupted run goes on."""
+"""Output of `parse-infer generate`: on the terminal, as JSON, or in a folder where an interrupted run continues."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AnswerRecord:
     """One line of an answer file."""
 
     row: int
-    """In the file of prompts, from 0."""
+    """Line in the file of prompts, from 0."""
     id: Any
     answer: dict[str, Any]
 
@@ -38,7 +38,7 @@ class AnswerRecord:
 
 
 def print_answers(engine: ParseEngine, rows: Sequence[PromptRow], settings: GenerationSettings, as_json: bool) -> None:
-    """Each answer when it is complete, in the order of the rows."""
+    """Print each complete answer, in the order of the rows."""
     out = Console(highlight=False, soft_wrap=True)
     for number, (row, generation) in enumerate(zip(rows, _generations(engine, rows, settings), strict=True)):
         if as_json:
@@ -53,7 +53,7 @@ def print_answers(engine: ParseEngine, rows: Sequence[PromptRow], settings: Gene
 def stream_answers(
     engine: ParseEngine, rows: Sequence[PromptRow], settings: GenerationSettings, as_json: bool
 ) -> None:
-    """Text, or with `as_json` events, as they come; one answer after the other."""
+    """Print text, or events with `as_json`, while the engine generates one answer after the other."""
     out = Console(highlight=False, soft_wrap=True)
     for number, row in enumerate(rows):
         if number and not as_json:
@@ -76,9 +76,9 @@ def answer_file(
     settings: GenerationSettings,
     folder: str,
 ) -> None:
-    """Write the answers into `records.jsonl` of the folder, in order, each as soon as those before it are there.
+    """Append each answer to `records.jsonl` of the folder, in the order of the rows.
 
-    Raises ValueError for a folder with answers to other prompts, of other models or with other settings.
+    Raises ValueError for a folder that holds answers to other prompts, or from other models or settings.
     """
     prompts = json.dumps([[row.prompt, row.id, row.draft] for row in rows]).encode()
     config = {

@@ -1,5 +1,4 @@
-"""The problems of a task, for the commands that need some: the one place where `parse_infer` reaches for `data_tools`,
-and only when such a command runs."""
+"""Problems of a task. Imports `data_tools` only when a command needs problems."""
 
 from __future__ import annotations
 
@@ -12,16 +11,16 @@ from parse_infer.cli.options import read_pairs
 
 
 def open_task(name: str, task_options: Sequence[str] | None = None) -> Any:
-    """A task of `data_tools` with KEY=VALUE options; ValueError for an unknown one, or a value of another type."""
+    """Load a task of `data_tools` with KEY=VALUE options. Raises ValueError for an unknown name or a bad value."""
     from data_tools.tasks.registry import load_task
 
     return load_task(name, **read_pairs(task_options, "--task-option"))
 
 
 def take_problems(task: Any, split: str, seed: int, limit: int) -> list[Any]:
-    """The first problems of a split; fewer than `limit` if it has no more.
+    """Take the first problems of a split, at most `limit`.
 
-    Raises ValueError for none, or an unknown split.
+    Raises ValueError for an empty or unknown split.
     """
     from data_tools.tasks.task import check_split
 
@@ -30,5 +29,5 @@ def take_problems(task: Any, split: str, seed: int, limit: int) -> list[Any]:
     if not problems:
         raise ValueError(f"task {task.name} has no {split} problems")
     if len(problems) < limit:
-        print(f"note: task {task.name} has {len(problems)} {split} problems, not {limit}", file=sys.stderr)
+        print(f"note: task {task.name} has only {len(problems)} {split} problems, not {limit}", file=sys.stderr)
     return problems

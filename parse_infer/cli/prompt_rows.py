@@ -1,4 +1,4 @@
-"""Prompts from a jsonl file or from standard input, checked as a whole before any of them is run."""
+"""Prompts from a jsonl file or standard input. All rows are validated before the first one runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One line of a jsonl file: `prompt` (text or chat messages), and what else a command asks for."""
+    """One line of a jsonl file: `prompt` (text or chat messages) and the other fields of a command."""
 
     place: str
-    """File and line, for messages."""
+    """File and line, for error messages."""
     prompt: Prompt
     id: Any = None
     draft: str | None = None
@@ -27,12 +27,12 @@ class PromptRow:
 
     @property
     def labels(self) -> dict[str, Any]:
-        """What marks this row in JSON output."""
+        """Fields that identify this row in JSON output."""
         return {} if self.id is None else {"id": self.id}
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """Put file and line in front of the ValueErrors of the block."""
+        """Prefix the ValueErrors of the block with file and line."""
         try:
             yield
         except ValueError as error:
@@ -40,11 +40,11 @@ class PromptRow:
 
 
 def read_prompt_rows(source: str, required: Sequence[str] = ("prompt",)) -> list[PromptRow]:
-    """All rows of a jsonl file ("-": standard input) with the keys `prompt`, and optionally `id`, `draft`, `response`.
+    """Read a jsonl file ("-": standard input) with the key `prompt` and optionally `id`, `draft`, `response`.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a malformed line, a key that is missing or of another type, or no rows; names file and line.
+        FileNotFoundError: the file does not exist.
+        ValueError: a malformed line, a missing or mistyped key, or no rows; the message names file and line.
     """
     rows = []
     name = "standard input" if source == STDIN else source
@@ -52,12 +52,12 @@ def read_prompt_rows(source: str, required: Sequence[str] = ("prompt",)) -> list
         _check_types(place, row)
         rows.append(PromptRow(place, row["prompt"], row.get("id"), row.get("draft"), row.get("response")))
     if not rows:
-        raise ValueError(f"{name} has no rows: write one JSON object a line")
+        raise ValueError(f"{name} has no rows: write one JSON object per line")
     return rows
 
 
 def check_prompts(target: TokenizerSpec, rows: Sequence[PromptRow]) -> None:
-    """Raise ValueError for a prompt that cannot be run, before the first one is."""
+    """Raise ValueError for a prompt that the target's chat template cannot render."""
     for row in rows:
         with row.located():
             target.render(row.prompt)

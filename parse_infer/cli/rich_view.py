@@ -1,7 +1,7 @@
-"""Answers on a terminal: who wrote what, what was dropped, and how valid it was found.
+"""Answers on a terminal: author, acceptance and validity of each stretch of text.
 
-Three colours: accepted draft text is green, rejected draft text red, the target's text cyan. The first column says the
-same in words, for pipes and for eyes that do not tell the colours apart.
+Accepted draft text is green, rejected draft text red, the target's text cyan. The first column says the same in words,
+for pipes and colour-blind readers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LABELS: dict[Kind, str] = {
 
 @dataclass
 class Row:
-    """A stretch of text of one kind; `validity` is that of the prefix that ends with it."""
+    """A stretch of text of one kind; `validity` belongs to the prefix that ends with this text."""
 
     kind: Kind
     text: str
@@ -43,10 +43,10 @@ class Row:
 
 
 class AnswerView:
-    """What the events of `ParseEngine.stream` add up to; a rich renderable at any moment.
+    """Rich renderable of an answer, updated by the events of `ParseEngine.stream`.
 
     Args:
-        threshold: draft text below it that was kept all the same is shown as "=": the target would have written it.
+        threshold: kept draft text with a lower validity is shown as "=": it equals the target's own choice.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -69,7 +69,7 @@ class AnswerView:
         return _grid([*self.rows, *self._pending])
 
     def _decide(self, kept: int) -> None:
-        """Split what was pending after its first `kept` characters."""
+        """Accept the first `kept` characters of the pending rows and reject the rest."""
         for row in self._pending:
             mine, kept = min(kept, len(row.text)), max(0, kept - len(row.text))
             if mine == len(row.text):
@@ -82,7 +82,7 @@ class AnswerView:
         self._pending = []
 
     def _extend(self, text: str) -> None:
-        """The target's text, a row per line."""
+        """Append the target's text, one row per line."""
         for line in text.splitlines(keepends=True):
             last = self.rows[-1] if self.rows else None
             if last is not None and last.kind == "target" and not last.text.endswith("\n"):
@@ -92,11 +92,11 @@ class AnswerView:
 
 
 def legend() -> Text:
-    """What labels and colours mean."""
+    """Explain labels and colours."""
     meanings: tuple[tuple[Kind, str], ...] = (
-        ("accepted", "kept: found valid"),
-        ("exact", "kept: the target's own choice"),
-        ("rejected", "dropped"),
+        ("accepted", "accepted: valid"),
+        ("exact", "accepted: the target's own choice"),
+        ("rejected", "rejected"),
         ("target", "written by the target"),
     )
     parts = [(f"{LABELS[kind]} {meaning}", STYLES[kind]) for kind, meaning in meanings]
@@ -104,7 +104,7 @@ def legend() -> Text:
 
 
 def coloured_spans(spans: Sequence[Span]) -> Text:
-    """An answer as running text in the colours of its authors; without colours it is the answer itself."""
+    """Colour an answer by author; the plain text stays the answer itself."""
     text = Text()
     for span in spans:
         text.append(span.text, STYLES["accepted" if span.source == "draft" else "target"])
@@ -112,7 +112,7 @@ def coloured_spans(spans: Sequence[Span]) -> Text:
 
 
 def score_table(score: Score) -> Table:
-    """The segments of a scored response, with the first one below the threshold marked."""
+    """Build the table of a scored response's segments; it marks the first segment below the threshold."""
     holds = [s.validity >= score.threshold for s in score.segments]
     rows = [
         Row("accepted" if ok else "rejected", s.text, s.validity) for s, ok in zip(score.segments, holds, strict=True)

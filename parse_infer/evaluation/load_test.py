@@ -77,7 +77,7 @@ class Cell:
         return self.way, self.clients, self.turn
 
 
-def check_ways(names: Sequence[str], target: str, starts: bool = True) -> None:
+def check_modes(names: Sequence[str], target: str, starts: bool = True) -> None:
     """ValueError for an unknown way, one that this target has no head for, or one that needs a server to be started
     for it while none is (`starts`)."""
     for name in names:

@@ -1,4 +1,4 @@
-"""`parse-infer bench`: the modes of `parse_infer.evaluation` on the problems of a task."""
+"""`parse-infer bench`: compare the modes of `parse_infer.evaluation` on the problems of a task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from parse_infer.cli import options
-from parse_infer.cli.model_options import NOBODY, ModelOptions, progress, with_models
+from parse_infer.cli.model_options import NO_DRAFTER, ModelOptions, progress, with_models
 from parse_infer.cli.options import given, read_numbers
 from parse_infer.cli.problems import open_task, take_problems
 
@@ -20,36 +20,38 @@ if TYPE_CHECKING:
     from parse_infer.settings import GenerationSettings
 
 
-# Modes name their own guesses and judge.
-@with_models(target_drafter=NOBODY, draft_drafter=None, zero_shot=False, calibration=None)
+# A mode names its own token proposer and judge.
+@with_models(target_drafter=NO_DRAFTER, draft_drafter=None, zero_shot=False, calibration=None)
 def bench(
     models: ModelOptions,
     task: options.TaskName = "gsm_symbolic",
     task_option: options.TaskOptions = None,
     split: Annotated[
         str,
-        typer.Option(metavar="test|validation|train", help="Which problems: look for settings on validation ones."),
+        typer.Option(metavar="test|validation|train", help="Split of the task; tune settings on validation."),
     ] = "test",
     limit: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 300,
-    seed: Annotated[int, typer.Option(min=0, help="Which problems; also the bootstrap's seed.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the problem selection and of the bootstrap.")] = 0,
     modes: Annotated[str | None, typer.Option(metavar="A,B,…", help="Default: the first seven below.")] = None,
-    out: Annotated[str, typer.Option(metavar="DIR", help="Results; a run continues there.")] = "runs/bench",
+    out: Annotated[str, typer.Option(metavar="DIR", help=options.RESULTS_HELP)] = "runs/bench",
     max_new_tokens: options.MaxNewTokens = 256,
-    zero_shot_threshold: Annotated[float | None, typer.Option(help="For the zero-shot judge; default 0.5.")] = None,
+    zero_shot_threshold: Annotated[
+        float | None, typer.Option(help="Threshold of the zero-shot judge; default 0.5.")
+    ] = None,
     resume: options.Resume = None,
     thresholds: Annotated[
         str | None, typer.Option(metavar="A,B,…|none", help="Thresholds of the figure; default: 0.05 to 0.99.")
     ] = None,
-    sweep_limit: Annotated[int, typer.Option(min=0, help="Run the figure's thresholds on this many problems.")] = 100,
+    sweep_limit: Annotated[int, typer.Option(min=0, help="Number of problems for the figure's thresholds.")] = 100,
     repeats: Annotated[
         int,
         typer.Option(
-            min=1, help="Runs per problem and mode: the median time counts. With --clients: turns of all modes."
+            min=1, help="Runs per problem and mode; tables use the median time. With --clients: runs of all modes."
         ),
     ] = 1,
     clients: Annotated[
         str | None,
-        typer.Option(metavar="A,B,…", help="With --backend vllm: so many at a time; default: 1,4,16,32."),
+        typer.Option(metavar="A,B,…", help="With --backend vllm: numbers of concurrent clients; default: 1,4,16,32."),
     ] = None,
 ) -> None:
     """Compare PARSE with the target alone, the draft model alone, sequential and token-level speculation.
@@ -60,27 +62,27 @@ def bench(
     Modes:
       target            the target alone
       draft             the draft model alone
-      target+draft      the target, its tokens guessed by the draft model: lossless speculation
+      target+draft      lossless speculative decoding: the draft model proposes the target's tokens
       assisted          transformers' assisted generation with the same draft model
-      sequential        one segment at a time, each verified before the next (SpecReason), with PARSE's guesses
-      parse             PARSE as it comes: trained adapter, the draft model guesses what the target writes
-      parse-zero-shot   the same, the target itself asked whether each prefix is right
+      sequential        verify each segment before drafting the next (SpecReason), with PARSE's token proposer
+      parse             PARSE with its defaults: trained adapter, the draft model as token proposer
+      parse-zero-shot   PARSE without adapter: the prompt asks the target whether each prefix is right
       transformers      the target alone in transformers' own decode loop
-      target+NAME       the target, its tokens guessed by lookup, draft, eagle3, parallel, medusa or a folder
-      parse:hand_back   PARSE with this --resume, whatever that option says; also parse:finish
-      parse:adaptive    PARSE; the target answers alone while that is measured to be faster
-      parse+NAME        PARSE with such guesses for what the target writes; parse+none: with nobody's
-      parse+NAME+NAME   the same, and the second for what the draft model writes
+      target+NAME       the target with the token proposer lookup, draft, eagle3, parallel, medusa or a folder
+      parse:hand_back   PARSE with this resume mode, which overrides --resume; also parse:finish
+      parse:adaptive    PARSE; the target answers alone while measurements say that this is faster
+      parse+NAME        PARSE with this token proposer for the target; parse+none: without any
+      parse+NAME+NAME   PARSE with token proposers for the target (first) and the draft model (second)
 
     \b
-    Sizes stand behind a name:
+    Sizes follow a name:
       target+draft:tokens=12:confidence=0.3, parse+eagle3:tokens=4:top_k=3
-      assisted:tokens=12:confidence=0.3:schedule=heuristic (without: transformers' own)
+      assisted:tokens=12:confidence=0.3:schedule=heuristic (default: transformers' own)
 
     \b
     Modes with --backend vllm (clients.json, clients.md, clients.png):
-      target, target+ngram, target+eagle3, target+parallel (vLLM's own; sizes as in
-      target+ngram:tokens=5), parse, parse:hand_back, parse:adaptive
+      target, parse, parse:hand_back, parse:adaptive
+      target+ngram, target+eagle3, target+parallel: vLLM's own speculative decoding; sizes as in target+ngram:tokens=5
 
     \b
     Examples:
@@ -97,14 +99,16 @@ def bench(
             raise ValueError("--thresholds, --sweep-limit and --zero-shot-threshold are for --backend local")
         problems = take_problems(loaded_task, split, seed, limit)
         name = f"{' '.join([task, *(task_option or ())])}, {split} split, seed {seed}"
-        ways = names or ("target", "parse", "parse:adaptive")
+        load_modes = names or ("target", "parse", "parse:adaptive")
         from parse_infer.settings import GenerationSettings
 
         answered = GenerationSettings(max_new_tokens, models.threshold, **given(resume=resume))
-        _bench_clients(models, ways, clients or "1,4,16,32", problems, loaded_task.check, out, answered, repeats, name)
+        _bench_clients(
+            models, load_modes, clients or "1,4,16,32", problems, loaded_task.check, out, answered, repeats, name
+        )
         return
     if clients is not None:
-        raise ValueError("--clients is for --backend vllm, the local engine answers one at a time: give that too")
+        raise ValueError("--clients needs --backend vllm: the local backend answers one request at a time")
     from parse_infer.evaluation.mode_names import DEFAULT_MODES, base_of, check_guides, needs
     from parse_infer.evaluation.run import THRESHOLDS, BenchSettings, run_bench
     from parse_infer.evaluation.tables import acceptance_note, terminal_tables
@@ -144,7 +148,7 @@ def bench(
 
 def _bench_clients(
     models: ModelOptions,
-    ways: tuple[str, ...],
+    modes: tuple[str, ...],
     clients: str,
     problems: Sequence[Any],
     check: Callable[[Any, str], bool | None],
@@ -155,15 +159,15 @@ def _bench_clients(
 ) -> None:
     import torch
 
-    from parse_infer.evaluation.load_test import check_ways, run_clients, table
+    from parse_infer.evaluation.load_test import check_modes, run_clients, table
     from parse_infer.held_out import leave_out_learnt
     from parse_infer.models.environment import describe_machine
 
     parts = [part.strip() for part in clients.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
         raise ValueError(f"--clients is {clients!r}; give whole numbers of at least 1, such as 1,4,16")
-    check_ways(ways, models.target_name, starts=not models.target_url)
-    if any(way.startswith("parse") for way in ways):
+    check_modes(modes, models.target_name, starts=not models.target_url)
+    if any(mode.startswith("parse") for mode in modes):
         problems = leave_out_learnt(problems, models.train_problems)
     alone = replace(models, draft=None, adapter=None, draft_url=None, local_draft=None)
 
@@ -172,12 +176,12 @@ def _bench_clients(
             return alone.load(needs_draft=False, needs_judge=False, target_options=options)
         return models.load(target_options=options)
 
-    machine = {"coordinator": describe_machine(torch.device("cpu"))}  # servers elsewhere do not tell theirs
+    machine = {"coordinator": describe_machine(torch.device("cpu"))}  # remote servers do not report their hardware
     baseline = "the servers of --target-url" if models.target_url else "a stock server of vLLM"
     try:
         results = run_clients(
             connect,
-            ways,
+            modes,
             [int(part) for part in parts],
             problems,
             check,
@@ -196,11 +200,11 @@ def _bench_clients(
 
 
 def _possible(modes: tuple[str, ...], engine: ParseEngine) -> tuple[str, ...]:
-    """Without what needs a draft model whose tokens are the target's, where they are not."""
+    """Drop the speculation mode where draft model and target have different tokens."""
     from parse_infer.evaluation.mode_names import SPECULATION
     from parse_infer.models.token_map import token_map
 
     if engine.draft is None or token_map(engine.draft.tokenizer, engine.target.tokenizer) is not None:
         return modes
-    print(f"note: {SPECULATION} is left out, the two models have different tokens", file=sys.stderr)
+    print(f"note: skipping {SPECULATION}: the two models have different tokens", file=sys.stderr)
     return tuple(mode for mode in modes if mode != SPECULATION)

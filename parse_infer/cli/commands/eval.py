@@ -1,4 +1,4 @@
-"""`parse-infer eval`: lm-eval's tasks, accuracy beside speed."""
+"""`parse-infer eval`: accuracy and speed on lm-eval's tasks."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ def evaluate(
     ],
     limit: Annotated[int | None, typer.Option(min=1, help="Problems of each task; default: all.")] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(min=0, help="Examples in each prompt; default: the task's own number.")
+        int | None, typer.Option(min=0, help="Few-shot examples in each prompt; default: the task's own number.")
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens an answer may have; default: the task's own number.")
+        int | None, typer.Option(min=1, help="Token limit of an answer; default: the task's own.")
     ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TASK=FILE",
-            help="A jsonl file instead of the data set on the Hugging Face Hub, with the same columns; "
-            "TASK:SPLIT=FILE for another split, such as that of the examples. Repeatable.",
+            help="jsonl file that replaces a task's Hugging Face dataset; same columns. TASK:SPLIT=FILE replaces "
+            "another split, such as that of the few-shot examples. Repeatable.",
         ),
     ] = None,
     apply_chat_template: Annotated[
         bool | None,
         typer.Option(
             "--apply-chat-template/--no-apply-chat-template",
-            help="Prompts as chat messages; default: where the target has a chat template.",
+            help="Send prompts as chat messages; default: if the target has a chat template.",
         ),
     ] = None,
     resume: options.Resume = None,
     confirm_run_unsafe_code: Annotated[
-        bool, typer.Option("--confirm-run-unsafe-code", help="Let lm-eval run code that the models write.")
+        bool, typer.Option("--confirm-run-unsafe-code", help="Let lm-eval execute code that the models write.")
     ] = False,
-    out: Annotated[str, typer.Option(metavar="DIR", help="Results; a run continues there.")] = "runs/eval",
+    out: Annotated[str, typer.Option(metavar="DIR", help=options.RESULTS_HELP)] = "runs/eval",
 ) -> None:
     """Compare PARSE with the target alone on tasks of EleutherAI's lm-eval: accuracy and speed-up side by side.
 
-    Writes results.json and results.md; an interrupted run continues with the same command, and other tasks or more
-    problems may join it.
+    Writes results.json and results.md. An interrupted run continues with the same command, also with more tasks or
+    problems.
 
     \b
-    The published benchmarks, by the names of lm-eval's tasks that generate:
+    The published benchmarks, as generative tasks of lm-eval:
       gsm8k, minerva_math, mmlu_pro, humaneval_plus, mbpp_plus
       mmlu              mmlu_cot_llama
       gpqa              gpqa_diamond_cot_zeroshot
-      mt_bench          the first questions: speed and agreement with the target only, since no judge is asked
+      mt_bench          first turns only: speed and agreement with the target, without an LLM judge
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`parse-infer generate`: answers to one prompt or to a file of them."""
+"""`parse-infer generate`: answer one prompt or a file of prompts."""
 
 from __future__ import annotations
 
@@ -18,35 +18,45 @@ if TYPE_CHECKING:
 @with_models()
 def generate(
     models: ModelOptions,
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; without one, --file or standard input.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; default: --file or standard input.")] = None,
     file: Annotated[
         str | None, typer.Option(help='jsonl with "prompt" (text or messages), "id", "draft"; - is standard input.')
     ] = None,
-    draft_text: Annotated[str | None, typer.Option(help="Check this draft instead of the draft model's.")] = None,
+    draft_text: Annotated[str | None, typer.Option(help="Verify this draft instead of the draft model's.")] = None,
     risk: Annotated[
         float | None,
-        typer.Option(help="Instead of a threshold: at most this share of requests lost, as calibrate has shown."),
+        typer.Option(help="Largest share of lost requests, by the calibration; replaces --threshold."),
     ] = None,
     mode: Annotated[
-        str, typer.Option(metavar="validity|exact", help="exact: only the target's own greedy tokens (in float32).")
+        str, typer.Option(metavar="validity|exact", help="exact: keep only the target's greedy tokens (in float32).")
     ] = "validity",
     acceptance: Annotated[
-        str, typer.Option(metavar="first_failure|longest", help="Up to the first failing cut, or to the last valid.")
+        str,
+        typer.Option(
+            metavar="first_failure|longest", help="Keep the draft up to the first failing cut or the last valid cut."
+        ),
     ] = "first_failure",
     resume: options.Resume = None,
-    exact_tail: Annotated[bool, typer.Option(help="Use draft tokens that equal the target's choice.")] = True,
+    exact_tail: Annotated[
+        bool,
+        typer.Option(help="After the accepted cut, also keep draft tokens that equal the target's greedy choice."),
+    ] = True,
     max_new_tokens: options.MaxNewTokens = 512,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer after this text; repeatable.")] = None,
-    temperature: Annotated[float, typer.Option(help="The target's sampling temperature; 0 is greedy.")] = 0.0,
-    draft_temperature: Annotated[float, typer.Option(help="The draft model's; 0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling, for both.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature of the target; 0 is greedy.")] = 0.0,
+    draft_temperature: Annotated[
+        float, typer.Option(help="Sampling temperature of the draft model; 0 is greedy.")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling of both models.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Sampling seed.")] = None,
     adaptive: options.Adaptive = None,
     out: Annotated[
         str | None,
-        typer.Option(help="With --file: folder for the answers (records.jsonl); an interrupted run goes on there."),
+        typer.Option(help="With --file: folder for records.jsonl; an interrupted run continues there."),
     ] = None,
-    stream: Annotated[bool, typer.Option("--stream", help="Write text (with --json: events) as it comes.")] = False,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print text while it is generated; with --json: events.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer.")] = False,
 ) -> None:
     """Answer a prompt, or every prompt of a jsonl file.
@@ -83,9 +93,9 @@ def generate(
     if out is not None and as_json:
         raise ValueError("--out and --json were both given: records.jsonl in --out has the answers as JSON already")
     if risk is not None and models.threshold is not None:
-        raise ValueError("--risk and --threshold were both given: a promise chooses its own threshold")
+        raise ValueError("--risk and --threshold were both given: the calibration gives the threshold of a risk")
     needs_draft = any(row.draft is None for row in rows)
-    needs_judge = models.served or mode == "validity"  # servers refuse mode "exact"
+    needs_judge = models.served or mode == "validity"  # the vllm backend rejects mode "exact"
     with models.load(needs_draft=needs_draft, needs_judge=needs_judge, expected=settings) as engine:
         check_prompts(engine.target, rows)
         if out is not None:
@@ -101,12 +111,12 @@ def _prompt_rows(prompt: str | None, file: str | None, draft_text: str | None) -
 
     if file is not None:
         if prompt is not None or draft_text is not None:
-            raise ValueError("give a prompt or --file, not both; drafts stand in the file, under the key 'draft'")
+            raise ValueError("give a prompt or --file, not both; a file has its drafts under the key 'draft'")
         return read_prompt_rows(file)
     if prompt is None:
         if sys.stdin.isatty():
             raise ValueError("give a prompt, --file FILE, or text on standard input")
-        prompt = sys.stdin.read().removesuffix("\n")  # which ends the line, not the question
+        prompt = sys.stdin.read().removesuffix("\n")
     if not prompt.strip():
         raise ValueError("the prompt is empty: give some text")
     return [PromptRow("", prompt, draft=draft_text)]

@@ -1,4 +1,4 @@
-"""`parse-infer score`: how valid any response is, segment by segment."""
+"""`parse-infer score`: validity of any response, segment by segment."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from parse_infer.cli.model_options import LOCAL_ONLY, NOBODY, ModelOptions, with_models
+from parse_infer.cli.model_options import LOCAL_ONLY, NO_DRAFTER, ModelOptions, with_models
 from parse_infer.cli.options import given, print_json
 
 if TYPE_CHECKING:
     from parse_infer.cli.prompt_rows import PromptRow
 
 
-@with_models(draft=None, target_drafter=NOBODY, draft_drafter=None, calibration=None, **LOCAL_ONLY)
+@with_models(draft=None, target_drafter=NO_DRAFTER, draft_drafter=None, calibration=None, **LOCAL_ONLY)
 def score(
     models: ModelOptions,
     prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None,
@@ -24,15 +24,15 @@ def score(
         str | None, typer.Option(help='jsonl with "prompt", "response" and optionally "id"; - is standard input.')
     ] = None,
     cuts: Annotated[
-        str | None, typer.Option(metavar="step|sentence|tokens", help="Where to cut; default: as drafts are cut.")
+        str | None, typer.Option(metavar="step|sentence|tokens", help="Cut policy; default: the adapter's.")
     ] = None,
     every: Annotated[
-        int | None, typer.Option(help="With --cuts tokens: distance of two cuts.", show_default="32")
+        int | None, typer.Option(help="With --cuts tokens: tokens between two cuts.", show_default="32")
     ] = None,
-    unfinished: Annotated[bool, typer.Option("--unfinished", help="The response is not a whole answer yet.")] = False,
+    unfinished: Annotated[bool, typer.Option("--unfinished", help="The response is not complete yet.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per response.")] = False,
 ) -> None:
-    """Validity of any response, segment by segment, in one forward of the target.
+    """Score the validity of any response, segment by segment, in one forward of the target.
 
     \b
     Examples:
@@ -44,7 +44,7 @@ def score(
     from parse_infer.judge.cuts import CutPolicy
 
     if every is not None and cuts != "tokens":
-        raise ValueError("--every is for --cuts tokens: give that too")
+        raise ValueError("--every needs --cuts tokens")
     policy = CutPolicy(cuts, **given(every=every)) if cuts is not None else None  # type: ignore[arg-type]
     rows = _response_rows(prompt, response, file)
     engine = models.load(needs_draft=False)

@@ -1,4 +1,4 @@
-"""`parse-infer serve`: the engine behind OpenAI's API."""
+"""`parse-infer serve`: serve the engine through OpenAI's API."""
 
 from __future__ import annotations
 
@@ -13,44 +13,42 @@ from parse_infer.cli.model_options import ModelOptions, with_models
 @with_models()
 def serve(
     models: ModelOptions,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 admits other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(envvar="PARSE_API_KEY", help="What clients must send; default: nothing.")
+        str | None, typer.Option(envvar="PARSE_API_KEY", help="API key that clients must send; default: none.")
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="What clients call the model; default: the target's name.")
+        str | None, typer.Option(help="Model name in the API; default: the target's name.")
     ] = None,
     risk: Annotated[
         float | None,
-        typer.Option(help="Promise of requests that name none: at most this share is lost (`parse-infer calibrate`)."),
+        typer.Option(help="Default risk of requests: largest share of lost requests (`parse-infer calibrate`)."),
     ] = None,
     audit: Annotated[
-        float, typer.Option(help="Share of the promised answers that are compared with the target's own; 0: none.")
+        float, typer.Option(help="Share of answers under a risk that are compared with the target's; 0: none.")
     ] = 0.0,
     adaptive: options.Adaptive = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse fields of a request that are not known, instead of warning.")
+        bool, typer.Option("--strict", help="Reject requests with unknown fields; default: warn.")
     ] = False,
     generation_config: Annotated[
         bool,
-        typer.Option(
-            help="Requests that do not say are sampled as the target's generation_config.json asks for; else greedily."
-        ),
+        typer.Option(help="Take sampling defaults from the target's generation_config.json; off: greedy."),
     ] = True,
     max_waiting: Annotated[
-        int, typer.Option(min=0, help="Answers that may wait; beyond it, 429 and Retry-After.")
+        int, typer.Option(min=0, help="Largest number of waiting requests; more get 429 and Retry-After.")
     ] = 64,
-    request_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 600.0,
+    request_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a request times out.")] = 600.0,
     grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that accepted requests have after the signal to stop.")
+        float, typer.Option(min=0, help="Seconds that accepted requests have after a stop signal.")
     ] = 30.0,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Send OpenTelemetry spans; OTEL_EXPORTER_OTLP_ENDPOINT says where to.")
+        bool, typer.Option("--trace", help="Send OpenTelemetry spans to OTEL_EXPORTER_OTLP_ENDPOINT.")
     ] = False,
-    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest body of a request, in MB.")] = 4.0,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request body, in MB.")] = 4.0,
 ) -> None:
-    """Serve OpenAI's API, Prometheus metrics and a page to try it.
+    """Serve OpenAI's API, Prometheus metrics and a demo page.
 
     \b
     Examples:
@@ -60,9 +58,9 @@ def serve(
       parse-infer serve --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/qwen3-8b-0.6b/adapter \\
           --template-option enable_thinking=false --api-key secret
     """
-    api_key = None if api_key is None else api_key.strip()  # a secret in a file ends with a line break
+    api_key = None if api_key is None else api_key.strip()  # secret files end with a line break
     if api_key is not None and not (api_key and api_key.isascii()):
-        raise ValueError("--api-key must be a text of ASCII characters, or be left out")
+        raise ValueError("--api-key must be non-empty ASCII text, or be left out")
     from data_tools.tasks.checkers import same_answer
     from parse_infer.serve.admission import Limits
     from parse_infer.serve.app import create_app
@@ -78,7 +76,7 @@ def serve(
 
         traces = Traces()
     limits = Limits(max_waiting, request_timeout, grace, int(max_body_mb * 1e6))
-    listening = listen(host, port)  # before the models are loaded: a port in use is found at once
+    listening = listen(host, port)  # fail on a port in use before the models are loaded
     backend: Runner
     if models.served:
         from parse_infer.serve.loop_runner import LoopRunner

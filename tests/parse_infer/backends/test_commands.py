@@ -70,17 +70,17 @@ def test_answers_and_events_are_written_as_those_of_the_local_engine_are(coordin
     ("arguments", "sentence"),
     [
         (["--backend", "sglang"], "--backend is 'sglang'; choose local or vllm"),
-        (["--target-url", "http://127.0.0.1:9"], "--target-url and --draft-url are for --backend vllm"),
-        (["--backend", "vllm", "--target-drafter", "lookup"], "--target-drafter is for the local engine"),
-        (["--backend", "vllm", "--dtype", "float32"], "--device and --dtype are for the local engine"),
+        (["--target-url", "http://127.0.0.1:9"], "--target-url and --draft-url need --backend vllm"),
+        (["--backend", "vllm", "--target-drafter", "lookup"], "--target-drafter needs --backend local"),
+        (["--backend", "vllm", "--dtype", "float32"], "--device and --dtype need --backend local"),
         (["--backend", "vllm", "--zero-shot", "--adapter", "zoo:adapter"], "choose one judge"),
         (
             ["--backend", "vllm", "--target-url", "http://127.0.0.1:9", "--draft-url", "http://127.0.0.1:9"],
             "the target server http://127.0.0.1:9/v1/models does not answer",
         ),
-        (["--backend", "vllm", "--target-url", "gpu-1:8000"], "'gpu-1:8000' is no address of a server"),
+        (["--backend", "vllm", "--target-url", "gpu-1:8000"], "'gpu-1:8000' is not a server address"),
         (["--backend", "vllm", "--mode", "exact"], "mode 'exact' needs the target's own choice"),
-        (["--backend", "vllm", "--risk", "0.01"], "risk is 0.01, but there is no calibration made over vLLM"),
+        (["--backend", "vllm", "--risk", "0.01"], "risk is 0.01, but no calibration for --backend vllm was given"),
         (
             ["--backend", "vllm", "--target", "zoo:draft", "--adapter", "zoo:adapter", "--draft", "zoo:draft"],
             "was trained for the target",
@@ -96,11 +96,11 @@ def test_mistakes_are_one_sentence(arguments, sentence, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["bench", "--clients", "1,4"], "--clients is for --backend vllm"),
-        (["serve", "--backend", "vllm", "--risk", "0.01"], "there is no calibration made over vLLM"),
-        (["serve", "--backend", "vllm", "--zero-shot", "--risk", "0.01"], "there is no calibration made over vLLM"),
+        (["bench", "--clients", "1,4"], "--clients needs --backend vllm"),
+        (["serve", "--backend", "vllm", "--risk", "0.01"], "no calibration for --backend vllm was given"),
+        (["serve", "--backend", "vllm", "--zero-shot", "--risk", "0.01"], "no calibration for --backend vllm"),
         (["calibrate", "--backend", "vllm", "--limit", "20"], "takes at least 299 problems"),
-        (["generate", "Hi", "--backend", "vllm"], "PARSE_VLLM_PYTHON is '/nowhere/python', where no program is"),
+        (["generate", "Hi", "--backend", "vllm"], "PARSE_VLLM_PYTHON is '/nowhere/python', which is not a program"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_is_loaded_or_started(arguments, sentence, capsys, monkeypatch):
@@ -133,7 +133,7 @@ def test_a_calibration_over_servers_leaves_the_local_one_alone(coordinated, monk
     out.mkdir()
     assert main(["calibrate", "--backend", "vllm", "--adapter", str(adapter), "--out", str(out)]) == 0
     assert [path.name for path in out.iterdir()] == ["calibration.json"] and not list(adapter.iterdir())
-    assert "not shown" in capsys.readouterr().out
+    assert "not proven" in capsys.readouterr().out
 
 
 def test_behind_the_server_many_clients_get_the_engines_text(engine, connect):

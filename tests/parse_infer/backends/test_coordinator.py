@@ -121,7 +121,7 @@ def test_above_one_a_draft_is_written_once_and_only_to_guess(engine, connect, re
     coordinator, _, draft = connect(engine)
     own = engine.generate_target(PROMPT, max_new_tokens=40).token_ids
     for guesses, drafts in ((False, 0), (True, 1)):
-        coordinator.backend._target.guesses = guesses
+        coordinator.backend._target.speculates = guesses
         draft.bodies.clear()
         found = coordinator.generate(PROMPT, max_new_tokens=40, threshold=1.01, resume=resume)
         assert found.token_ids == own and len(draft.bodies) == drafts, (guesses, len(draft.bodies))
@@ -156,11 +156,11 @@ def test_a_draft_that_breaks_is_stopped_at_once_where_another_one_follows(engine
         (True, {"resume": "hand_back", "max_rounds": 1}, False),
         (True, {"resume": "hand_back", "max_rounds": 2}, True),
     ):
-        coordinator.backend._target.guesses = guesses
+        coordinator.backend._target.speculates = guesses
         (first, *_) = coordinator.stream(PROMPT, **settings, **options)
         assert first.n_tokens == (CUTS.every if stopped else local.stats.draft_tokens), (guesses, options)
     draft.written = 0
-    coordinator.backend._target.guesses = False
+    coordinator.backend._target.speculates = False
     assert coordinator.generate(PROMPT, **settings).token_ids == local.token_ids
     assert draft.written < local.stats.draft_tokens / 2
 
@@ -290,7 +290,7 @@ def test_one_server_of_several_may_be_away_at_the_start(engine, connect, caplog)
 def test_servers_that_stay_away_end_in_one_sentence(engine, connect):
     coordinator, (target,), _ = connect(engine, patience_s=0.3)
     target.faults.extend(["nonsense"] * 100)
-    with pytest.raises(Unavailable, match="the target servers have failed 4 times: .* no complete JSON"):
+    with pytest.raises(Unavailable, match="the target servers failed 4 times: .* incomplete JSON"):
         coordinator.generate(PROMPT, max_new_tokens=20)
     target.faults.clear()
     assert coordinator.generate(PROMPT, max_new_tokens=20).text
@@ -303,7 +303,7 @@ def test_bad_requests_and_servers_are_refused_in_one_sentence(engine, connect):
     coordinator, (target,), _ = connect(engine)
     for message, settings in (
         ("mode 'exact' needs", {"mode": "exact"}),
-        ("there is no calibration made over vLLM", {"risk": 0.01}),
+        ("no calibration for --backend vllm was given", {"risk": 0.01}),
         ("is not a generation setting", {"thresold": 0.5}),
     ):
         with pytest.raises(ValueError, match=message):
@@ -321,7 +321,7 @@ def test_servers_may_want_a_key(engine, connect):
     coordinator, _, _ = connect(engine, keys=("secret", "secret"))
     assert coordinator.generate(PROMPT, max_new_tokens=8).text
     for wrong in (None, "guess"):
-        with pytest.raises(RequestRejected, match=r"refuses a request \(401\): Unauthorized: give its API key with"):
+        with pytest.raises(RequestRejected, match=r"rejects a request \(401\): Unauthorized: give its API key with"):
             connect(engine, keys=("secret", wrong))
 
 
@@ -376,7 +376,7 @@ def test_the_controller_is_told_what_was_kept(engine, connect, monkeypatch):
     found = coordinator.generate(PROMPT, max_new_tokens=20, threshold=0.0, adaptive=True)
     assert found.stats.accepted_tokens and told == [found.stats.accepted_tokens]
     coordinator.threshold = 1.01  # a draft then only serves as guesses, where the servers take them
-    coordinator.backend._target.guesses = True
+    coordinator.backend._target.speculates = True
     for threshold in (None, 1.01):
         told.clear()
         coordinator.generate(PROMPT, max_new_tokens=20, threshold=threshold, adaptive=True)

@@ -23,7 +23,7 @@ def test_a_request_that_fails_everywhere_takes_no_server_away_from_others(engine
     caplog.set_level(logging.INFO, "parse_infer.backends")
     for target in targets:
         target.faults.extend([fault] * 4)
-    with pytest.raises(Failing, match="the target servers have failed 4 times: "):
+    with pytest.raises(Failing, match="the target servers failed 4 times: "):
         coordinator.generate_target(PROMPT, max_new_tokens=8)
     assert [server.healthy for server in coordinator.backend._target.servers.members] == [True, True]
     assert [len(target.bodies) for target in targets] == [2, 2], "each is tried, and nobody more than the other"
@@ -45,8 +45,8 @@ def test_a_server_whose_connections_break_is_out_until_its_health_is_good(engine
     assert soon(coordinator, lambda: first.healthy)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2, said
-    assert said[0].startswith(f"the target server {targets[0].url} is out: ") and "does not answer" in said[0]
-    assert said[1] == f"the target server {targets[0].url} is back"
+    assert said[0].startswith(f"the target server {targets[0].url} is unhealthy: ") and "does not answer" in said[0]
+    assert said[1] == f"the target server {targets[0].url} is healthy again"
 
 
 def test_a_server_that_falls_ill_is_noticed_before_a_request_is(engine, connect, quick_checks):

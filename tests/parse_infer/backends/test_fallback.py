@@ -49,7 +49,7 @@ def test_without_a_draft_server_the_target_answers_alone_at_once(engine, connect
     assert time.monotonic() - begun < LONG_S / 2
     assert found.token_ids == alone(engine) and found.fallback == "no_draft"
     out, said = warnings(caplog)
-    assert out.startswith(f"the draft server {draft.url} is out: ")
+    assert out.startswith(f"the draft server {draft.url} is unhealthy: ")
     assert said.startswith("the target answers without a draft (no_draft): no draft server answers: ")
     draft.away = False
     assert soon(coordinator, lambda: coordinator.backend._drafts[0].members[0].healthy)
@@ -62,7 +62,7 @@ def test_a_refused_draft_is_done_without(engine, connect, caplog):
     draft.faults.append("refused")
     found = coordinator.generate(PROMPT, **SETTINGS)
     assert found.token_ids == alone(engine) and found.fallback == "draft_refused"
-    assert warnings(caplog) == ["the target answers without a draft (draft_refused): a request was refused (400)"]
+    assert warnings(caplog) == ["the target answers without a draft (draft_refused): a request was rejected (400)"]
     assert coordinator.generate(PROMPT, **SETTINGS).fallback is None
 
 
@@ -75,7 +75,7 @@ def test_a_draft_server_that_is_silent_is_done_without(engine, connect, monkeypa
     found = coordinator.generate(PROMPT, **SETTINGS)
     assert time.monotonic() - begun < LONG_S / 2
     assert found.token_ids == alone(engine) and found.fallback == "no_draft"
-    assert warnings(caplog)[-1].endswith("(no_draft): no token of the draft has come for 0.2 s")
+    assert warnings(caplog)[-1].endswith("(no_draft): the draft server sent no token for 0.2 s")
 
 
 def test_a_draft_model_of_our_own_that_fails_is_done_without(engine, connect, monkeypatch, caplog):
@@ -87,7 +87,7 @@ def test_a_draft_model_of_our_own_that_fails_is_done_without(engine, connect, mo
     monkeypatch.setattr(BatchDecoder, "prefill", fail)
     found = coordinator.generate(PROMPT, **SETTINGS)
     assert found.token_ids == alone(engine) and found.fallback == "no_draft"
-    assert "the draft model has failed: no memory" in warnings(caplog)[0]
+    assert "the draft model failed: no memory" in warnings(caplog)[0]
 
 
 @pytest.mark.parametrize("overlap", [True, False])

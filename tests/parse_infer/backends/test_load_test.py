@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from parse_infer.backends.retries import Unavailable
-from parse_infer.evaluation.load_test import check_ways, run_clients, server_of
+from parse_infer.evaluation.load_test import check_modes, run_clients, server_of
 from parse_infer.settings import GenerationSettings
 
 
@@ -135,14 +135,14 @@ def test_answers_without_a_draft_are_not_taken_for_answers_with_one(engine, conn
 
 def test_ways_are_checked():
     with pytest.raises(ValueError, match="unknown mode 'eagle'"):
-        check_ways(["eagle"], "zoo:target")
+        check_modes(["eagle"], "zoo:target")
     with pytest.raises(ValueError, match="unknown mode 'target\\+ngram:tokens=0'"):
-        check_ways(["target+ngram:tokens=0"], "zoo:target")
-    check_ways(["target+ngram:tokens=5", "target+parallel:tokens=4"], "zoo:target")
+        check_modes(["target+ngram:tokens=0"], "zoo:target")
+    check_modes(["target+ngram:tokens=5", "target+parallel:tokens=4"], "zoo:target")
     speculation = {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 5}
     assert server_of("target+ngram:tokens=5") == (True, {"speculative_config": speculation})
     assert server_of("target") == (True, {}) and server_of("parse:adaptive") == (False, {})
     with pytest.raises(ValueError, match="no head of 'zoo:smollm2'"):
-        check_ways(["target+eagle3"], "zoo:smollm2")
+        check_modes(["target+eagle3"], "zoo:smollm2")
     with pytest.raises(ValueError, match="needs a server of its own"):
-        check_ways(["target+ngram"], "zoo:target", starts=False)
+        check_modes(["target+ngram"], "zoo:target", starts=False)

@@ -99,7 +99,7 @@ def test_a_failure_is_told_and_the_next_draft_is_written(draft, monkeypatch, ste
             raise torch.OutOfMemoryError("no memory")
 
         patch.setattr(BatchDecoder, step, fail)
-        with pytest.raises(Unavailable, match="draft model has failed: no memory"):
+        with pytest.raises(Unavailable, match="draft model failed: no memory"):
             asyncio.run(read(draft, IDS[0]))
     assert asyncio.run(read(draft, IDS[0])) == wanted
 

@@ -118,8 +118,8 @@ def test_a_server_that_was_away_at_the_start_is_examined_like_the_others(engine,
     ("change", "said"),
     [
         (lambda server: server.names.__setitem__(0, "other"), "serves 'other' and not"),
-        (lambda server: setattr(server, "root", "/models/other"), "has loaded '/models/other' and not"),
-        (lambda server: setattr(server.lm, "window", 8), "takes 8 tokens and not"),
+        (lambda server: setattr(server, "root", "/models/other"), "now serves '/models/other', before"),
+        (lambda server: setattr(server.lm, "window", 8), "now has a window of 8 tokens"),
     ],
 )
 @pytest.mark.parametrize("role", ["target", "draft"])

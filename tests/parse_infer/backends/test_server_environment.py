@@ -68,14 +68,14 @@ def test_a_draft_server_stands_back_for_the_target_on_a_cpu(monkeypatch):
 def test_servers_that_are_started_want_the_key_that_they_are_sent(monkeypatch):
     given = {}
 
-    class NoProcesses:
+    class FakeSupervisor:
         def __init__(self, started, tell):
             given.update({role: environment for role, _, environment in started})
 
         def start(self) -> None:
             pass
 
-    monkeypatch.setattr(launch, "Processes", NoProcesses)
+    monkeypatch.setattr(launch, "Supervisor", FakeSupervisor)
     monkeypatch.setenv(launch.PYTHON, sys.executable)
     launch.launch({"target": {"model": "x"}}, api_key="secret")
     assert given["target"]["VLLM_API_KEY"] == "secret"
@@ -146,7 +146,7 @@ def test_a_small_draft_model_needs_no_server_on_a_cpu(coordinator, monkeypatch):
     assert not is_local(draft_url=URL) and not is_local(draft_options={"max_model_len": 512})
     with pytest.raises(ValueError, match="local_draft and draft_url were both given"):
         coordinator(local_draft=True, draft_url=URL)
-    with pytest.raises(ValueError, match="no draft model: name one"):
+    with pytest.raises(ValueError, match="without a draft model: give draft"):
         ParseEngine.from_pretrained("zoo:target", None, "zoo:adapter", backend="vllm", local_draft=True)
     with monkeypatch.context() as patch:
         patch.setattr(factory, "_SMALL", 1000)
@@ -157,7 +157,7 @@ def test_a_small_draft_model_needs_no_server_on_a_cpu(coordinator, monkeypatch):
 
 def test_a_target_guesses_unless_it_is_known_not_to(coordinator):
     def guesses(*arguments, **options) -> bool:
-        return coordinator(*arguments, **options).backend._target.guesses
+        return coordinator(*arguments, **options).backend._target.speculates
 
     assert guesses()
     assert guesses(target_url=URL), "such servers are taken for what `parse_infer.vllm_plugin.options` prints"

@@ -59,7 +59,7 @@ def test_a_server_that_dies_comes_back_at_its_address_and_in_the_end_nothing_is_
     killed = process.guard.pid
     os.killpg(killed, signal.SIGKILL)
     assert soon(lambda: process.guard.pid != killed and process.answers())
-    assert servers.urls("target") == urls and told[-1] == "the target server has died and is started again"
+    assert servers.urls("target") == urls and told[-1] == "the target server died; restarting it"
     assert servers.failure() is None
     servers.stop()
     assert len(workers(tmp_path / "pids")) == 3
@@ -70,8 +70,8 @@ def test_a_server_that_dies_comes_back_at_its_address_and_in_the_end_nothing_is_
 def test_servers_end_with_a_process_that_is_killed(tmp_path):
     code = f"""
 import sys, time
-from parse_infer.backends.supervisor import Processes
-Processes([("target", [sys.executable, "-c", {SERVER!r}, {str(tmp_path / "pids")!r}], {{}})]).start()
+from parse_infer.backends.supervisor import Supervisor
+Supervisor([("target", [sys.executable, "-c", {SERVER!r}, {str(tmp_path / "pids")!r}], {{}})]).start()
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -86,7 +86,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
     fails = [sys.executable, "-c", "raise MemoryError('no room for the cache')"]
     lasts = [sys.executable, "-c", SERVER, str(tmp_path / "pids")]
     servers = Supervisor([("draft", lasts, {}), ("target", fails, {})], logs=tmp_path / "logs")
-    with pytest.raises(OSError, match="the target server has ended before it was ready: MemoryError: no room .*log"):
+    with pytest.raises(OSError, match="the target server ended before it was ready: MemoryError: no room .*log"):
         servers.start()
     assert soon(lambda: not any(map(running, workers(tmp_path / "pids"))))
     sleeps = [sys.executable, "-c", "print('loading', flush=True); import time; time.sleep(600)"]
@@ -105,5 +105,5 @@ def test_a_server_that_keeps_dying_is_given_up(tmp_path, monkeypatch):
         os.killpg(process.guard.pid, signal.SIGKILL)
         assert soon(lambda: not process.answers() or process.alive)
     assert soon(lambda: servers.failure() is not None)
-    assert "the draft server has died 1 times" in servers.failure()
+    assert "the draft server died 1 times" in servers.failure()
     servers.stop()

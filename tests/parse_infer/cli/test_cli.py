@@ -214,7 +214,7 @@ def test_bench_leaves_out_what_two_tokenizers_do_not_allow(models, problems, mak
     command = ["bench", *problems, "--limit", "2", "--max-new-tokens", "4", "--thresholds", "none", *models]
     command += ["--draft", str(tmp_path / "foreign")]
     assert main([*command, "--out", str(tmp_path / "out")]) == 0
-    assert "note: target+draft is left out, the two models have different tokens" in capsys.readouterr().err
+    assert "note: skipping target+draft: the two models have different tokens" in capsys.readouterr().err
     modes = json.loads((tmp_path / "out" / "results.json").read_text())["modes"]
     assert list(modes) == [name for name in DEFAULT_MODES if name != "target+draft"]
     sentence = error_of(capsys, *command, "--modes", "target+draft", "--out", str(tmp_path / "asked"))
@@ -293,8 +293,8 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
         (["bench", "--backend", "vllm", "--clients", "inf"], "--clients is 'inf'; give whole numbers of at least 1"),
         (["bench", "--backend", "vllm", "--clients", "1.7"], "--clients is '1.7'; give whole numbers of at least 1"),
         (["bench", "--zero-shot-threshold", "0.5", "--modes", "parse"], "is for the mode parse-zero-shot"),
-        (["generate", "Hi", "--device", "meta"], "device 'meta' has no weights to compute with"),
-        (["score", "Hi", "Ho", "--every", "3"], "--every is for --cuts tokens"),
+        (["generate", "Hi", "--device", "meta"], "device 'meta' holds no weights"),
+        (["score", "Hi", "Ho", "--every", "3"], "--every needs --cuts tokens"),
         (["bench", "--split", "tset"], "unknown split 'tset'; choose one of train, validation, test"),
         (["bench", "--modes", "assisted:tokens=few"], "'tokens=few' in mode 'assisted:tokens=few' is none of"),
         (["bench", "--limit", "1", "--resume", "go_on"], "resume is 'go_on'; it must be one of: finish, hand_back"),

@@ -102,7 +102,7 @@ def test_the_targets_server_holds_answers_to_a_form(coordinator):
     choice = {"type": "function", "function": {"name": "weigh"}}
     called = coordinator.backend.run(answered(tools=[tool], tool_choice=choice))
     assert '"name": "weigh"' in str(called)  # a call that has begun: this model does not come to its end
-    with pytest.raises(ValueError, match="refuses a request"):
+    with pytest.raises(ValueError, match="rejects a request"):
         coordinator.backend.run(
             answered(tools=[tool], tool_choice={"type": "function", "function": {"name": "count"}})
         )
@@ -166,7 +166,7 @@ def test_the_target_alone_runs_on_a_stock_server(local):
 def test_a_server_that_cannot_start_says_why():
     from parse_infer.engine import ParseEngine
 
-    with pytest.raises(OSError, match="the target server has ended before it was ready: .*max_model_len"):
+    with pytest.raises(OSError, match="the target server ended before it was ready: .*max_model_len"):
         ParseEngine.from_pretrained(
             "zoo:target", "zoo:draft", "zoo:adapter", backend="vllm", target_options={**EAGER, "max_model_len": 10**7}
         )
