@@ -381,6 +381,6 @@ class LocalModelPair:
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         proposer = self._backend.target_drafter
         if self._wants_tail:  # the rejected draft proposes tokens at no cost
-            proposer = RejectedDraft(self._request.context, rejected, otherwise=proposer)
+            proposer = RejectedDraft(self._request.context, rejected, fallback=proposer)
         for token in self._backend.decode(self._backend.target, self._request, proposer, "target", round):
             yield token

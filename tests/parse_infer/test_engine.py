@@ -913,7 +913,7 @@ def test_token_drafters_change_no_span(engine, name, resume):
         ({"target_drafter": "lokup"}, "target_drafter is 'lokup'; did you mean 'lookup'?"),
         ({"target_drafter": "draft:tokens=2.5", "draft": "zoo:draft"}, "must be a whole number, not 2.5"),
         ({"target_drafter": ":tokens=3"}, "target_drafter is ''; known: lookup, draft"),
-        ({"draft": "zoo:draft", "draft_drafter": "draft"}, "needs a draft model beside the model that it guides"),
+        ({"draft": "zoo:draft", "draft_drafter": "draft"}, "which needs a draft model"),
         ({"target_drafter": "draft"}, "which needs a draft model"),
         ({"draft_drafter": "lookup"}, "the engine has no draft model"),
         ({"draft": "zoo:draft", "draft_drafter": "eagle3"}, "no such head is embedded for 'zoo:draft'"),
