@@ -1,10 +1,10 @@
-"""PARSE: a draft model writes the answer, the target checks the meaning of every prefix in one forward pass.
+"""PARSE: a draft model writes the answer, and the target verifies every prefix in one forward pass.
 
     from parse_infer import ParseEngine
     engine = ParseEngine.from_pretrained("zoo:target", draft="zoo:draft", adapter="zoo:adapter")
     print(engine.generate("…").text)
 
-Names are imported on first use, so that `import parse_infer` (and `parse-infer --help`) costs nothing.
+The package imports names on first use, so that `import parse_infer` and `parse-infer --help` stay fast.
 """
 
 from __future__ import annotations

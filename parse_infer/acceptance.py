@@ -1,4 +1,4 @@
-"""Which prefix of a draft is kept, given the validity at each cut."""
+"""Acceptance rules: choose the prefix of a draft to keep, given the validity at each cut."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ ACCEPT_NOTHING = 1 + 2.0**-20
 
 
 def maximal_valid_prefix(validity: Sequence[float], threshold: float, rule: Acceptance = "first_failure") -> int:
-    """Number of accepted cuts, 0..K (0: nothing is kept). A cut passes when its validity is at least `threshold`.
+    """Return the number of accepted cuts, 0..K. A cut passes if its validity is at least `threshold`.
 
     Args:
         validity: estimated validity at each of the K cuts, in order.
         threshold: see `check_threshold`.
-        rule: "first_failure" keeps everything before the first cut that fails; "longest" keeps everything up to the
-            last cut that passes, whatever lies before it (PARSE, arXiv 2605.04263: maximal valid prefix).
+        rule: "first_failure" accepts the cuts before the first cut that fails. "longest" accepts all cuts up to the
+            last cut that passes (PARSE, arXiv 2605.04263: maximal valid prefix).
 
     Raises:
         ValueError: an unknown rule or a threshold out of range.
     """
     check_threshold(threshold)
-    passes = [v >= threshold for v in validity]  # NaN passes nothing
+    passes = [v >= threshold for v in validity]  # NaN never passes
     if rule == "first_failure":
         return passes.index(False) if False in passes else len(passes)
     if rule == "longest":
@@ -34,10 +34,10 @@ def maximal_valid_prefix(validity: Sequence[float], threshold: float, rule: Acce
 
 
 def reachable_prefixes(validity: Sequence[float], rule: Acceptance = "first_failure") -> list[int]:
-    """The numbers of cuts that `maximal_valid_prefix` returns for some threshold, in order.
+    """Return all numbers of cuts that `maximal_valid_prefix` returns for some threshold, in order.
 
-    A cut can be the last accepted one where the next one is worse than all before it ("first_failure"), or where it is
-    better than all behind it ("longest"). NaN passes no threshold; for it a number too many may be listed.
+    With "first_failure" a cut can be the last accepted cut if the next cut is worse than all cuts before it. With
+    "longest" the cut must be better than all later cuts. NaN validities may add unreachable numbers to the list.
     """
     k = len(validity)
     if rule == "first_failure":
@@ -56,10 +56,10 @@ def reachable_prefixes(validity: Sequence[float], rule: Acceptance = "first_fail
 
 
 def check_threshold(threshold: float) -> float:
-    """Return the threshold if it is a finite number of at least 0. Above 1 it accepts nothing, which is allowed.
+    """Return the threshold if it is a finite number of at least 0. A threshold above 1 accepts no prefix.
 
     Raises:
-        ValueError: anything else.
+        ValueError: any other value.
     """
     if isinstance(threshold, bool) or not isinstance(threshold, Real):
         raise ValueError(f"the threshold must be a number, not {threshold!r}")
@@ -71,7 +71,7 @@ def check_threshold(threshold: float) -> float:
 
 
 def check_share(value: float, name: str) -> float:
-    """Return `value` if it is a number between 0 and 1, both excluded; else a ValueError that calls it `name`."""
+    """Return `value` if it is a number between 0 and 1, both excluded. Otherwise raise a ValueError about `name`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
         raise ValueError(f"{name} is {value!r}; it must be a number between 0 and 1, such as 0.05")
     return float(value)

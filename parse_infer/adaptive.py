@@ -1,16 +1,15 @@
-"""Decides by measurement whether a draft pays, so that PARSE is never slower than the target alone.
+"""Controller that measures whether drafts pay, so that PARSE is never slower than the target alone.
 
-What pays depends on the load: a target that is saturated gains less from drafts, or nothing. So answers are compared
-with those that began and ended while about as many were under way (1, 2 to 3, 4 to 7, …), and where a load is new,
-what is known of others holds: drafts that do not pay at a lower one do not pay here, and those that pay at a higher
-one do. Drafts that pay so clearly at a lower load that they should here are used at first, and compared
-somewhat later.
+The benefit depends on the load, because a saturated target gains less from drafts. The controller therefore compares
+answers within one load bucket: 1, 2 to 3, 4 to 7, … requests in flight. For a new bucket it extrapolates. Drafts that
+do not pay at a lower load do not pay here; drafts that pay at a higher load do. Drafts with a large speedup at a lower
+load are used first and compared soon after.
 
-Answers under way at the same time share the target. One with a draft makes those beside it slower, so among a mixture
-both kinds take about as long, whichever is better. Hence both are tried in bursts, and an answer counts where nearly
-all those beside it are of its own kind.
+Concurrent requests share the target. A request with a draft slows the requests beside it, so in a mixture both kinds
+take about the same time. The controller therefore sends both kinds in bursts. It counts an answer only if nearly all
+concurrent requests are of the same kind.
 
-A burst of drafts that are good for nothing is dear, so a few answers first show how much of them is kept.
+A burst of useless drafts is expensive. A few single answers therefore measure the accepted share first.
 """
 
 from __future__ import annotations
@@ -20,22 +19,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-MIN_SAMPLES = 4  # answers of either kind before they are compared
-EXPLORE_EVERY = 64  # one of so many bursts goes the slower way, to notice when it has become the faster one
-EARLY_EXPLORE_EVERY = 4  # and one of so many where drafts are used because of what they brought at a lower load
-SPEEDUP_DECAY_PER_DOUBLING = (
-    1.5  # twice the load divides a speed-up by about so much (1.4 and 1.5 measured, from 1 to 8 requests)
-)
-WINDOW = 10  # about so many answers are remembered, or as many as a burst has
-MIN_SAME_KIND_SHARE = 0.8  # of the answers beside one that counts, so many are of its kind
-MIN_ACCEPTED_SHARE = (
-    0.05  # where drafts bring a smaller share of the answers, they are not tried at a load that is new
-)
+MIN_SAMPLES = 4  # answers of each kind before a comparison
+EXPLORE_EVERY = 64  # every 64th burst uses the slower kind, in case it has become the faster one
+EARLY_EXPLORE_EVERY = 4  # the same, where drafts are used because of their speedup at a lower load
+SPEEDUP_DECAY_PER_DOUBLING = 1.5  # twice the load divides a speedup by this (1.4 and 1.5 measured, 1 to 8 requests)
+WINDOW = 10  # approximate number of answers in an average; at least the size of a burst
+MIN_SAME_KIND_SHARE = 0.8  # an answer counts if this share of the concurrent requests is of its kind
+MIN_ACCEPTED_SHARE = 0.05  # below this accepted share, drafts are not tried at a new load
 
 
 @dataclass
 class _DecayedRate:
-    """Something for each token of the last answers, the older the less."""
+    """Exponentially decayed average per token."""
 
     n: int = 0
     amount: float = 0.0
@@ -46,7 +41,7 @@ class _DecayedRate:
         return self.amount / self.tokens if self.tokens else 0.0
 
     def note(self, amount: float, tokens: int, last: int = WINDOW) -> None:
-        """`last`: about so many answers are remembered."""
+        """Add one answer; the average covers about `last` answers."""
         self.n += 1
         old = 1 - 1 / last
         self.amount = old * self.amount + amount
@@ -55,16 +50,16 @@ class _DecayedRate:
 
 @dataclass
 class _Load:
-    """What is known about one load, by kind: False for the target alone, True for answers with a draft."""
+    """Measurements at one load, by kind: False for the target alone, True for answers with a draft."""
 
     paces: dict[bool, _DecayedRate] = field(default_factory=lambda: {False: _DecayedRate(), True: _DecayedRate()})
-    """Seconds."""
+    """Seconds per token."""
     since: int = 0
-    """Answers that have begun since the slower way was tried."""
+    """Answers started since the last burst of the slower kind."""
 
     @property
     def speedup(self) -> float | None:
-        """Of answers with a draft, over the target alone. None: not known."""
+        """Speedup of answers with a draft over the target alone; None before enough samples."""
         drafted = self.paces[True].rate
         if not drafted or min(pace.n for pace in self.paces.values()) < MIN_SAMPLES:
             return None
@@ -73,12 +68,12 @@ class _Load:
 
 @dataclass
 class InFlight:
-    """An answer that has begun.
+    """A request in flight.
 
     Attributes:
-        drafted: whether it gets a draft.
-        load: requests that were under way when it began, itself included.
-        alike: whether it counts, so far.
+        drafted: whether the request gets a draft.
+        load: requests in flight at its start, itself included.
+        counts: whether enough concurrent requests were of its kind at its start.
     """
 
     drafted: bool
@@ -87,39 +82,39 @@ class InFlight:
 
 
 class Controller:
-    """Keeps what answers of both kinds take, with a draft and by the target alone, at each load."""
+    """Tracks the time of answers with a draft and of the target alone, at each load."""
 
     def __init__(self) -> None:
         self._loads: defaultdict[int, _Load] = defaultdict(_Load)
-        self._kept = _DecayedRate()  # of answers with a draft: tokens that it brought
-        self._underway = {False: 0, True: 0}
-        self._burst = (False, 0)  # the kind of the next answers, and how many they are
+        self._kept = _DecayedRate()  # accepted draft tokens
+        self._in_flight = {False: 0, True: 0}
+        self._burst = (False, 0)  # kind of the next answers, and how many
 
     def begin(self) -> InFlight:
-        """Decide how an answer begins that no other one runs beside; a dropped answer leaves no trace."""
+        """Choose the kind of an answer that runs alone. A dropped answer needs no cleanup."""
         return InFlight(self._choose(1), 1, counts=True)
 
     @contextmanager
     def answering(self, load: int = 1) -> Iterator[InFlight]:
-        """Around an answer that others may run beside: decides how it begins.
+        """Choose the kind of an answer and count it as in flight during the `with` block.
 
         Args:
-            load: requests under way, this one included.
+            load: requests in flight, this one included.
         """
         answer = InFlight(self._choose(load), load)
-        self._underway[answer.drafted] += 1
+        self._in_flight[answer.drafted] += 1
         answer.counts = self._among_its_kind(answer)
         try:
             yield answer
         finally:
-            self._underway[answer.drafted] -= 1
+            self._in_flight[answer.drafted] -= 1
 
     def note(self, answer: InFlight, seconds: float, tokens: int, load: int = 1, kept: int | None = None) -> None:
-        """An answer is complete; called within its `with`, if it has one.
+        """Record a complete answer. Call this inside its `answering` block, if it has one.
 
         Args:
-            load: now.
-            kept: tokens that its draft brought; None: it was there for something else.
+            load: requests in flight now.
+            kept: accepted draft tokens; None if acceptance does not measure the draft's use (threshold above 1).
         """
         if answer.drafted:
             self._kept.note(tokens if kept is None else kept, tokens)
@@ -127,7 +122,7 @@ class Controller:
             self._loads[load.bit_length()].paces[answer.drafted].note(seconds, tokens, max(WINDOW, _burst(load)))
 
     def pace(self, drafted: bool, load: int = 1) -> float:
-        """Seconds for a token of the last answers; 0 where there was none."""
+        """Seconds per token of recent answers; 0 without any."""
         return self._loads[load.bit_length()].paces[drafted].rate
 
     def _choose(self, load: int) -> bool:
@@ -138,21 +133,21 @@ class Controller:
         return kind
 
     def _next_burst(self, load: int) -> tuple[bool, int]:
-        """A kind, and how many answers begin that way."""
+        """Choose the kind and size of the next burst."""
         if self._kept.n < MIN_SAMPLES:
-            return self._underway[True] < MIN_SAMPLES - self._kept.n, 1
+            return self._in_flight[True] < MIN_SAMPLES - self._kept.n, 1
         here, size = self._loads[load.bit_length()], _burst(load)
-        pays, patience = self._drafts_pay(load.bit_length())
+        pays, explore_every = self._drafts_pay(load.bit_length())
         if pays is None:
             return here.paces[True].n <= here.paces[False].n, size
         here.since += 1
-        if here.since < patience * size:
+        if here.since < explore_every * size:
             return pays, 1
         here.since = 0
         return not pays, size
 
     def _drafts_pay(self, bucket: int) -> tuple[bool | None, int]:
-        """Whether they do, None: to be found out at once; and after how many bursts the other way is tried."""
+        """Return whether drafts pay (None: measure now), and after how many bursts to try the other kind."""
         known = {at: speedup for at, each in sorted(self._loads.items()) if (speedup := each.speedup) is not None}
         if bucket in known:
             return known[bucket] >= 1, EXPLORE_EVERY
@@ -168,9 +163,9 @@ class Controller:
         return None, 0
 
     def _among_its_kind(self, answer: InFlight) -> bool:
-        return self._underway[answer.drafted] >= MIN_SAME_KIND_SHARE * sum(self._underway.values())
+        return self._in_flight[answer.drafted] >= MIN_SAME_KIND_SHARE * sum(self._in_flight.values())
 
 
 def _burst(load: int) -> int:
-    """So many answers begin alike: those under way give way first."""
+    """Size of a burst. It includes the answers that start before older requests of the other kind complete."""
     return MIN_SAMPLES + 2 * (load - 1)

@@ -1,4 +1,4 @@
-"""The answer while it grows: its tokens, who wrote them, and whether it has ended."""
+"""`Answer`: the growing answer with its tokens, their sources and its finish reason."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ class _Piece:
 
 
 class Answer:
-    """Owns the one definition of where an answer ends: an end token, a stop string or the budget. As vLLM has it.
+    """Decides where an answer ends, by vLLM's rules: an end token, a stop string or the budget.
 
     Args:
-        tokenizer: the one of the model whose tokens these are.
+        tokenizer: of the model whose tokens the answer holds.
         eos_ids: tokens that end an answer; they have no text.
-        stop: the answer ends right after the first of these strings, wherever its tokens come from.
+        stop: stop strings; the answer ends after the first one, from any source.
         max_tokens: the budget, end token included.
         before: tokens of a text that the answer continues.
-        ignore_eos: the `eos_ids` end nothing.
-        stop_token_ids: tokens that end an answer as well.
-        min_tokens: an answer does not end within its first tokens, this many: no end token may be among them, and only
-            a later token completes a stop string.
+        ignore_eos: `eos_ids` do not end the answer.
+        stop_token_ids: additional end tokens.
+        min_tokens: the first `min_tokens` tokens contain no end token and complete no stop string.
 
     Attributes:
         end_ids: tokens that end this answer.
@@ -55,7 +54,7 @@ class Answer:
         self._all_end_ids = frozenset(stop_token_ids) | frozenset(eos_ids)
         self._min_tokens = min_tokens
         self._stop = stop
-        self._no_stop_before = 0  # offset in the text; a stop string counts if it ends behind it
+        self._no_stop_before = 0  # text offset; stop strings must end after it
         self._max_tokens = max_tokens
         self._detokenizer = Detokenizer(tokenizer, before)
         self._text_end: int | None = None  # where a stop string ends the text
@@ -72,12 +71,12 @@ class Answer:
 
     @property
     def required(self) -> int:
-        """How many of the next tokens must not be `banned_ids`."""
+        """Number of next tokens that must not be `banned_ids`."""
         return min(self.remaining_tokens, max(0, self._min_tokens - len(self.ids)))
 
     @property
     def banned_ids(self) -> frozenset[int]:
-        """Tokens that must not come next: the end tokens, those that end nothing included."""
+        """Tokens that must not come next: all end tokens, also those that `ignore_eos` disables."""
         return self._all_end_ids if self.required else frozenset()
 
     @property
@@ -86,12 +85,12 @@ class Answer:
 
     @property
     def complete(self) -> bool:
-        """Whether the last token ends a character, so that `text` is the text of all tokens."""
+        """Whether the last token ends a character, so that `text` covers all tokens."""
         return self._detokenizer.complete
 
     @property
     def spans(self) -> list[Span]:
-        """One span per accepted segment and per stretch by the target; their texts concatenate to `text`."""
+        """One span per accepted segment and per run of target tokens; their texts concatenate to `text`."""
         starts = [0] + [piece.text_end for piece in self._pieces]
         return [
             Span(self.text[start : p.text_end], p.source, p.n_tokens, p.validity)
@@ -99,8 +98,8 @@ class Answer:
         ]
 
     def truncate(self, draft_ids: Sequence[int], room: int) -> list[int]:
-        """The part of a draft that can become part of this answer: up to and including the token that ends it (end
-        token, last token of the first stop string), up to a token that must not come yet, `room` and the budget."""
+        """Truncate a draft to `room`, to the budget, and after the end token or stop string that ends the answer.
+        Truncate before an end token within `min_tokens`."""
         ids = list(draft_ids[: max(0, min(room, self.remaining_tokens))])
         required = self.required
         for i, token in enumerate(ids):
@@ -120,7 +119,7 @@ class Answer:
         return ids
 
     def preview(self, draft_ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
-        """Texts of a draft's segments as they would continue this answer; nothing is added."""
+        """Return the texts of a draft's segments as continuations of this answer, which stays unchanged."""
         ahead, texts = self._detokenizer.fork(), []
         for start, end in zip([0, *cuts], cuts, strict=False):
             texts.append(ahead.add([token for token in draft_ids[start:end] if token not in self.end_ids]))
@@ -129,9 +128,9 @@ class Answer:
         return texts
 
     def add(self, ids: Sequence[int], source: Source, validity: float | None = None) -> str:
-        """Append tokens; what follows the end of the answer is left out (`clip` a draft first).
+        """Append tokens up to the end of the answer; `truncate` a draft first.
 
-        Returns the text that became readable with them; see `Detokenizer`.
+        Returns the text that these tokens complete; see `Detokenizer`.
         """
         if self.is_finished or not ids:
             return ""
@@ -162,8 +161,7 @@ class Answer:
             self._pieces.append(_Piece(source, n_tokens, validity, len(self.text)))
 
     def _read(self, detokenizer: Detokenizer, ids: Sequence[int]) -> int:
-        """Let the detokenizer of this answer, or a fork, read the next tokens. Returns the offset in its text behind
-        which a stop string has to end."""
+        """Feed tokens to the answer's detokenizer or a fork. Return the text offset after which stop strings count."""
         early = self._min_tokens - len(self.ids)
         if early <= 0:
             detokenizer.add(ids)
@@ -175,7 +173,7 @@ class Answer:
         return no_stop_before
 
     def _find_stop(self, text: str, start: int, no_stop_before: int) -> int | None:
-        """Offset of the end of the stop string that is complete first; `start` is where the unsearched text begins."""
+        """Return the end offset of the first complete stop string; `start` is the offset of the unsearched text."""
         start = max(start, no_stop_before)
         ends = []
         for string in self._stop:

@@ -1,6 +1,6 @@
 """`ParseEngine`: a draft model proposes, the target verifies in one pass, keeps the valid prefix and continues.
 
-The engine resolves settings and promises, decides between draft and target alone, and accounts for the result. A
+The engine resolves settings and risk levels, chooses between PARSE and the target alone, and records the cost. A
 backend runs the models, in this process (`parse_infer.backends.local`) or on servers (`parse_infer.backends.vllm`).
 The decoding loop is `parse_infer.loop.speculate`. Reference: PARSE, arXiv 2605.04263.
 """
@@ -30,28 +30,28 @@ from parse_infer.output import Generation, Score
 from parse_infer.request import Request
 from parse_infer.settings import GenerationSettings
 
-DEFAULT_THRESHOLD = 0.5  # for a judge without a calibrated threshold: more likely right than wrong
+DEFAULT_THRESHOLD = 0.5  # for a judge without a calibrated threshold
 BACKENDS = ("local", "vllm")
 
 
 class ParseEngine:
-    """Generates with a target model whose answers a draft model mostly writes. Made by `from_pretrained`.
+    """Generates answers that a draft model writes and a target model verifies. Build one with `from_pretrained`.
 
     with ParseEngine.from_pretrained("zoo:target", "zoo:draft", "zoo:adapter") as engine:
         print(engine.generate("A box holds 12 pens. How many pens are in 7 boxes?").text)
 
-    With backend "local" one request is answered at a time (threads wait for each other), and prompts that share a
-    beginning prefill it once. With "vllm" any number of requests share the servers.
+    Backend "local" answers one request at a time; other threads wait. Consecutive prompts with a common prefix prefill
+    it once. With backend "vllm" concurrent requests share the servers.
 
     Args:
         backend: runs the models.
-        threshold: default threshold; None takes the judge's calibrated threshold, or 0.5 where it has none.
-        calibration: the promises that `risk` refers to; None takes the backend's.
+        threshold: default threshold; None takes the judge's calibrated threshold, or 0.5 for a judge without one.
+        calibration: operating points for each `risk`; None takes the backend's calibration.
 
     Attributes:
-        adaptive: the default of requests whose settings do not say; see `GenerationSettings.adaptive`.
+        adaptive: default for requests that leave `GenerationSettings.adaptive` at None.
         pair_wrapper: wraps the `ModelPair` of every request, for example to memoise it.
-        running: answers being written now.
+        running: number of requests in flight.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ParseEngine:
         calibration: Calibration | None = None,
         **options: Any,
     ) -> ParseEngine:
-        """An engine for loaded models in this process; arguments as in `parse_infer.backends.local.LocalBackend`."""
+        """Build an engine from loaded models; arguments as in `parse_infer.backends.local.LocalBackend`."""
         from parse_infer.backends.local import LocalBackend
 
         return cls(LocalBackend(target, draft, judge, **options), threshold=threshold, calibration=calibration)
@@ -99,14 +99,14 @@ class ParseEngine:
 
         Args:
             backend: "local" runs the models in this process, "vllm" on servers.
-            threshold: default threshold; None takes the adapter's.
-            calibration: a file made by `parse-infer calibrate`; default: the one in the adapter's folder, if any.
+            threshold: default threshold; None takes the adapter's threshold.
+            calibration: file written by `parse-infer calibrate`; None reads the file in the adapter's folder, if any.
             options: further arguments of `parse_infer.backends.local.load_backend` (device, dtype, zero_shot,
                 target_drafter, …) or of `parse_infer.backends.vllm.connect_backend` (target_url, draft_url, …).
 
         Raises:
-            ValueError: parts do not belong together, or a value is wrong; one sentence.
-            OSError: a part is missing or damaged, or no server of a model answers.
+            ValueError: models and adapter do not match, or an argument is invalid.
+            OSError: a model file is missing or damaged, or no server of a model responds.
         """
         if threshold is not None:
             check_threshold(threshold)
@@ -132,22 +132,22 @@ class ParseEngine:
 
     @property
     def draft(self) -> Any:
-        """The draft model, as `target`; None without one."""
+        """The draft model, of the same types as `target`; None without a draft model."""
         return self.backend.draft
 
     @property
     def train_problems(self) -> frozenset[str]:
-        """Hashes of the prompts that the judge was trained on, as far as they are known."""
+        """Hashes of the judge's training prompts; empty if the adapter does not list them."""
         known: frozenset[str] = self.backend.train_problems
         return known
 
     @property
     def deterministic(self) -> bool:
-        """Whether a greedy text does not depend on how it is computed."""
+        """Whether greedy output is the same for every way to compute it, such as speculation or batching."""
         return bool(self.backend.deterministic)
 
     def describe(self) -> dict[str, Any]:
-        """The models that answer, as a calibration records them."""
+        """The engine's models, as a calibration file records them."""
         return dict(self.backend.describe())
 
     def describe_drafters(self) -> dict[str, Any]:
@@ -159,11 +159,11 @@ class ParseEngine:
         return dict(self.backend.describe_machine())
 
     def clear_caches(self) -> None:
-        """Clear the KV caches of both models; over servers, make new requests miss them."""
+        """Clear both KV caches. On servers: make new requests miss the prefix caches."""
         self.backend.clear_caches()
 
     def check_calibration(self) -> None:
-        """Raise ValueError unless the calibration was made with these models."""
+        """Raise ValueError unless the calibration was measured with the engine's models."""
         if self.calibration is not None and self.calibration is not self._checked:
             self.calibration.check(self.describe())
             self._checked = self.calibration
@@ -178,12 +178,12 @@ class ParseEngine:
         """Answer one prompt (text or chat messages), or a list of prompts in order.
 
         Args:
-            prompts: a text becomes one user message where the target has a chat template.
-            settings: see `GenerationSettings`; `overrides` are fields of it.
+            prompts: a text becomes one user message if the target has a chat template.
+            settings: see `GenerationSettings`; `overrides` replace its fields.
             draft_text: a draft to use instead of the draft model's, one per prompt.
 
-        Raises ValueError for bad settings, an empty prompt or one beyond the target's window, before any work on any
-        of the prompts.
+        Raises ValueError for invalid settings, an empty prompt or a prompt longer than the target's context window.
+        The engine checks all prompts before it runs a model.
         """
         batch, is_list = as_batch(prompts)
         drafts = with_drafts(batch, is_list, draft_text)
@@ -202,7 +202,7 @@ class ParseEngine:
     ) -> Generation | list[Generation]:
         """Answer with the target alone, in the same decode loop, with `resume_sampling`: the baseline of PARSE.
 
-        `speculate` lets the target's token proposer guess tokens: lossless speculation without a judge.
+        With `speculate` the target's token proposer proposes tokens: lossless speculation without a judge.
         """
         batch, is_list = as_batch(prompts)
         settings = (settings or GenerationSettings()).override(**overrides)
@@ -220,7 +220,7 @@ class ParseEngine:
     ) -> Generation | list[Generation]:
         """Answer with the draft model alone, with `draft_sampling`, in its own tokens; local backend only.
 
-        `speculate` lets the draft model's token proposer guess tokens.
+        With `speculate` the draft model's token proposer proposes tokens.
         """
         if self.draft is None:
             raise ValueError("This engine has no draft model: pass draft=… to from_pretrained.")
@@ -240,10 +240,10 @@ class ParseEngine:
         draft_text: str | None = None,
         **overrides: Any,
     ) -> Iterator[Event]:
-        """Answer one prompt and yield what happens: Drafted, Verified, Accepted, Resumed (for each token), Done.
+        """Answer one prompt and yield its events: Drafted, Verified, Accepted, Resumed (for each token), Done.
 
-        The errors of `generate` are raised here, not at the first event. With the local backend another request to the
-        engine ends this stream.
+        This call raises the errors of `generate`; the iterator does not. With the local backend another request to
+        the engine ends this stream.
         """
         settings = (settings or GenerationSettings()).override(**overrides)
         with self.backend.turn():
@@ -252,7 +252,7 @@ class ParseEngine:
     def stream_target(
         self, prompt: Prompt, settings: GenerationSettings | None = None, speculate: bool = False, **overrides: Any
     ) -> Iterator[Event]:
-        """Answer one prompt with the target alone, as it happens: Resumed for each token, Done."""
+        """Answer one prompt with the target alone and yield its events: Resumed for each token, Done."""
         settings = (settings or GenerationSettings()).override(**overrides)
         return self._steps(self.events(prompt, settings, alone=True, speculate=speculate))
 
@@ -266,16 +266,15 @@ class ParseEngine:
         speculate: bool = False,
         watched: bool = True,
     ) -> AsyncGenerator[Event, None]:
-        """The events of one answer, `Done` last: the asynchronous core of all methods that generate.
+        """Yield the events of one answer, `Done` last. All methods that generate use this generator.
 
         Args:
             draft_text: a draft to use, or the result of `read_draft`.
             alone: the target writes the answer, without a draft.
             speculate: with `alone`, see `generate_target`.
-            watched: False: over servers, tokens may arrive all at once, which costs less.
+            watched: False lets servers send all tokens at once, which costs less.
 
-        Raises ValueError here for whatever `generate` refuses; over servers, the events raise OSError where no server
-        answers.
+        This call raises the ValueErrors of `generate`. On servers the iterator raises OSError if no server responds.
         """
         request = self._request(prompt, settings or GenerationSettings(), draft_text is not None)
         if alone:
@@ -291,14 +290,14 @@ class ParseEngine:
         self.backend.draft_source(self._request(prompt, settings, draft_text is not None), draft_text)
 
     def read_draft(self, text: str, prompt: Prompt, target: TokenizerSpec) -> TextDrafter:
-        """A draft for `events`, in tokens of the target or of a copy of its tokenizer for another thread.
+        """Tokenize a draft for `events`; in another thread, pass a `target` with a copy of the tokenizer.
 
         Raises ValueError for an empty text.
         """
         return TextDrafter(text, target, prompt)
 
     def collect(self, prepared: Sequence[AsyncGenerator[Event, None]]) -> Iterator[Generation]:
-        """The generations of several `events`, in order, each as soon as it and those before it are complete.
+        """Yield the generations of several `events` in order, each once it and all earlier generations are complete.
 
         The backend writes up to `parallel` answers at the same time.
         """
@@ -328,11 +327,11 @@ class ParseEngine:
     def score(
         self, prompt: Prompt, response: str, cut_policy: CutPolicy | None = None, finished: bool = True
     ) -> Score:
-        """Validity of any response to the prompt, segment by segment, in one forward of the target.
+        """Score any response to the prompt, segment by segment, in one forward of the target.
 
         Args:
-            cut_policy: where to cut the response; None cuts as drafts are cut.
-            finished: the response is a whole answer, so its last segment is judged with the end token after it.
+            cut_policy: where to cut the response; None takes the policy for drafts.
+            finished: the response is a whole answer, so the judge reads its last segment with an end token.
 
         Raises ValueError for an empty prompt or response, and for more tokens than the context window holds.
         """
@@ -357,7 +356,7 @@ class ParseEngine:
         return Score(segments_of(answer, draft, verdict), self.threshold)
 
     def close(self) -> None:
-        """End what the backend has started, such as servers."""
+        """Stop everything that the backend has started, such as servers."""
         self.backend.close()
 
     def __enter__(self) -> ParseEngine:
@@ -367,9 +366,9 @@ class ParseEngine:
         self.close()
 
     def _request(self, prompt: Prompt, settings: GenerationSettings, has_draft_text: bool) -> Request:
-        """Resolve the settings and check the prompt: everything that can be wrong with a request is found here."""
+        """Resolve the settings and check the prompt; raise ValueError for an invalid request."""
         if settings.risk is not None and has_draft_text:
-            raise ValueError("risk and draft_text were both given: a promise covers only what the draft model writes")
+            raise ValueError("risk and draft_text were both given: a calibration covers only the draft model's drafts")
         self.backend.check(settings, self.calibration)
         if settings.risk is not None:
             self.check_calibration()
@@ -384,7 +383,7 @@ class ParseEngine:
         events: AsyncGenerator[Event, None],
         alone: AsyncGenerator[Event, None] | None,
     ) -> AsyncGenerator[Event, None]:
-        """Pass on `events`, or `alone` while the target has been faster without a draft, and account for them."""
+        """Yield `events`, or `alone` while the target has been faster without a draft, and record their cost."""
         self.running += 1
         request.start()
         try:
@@ -394,8 +393,7 @@ class ParseEngine:
                     async for event in chosen:
                         yield event
                 generation = request.result()
-                # An empty draft (the prompt is beyond the draft model's window) says nothing about drafts, nor does a
-                # draft that could not be judged.
+                # The controller ignores empty drafts (prompt beyond the draft model's window) and fallbacks.
                 drafted = generation.stats.draft_tokens and request.fallback is None
                 if answer is not None and (drafted or not answer.drafted):
                     seconds, tokens = generation.timings.work_s, len(generation.token_ids)
@@ -406,19 +404,19 @@ class ParseEngine:
 
     @property
     def _load(self) -> int:
-        """Answers that share the models now. Without sharing, an older stream that was dropped does not count."""
+        """Requests that share the models now; always 1 without concurrency, even after a dropped stream."""
         return 1 if self.backend.parallel == 1 else self.running
 
     def _choice(self) -> AbstractContextManager[InFlight]:
-        """Decide whether the answer that begins now gets a draft."""
+        """Decide whether the next answer gets a draft."""
         if self.backend.parallel == 1:
             return nullcontext(self.controller.begin())
         return self.controller.answering(self.running)
 
     def _steps(self, events: AsyncGenerator[Event, None]) -> Iterator[Event]:
-        """The events, each step while no other thread uses the models.
+        """Yield the events; hold the models during each step.
 
-        A stream may be dropped anywhere, in an event loop or by the garbage collector, so closing it takes no lock.
+        Closing takes no lock, because an event loop or the garbage collector may close a stream at any point.
         """
         try:
             while True:

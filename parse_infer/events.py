@@ -1,4 +1,4 @@
-"""What happens while an answer is written, in the order in which `ParseEngine.stream` yields it."""
+"""Events of one answer, in the order in which `ParseEngine.stream` yields them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from parse_infer.output import Generation, Segment
 
 @dataclass(frozen=True)
 class Drafted:
-    """The draft model has proposed `text` (already cut at the first stop string and at the budget)."""
+    """The draft model has proposed `text`, already truncated at the first stop string and at the budget."""
 
     round: int
     text: str
@@ -26,7 +26,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class Accepted:
-    """What is kept of the draft, and what is dropped. `text` continues the answer so far."""
+    """The loop has accepted `text`, which continues the answer, and dropped `rejected`."""
 
     round: int
     text: str
@@ -36,8 +36,8 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The target has written one token. `text` is what became readable with it: "" while a character that spans
-    tokens is incomplete. The texts of all Accepted and Resumed events concatenate to the answer."""
+    """The target has written one token. `text` is "" while a character that spans several tokens is incomplete. The
+    texts of all Accepted and Resumed events concatenate to the answer."""
 
     round: int
     text: str
@@ -55,4 +55,4 @@ Event = Drafted | Verified | Accepted | Resumed | Done
 
 
 class Interrupted(Exception):
-    """A stream has ended because nobody wants it any more."""
+    """The caller has cancelled a stream."""

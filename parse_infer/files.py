@@ -1,7 +1,7 @@
-"""Files that are whole or not there, and one sentence for each that cannot be read.
+"""Atomic file writes, and readers that raise one-sentence errors.
 
-What is written goes beside its place first and is renamed when it is complete, so that neither a reader nor a rerun
-after `kill -9` meets half a file.
+Writers write a temporary file beside the destination and rename it when it is complete. Neither a reader nor a rerun
+after `kill -9` sees a partial file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ os.umask(_UMASK)
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """Where to write what will be the file `path`. Renamed at the end of the block, removed if the block fails."""
+    """Yield a temporary path. Rename it to `path` at the end of the block, or remove it if the block fails."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -40,10 +40,10 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(folder: str | Path) -> Iterator[Path]:
-    """The same for a whole folder, which is empty when the block begins.
+    """Yield an empty temporary folder. Replace `folder` with it at the end of the block.
 
-    What stood there goes aside for the instant between two renames. A process killed in that instant leaves it under
-    another name, and the next call puts it back.
+    The old folder has another name for the instant between two renames. If the process is killed in that instant, the
+    next call restores the old folder.
     """
     folder = Path(folder).expanduser().absolute()
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
@@ -78,13 +78,13 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def read_json(path: Path, way_out: str) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read the JSON object in a file.
 
     Args:
-        way_out: what to do about a damaged file, for the message.
+        way_out: advice for a damaged file, for the message.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file holds no JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -96,7 +96,7 @@ def read_json(path: Path, way_out: str) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, way_out: str) -> dict[str, Tensor]:
-    """The tensors in a safetensors file. ValueError if it is damaged; `way_out` as in `read_json`."""
+    """Read a safetensors file. Raise ValueError if it is damaged; `way_out` as in `read_json`."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -107,11 +107,11 @@ def read_tensors(path: Path, way_out: str) -> dict[str, Tensor]:
 
 
 def read_jsonl(source: str | Path, required: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row of a jsonl file ("-": standard input), after its place: "FILE, line N". Empty lines are passed over.
+    """Yield the location ("FILE, line N") and content of each row of a jsonl file ("-": standard input).
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a line that is no JSON object or lacks a key of `required`, by its place; text that is not UTF-8.
+        FileNotFoundError: the file does not exist.
+        ValueError: a line is no JSON object or lacks a key of `required`, or the text is not UTF-8.
     """
     name = "standard input" if source == STDIN else str(source)
     if source != STDIN and not Path(source).is_file():
@@ -140,14 +140,14 @@ def read_jsonl(source: str | Path, required: Sequence[str] = ()) -> Iterator[tup
 
 
 def locate(name: str | Path, files: Sequence[str], what: str) -> Path:
-    """The folder behind a name: a local one, or a Hugging Face id, whose `files` come through the Hub's cache.
+    """Resolve a name to a folder: a local folder, or the cached `files` of a Hugging Face id.
 
     Args:
-        what: is looked for, for messages ("adapter", "head").
+        what: kind of folder, for messages ("adapter", "head").
 
     Raises:
-        FileNotFoundError: neither.
-        ValueError: the name is that of a file.
+        FileNotFoundError: the name is neither a local folder nor available on the Hub.
+        ValueError: the name is a file.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -169,15 +169,15 @@ def locate(name: str | Path, files: Sequence[str], what: str) -> Path:
 
 
 def first_sentence(error: Exception) -> str:
-    """The first line of a library's error, which may be a page long, with a full stop."""
+    """Return the first line of a library's (possibly long) error, with a full stop."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     return first if first.endswith((".", "?", "!")) else first + "."
 
 
 def _to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk (where the system lets a folder be opened). A file
-    may be read by whom the umask allows, also where the library that wrote it (safetensors) keeps it to its owner."""
+    """Flush a file or a folder's entries to disk (folders only if the system can open them).
+    Set a file's mode by the umask, because safetensors makes its files private to the owner."""
     if path.is_file():
         path.chmod(0o666 & ~_UMASK)
     if path.is_dir() and not hasattr(os, "O_DIRECTORY"):

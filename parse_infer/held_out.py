@@ -1,4 +1,4 @@
-"""Keep the training problems of a judge out of calibrations and benchmarks: on them it is better than on new ones."""
+"""Exclude a judge's training problems from calibrations and benchmarks, where they would bias the results."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def prompt_hash(prompt: Any) -> str:
 def leave_out_learnt(problems: Sequence[P], learnt: Collection[str]) -> list[P]:
     """Return the problems that the judge was not trained on.
 
-    Some generators repeat a prompt now and then. Such problems are left out, with a note on standard error.
+    Some generators repeat prompts. The function drops repeated training problems with a note on standard error.
 
     Args:
-        problems: each with an id of its own.
-        learnt: `prompt_hash` of every training problem. Adapters of earlier versions list ids instead, which protect
-            only while the problems keep their ids.
+        problems: with unique ids.
+        learnt: `prompt_hash` of every training problem. Older adapters list ids instead, which match only while the
+            problems keep their ids.
 
     Raises:
         ValueError: more than half of the problems are training problems.
@@ -57,7 +57,7 @@ def leave_out_learnt(problems: Sequence[P], learnt: Collection[str]) -> list[P]:
         f"{known[0].id})"
     )
     if 2 * len(known) > len(problems):
-        raise ValueError(f"{found}, where it is better than on others: choose another split or seed")
+        raise ValueError(f"{found}, which biases the results: choose another split or seed")
     print(f"note: {found}; they are left out", file=sys.stderr)
     left_out = {problem.id for problem in known}
     return [problem for problem in problems if problem.id not in left_out]

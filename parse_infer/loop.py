@@ -1,7 +1,7 @@
 """The decoding loop: propose → verify → select → resume, until the answer ends. Reference: PARSE, arXiv 2605.04263.
 
-One function serves every backend. A `ModelPair` runs the models: in this process, where no method ever waits (so
-`run_sync` needs no event loop), or on servers.
+One function serves every backend. A `ModelPair` runs the models, in this process or on servers. In this process its
+methods never suspend, so `run_sync` needs no event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Verdict(Protocol):
-    """About a draft: K cuts, and the validity of the prefix up to each."""
+    """K cuts of a draft, and the validity of the prefix up to each cut."""
 
     @property
     def cuts(self) -> list[int]: ...
@@ -36,43 +36,42 @@ V = TypeVar("V", bound=Verdict)
 
 
 class ModelPair(Protocol, Generic[V]):
-    """A target, and whoever drafts for it, at work on one answer (`request.answer`, which `rounds` alone extends)."""
+    """Target and draft source of one request. Only `speculate` extends the request's answer."""
 
     segmenter: Segmenter
     threshold: float
-    """For this request."""
+    """The request's threshold."""
 
     async def propose(self, round: int) -> Sequence[int]:
-        """A draft of the rest of the answer, in target tokens; too long a one is cut off."""
+        """Draft the rest of the answer in target tokens; the loop truncates a draft that is too long."""
         ...
 
     def max_draft_tokens(self) -> int:
-        """Tokens that a draft may have now."""
+        """Maximum length of the next draft."""
         ...
 
     async def verify(self, draft: Sequence[int]) -> V: ...
 
     def count_greedy_matches(self, draft: Sequence[int], verdict: V, cut: int) -> int:
-        """How many tokens behind the cut equal the target's own (greedy) choice and are to be kept for that; 0 where
-        nobody knows."""
+        """Count the tokens after the cut to accept as the target's greedy choice; 0 if the choice is unknown."""
         ...
 
     def compact(self, verdict: V, kept: Collection[int]) -> V:
-        """The verdict for a caller that keeps many: `settle` takes it for these numbers of kept tokens only, and
-        `own_choice` not at all."""
+        """Shrink a verdict for storage. Afterwards `commit` accepts only these values of `kept`, and
+        `count_greedy_matches` does not accept the verdict."""
         ...
 
     def commit(self, draft: Sequence[int], verdict: V, kept: int) -> None:
-        """The answer has `kept` tokens of the draft now, the others are dropped."""
+        """Adopt the first `kept` draft tokens, which the answer already holds, and drop the others."""
         ...
 
     def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
-        """What the target writes next, token by token, as far as there is room. May be closed at any time."""
+        """Yield the target's next tokens, up to the budget. The caller may close the generator at any time."""
         ...
 
 
 PairWrapper = Callable[[ModelPair[Any], Request], ModelPair[Any]]
-"""Puts something between the rounds and the pair of a request."""
+"""Wraps a request's `ModelPair`, for example to memoise it."""
 
 
 def identity(pair: ModelPair[Any], request: Request) -> ModelPair[Any]:
@@ -80,21 +79,21 @@ def identity(pair: ModelPair[Any], request: Request) -> ModelPair[Any]:
 
 
 async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Event, None]:
-    """All events of an answer but the last (`Done`)."""
+    """Yield all events of an answer except `Done`."""
     settings, answer = request.settings, request.answer
     for round in itertools.count(1):
-        # propose: a draft of the whole rest of the answer
+        # propose: the draft model drafts the rest of the answer
         with request.timed("draft_s"):
             draft = answer.truncate(await pair.propose(round), pair.max_draft_tokens())
         yield Drafted(round, "".join(answer.preview(draft, [len(draft)])), len(draft))
 
-        # verify: the target reads the draft once, and says of each prefix whether it holds
+        # verify: the target reads the draft once; the judge scores each prefix
         with request.timed("verify_s"):
             verdict = await pair.verify(draft)
         segments = segments_of(answer, draft, verdict)
         yield Verified(round, segments)
 
-        # select: the maximal valid prefix, and behind it what equals the target's own choice
+        # select: the maximal valid prefix, then the tokens that equal the target's greedy choice
         with request.timed("verify_s"):
             kept = maximal_valid_prefix(verdict.validity, pair.threshold, settings.acceptance)
             cut = verdict.cuts[kept - 1] if kept else 0
@@ -103,11 +102,11 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
         if answer.is_finished:
             return
 
-        # resume: the target goes on from there
+        # resume: the target continues after the accepted tokens
         pair.commit(draft, verdict, cut + tail)
         hands_back = bool(draft) and may_hand_back(settings, pair.threshold, round)
         if hands_back and cut + tail == len(draft):
-            continue  # all of it holds, and the draft model may have more to say
+            continue  # the whole draft is accepted, and the draft model continues
         resumed: list[int] = []
         async with aclosing(pair.resume(round, draft[cut + tail :])) as tokens:
             async for token in tokens:
@@ -115,14 +114,13 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
                 yield Resumed(round, answer.add([token], "target"), token)
                 if answer.is_finished:
                     return
-                # Inside a character another tokenizer has nothing to go on from.
+                # Another tokenizer cannot continue inside a character.
                 if hands_back and answer.complete and pair.segmenter.first_segment_end(resumed):
                     break
 
 
 def may_hand_back(settings: GenerationSettings, threshold: float, round: int) -> bool:
-    """Whether the draft model takes over again after this round. Above a threshold of 1 it does not: nothing of a
-    second draft would be kept either."""
+    """Whether the draft model takes over after this round. Never at a threshold above 1, which accepts no draft."""
     keeps = threshold <= 1 or settings.mode == "exact"
     return settings.resume == "hand_back" and keeps and round < settings.max_rounds
 
@@ -136,11 +134,11 @@ def segments_of(answer: Answer, draft: Sequence[int], verdict: Verdict) -> list[
 
 
 def run_sync(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits, without an event loop. RuntimeError for one that waits."""
+    """Run a coroutine that never suspends, without an event loop. Raise RuntimeError if it suspends."""
     try:
         work.send(None)
     except StopIteration as end:
         result: T = end.value
         return result
     work.close()
-    raise RuntimeError("this coroutine waits, and there is no event loop here")
+    raise RuntimeError("the coroutine suspended, but run_sync has no event loop")

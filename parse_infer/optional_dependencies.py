@@ -1,8 +1,8 @@
-"""The optional parts of the installation and how to install them; pyproject.toml lists what each contains."""
+"""Optional dependencies by module, and how to install them; pyproject.toml defines the extras."""
 
 from __future__ import annotations
 
-# The smallest extra that brings each module which the base installation does not have.
+# The smallest extra that installs each optional module.
 EXTRAS = {
     "matplotlib": "bench",
     "PIL": "bench",
@@ -32,12 +32,12 @@ EXTRAS = {
 
 
 def install(extra: str) -> str:
-    """How to install an optional part. No package index has this project, so the command needs a checkout."""
+    """Return the command that installs an extra. It needs a checkout, since no package index has this project."""
     return f'in a checkout of this repository, pip install -c constraints.txt ".[{extra}]"'
 
 
 def missing_package(error: ModuleNotFoundError) -> str:
-    """One sentence that names the missing package and how to install it."""
+    """Return one sentence that names the missing package and how to install it."""
     module = (error.name or str(error)).partition(".")[0]
     extra = EXTRAS.get(module)
     return f"the package {module} is missing: {install(extra) if extra else f'pip install {module}'}"

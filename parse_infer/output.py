@@ -1,4 +1,4 @@
-"""What a generation returns: the answer with its spans, statistics and timings, and the score of a response."""
+"""Results: `Generation` with its spans, statistics and timings, and `Score`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal
 FinishReason = Literal["eos", "stop", "length"]
 Source = Literal["draft", "target"]
 Fallback = Literal["no_draft", "draft_refused", "judge_failed", "judge_replaced"]
-"""Why the target wrote alone although a draft was wanted: no draft server answers; the draft server refuses the
-request; the draft could not be judged; the target's servers run another adapter."""
+"""Why the target answered without a draft: no draft server responds; the draft server rejects the request; the judge
+failed on the draft; the target's servers run another adapter."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of text by one author. A draft span is one accepted segment; validity is that of its cut
-    (None for the exact tail, for mode "exact" and for the target's text)."""
+    """Text from one source. A draft span is one accepted segment, with the validity of its cut. `validity` is None for
+    the exact tail, for mode "exact" and for the target's text."""
 
     text: str
     source: Source
@@ -34,18 +34,18 @@ class Segment:
 
 @dataclass
 class Statistics:
-    """Counts for one answer. Tokens are target tokens; forwards are model forwards of any width."""
+    """Counts for one answer: target tokens, and model forwards of any width."""
 
     draft_tokens: int = 0
     accepted_tokens: int = 0
     exact_tail_tokens: int = 0
-    """The part of `accepted_tokens` that was kept because it equals the target's greedy choice."""
+    """The part of `accepted_tokens` that was accepted as the target's greedy choice."""
     rounds: int = 0
     target_forwards: int = 0
-    """All forwards of the target, verification passes included."""
+    """Forwards of the target, verification passes included."""
     draft_forwards: int = 0
     drafter_forwards: int = 0
-    """Of token drafters; where the draft model is one, also part of `draft_forwards`."""
+    """Forwards of token proposers. If the draft model is the proposer, `draft_forwards` includes them."""
     verification_passes: int = 0
 
     @property
@@ -56,7 +56,7 @@ class Statistics:
 
 @dataclass
 class Timings:
-    """Seconds of wall clock. `total_s` includes what a consumer of `stream` does between events."""
+    """Wall-clock seconds. `total_s` includes the time that a consumer of `stream` spends between events."""
 
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -70,9 +70,8 @@ class Timings:
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer. `text` equals the concatenation of the spans' texts; `token_ids` (target tokens) end with the end
-    token (the model's own, or a stop token) if `finish_reason` is "eos". With "stop", text ends inside the last token
-    if the stop string does."""
+    """One answer. `text` is the concatenation of the spans' texts. `token_ids` are target tokens; with `finish_reason`
+    "eos" the last one is an end token or stop token. With "stop" the text may end inside the last token."""
 
     text: str
     token_ids: list[int]
@@ -81,12 +80,12 @@ class Generation:
     stats: Statistics
     timings: Timings
     fallback: Fallback | None = None
-    """Only over servers. What was accepted of drafts before stays."""
+    """Set on servers only. Tokens accepted before the fallback stay in the answer."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Validity of a response, segment by segment; the texts of the segments concatenate to the response."""
+    """Validity of a response, segment by segment. The segments' texts concatenate to the response."""
 
     segments: list[Segment]
     threshold: float
@@ -98,5 +97,5 @@ class Score:
 
     @property
     def first_error(self) -> int | None:
-        """Index of the first segment whose prefix is below the threshold; None if all hold."""
+        """Index of the first segment whose prefix is below the threshold; None if no prefix is."""
         return next((i for i, s in enumerate(self.segments) if s.validity < self.threshold), None)

@@ -1,4 +1,4 @@
-"""Which models measured something: part of its results, and of what must not change between two halves of a run."""
+"""Descriptions of the measured models, for results and for the check that a resumed run uses the same models."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from parse_infer.speculation.proposer import TokenProposer
 def describe_models(
     target: LanguageModel, draft: LanguageModel | None, judge: Judge | None, cut_policy: CutPolicy
 ) -> dict[str, Any]:
-    """Device, number type and the loaded parts, each with a fingerprint that tells a retrained one apart; how prompts
-    are rendered, and where drafts are cut."""
+    """Describe device, dtype, models, judge, cut policy and template options. Fingerprints identify the weights."""
     return {
         "device": str(target.model.device),
         "dtype": str(target.model.dtype).removeprefix("torch."),
@@ -33,7 +32,7 @@ def describe_models(
 
 
 def describe_drafter(drafter: TokenProposer | None) -> dict[str, Any] | None:
-    """Who guesses tokens, with its sizes, and a fingerprint of a head. It changes no answer, but what one costs."""
+    """Describe a token proposer: its class, its sizes and its head's fingerprint. It affects speed, never answers."""
     if drafter is None:
         return None
     sizes = [name for name in inspect.signature(type(drafter)).parameters if name not in ("head", "model", "draft")]

@@ -1,6 +1,6 @@
-"""The records of a long measurement on disk, so that an interrupted one goes on where it stopped.
+"""Records of a long measurement on disk, so that an interrupted run can resume.
 
-`config.json` says what the folder measures; `records.jsonl` has one line per record, written as soon as it is there.
+`config.json` describes the measurement. `records.jsonl` has one line per record, appended as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from parse_infer.files import read_json, write_json
 
 
 class Keyed(Protocol):
-    """A frozen dataclass of JSON values that says what it is the record of."""
+    """A frozen dataclass of JSON values with a key that identifies it."""
 
     @property
     def key(self) -> Hashable: ...
@@ -26,16 +26,16 @@ R = TypeVar("R", bound=Keyed)
 
 
 class RecordStore(Generic[R]):
-    """The records in a folder; the only place that writes them.
+    """The records in a folder, and their only writer.
 
     Args:
-        folder: made if it does not exist.
-        config: what is measured. A folder with records of something else is an error, never mixed.
+        folder: created if it does not exist.
+        config: describes the measurement; a folder with another config is an error.
         kind: class of the records.
-        what: the measurement, for messages.
+        what: name of the measurement, for messages.
 
     Attributes:
-        records: what is there already, by key.
+        records: all records so far, by key.
 
     Raises:
         ValueError: the folder holds another measurement, or a damaged record.
@@ -46,7 +46,7 @@ class RecordStore(Generic[R]):
         self.records: dict[Any, R] = {}
         self._kind, self._what = kind, what
         self._path = self.folder / "records.jsonl"
-        config = json.loads(json.dumps(config))  # as it will read back: tuples become lists
+        config = json.loads(json.dumps(config))  # as JSON reads it back: tuples become lists
         config_path = self.folder / "config.json"
         if config_path.exists():
             self._check_same(read_json(config_path, f"choose another folder for the {what}"), config)
@@ -59,7 +59,7 @@ class RecordStore(Generic[R]):
             self._load()
 
     def append(self, record: R) -> None:
-        """Add a record; it is on its way to the disk when this returns."""
+        """Append a record to the file, without fsync."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(cast(Any, record)), ensure_ascii=False) + "\n")
         self.records[record.key] = record
@@ -67,7 +67,7 @@ class RecordStore(Generic[R]):
     def _load(self) -> None:
         data = self._path.read_bytes()
         whole, newline, torn = data.rpartition(b"\n")
-        if torn:  # the last run was cut off in the middle of a line: that answer is measured again
+        if torn:  # the last run stopped in the middle of a line: measure that answer again
             os.truncate(self._path, len(whole) + len(newline))
         names = {f.name for f in fields(self._kind)}  # type: ignore[arg-type]
         for number, line in enumerate(whole.decode("utf-8").split("\n") if newline else [], 1):

@@ -1,4 +1,4 @@
-"""One answer in the making: what was asked for, what has been written, and what it has cost so far."""
+"""`Request`: one prompt with its settings, its growing answer and its costs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Request:
 
     Args:
         prompt: as the caller gave it.
-        writer: the model whose tokens the answer consists of (the target, or the draft model where it writes alone).
-        settings: the budget is `max_new_tokens` or what the writer's context window leaves, whichever is less.
+        writer: the model whose tokens form the answer: the target, or the draft model if it answers alone.
+        settings: the budget is `max_new_tokens`, limited by the rest of the writer's context window.
         sampling: how `writer` samples.
 
     Raises:
-        ValueError: an empty prompt, one beyond the context window, or a stop token that the writer does not have.
+        ValueError: an empty prompt, a prompt beyond the context window, or a stop token unknown to the writer.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Request:
 
     @property
     def kept(self) -> int | None:
-        """Tokens that drafts brought; None where none is kept for its validity."""
+        """Accepted draft tokens; None at a threshold above 1, which accepts no token for its validity."""
         threshold = self.settings.threshold
         return None if threshold is not None and threshold > 1 else self.stats.accepted_tokens
 
     def accept(self, round: int, draft: Sequence[int], segments: Sequence[Segment], tail: int) -> Accepted:
-        """Add the accepted segments of the draft and `tail` tokens behind them to the answer."""
+        """Add the accepted segments of the draft and the next `tail` draft tokens to the answer."""
         text, cut = "", 0
         for segment in segments:
             text += self.answer.add(draft[cut : cut + segment.n_tokens], "draft", segment.validity)

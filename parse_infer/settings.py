@@ -1,4 +1,4 @@
-"""How an answer is produced: `GenerationSettings`, with its own validation."""
+"""`GenerationSettings`: the validated settings of one answer."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ Resume = Literal["finish", "hand_back"]
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How one answer is produced. Every field can be overridden by keyword in `ParseEngine.generate`."""
+    """Settings of one answer. `ParseEngine.generate` accepts every field as a keyword argument."""
 
     max_new_tokens: int = 512
-    """Upper bound on the answer, in target tokens, the end token included."""
+    """Maximum length of the answer in target tokens, end token included."""
     threshold: float | None = None
-    """A prefix holds if its validity is at least this. None: the adapter's own (0.5 if it has none). More than 1
-    accepts nothing for its validity, so the (greedy) answer is the target's own; where the draft model guesses tokens
-    for the target, it then does nothing else (lossless speculation)."""
+    """Minimum validity of an accepted prefix. None: the adapter's calibrated threshold, else 0.5. A threshold above 1
+    accepts no prefix, so a greedy answer equals the target's own. The draft model then writes no draft if it proposes
+    tokens for the target: lossless speculation."""
     risk: float | None = None
-    """Instead of a threshold: keep a promise of the engine's calibration (`parse_infer.calibration.schema`). The
-    calibration then sets threshold, resume, acceptance and max_rounds."""
+    """Risk level to keep, instead of a threshold (`parse_infer.calibration.schema`). The engine's calibration then
+    sets threshold, resume, acceptance and max_rounds."""
     mode: Mode = "validity"
-    """"validity": keep what the judge finds right. "exact": keep only what the target would have written itself."""
+    """"validity": accept the prefix that the judge accepts. "exact": accept only tokens that equal the target's greedy
+    choice."""
     acceptance: Acceptance = "first_failure"
-    """Up to the first prefix below the threshold, or the longest prefix that reaches it."""
+    """"first_failure": accept up to the first prefix below the threshold. "longest": accept the longest prefix that
+    reaches the threshold."""
     exact_tail: bool = True
-    """Behind the accepted cut, use the draft tokens that equal the target's greedy choice: those right behind it are
-    kept (they are free), those after the first other token are guesses for what the target writes (several tokens in
-    one forward; see `parse_infer.speculation.rejected_draft`). With resume "finish" no answer changes (in
-    float32). With "hand_back" what the target writes is its own greedy text either way, but the draft model takes over
-    later: behind the segment in which the target first chooses another token. Applies only while `resume_sampling` is
-    greedy."""
+    """Reuse rejected draft tokens that equal the target's greedy choice. The engine accepts matching tokens directly
+    after the cut. After the first mismatch `parse_infer.speculation.rejected_draft` proposes the remaining tokens.
+    With resume "finish" no answer changes (in float32). With "hand_back" the target still writes its own greedy text,
+    but its segment starts at the first mismatch, so the draft model takes over later. Requires greedy
+    `resume_sampling`."""
     resume: Resume = "finish"
-    """"finish": the target writes the rest. "hand_back": it writes one segment, to the end of a character, and
-    then the draft model goes on."""
+    """"finish": the target writes the rest. "hand_back": the target writes one segment, up to a complete character,
+    then the draft model continues."""
     draft_sampling: Sampling = field(default_factory=Sampling)
     resume_sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
-    """The answer ends right after the first of these strings (the string itself is kept)."""
+    """Stop strings. The answer ends after the first one and includes it."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the answer like the model's own end tokens: they count, and have no text."""
+    """Additional end tokens. They count as tokens and have no text."""
     ignore_eos: bool = False
-    """The model's own end tokens end nothing; the answer goes on to a stop or to the budget."""
+    """Continue past the model's own end tokens, up to a stop string, a stop token or the budget."""
     min_tokens: int = 0
-    """The answer does not end within its first tokens, this many: the target writes no end token there (in their
-    place the next likely one), a draft is cut before its own, and stop strings within them do not count."""
+    """Minimum length in tokens. Before it the target samples no end token, a draft is cut at its end token, and stop
+    strings are ignored."""
     max_rounds: int = 32
-    """With "hand_back": after this many drafts the target writes the rest."""
+    """With "hand_back": maximum number of drafts, after which the target writes the rest."""
     adaptive: bool | None = None
-    """Let the target answer alone while that has lately been faster (`parse_infer.adaptive`). None: a `Coordinator`
-    does, whose requests share servers, and a `ParseEngine` does not. Lossless speculation (a threshold above 1 where
-    the draft model guesses tokens) has no draft to do without, so nothing is chosen there."""
+    """Answer with the target alone while that has recently been faster (`parse_infer.adaptive`). None: on for servers,
+    off for local models. No effect on lossless speculation (a threshold above 1), which uses no draft."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
@@ -104,7 +104,7 @@ class GenerationSettings:
             raise ValueError(f"min_tokens is {self.min_tokens}, but max_new_tokens is {self.max_new_tokens}.")
 
     def override(self, **changes: Any) -> GenerationSettings:
-        """A copy with some fields changed; ValueError for a name that is no field, with the closest one."""
+        """Return a copy with some fields changed. Raise ValueError for an unknown field and suggest the closest."""
         known = [f.name for f in fields(self)]
         for name in changes:
             if name not in known:

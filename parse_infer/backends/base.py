@@ -1,4 +1,4 @@
-"""What `ParseEngine` needs of a backend: two models that run somewhere, and one way to write an answer with them."""
+"""`Backend`: the interface through which `ParseEngine` runs its models."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Backend(Protocol):
     """Runs the models of a `ParseEngine`.
 
     Attributes:
-        target, draft: tokenizers, chat templates and context windows of the models; `draft` is None without one.
-        threshold: the judge's calibrated threshold; None: it has none.
-        calibration: made for this adapter and this backend, if known.
-        train_problems: hashes of the prompts that the judge was trained on, as far as they are known.
-        deterministic: a greedy text does not depend on how it is computed (float32 in this process).
-        parallel: answers that it writes at the same time.
-        adaptive: the default of `GenerationSettings.adaptive`.
-        probe_tokens: tokens that the target's window must hold after a draft, for the judge's question.
+        target, draft: tokenizers, chat templates and context windows; `draft` is None without a draft model.
+        threshold: the judge's calibrated threshold, or None.
+        calibration: measured with this adapter and this backend, or None.
+        train_problems: hashes of the judge's training prompts; empty if unknown.
+        deterministic: greedy output is the same for every way to compute it (float32 in this process).
+        parallel: maximum number of concurrent answers.
+        adaptive: default for `GenerationSettings.adaptive`.
+        probe_tokens: tokens to leave free for the probe in the target's window, after a draft.
     """
 
     threshold: float | None
@@ -51,7 +51,7 @@ class Backend(Protocol):
     def probe_tokens(self) -> int: ...
 
     def describe(self) -> dict[str, Any]:
-        """The models that answer, as a calibration records them."""
+        """The backend's models, as a calibration file records them."""
         ...
 
     def describe_drafters(self) -> dict[str, Any]:
@@ -61,44 +61,44 @@ class Backend(Protocol):
     def describe_machine(self) -> dict[str, Any]: ...
 
     def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
-        """Raise ValueError for settings that this backend cannot serve, with the calibration in use."""
+        """Raise ValueError for settings that this backend cannot serve with the given calibration."""
         ...
 
     def draft_source(self, request: Request, draft_text: Any) -> Any:
-        """The source of a request's drafts: `draft_text`, or the draft model where that is None.
+        """Return the source of a request's drafts: `draft_text`, or the draft model if that is None.
 
         Raises ValueError without either.
         """
         ...
 
     def uses_draft(self, request: Request, source: Any) -> bool:
-        """Whether the draft model writes a draft for this request; otherwise `adaptive` has nothing to decide."""
+        """Whether the draft model writes a draft for this request; if not, `adaptive` has no effect."""
         ...
 
     def with_draft(
         self, request: Request, source: Any, wrap: PairWrapper, watched: bool
     ) -> AsyncGenerator[Event, None]:
-        """Events of an answer from drafts, all but `Done`."""
+        """Yield the events of an answer from drafts, except `Done`."""
         ...
 
     def alone(self, request: Request, speculate: bool, watched: bool) -> AsyncGenerator[Event, None]:
-        """Events of an answer that the target writes without a draft, all but `Done`.
+        """Yield the events of an answer that the target writes without a draft, except `Done`.
 
         Args:
-            speculate: let the token proposer guess (lossless speculation).
+            speculate: use the target's token proposer (lossless speculation).
         """
         ...
 
     def require_judge(self) -> Any:
-        """The judge. Raises ValueError without one."""
+        """Return the judge. Raise ValueError without a judge."""
         ...
 
     def draft_alone(self, request: Request, speculate: bool) -> AsyncGenerator[Event, None]:
-        """Events of an answer that the draft model writes alone. Raises ValueError where a server runs it."""
+        """Yield the events of an answer that the draft model writes alone. Raise ValueError if a server runs it."""
         ...
 
     async def judge_text(self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int] | None) -> Verdict:
-        """Validity of `draft` after `context` at the cuts; None: where drafts are cut."""
+        """Score `draft` after `context` at the cuts; None takes the cut policy for drafts."""
         ...
 
     def clear_caches(self) -> None: ...
@@ -108,7 +108,7 @@ class Backend(Protocol):
         ...
 
     def turn(self) -> AbstractContextManager[Any]:
-        """Hold the models for one answer where only one answer can be written at a time."""
+        """Lock the models for one answer, on a backend without concurrency."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Both models in this process: one KV cache per model, one answer at a time."""
+"""Backend that runs both models in this process: one KV cache per model, one answer at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from parse_infer.speculation.proposer import TokenProposer
 from parse_infer.speculation.registry import check_token_drafter, load_token_drafter
 from parse_infer.speculation.rejected_draft import RejectedDraft
 
-AUTO = "auto"  # token proposer: the draft model, where its tokens are tokens of the target
+AUTO = "auto"  # token proposer: the draft model, if all its tokens are tokens of the target
 T = TypeVar("T")
 
 
@@ -61,31 +61,30 @@ def load_backend(
         target, draft, adapter: Hugging Face ids, folders or names of embedded models ("zoo:target", …). A model may
             also be a GGUF file, "smollm2" or a LoRA (`parse_infer.models.names`).
         gguf_file: as in transformers, the target's file in its folder or repository.
-        zero_shot: without an adapter, ask the target itself whether each prefix is right. Without a judge only mode
-            "exact" generates.
-        target_drafter, draft_drafter: token proposers that speed up what each model writes itself: "lookup", the
+        zero_shot: use the target as zero-shot judge instead of an adapter. Without a judge only mode "exact" works.
+        target_drafter, draft_drafter: token proposers for the tokens that each model writes itself: "lookup", the
             folder or name of a head, or for the target "draft" (`parse_infer.speculation.registry`). Greedy tokens
-            stay the same (in float32), sampled ones keep their distribution. By default the draft model proposes
-            tokens for the target where its tokens are tokens of the target; None: no proposer.
-        cut_policy: where drafts are cut; None takes what the judge was trained with.
-        calibration: a file made by `parse-infer calibrate`; default: the one in the adapter's folder, if any.
+            stay the same (in float32), sampled tokens keep their distribution. "auto" selects "draft" if all tokens
+            of the draft model are tokens of the target. None: no proposer.
+        cut_policy: where to cut drafts; None takes the judge's training policy.
+        calibration: file written by `parse-infer calibrate`; None reads the file in the adapter's folder, if any.
         dtype: "auto" is the dtype of the saved weights, or float32 on CPUs that are slow in 16 bits.
-        template_options: switches of the chat templates, such as {"enable_thinking": False}.
+        template_options: options of the chat templates, such as {"enable_thinking": False}.
 
-    Raises ValueError or OSError with one sentence for whatever is missing, damaged or does not fit.
+    Raises ValueError or OSError with one sentence for missing, damaged or mismatched files.
     """
     if zero_shot and adapter is not None:
         raise ValueError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
     promises = None if calibration is None else Calibration.load(calibration)
     if gguf_file is not None:
         target = target / gguf_file if isinstance(target, Path) else f"{target.rstrip('/')}/{gguf_file}"
-    find_model(target)  # a wrong name is found before the first model is loaded
+    find_model(target)  # fail on a wrong name before loading the first model
     if draft is not None:
         find_model(draft)
     if adapter is not None:
         adapter = resolve(adapter)
     if draft_drafter is not None and draft is None:
-        raise ValueError(f"draft_drafter is {draft_drafter!r}, but there is no draft model that it could speed up")
+        raise ValueError(f"draft_drafter is {draft_drafter!r}, but the engine has no draft model: pass draft=…")
     if target_drafter not in (None, AUTO):
         check_token_drafter("target_drafter", target_drafter, str(target), has_draft=draft is not None)
     if draft_drafter is not None:
@@ -122,12 +121,12 @@ class LocalBackend:
     """A `Backend` for models in this process.
 
     Args:
-        target: the model whose quality is kept.
-        draft: the draft model; None if drafts come as text, or from `drafter`.
-        judge: a `ValidityAdapter` or `ZeroShotJudge`; None leaves only mode "exact".
-        drafter: another source of drafts than `draft`.
+        target: the model whose quality PARSE preserves.
+        draft: the draft model; None if drafts are texts or come from `drafter`.
+        judge: a `ValidityAdapter` or `ZeroShotJudge`; None allows only mode "exact".
+        drafter: a source of drafts that replaces `draft`.
         target_drafter, draft_drafter: token proposers.
-        cut_policy: where drafts are cut; None takes what the judge was trained with.
+        cut_policy: where to cut drafts; None takes the judge's training policy.
     """
 
     parallel = 1
@@ -186,12 +185,12 @@ class LocalBackend:
         return describe_machine(self.target.model.device)
 
     def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
-        """Every setting can be served."""
+        """Accept all settings."""
 
     def require_judge(self) -> Judge:
         if self.judge is None:
             raise ValueError(
-                "This engine has nothing to judge drafts with: pass adapter=… or zero_shot=True to from_pretrained, "
+                "This engine has no judge: pass adapter=… or zero_shot=True to from_pretrained, "
                 "or generate with mode='exact'."
             )
         return self.judge
@@ -205,16 +204,16 @@ class LocalBackend:
             draft_text = TextDrafter(draft_text, self.target, request.prompt)
         drafter = self.drafter if draft_text is None else draft_text
         assert drafter is not None
-        self._current = None  # an open stream must not go on with a drafter that writes something else
+        self._current = None  # the drafter changes its prompt, so an open stream must end
         drafter.reset(request.prompt, request.settings.draft_sampling, request.settings.stop)
         return drafter
 
     def uses_draft(self, request: Request, source: DraftSource) -> bool:
-        """Whether the draft model writes a draft. Above a threshold of 1, a draft model that proposes tokens for the
-        target writes none: the answer is lossless speculation, `adaptive` or not."""
+        """Whether the draft model writes a draft. At a threshold above 1, a draft model that proposes tokens for the
+        target writes no draft: the answer is lossless speculation, with or without `adaptive`."""
         settings = request.settings
         proposes = source is self.drafter and isinstance(self.target_drafter, DraftModelProposer)
-        assert settings.threshold is not None  # the engine has put in its own
+        assert settings.threshold is not None  # set by the engine
         return settings.mode == "exact" or settings.threshold <= 1 or not proposes
 
     async def with_draft(
@@ -238,13 +237,13 @@ class LocalBackend:
     async def judge_text(
         self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int] | None
     ) -> Verification:
-        self._current = None  # an open stream must not go on in this context
+        self._current = None  # the context changes, so an open stream must end
         self.target.decoder.seek(context)
         return self.verifier.verify(draft, cuts=self.segmenter.cuts(draft) if cuts is None else cuts)
 
     def clear_caches(self) -> None:
         with self._turn:
-            self._current = None  # an open stream cannot go on
+            self._current = None  # end an open stream
             for lm in (self.target, self.draft):
                 if lm is not None:
                     lm.decoder.seek([])
@@ -257,8 +256,8 @@ class LocalBackend:
 
     @contextmanager
     def cancellable(self, unwanted: Callable[[], bool]) -> Iterator[None]:
-        """Within the `with`, the work raises `Interrupted` before the next forward of a model once `unwanted` is true
-        (another thread may set it). The engine stays usable."""
+        """Raise `Interrupted` before a model's next forward once `unwanted` returns True, within the `with` block.
+        Another thread may make `unwanted` True. The engine stays usable."""
 
         def check() -> None:
             if unwanted():
@@ -275,12 +274,12 @@ class LocalBackend:
                 decoder.before_forward = earlier
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: this backend starts no processes."""
 
     async def _accounted(
         self, request: Request, events: AsyncGenerator[Event, None], source: DraftSource | None = None
     ) -> AsyncGenerator[Event, None]:
-        """The events, with the forwards of all models counted. RuntimeError once the engine has another request."""
+        """Yield the events and count all forwards. Raise RuntimeError once the engine starts another request."""
         self._current = request
         before = self._forwards(source)
         async with aclosing(events):
@@ -296,7 +295,7 @@ class LocalBackend:
         )
 
     def _forwards(self, source: DraftSource | None) -> tuple[int, int, int]:
-        """So far: of the target, of the draft model (or of another source of drafts), and of the token proposers."""
+        """Forwards so far of the target, of the draft model (or other draft source), and of the token proposers."""
         drafting = self.draft.decoder.forwards if self.draft is not None else source.forwards if source else 0
         proposers = (self.target_drafter, self.draft_drafter)
         return self.target.decoder.forwards, drafting, sum(p.forwards for p in proposers if p is not None)
@@ -304,7 +303,7 @@ class LocalBackend:
     async def _written(
         self, model: LanguageModel, role: Source, request: Request, drafter: TokenProposer | None
     ) -> AsyncGenerator[Event, None]:
-        """Events of an answer that one model writes: Resumed for each token."""
+        """Yield the events of an answer that one model writes: Resumed for each token."""
         model.decoder.seek(request.prompt_ids)
         for token in self.decode(model, request, drafter, role):
             yield Resumed(1, request.answer.add([token], role), token)
@@ -314,28 +313,27 @@ class LocalBackend:
     def decode(
         self, model: LanguageModel, request: Request, drafter: TokenProposer | None, role: Source, round: int = 1
     ) -> Iterator[int]:
-        """Tokens of `model` for the rest of the answer. The consumer adds each to the answer; the consumer's own work
-        is not timed."""
+        """Yield tokens of `model` for the rest of the answer. The consumer adds each token to the answer; the
+        consumer's work is not timed."""
         sampling, decoder = request.sampling, model.decoder
-        # Random numbers of its own for each role and round: a rejected token must not be drawn again by the noise
-        # that wrote it.
+        # Each role and round has its own random numbers, so that the noise behind a rejected token is not reused.
         generator = sampling.generator(decoder.device, role, round)
         field = "resume_s" if model is self.target else "draft_s"
         answer = request.answer
-        while answer.remaining_tokens > 0:  # a decode ends with the stretch without end tokens, and at any end token
-            stretch, banned = answer.required or answer.remaining_tokens, answer.banned_ids
-            tokens = speculative_decode(decoder, drafter, stretch, sampling, generator, banned)
+        while answer.remaining_tokens > 0:  # one decode until `min_tokens`, then one up to each end token
+            budget, banned = answer.required or answer.remaining_tokens, answer.banned_ids
+            tokens = speculative_decode(decoder, drafter, budget, sampling, generator, banned)
             while True:
                 with request.timed(field):
                     token = next(tokens, None)
                 if token is None:
                     break
                 yield token
-            decoder.seek(request.context)  # without what was read after an end token that ends nothing
+            decoder.seek(request.context)  # drop tokens read after an ignored end token
 
 
 class LocalModelPair:
-    """A `ModelPair` of models in this process. No method waits."""
+    """A `ModelPair` of models in this process. Its methods never suspend."""
 
     def __init__(self, backend: LocalBackend, request: Request, drafter: DraftSource) -> None:
         settings = request.settings
@@ -343,14 +341,14 @@ class LocalModelPair:
         assert settings.threshold is not None
         self.threshold = settings.threshold
         self._backend, self._request, self._drafter = backend, request, drafter
-        # Whether draft tokens that equal the target's greedy choice are used after the accepted cut.
         self._exact = settings.mode == "exact"
         self._probe_tokens = 0 if self._exact else backend.probe_tokens
+        # Whether to accept draft tokens after the cut that equal the target's greedy choice.
         self._wants_tail = self._exact or (settings.exact_tail and settings.resume_sampling.greedy)
         self._drafts = backend.uses_draft(request, drafter)
 
     def max_draft_tokens(self) -> int:
-        """The budget, or what the window holds besides context and one probe."""
+        """The remaining budget, or the window minus context and one probe if that is less."""
         left = self._backend.target.window - self._probe_tokens - len(self._request.context)
         return min(self._request.answer.remaining_tokens, left)
 
@@ -360,7 +358,7 @@ class LocalModelPair:
         return self._drafter.propose(self._request.answer.ids, self.max_draft_tokens()).ids
 
     async def verify(self, draft: Sequence[int]) -> Verification:
-        """One target forward over [uncached context, draft, probes]; context and draft stay in the cache."""
+        """Run one target forward over [uncached context, draft, probes]; context and draft stay in the cache."""
         decoder, context = self._backend.target.decoder, self._request.context
         probes = self._probe_tokens * self.segmenter.policy.max_cuts
         decoder.reserve(len(context), self._request.answer.remaining_tokens + probes)
@@ -374,7 +372,7 @@ class LocalModelPair:
         return verdict.compact(kept)
 
     def commit(self, draft: Sequence[int], verdict: Verification, kept: int) -> None:
-        """Crop the cache; the first token of a resume comes out of the verification pass."""
+        """Crop the cache. The verification pass supplies the logits of the first resumed token."""
         decoder = self._backend.target.decoder
         decoder.seek(self._request.context)
         if draft:
@@ -382,7 +380,7 @@ class LocalModelPair:
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         proposer = self._backend.target_drafter
-        if self._wants_tail:  # a rejected draft still says how the answer may be worded, and costs nothing
-            proposer = RejectedDraft(self._request.context, rejected, otherwise=proposer)
+        if self._wants_tail:  # the rejected draft proposes tokens at no cost
+            proposer = RejectedDraft(self._request.context, rejected, fallback=proposer)
         for token in self._backend.decode(self._backend.target, self._request, proposer, "target", round):
             yield token

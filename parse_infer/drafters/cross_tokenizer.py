@@ -1,4 +1,4 @@
-"""Between two models: what a draft model reads of an answer, and what it writes, in tokens of the target."""
+"""Translation between a draft model and a target with different tokenizers or chat templates."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from parse_infer.models.tokenizer_spec import TokenizerSpec, reads_alike
 
 
 class CrossTokenizerDraft:
-    """One answer, as the draft model sees it.
+    """One answer in the draft model's tokens.
 
-    The prompt is rendered by the draft model's own chat template. With the target's tokenizer token ids pass straight
-    through; with another one the answer so far reaches the draft model as text, and its draft reaches the target as
-    text.
+    The draft model's own chat template renders the prompt. If both models share a tokenizer, token ids pass unchanged.
+    Otherwise answer and draft pass between the models as text.
 
     Args:
         shares_tokens: `same_tokenizer` of the two.
@@ -40,36 +39,36 @@ class CrossTokenizerDraft:
         self.draft, self.target, self.shares_tokens, self.stop = draft, target, shares_tokens, stop
         self.end_ids = draft.eos_ids | target.eos_ids if shares_tokens else draft.eos_ids
         reader = target if shares_tokens and reads_alike(draft, target, prompt) else draft
-        # Beyond the draft model's window there is no draft, and the target answers.
+        # A prompt beyond the draft model's window gets no draft, and the target answers.
         self.prompt_ids = reader.encode(prompt)
         draft.check_tokens(self.prompt_ids)
         self.before, self.left = open_turn(prompt), left_context(prompt, self.prompt_ids)
 
     def begin(self, answer_ids: Sequence[int], max_new_tokens: int) -> DraftStream | None:
-        """What the draft model goes on from; None where it cannot."""
+        """Start a draft that continues the answer; None if the draft model cannot continue."""
         written = list(answer_ids)
         if not self.shares_tokens:
             text = decode(self.target.tokenizer, answer_ids)
-            if text.endswith("\ufffd"):  # inside a character, which the target has to finish
+            if text.endswith("\ufffd"):  # inside a character, which the target must complete
                 return None
             written = encode_continuation(self.draft.tokenizer, self.before, text)
         elif max(written, default=0) >= self.draft.n_embeddings:  # padding ids, which only untrained models write
             return None
-        if written and written[-1] in self.end_ids:  # an end to the draft model, though none to the target
+        if written and written[-1] in self.end_ids:  # an end token of the draft model, but not of the answer
             return None
         room = min(max_new_tokens, self.draft.window - len(self.prompt_ids) - len(written))
         return DraftStream(self, written, room, begun=bool(answer_ids)) if room > 0 else None
 
 
 class DraftStream:
-    """A draft while it is written.
+    """A draft in progress.
 
     Attributes:
-        context: of the draft model, in its own tokens.
-        remaining_tokens: how many tokens it may write.
+        context: the draft model's context, in its own tokens.
+        remaining_tokens: maximum length of the draft.
 
     Args:
-        begun: the target has written something already.
+        begun: the answer already has tokens.
     """
 
     def __init__(self, translation: CrossTokenizerDraft, written: list[int], max_new_tokens: int, begun: bool) -> None:
@@ -93,26 +92,26 @@ class DraftStream:
 
     @property
     def n(self) -> int:
-        """Tokens so far, the draft model's own."""
+        """Number of tokens so far, in the draft model's tokens."""
         return len(self._answer.ids) - self._n_before
 
     @property
     def own_ids(self) -> list[int]:
-        """In the draft model's tokens."""
+        """The draft in the draft model's tokens."""
         return self._answer.ids[self._n_before :]
 
     def add(self, ids: Sequence[int]) -> None:
-        """The draft model has written these; what follows the end is left out."""
-        # One token needs no look ahead.
+        """Add the draft model's next tokens, up to the end of the answer."""
+        # One token needs no truncation.
         self._answer.add(ids if len(ids) == 1 else self._answer.truncate(ids, self._answer.remaining_tokens), "draft")
 
     def draft(self) -> Draft:
-        """In the target's tokens."""
+        """Return the draft in the target's tokens."""
         answer, target = self._answer, self._translation.target
         ids, ended = self.own_ids, answer.finish_reason == "eos"
         if not self._translation.shares_tokens:
-            text = self.text.rstrip("\ufffd")  # a budget may end inside a character
-            # A first token without text, such as a "▁" that the decoder strips, has begun the answer all the same.
+            text = self.text.rstrip("\ufffd")  # the budget may end inside a character
+            # The first token may have no text, such as a "▁" that the decoder strips. It still begins the answer.
             before = self._translation.before + self._before or "\n" * self._begun
             ids = encode_continuation(target.tokenizer, before, text)
         else:

@@ -1,4 +1,4 @@
-"""A draft model: any causal language model, with the target's tokenizer or one of its own."""
+"""Drafts from a draft model: any causal language model, with the target's tokenizer or another."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from parse_infer.speculation.proposer import TokenProposer
 
 
 class ModelDrafter:
-    """Lets `draft` write the rest of the answer (`CrossTokenizerDraft`).
+    """Drafts the rest of the answer with `draft` (`CrossTokenizerDraft`).
 
-    Its cache is kept from round to round and from prompt to prompt (`Decoder.seek`).
+    The draft model keeps its KV cache across rounds and prompts (`Decoder.seek`).
 
     Args:
-        token_drafter: lets the draft model write several tokens per forward of its own.
-        one_segment: propose no more than the next segment by this policy, instead of the rest of the answer.
+        token_drafter: token proposer for the draft model.
+        one_segment: draft only the next segment by this policy, instead of the rest of the answer.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ModelDrafter:
 
     def propose(self, answer_ids: Sequence[int], max_new_tokens: int) -> Draft:
         if self._translation is None:
-            raise ValueError("there is no prompt to draft for: call reset() first")
+            raise ValueError("the drafter has no prompt: call reset() first")
         self._round += 1
         writing = self._translation.begin(answer_ids, max_new_tokens)
         if writing is None:
@@ -72,7 +72,7 @@ class ModelDrafter:
 
 
 def share_tokens(draft: TokenizerSpec, target: TokenizerSpec) -> bool:
-    """Whether token ids of one are those of the other. A base model beside a chat model then takes its template."""
+    """Whether both models share token ids. If so, a draft model without chat template gets the target's template."""
     shared = same_tokenizer(draft.tokenizer, target.tokenizer)
     if shared and draft.tokenizer.chat_template is None:
         draft.tokenizer.chat_template = target.tokenizer.chat_template

@@ -1,4 +1,4 @@
-"""Drafters: whatever proposes a draft. The engine never asks which one it holds."""
+"""`DraftSource`: the interface of everything that proposes drafts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from parse_infer.models.sampling import Sampling
 class Draft:
     """A proposed continuation of the answer.
 
-    `ids` are target tokens whatever the drafter works with; `finished` says that the draft ends the answer, and then
-    the last id is the target's end token. An empty draft means that the drafter has nothing (more) to propose.
+    `ids` are always target tokens. With `finished` the draft ends the answer, and the last id is the target's end
+    token. An empty draft means that the source has no more tokens to propose.
     """
 
     ids: list[int]
@@ -27,19 +27,19 @@ class DraftSource(Protocol):
 
     @property
     def forwards(self) -> int:
-        """Model forwards so far, over all answers (0 for a drafter without a model)."""
+        """Model forwards so far, over all answers; 0 without a model."""
         ...
 
     def reset(self, prompt: Prompt, sampling: Sampling, stop: Sequence[str] = ()) -> None:
-        """Begin a new answer to `prompt`. Cheap, and no model runs: ValueError for a prompt that it cannot read.
+        """Begin a new answer to `prompt` without running a model. Raise ValueError for an unreadable prompt.
 
-        The engine calls this twice for a request, with a `RenderedPrompt`.
+        The engine calls this twice per request, with a `RenderedPrompt`.
 
-        A draft may end at the first of the `stop` strings; the engine cuts it there in any case.
+        A draft may end at the first of the `stop` strings; the engine truncates it there in any case.
         """
         ...
 
     def propose(self, answer_ids: Sequence[int], max_new_tokens: int) -> Draft:
-        """Continue the answer so far (`answer_ids`, target tokens, without the prompt) by about `max_new_tokens`
-        tokens at most; the engine cuts what is too much."""
+        """Continue the answer (`answer_ids`: target tokens without the prompt) by about `max_new_tokens` tokens. The
+        engine truncates a draft that is too long."""
         ...

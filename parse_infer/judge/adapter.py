@@ -1,7 +1,7 @@
-"""The validity adapter: a probe, a low-rank update for it, and a head that reads the validity off its last token.
+"""The validity adapter: a probe, a LoRA for the probe tokens, and a head on the probe's last hidden state.
 
-On disk it is a folder of safetensors and JSON: `adapter_config.json` and `adapter_model.safetensors` (plain peft),
-`validity_head.safetensors`, `validity_config.json` and `README.md`. One without a probe has no peft files.
+An exported adapter is a folder: `adapter_config.json` and `adapter_model.safetensors` (plain peft),
+`validity_head.safetensors`, `validity_config.json` and `README.md`. An adapter without a probe has no peft files.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class ValidityConfig:
     """Content of validity_config.json.
 
     Attributes:
-        probe_ids, probe_text: the probe; empty where token doubt decides alone.
-        token_rank: of the head's `TokenDoubt`; 0: it has none.
-        surprise_vocab_size: how many tokens of the vocabulary it compares with; 0: all of them.
+        probe_ids, probe_text: the probe; both empty for a head that uses token doubt alone.
+        token_rank: inner size of the head's `TokenDoubt`; 0: no token doubt.
+        surprise_vocab_size: number of tokens that `TokenDoubt` compares with; 0: the whole vocabulary.
         closes_turn: the probe itself ends the assistant's turn (`Probe.closes_turn`).
         verbalizer: the words (valid, not valid) that the head was initialised from.
-        cut_policy: `CutPolicy.to_dict()` of the cuts the adapter was trained on.
+        cut_policy: `CutPolicy.to_dict()` of the training data.
         target: `describe_target(model)`: name, model_type, hidden_size, num_hidden_layers, vocab_size, fingerprint.
         label: definition of the training label.
-        probability: scale and shift of the logit, fitted so that validities are probabilities; None: as it comes.
+        probability: scale and shift of the logit, fitted so that validities are probabilities; None: not fitted.
         threshold: calibrated threshold; None: not calibrated.
         risk: risk level of the threshold.
-        metrics: held-out figures.
-        provenance: data, code and settings that made the adapter.
+        metrics: metrics on held-out data.
+        provenance: data, code and settings of the training run.
     """
 
     probe_ids: tuple[int, ...]
@@ -71,7 +71,7 @@ class ValidityConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ValidityConfig:
-        """Raises ValueError for another schema version or a missing key; keys that are not known are left out."""
+        """Build a config and ignore unknown keys. Raise ValueError for another schema version or a missing key."""
         version = values.get("schema_version")
         if version != SCHEMA_VERSION:
             raise ValueError(
@@ -81,7 +81,7 @@ class ValidityConfig:
         needed = ("target",) if values.get("probe_ids") == [] and values.get("token_rank") else _NEEDED
         missing = [key for key in needed if not values.get(key)]
         if missing:
-            raise ValueError(f"validity_config.json has no {missing[0]}: the adapter was not exported completely")
+            raise ValueError(f"validity_config.json has no {missing[0]}: the export of the adapter is incomplete")
         scaled = values.get("probability")
         if scaled is not None and not (set(scaled) == {"scale", "shift"} and scaled["scale"] > 0):
             raise ValueError(f"validity_config.json has probability {scaled}: it needs a scale above 0 and a shift")
@@ -95,11 +95,10 @@ class ValidityAdapter:
     Attributes:
         config: see `ValidityConfig`.
         head: the read-out, on the target's device.
-        lora: the update bound to a loaded target; None while nothing is bound (an adapter about to be saved), and
-            without a probe, which alone is updated.
+        lora: the LoRA bound to a loaded target; None without a probe, and before binding (an adapter to be saved).
         peft_config: content of adapter_config.json; empty without a probe.
         tensors: content of adapter_model.safetensors, by peft's names; empty without a probe.
-        train_problems: hashes of the prompts that it was trained on, where they are known.
+        train_problems: hashes of the training prompts; empty if unknown.
     """
 
     config: ValidityConfig
@@ -118,13 +117,13 @@ class ValidityAdapter:
         return judge_fingerprint((self.peft_config, self.config.to_dict()), (self.tensors, self.head.state_dict()))
 
     def save_pretrained(self, folder: str | Path, figures: Mapping[str, bytes] | None = None) -> Path:
-        """Write the files, all or nothing: into a temporary folder beside `folder`, which is then renamed.
+        """Write the adapter folder atomically.
 
         Args:
             figures: PNG files by name, for the model card.
 
         Raises:
-            ValueError: there is no low-rank update to save, or `folder` holds something else than an adapter.
+            ValueError: the adapter lacks its LoRA weights, or `folder` exists and is no adapter folder.
         """
         if self.config.probe_ids and not (self.peft_config and self.tensors):
             raise ValueError("an adapter without its peft configuration and weights cannot be saved")
@@ -145,8 +144,8 @@ class ValidityAdapter:
         """Load an adapter (local folder or Hugging Face id) for `target`.
 
         Raises:
-            FileNotFoundError: no such folder or id, or a file is missing.
-            ValueError: a file is damaged, or the adapter belongs to another model.
+            FileNotFoundError: the folder or id does not exist, or a file is missing.
+            ValueError: a file is damaged, or the adapter was trained for another model.
         """
         files = read_adapter(name_or_path)
         config = ValidityConfig.from_dict(files.validity_config)
@@ -157,17 +156,17 @@ class ValidityAdapter:
 
 
 def read_head(adapter: str, config: ValidityConfig, tensors: Mapping[str, Tensor]) -> ValidityHead:
-    """The head in an adapter's files, in float32 and without gradient.
+    """Build the head from an adapter's files, in float32 and without gradient.
 
     Raises:
-        ValueError: the files do not go together, or name tokens outside the target's vocabulary.
+        ValueError: the files do not match each other, or name tokens outside the target's vocabulary.
     """
     size = config.surprise_vocab_size
     vocabulary = torch.zeros(size, dtype=torch.long) if size and config.token_rank else None
     head = ValidityHead(config.target["hidden_size"], config.token_rank, vocabulary, bool(config.probe_ids)).float()
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     if shapes != {key: tuple(tensor.shape) for key, tensor in head.state_dict().items()}:
-        raise ValueError(f"the validity head of {adapter} holds {shapes}: its files do not go together")
+        raise ValueError(f"the validity head of {adapter} holds {shapes}, which does not match validity_config.json")
     head.load_state_dict(tensors)
     _check_tokens("probe", config.probe_ids, config.target["vocab_size"])
     if head.tokens is not None and head.tokens.vocabulary is not None:
@@ -176,15 +175,15 @@ def read_head(adapter: str, config: ValidityConfig, tensors: Mapping[str, Tensor
 
 
 def check_target(adapter: str, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming both, unless an adapter's `target` entry describes the model that `found` describes.
+    """Raise ValueError, naming both models, unless `found` is the model that the adapter was trained for.
 
     Args:
-        expected, found: as `describe_target` makes them; fingerprints are compared where `found` has one.
+        expected, found: results of `describe_target`; `found` may lack the fingerprint, which is then not compared.
     """
     shape = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
     wrong = [key for key in shape if expected.get(key) != found[key]]
     if wrong:
-        differs = ", ".join(f"{key} {expected.get(key)} and not {found[key]}" for key in wrong)
+        differs = ", ".join(f"{key} {expected.get(key)}, not {found[key]}" for key in wrong)
         raise ValueError(
             f"the adapter {adapter} was trained for the target {expected.get('name')!r} and does not fit "
             f"{found['name']!r}: it expects {differs}"

@@ -1,4 +1,4 @@
-"""Reading and writing the files of an exported adapter, complete or not at all."""
+"""Read and atomically write the files of an exported adapter."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PROMISE = (
     "one verification pass over one whole draft; several passes with hand-back are not covered, and drafts of one "
     "problem count as independent"
 )
-"""What the risk level of a threshold speaks of."""
+"""Scope of a threshold's risk level."""
 
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """What an adapter folder holds, as read; an adapter without a probe has no peft files."""
+    """Content of an adapter folder; an adapter without a probe has no peft files."""
 
     folder: Path
     peft_config: dict[str, Any]
@@ -41,12 +41,12 @@ class AdapterFiles:
 
     @property
     def fingerprint(self) -> str:
-        """Tells a retrained adapter apart."""
+        """Identifies the adapter's configuration and weights."""
         return judge_fingerprint((self.peft_config, self.validity_config), (self.tensors, self.head))
 
 
 def judge_fingerprint(configs: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Tensor]]) -> str:
-    """Of everything that makes a judge: its configurations and all of its tensors."""
+    """Hash a judge's configurations and all its tensors."""
     digest = hashlib.sha256(json.dumps(list(configs), sort_keys=True, default=_as_json).encode())
     for tensors in parts:
         for name in sorted(tensors):
@@ -58,7 +58,7 @@ def read_adapter(name_or_path: str | Path) -> AdapterFiles:
     """Read a local folder, or a Hugging Face id through the Hub's cache.
 
     Raises:
-        FileNotFoundError: no such folder or id, or one of its files is missing.
+        FileNotFoundError: the folder or id does not exist, or a file is missing.
         ValueError: a file is damaged.
     """
     folder = locate(name_or_path, (PEFT_CONFIG, PEFT_WEIGHTS, HEAD, CONFIG, CARD, PROBLEMS), "adapter")
@@ -95,15 +95,15 @@ def write_adapter(
     figures: Mapping[str, bytes],
     train_problems: Iterable[str] = (),
 ) -> Path:
-    """Write an adapter folder; an adapter that is there already is replaced in one step.
+    """Write an adapter folder; replace an existing adapter atomically.
 
     Args:
-        peft_config, tensors: both empty where there is no probe; then no peft files are written.
+        peft_config, tensors: both empty without a probe; the folder then has no peft files.
         figures: PNG files by name, shown in the model card.
-        train_problems: hashes of the prompts that were learnt from, so that no promise is tested on them.
+        train_problems: hashes of the training prompts, which calibrations must exclude.
 
     Raises:
-        ValueError: `folder` exists and holds something else than an adapter.
+        ValueError: `folder` exists and is no adapter folder.
     """
     folder = folder.expanduser().absolute()
     if folder.exists() and not ((folder / CONFIG).is_file() or (folder.is_dir() and not any(folder.iterdir()))):
@@ -126,7 +126,7 @@ def write_adapter(
 
 
 def model_card(config: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
-    """README.md of an adapter, from its validity_config.json and the names of its figures."""
+    """Render README.md of an adapter from its validity_config.json and the names of its figures."""
     target, threshold = config["target"], config.get("threshold")
     front = ["---", "library_name: peft", "tags: [parse-engine, lora, activated-lora]"]
     if not config["probe_ids"]:
@@ -167,7 +167,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _as_json(value: Any) -> Any:
-    """peft keeps sets and enumerations in its configuration."""
+    """Convert the sets and enumerations in peft's configuration."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     if hasattr(value, "value"):

@@ -1,4 +1,4 @@
-"""Where a draft is cut: after each step (line), each sentence, or every few tokens.
+"""Cuts of a draft: after each step (line), after each sentence, or at a fixed distance in tokens.
 
 A cut is a token offset in the draft: cut `c` ends the prefix `draft[:c]`. The last cut is always the whole draft.
 """
@@ -12,23 +12,23 @@ from typing import Any, Literal, get_args
 
 CutKind = Literal["step", "sentence", "tokens"]
 
-# An end mark, optional closing quotes or brackets, and whitespace after it: "3.5" and "e.g.," are no ends.
+# An end mark, optional closing quotes or brackets, then whitespace. "3.5" and "e.g.," do not match.
 _SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*(?=\s)")
 _LIST_NUMBER = re.compile(r"(?:^|\n)[ \t]*\d+$")  # the "1" of a list item "1. Add the apples."
 
 
 @dataclass(frozen=True)
 class CutPolicy:
-    """How a draft is cut.
+    """Rules for cutting a draft.
 
     Attributes:
         kind: "step" cuts after every line, "sentence" after every sentence, "tokens" every `every` tokens.
         every: distance of two cuts in tokens, for "tokens".
-        max_cuts: number of cuts at a draft's beginning that are all judged; `Segmenter` chooses among the later ones.
-            A labelled draft has at most this many labels, evenly spread.
+        max_cuts: the judge scores the first `max_cuts` cuts; `Segmenter` selects among later cuts. A labelled draft
+            has at most `max_cuts` labels, evenly spread.
 
     Raises:
-        ValueError: a kind that does not exist, or a number below 1.
+        ValueError: an unknown kind, or a number below 1.
     """
 
     kind: CutKind = "step"
@@ -44,7 +44,7 @@ class CutPolicy:
                 raise ValueError(f"the cut policy's {name} must be a whole number of at least 1, not {value!r}")
 
     def even_subset(self, cuts: Sequence[int]) -> list[int]:
-        """At most `max_cuts` of the cuts, evenly spread; the last one stays."""
+        """Return at most `max_cuts` of the cuts, evenly spread, including the last cut."""
         n, limit = len(cuts), self.max_cuts
         return list(cuts) if n <= limit else [cuts[(j + 1) * n // limit - 1] for j in range(limit)]
 
@@ -60,16 +60,16 @@ class CutPolicy:
 
 
 class Segmenter:
-    """Finds the cuts at which a draft is judged, given as token ids of `tokenizer` (the target's).
+    """Selects the cuts for the judge, in a draft of target token ids.
 
-    Without a probe a cut costs nothing, and every one is judged. With a probe of P tokens the first `max_cuts` are,
-    and then each cut c that is at least sqrt(P * c) tokens behind the last one. A probe costs P tokens to read. A cut
-    that is left out costs, where the first error follows it, half of a distance of tokens that the target writes
-    again. Their sum is least at this distance if a first error is as likely in every e-fold of the draft (1 in 5) and
-    a token costs 10 times as much to write as to read. A draft that grows keeps its cuts.
+    Without a probe the judge scores every cut, at no cost. With a probe of P tokens it scores the first `max_cuts`
+    cuts, then each cut c at least sqrt(P * c) tokens after the previous selected cut. A probe costs P tokens of
+    prefill. A skipped cut before the first error makes the target decode half a distance of tokens again. This
+    distance minimises the sum, given two assumptions. Every e-fold of the draft holds the first error with the same
+    probability (1 in 5), and decoding a token costs 10 times its prefill. A draft that grows keeps its cuts.
 
     Args:
-        probe_tokens: P of the judge; 0: it has no probe.
+        probe_tokens: P of the judge; 0 without a probe.
     """
 
     def __init__(self, tokenizer: Any, policy: CutPolicy | None = None, probe_tokens: int = 0) -> None:
@@ -77,14 +77,14 @@ class Segmenter:
         self.policy = policy or CutPolicy()
         self.probe_tokens = probe_tokens
         self._surfaces: dict[int, str] = {}
-        # Tokens are decoded behind an anchor: sentencepiece decoders drop the leading space of a text's first token.
+        # Decode tokens after an anchor, because sentencepiece decoders drop the leading space of the first token.
         self._anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._anchor_text = self._decode(self._anchor)
 
     def cuts(self, draft_ids: Sequence[int]) -> list[int]:
-        """Strictly increasing token offsets in 1..len(draft_ids), the last one len(draft_ids); [] for an empty draft.
+        """Return strictly increasing token offsets in 1..len(draft_ids), ending with len(draft_ids); [] if empty.
 
-        A step or sentence never consists of whitespace or special tokens alone: such tokens join a neighbour.
+        No step or sentence consists of whitespace or special tokens alone: such tokens join a neighbour.
         """
         n = len(draft_ids)
         if n == 0:
@@ -100,14 +100,14 @@ class Segmenter:
                     cuts.append(end)
                     start = end
             if cuts and not any(text.strip() for text in texts[cuts[-1] :]):
-                cuts.pop()  # what follows it is no segment of its own
+                cuts.pop()  # the rest is whitespace and joins the last segment
         return self._worth_a_probe([c for c in cuts if c < n] + [n])
 
     def first_segment_end(self, ids: Sequence[int]) -> int | None:
-        """Number of tokens up to and including the first complete segment, or None while it is not complete.
+        """Return the number of tokens of the first complete segment, or None while it is incomplete.
 
-        Meant for tokens that are still being decoded: a line is complete with its newline; a sentence only once the
-        whitespace after it has been seen (one token may then lie beyond the returned count).
+        For use during decoding. A newline completes a line. The whitespace after a sentence completes it, so one token
+        may lie beyond the returned count.
         """
         if self.policy.kind == "tokens":
             return self.policy.every if len(ids) >= self.policy.every else None
@@ -119,7 +119,7 @@ class Segmenter:
         return next((end for end in ends if any(text.strip() for text in texts[:end])), None)
 
     def surface(self, token_id: int) -> str:
-        """The text that one token adds inside a longer text ("" for special tokens); cached."""
+        """Return the text that a token adds inside a longer text ("" for special tokens); cached."""
         text = self._surfaces.get(token_id)
         if text is None:
             text = self._decode([*self._anchor, token_id])[len(self._anchor_text) :]
@@ -131,7 +131,7 @@ class Segmenter:
 
     @staticmethod
     def _step_ends(texts: Sequence[str]) -> list[int]:
-        """Offsets after the last token of every run of newline tokens."""
+        """Return the offsets after every run of newline tokens."""
         ends = []
         for i, text in enumerate(texts):
             following = texts[i + 1] if i + 1 < len(texts) else ""
@@ -142,7 +142,7 @@ class Segmenter:
 
     @staticmethod
     def _sentence_ends(texts: Sequence[str]) -> list[int]:
-        """Offsets after the token that holds the last character of a sentence."""
+        """Return the offset after the last token of each sentence."""
         text = "".join(texts)
         marks = [m for m in _SENTENCE_END.finditer(text) if not _LIST_NUMBER.search(text[: m.start()][-24:])]
         ends: list[int] = []

@@ -1,8 +1,8 @@
-"""What a verification pass asks and how the answer is read: the probe, and the head on top of the target's states.
+"""The probe of a verification pass, and the validity head on the target's hidden states.
 
     validity = sigmoid(w · h + b − doubt)
 
-h is the final-norm state of the probe's last token; `doubt` adds up what single draft tokens say against the prefix.
+h is the final-norm state of the probe's last token. `doubt` pools the doubt about the prefix's single tokens.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from parse_infer.models.architecture import output_layer
 
 @dataclass(frozen=True)
 class Probe:
-    """The token suffix that asks about a prefix.
+    """The token suffix that the verification pass appends to each prefix.
 
     Attributes:
-        ids: P token ids; the last one carries the read-out. Without any nothing is asked: token doubt decides alone.
-        text: what it says.
-        closes_turn: the probe itself ends the assistant's turn, so a draft's own end token is not shown before it.
+        ids: P token ids; the head reads the last one. Empty for a head that uses token doubt alone.
+        text: the probe's text.
+        closes_turn: the probe itself ends the assistant's turn, so it does not see the draft's own end token.
     """
 
     ids: tuple[int, ...]
@@ -35,18 +35,18 @@ class Probe:
 
 
 class TokenDoubt(nn.Module):
-    """What each draft token says against the prefixes that hold it.
+    """Doubt of each draft token, pooled over the prefixes that contain the token.
 
-    The hidden state before a token says what the target expected there, the token's embedding what the draft wrote,
-    and the target's own probabilities how surprising that is. A small network weighs the three, so that a wrong digit
-    counts and another wording does not. The verification pass has the states already; only the output layer runs once
-    more, on the draft. (Judge Decoding, arXiv 2501.19309, reads single tokens too; here they are pooled over a prefix
-    and learnt from labels of prefixes alone.)
+    A small network reads three inputs: the hidden state before a token (the target's expectation), the token's
+    embedding (the draft's choice), and the token's surprisal under the target. A wrong digit raises the doubt; a
+    different wording does not. The verification pass already has the hidden states, so only the output layer runs
+    again, on the draft. Judge Decoding (arXiv 2501.19309) also reads single tokens. Here the head pools the doubt over
+    a prefix and trains on prefix labels alone.
 
     Args:
         hidden_size: H.
         rank: inner size.
-        vocabulary: int64 [n], rising: the tokens that `surprise` compares with; None: all of them.
+        vocabulary: int64 [n], ascending: the tokens that `surprise` compares with; None: all tokens.
     """
 
     vocabulary: Tensor | None
@@ -57,7 +57,7 @@ class TokenDoubt(nn.Module):
     def __init__(self, hidden_size: int, rank: int, vocabulary: Tensor | None = None) -> None:
         super().__init__()
         self.register_buffer("vocabulary", vocabulary)
-        self.dropout = nn.Dropout(0.0)  # of the states before the tokens, in training
+        self.dropout = nn.Dropout(0.0)  # on the hidden states, in training
         self.expected = nn.Linear(hidden_size, rank, bias=False)
         self.written = nn.Linear(hidden_size, rank, bias=False)
         self.weigh = nn.Linear(3 * rank + self.SURPRISE, self.WIDTH)
@@ -66,8 +66,8 @@ class TokenDoubt(nn.Module):
 
     @torch.no_grad()
     def _start_from_surprise(self) -> None:
-        """Begin as how far a token lies below the target's own choice, less 3 nats, and a little of the rest: a better
-        judge than what a few thousand drafts teach a network that begins at random. (z = silu(z) - silu(-z).)"""
+        """Initialise the doubt to the log-probability gap to the target's greedy choice, minus 3 nats, plus a small
+        random part. A random start learns a worse judge from a few thousand drafts. (z = silu(z) - silu(-z).)"""
         self.weigh.weight[:2], self.weigh.bias[:2] = 0, 0
         self.weigh.weight[0, -1], self.weigh.weight[1, -1] = -3, 3  # forward divides the surprise by 3
         self.out.weight *= 0.1
@@ -75,9 +75,8 @@ class TokenDoubt(nn.Module):
         self.out.bias.fill_(-3)
 
     def forward(self, expected: Tensor, written: Tensor, surprise: Tensor) -> Tensor:
-        """Doubt [..., T] in float32, from the final-norm states before T tokens, the tokens' embeddings (both
-        [..., T, H]) and their `TokenSurprisal.features`
-        [..., T, 3]."""
+        """Compute the doubt [..., T] in float32 from the final-norm states before T tokens, the tokens' embeddings
+        (both [..., T, H]) and their `TokenSurprisal.features` [..., T, 3]."""
         a = _in_float32(self.expected, rms_norm(self.dropout(expected.float()), expected.shape[-1:]))
         b = _in_float32(self.written, rms_norm(written.float(), written.shape[-1:]))
         weighed = silu(_in_float32(self.weigh, torch.cat([a, b, a * b, surprise / 3], dim=-1)))
@@ -85,28 +84,27 @@ class TokenDoubt(nn.Module):
 
     @staticmethod
     def pool_over_prefixes(doubt: Tensor, ends: Tensor) -> Tensor:
-        """Pool the doubt [..., T] of tokens over prefixes of `ends` [..., K] tokens: log of the sum of exp, [..., K];
-        0 for an empty prefix."""
+        """Pool the doubt [..., T] of tokens over prefixes of `ends` [..., K] tokens by logsumexp: [..., K]; 0 for an
+        empty prefix."""
         return doubt.logcumsumexp(-1).gather(-1, (ends - 1).clamp_min(0)) * (ends > 0)
 
 
 def _in_float32(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Apply `layer` in float32. DeepSpeed keeps the weights in bfloat16 during training; float32 is not copied."""
+    """Apply `layer` in float32, since DeepSpeed keeps weights in bfloat16 in training. No copy of float32 weights."""
     return linear(x, layer.weight.float(), None if layer.bias is None else layer.bias.float())
 
 
-# The output layer runs on this many tokens at a time, which bounds the memory; a GPU wants few launches.
+# Chunk size of the output layer in tokens. It bounds the memory; a GPU needs larger chunks for fewer launches.
 _ROWS, _ROWS_ON_CPU = 512, 128
-_CACHED_LOGITS = 2**20  # on a CPU; they are read five times over: few enough for its cache
+_CACHED_LOGITS = 2**20  # logits per chunk on a CPU, small enough for its cache, since five operations read them
 
 
 class TokenSurprisal(NamedTuple):
-    """How surprising tokens are to the target.
+    """Surprisal of tokens under the target.
 
     Attributes:
-        features: float32 [T, 3]: log-probability, entropy, log-probability less the highest.
-        own_choice: bool [T]: whether the target would have chosen the token itself (greedily); None where only part of
-            the vocabulary was compared.
+        features: float32 [T, 3]: log-probability, entropy, log-probability minus the highest.
+        is_greedy_choice: bool [T]: whether the token is the target's greedy choice; None for a reduced vocabulary.
     """
 
     features: Tensor
@@ -115,10 +113,10 @@ class TokenSurprisal(NamedTuple):
 
 @dataclass(frozen=True)
 class ReducedLMHead:
-    """The output layer for some tokens only: with 49,152 of them the whole costs a seventh of a pass.
+    """The output layer for part of the vocabulary; all 49,152 tokens of a model cost a seventh of a pass.
 
     Attributes:
-        tokens: int64 [n], rising.
+        tokens: int64 [n], ascending.
         logits: [T, H] -> [T, n].
     """
 
@@ -138,14 +136,14 @@ def surprise(
     part: ReducedLMHead | None = None,
     rows: int | None = None,
 ) -> TokenSurprisal:
-    """Compare each token with what the target expected in its place.
+    """Compute the surprisal of each token under the target.
 
     Args:
         hidden: [T, H], the final-norm states before the tokens.
         tokens: int64 [T].
         logits: the output layer, [n, H] -> [n, V].
-        part: compare with these tokens only. A token that is not among them is compared with all.
-        rows: tokens that the output layer runs on at a time; by default 512, on a CPU 128.
+        part: reduced output layer; tokens outside it use the full one.
+        rows: chunk size of the output layer in tokens; default 512, on a CPU 128.
     """
     rows = rows or (_ROWS_ON_CPU if hidden.device.type == "cpu" else _ROWS)
     if part is None:
@@ -179,13 +177,13 @@ def _surprise(hidden: Tensor, tokens: Tensor, logits: Callable[[Tensor], Tensor]
 
 
 class ValidityHead(nn.Module):
-    """Validity logit w · h + b of a probe's final-norm hidden state h, less the doubt about the prefix; float32.
+    """Validity logit w · h + b of a probe's final-norm hidden state h, minus the doubt about the prefix; float32.
 
     Args:
         hidden_size: H.
-        token_rank: inner size of `TokenDoubt`; 0: the probe alone decides.
+        token_rank: inner size of `TokenDoubt`; 0: no token doubt.
         vocabulary: of `TokenDoubt`.
-        probe: False: there is no probe and no w, and token doubt alone decides.
+        probe: False: no probe and no w, so that the head uses token doubt alone.
 
     Raises:
         ValueError: neither probe nor token doubt.
@@ -196,15 +194,14 @@ class ValidityHead(nn.Module):
     ) -> None:
         super().__init__()
         if not (probe or token_rank):
-            raise ValueError("a head without probe and without token doubt has nothing to judge by")
+            raise ValueError("a validity head needs a probe or token doubt")
         self.hidden_size = hidden_size
         self.weight = nn.Parameter(torch.zeros(hidden_size)) if probe else None
         self.bias = nn.Parameter(torch.zeros(()))
         self.tokens = TokenDoubt(hidden_size, token_rank, vocabulary) if token_rank else None
 
     def forward(self, hidden: Tensor | None, doubt: Tensor | None = None) -> Tensor:
-        """Hidden states [..., H] of probes (None where there are none), and the doubt [...] about their prefixes ->
-        logits [...]"""
+        """Map probe states [..., H] (None without a probe) and the prefixes' doubt [...] to logits [...]."""
         logits = self.bias.float()
         if self.weight is not None:
             logits = cast(Tensor, hidden).float() @ self.weight.float() + logits
@@ -214,9 +211,9 @@ class ValidityHead(nn.Module):
     def from_verbalizer(
         cls, model: PreTrainedModel, yes_id: int, no_id: int, token_rank: int = 0, vocabulary: Tensor | None = None
     ) -> ValidityHead:
-        """The head whose validity is the model's own choice between two tokens: w = lm_head[yes] - lm_head[no].
+        """Build the head that compares two tokens' logits: w = lm_head[yes] - lm_head[no].
 
-        A final soft-cap of the logits is left out (it bends both logits alike).
+        The head ignores a final soft-cap, which bends both logits alike.
 
         Raises:
             ValueError: both tokens are the same.
@@ -234,7 +231,7 @@ class ValidityHead(nn.Module):
 
 
 def verbalizer_ids(tokenizer: Any, probe_text: str, words: Sequence[str]) -> tuple[int, ...]:
-    """First token of each word as it follows `probe_text`.
+    """Return the first token of each word after `probe_text`.
 
     Raises:
         ValueError: two words begin with the same token.

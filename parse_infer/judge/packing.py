@@ -1,12 +1,12 @@
-"""The packed layout of a verification pass, shared by training and inference. Pure functions, batched, no state.
+"""The packed layout of a verification pass: pure, batched functions, shared by training and inference.
 
     input_ids    [ prompt … | d1 d2 d3 d4 d5 d6 d7 d8 | P P | P P | … ]
     position_ids [ 0 … n-1  | n …              n+7    | continue from the probe's own cut ]
     mask           causal over prompt and draft; a probe sees the tokens before its cut and itself
 
-`visible[b, k]` is the number of prompt and draft tokens in front of probe k: its cut counted from the start of the
-prompt. Rows padded on the right need no mask of their own, because padding lies beyond every visible count. A probe
-with `visible == 0` is padding in a batch of unequal K: it sees only itself and its read-out is to be ignored.
+`visible[b, k]` is the number of prompt and draft tokens before probe k: its cut, counted from the start of the prompt.
+Right padding needs no mask, because it lies beyond every visible count. A probe with `visible == 0` pads a batch of
+unequal K: it sees only itself, and callers ignore its read-out.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from parse_infer.models.decoder import Trailing
 
 
 def probes(probe_ids: Sequence[int], visible: Sequence[int], n_keys: int, device: torch.device) -> Trailing:
-    """K probes behind one context of prompt and draft, ready for `Decoder.forward`.
+    """Build K probes after one context of prompt and draft, for `Decoder.forward`.
 
     Args:
-        probe_ids: the P tokens of a probe, the same for every probe.
-        visible: for each of the K probes, how many tokens of the context it sees.
+        probe_ids: the P tokens of each probe.
+        visible: number of context tokens that each of the K probes sees.
         n_keys: tokens of the context.
 
     Raises:
-        ValueError: a probe without tokens, or one that sees more tokens than there are, or none.
+        ValueError: the probe is empty, or an entry of `visible` is outside 1..n_keys.
     """
     if not probe_ids:
         raise ValueError("a probe needs at least one token")
     if any(not 0 < v <= n_keys for v in visible):
-        raise ValueError(f"a probe sees between 1 and {n_keys} tokens here, not {list(visible)}")
+        raise ValueError(f"a probe must see between 1 and {n_keys} tokens, not {list(visible)}")
     cuts, p = torch.tensor([list(visible)], device=device), len(probe_ids)
     positions = probe_positions(cuts, p)[0]
     return Trailing([*probe_ids] * len(visible), positions, lambda window: probe_mask(cuts, p, n_keys, window))
 
 
 def probe_positions(visible: Tensor, probe_len: int) -> Tensor:
-    """Position ids of the probe tokens: probe k continues at position `visible[b, k]`.
+    """Return position ids of the probe tokens: probe k continues at position `visible[b, k]`.
 
     Args:
         visible: int64 [B, K].
@@ -54,13 +54,13 @@ def probe_positions(visible: Tensor, probe_len: int) -> Tensor:
 
 
 def probe_mask(visible: Tensor, probe_len: int, n_keys: int, window: int | None = None) -> Tensor:
-    """What the probe tokens may attend to (True): the keys before their cut, and their own probe up to themselves.
+    """Return the attention mask of the probe tokens: keys before their cut, and their own probe up to themselves.
 
     Args:
         visible: int64 [B, K].
         probe_len: P, tokens in a probe.
-        n_keys: keys in front of the probes (cached ones included); key j stands at position j.
-        window: sliding window w of the layer: only keys at a position distance below w are seen. None: no window.
+        n_keys: keys before the probes, cached keys included; key j is at position j.
+        window: sliding window w of the layer, which hides keys at a distance of w or more; None: no window.
 
     Returns:
         bool [B, 1, K*P, n_keys + K*P].
@@ -84,16 +84,16 @@ def probe_mask(visible: Tensor, probe_len: int, n_keys: int, window: int | None 
 
 
 def readout_index(n_probes: int, probe_len: int) -> Tensor:
-    """Index of each probe's last token among the K*P probe tokens: int64 [K]."""
+    """Return the index of each probe's last token among the K*P probe tokens: int64 [K]."""
     return torch.arange(1, n_probes + 1) * probe_len - 1
 
 
 def dense_mask(past: int, causal: int, visible: Tensor, probe_len: int, window: int | None = None) -> Tensor:
-    """The whole mask of a packed pass as one dense matrix: the reference that split attention is tested against.
+    """Return the mask of a packed pass as one dense matrix, the test reference for split attention.
 
     Args:
         past: tokens in the cache.
-        causal: prompt and draft tokens of this pass, in front of the probes.
+        causal: prompt and draft tokens of this pass, before the probes.
         visible: int64 [B, K].
         probe_len: P.
         window: sliding window of the layer, or None.

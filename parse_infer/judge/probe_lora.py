@@ -1,8 +1,8 @@
-"""The adapter's low-rank update, added to the trailing probe tokens of one forward and to nothing else.
+"""The adapter's LoRA, applied to the trailing probe tokens of one forward only.
 
-Reads peft's activated-LoRA files (`alora_invocation_tokens`). peft's own forward finds its tokens with a boolean mask,
-a device synchronisation in every layer, and leaves wrapped linears behind that tax plain decoding. Here the update is
-a slice: `y[..., -n:, :] += x[..., -n:, :] @ A.T @ B.T * scaling`, and outside `applied` the model is untouched.
+Reads peft's activated-LoRA files (`alora_invocation_tokens`). peft's own forward selects tokens with a boolean mask, a
+device synchronisation in every layer, and its wrapped linears slow plain decoding. Here the update is a slice:
+`y[..., -n:, :] += x[..., -n:, :] @ A.T @ B.T * scaling`. Outside `applied` the model is unchanged.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from parse_infer.models.low_rank import check_options, low_rank_updates
 
 
 class ProbeLoRA:
-    """Low-rank updates of some of a model's linear layers, switched on for the last n positions by `applied(n)`.
+    """Low-rank updates of linear layers; `applied(n)` enables them for the last n positions.
 
     Args:
-        updates: for each adapted layer, (layer, A [r, in], B [out, r]) with the scaling already inside B.
+        updates: for each adapted layer, (layer, A [r, in], B [out, r]) with the scaling included in B.
     """
 
     def __init__(self, updates: list[tuple[nn.Linear, Tensor, Tensor]]) -> None:
@@ -33,8 +33,8 @@ class ProbeLoRA:
         """Build from the content of `adapter_config.json` and `adapter_model.safetensors`.
 
         Raises:
-            ValueError: not an activated LoRA, an unsupported peft option, a layer that the model does not have or the
-                file does not hold, or a tensor whose shape does not fit the layer.
+            ValueError: not an activated LoRA, an unsupported peft option, a layer missing in the model or in the file,
+                or a tensor whose shape does not match the layer.
         """
         if config.get("peft_type") == "LORA" and not config.get("alora_invocation_tokens"):
             raise ValueError(
@@ -50,14 +50,14 @@ class ProbeLoRA:
             if layer is model.get_output_embeddings():
                 raise ValueError(f"the adapter changes the output layer {update.path}, which a probe never reaches")
             device = layer.weight.device
-            # On a CPU small products in bfloat16 are slower.
+            # On a CPU, small bfloat16 products are slower than float32.
             dtype = torch.float32 if device.type == "cpu" else _compute_dtype(layer.weight.dtype, model.dtype)
             updates.append((layer, update.a.to(device, dtype), update.b.to(device, dtype)))
         return cls(updates)
 
     @contextmanager
     def applied(self, n: int) -> Iterator[None]:
-        """Within the `with`, add the update to the last `n` positions of every forward. Always undone at the end.
+        """Add the update to the last `n` positions of every forward within the `with` block.
 
         Args:
             n: number of trailing positions, at least 1.
@@ -73,12 +73,12 @@ class ProbeLoRA:
             for (module, _, _), forward in zip(self._updates, before, strict=True):
                 if forward is None:
                     module.__dict__.pop("forward", None)
-                else:  # somebody else's, such as accelerate's offloading
+                else:  # set by another library, such as accelerate's offloading
                     module.__dict__["forward"] = forward
 
 
 def _compute_dtype(*candidates: torch.dtype) -> torch.dtype:
-    """The first floating-point type of at least 16 bits, else bfloat16. A quantised layer computes in its model's."""
+    """Return the first floating-point dtype of at least 16 bits, else bfloat16. Quantised layers take the model's."""
     wide = (dtype for dtype in candidates if dtype.is_floating_point and dtype.itemsize >= 2)
     return next(wide, torch.bfloat16)
 
@@ -87,11 +87,11 @@ def _with_update(forward: Callable[[Tensor], Tensor], a: Tensor, b: Tensor, n: i
     def adapted(x: Tensor) -> Tensor:
         if x.ndim < 3:
             raise ValueError(
-                "an adapted layer sees tokens without their order (mixture-of-experts layers do), so the probe tokens "
-                "cannot be told apart: adapt the attention layers only"
+                "an adapted layer receives tokens without their order (as in mixture-of-experts layers), so the probe "
+                "tokens cannot be identified: adapt the attention layers only"
             )
         y = forward(x)
-        if len(x) == 1:  # two products of matrices: half the time of the general form below
+        if len(x) == 1:  # two matrix products take half the time of the general form below
             rows = y[0, -n:]
             rows.copy_(torch.addmm(rows.to(a.dtype), x[0, -n:].to(a.dtype) @ a.T, b.T))
         else:

@@ -1,10 +1,11 @@
-"""One verification pass: the validity of a draft at every cut, from a single forward of the target."""
+"""The verification pass: one forward of the target computes the validity of a draft at every cut."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Protocol, cast
 from weakref import WeakSet
 
@@ -24,7 +25,7 @@ from parse_infer.models.decoder import Decoder
 
 
 class Judge(Protocol):
-    """What a verifier needs: `ValidityAdapter` (trained) and `ZeroShotJudge` both are one."""
+    """Interface of `ValidityAdapter` and `ZeroShotJudge`."""
 
     config: ValidityConfig
     head: ValidityHead
@@ -35,7 +36,7 @@ class Judge(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Tells another judge apart."""
+        """Identifies the judge."""
         ...
 
 
@@ -46,11 +47,12 @@ class Verification:
     Attributes:
         cuts: K token offsets in the draft.
         validity: K probabilities; validity[k] belongs to the prefix draft[:cuts[k]].
-        hidden: [1 + len(draft), H]; entry i is the target's final-norm state that predicts draft token i, the last one
-            what follows the whole draft; [0, H] for an empty draft. `decoder.logits(hidden[cut])` resumes at a cut
-            without a forward. It holds its own memory: the states of prompt and probes are freed.
-        own_choice: for each draft token whether it is the target's greedy choice; None where that was not needed.
-        offsets: the rows that `compact` has left in `hidden`; None: all of them.
+        hidden: [1 + len(draft), H]; row i is the target's final-norm state that predicts draft token i, and the last
+            row predicts the token after the draft; [0, H] for an empty draft. `decoder.logits(hidden[cut])` resumes at
+            a cut without a forward. The tensor is a copy, so the states of prompt and probes are freed.
+        is_greedy_choice: for each draft token whether it is the target's greedy choice; None if the pass did not
+            compute it.
+        offsets: the rows that `compact` has kept in `hidden`; None: all rows.
     """
 
     cuts: list[int]
@@ -60,11 +62,11 @@ class Verification:
     offsets: list[int] | None = None
 
     def state(self, offset: int) -> Tensor:
-        """Row `offset` of all rows, [H]. ValueError for one that `compact` has dropped."""
+        """Return the state at draft offset `offset`, [H]. Raise ValueError if `compact` has dropped the row."""
         return self.hidden[offset if self.offsets is None else self.offsets.index(offset)]
 
     def compact(self, offsets: Collection[int]) -> Verification:
-        """The same without the states of all rows but these, so that many verifications may be kept."""
+        """Return a copy with these rows of `hidden` only, for storage."""
         kept = sorted(set(offsets))
         return replace(self, hidden=self.hidden[kept], offsets=kept)
 
@@ -74,12 +76,11 @@ class Verifier:
 
     Args:
         decoder: the target's decoder. Split attention is enabled on its model.
-        judge: adapter or zero-shot judge; None: passes without cuts only, as mode "exact" runs them.
-        segmenter: finds the cuts.
+        judge: adapter or zero-shot judge; None allows only passes without cuts, as in mode "exact".
+        segmenter: selects the cuts.
 
     Raises:
-        ValueError: the target's architecture cannot run the packed pass exactly (checked once per model, on a few
-            tokens).
+        ValueError: the target's architecture cannot run the packed pass exactly. The check runs once per model.
     """
 
     def __init__(self, decoder: Decoder, judge: Judge | None, segmenter: Segmenter) -> None:
@@ -96,23 +97,21 @@ class Verifier:
 
     @torch.inference_mode()
     def verify(self, draft_ids: Sequence[int], cuts: Sequence[int] | None = None) -> Verification:
-        """Judge a draft that follows the decoder's context. One forward (several for a long text), and one device
-        synchronisation at the end.
+        """Score a draft after the decoder's context, in one forward (several for a long text) and one device
+        synchronisation.
 
-        Nothing is run for an empty draft. Else the decoder's context is context + draft afterwards, all of it cached:
-        resume with `decoder.seek(context + draft[:cut])` and `decoder.set_next_logits(decoder.logits(hidden[cut]))`.
+        No forward runs for an empty draft. Otherwise the decoder's context becomes context + draft, fully cached.
+        Resume with `decoder.seek(context + draft[:cut])` and `decoder.set_next_logits(decoder.logits(hidden[cut]))`.
 
         Args:
             draft_ids: draft in target tokens, its end token included.
-            cuts: strictly increasing offsets in 0..len(draft); by default the segmenter's.
+            cuts: strictly increasing offsets in 0..len(draft); None takes the segmenter's cuts.
 
         Raises:
             ValueError: cuts out of order or range, cuts without a judge, or an empty context.
         """
         cuts = self.segmenter.cuts(draft_ids) if cuts is None else list(cuts)
-        if any(not 0 <= c <= len(draft_ids) for c in cuts) or any(
-            b <= a for a, b in zip(cuts, cuts[1:], strict=False)
-        ):
+        if any(not 0 <= c <= len(draft_ids) for c in cuts) or any(b <= a for a, b in pairwise(cuts)):
             raise ValueError(f"cuts must increase strictly within 0..{len(draft_ids)}, not {cuts}")
         judge = self.judge
         if judge is None and cuts:
@@ -127,7 +126,7 @@ class Verifier:
         if behind is not None and lora is not None:
             behind = replace(behind, within=partial(lora.applied, probed))
         output = self.decoder.forward(draft_ids, behind)
-        hidden = output.hidden.clone()  # it views the probes' states too
+        hidden = output.hidden.clone()  # a view would keep the probes' states in memory
         if judge is None or not cuts:
             return Verification(cuts, [], hidden)
         asked = output.trailing[readout_index(len(cuts), len(self._probe.ids))] if probed else None
@@ -142,19 +141,19 @@ class Verifier:
         return Verification(cuts, found[: len(cuts)], hidden, [value > 0 for value in found[len(cuts) :]])
 
     def _validity(self, logits: Tensor) -> Tensor:
-        """Probabilities; a trained judge may say how its logits become some (`ValidityConfig.probability`)."""
+        """Convert logits to probabilities, with the fitted scale and shift of `ValidityConfig.probability` if set."""
         fitted = None if self.judge is None else self.judge.config.probability
         return (logits if fitted is None else logits * fitted["scale"] + fitted["shift"]).sigmoid()
 
     def _doubt(
         self, tokens: TokenDoubt, draft_ids: Sequence[int], before: Tensor, cuts: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """What the draft's tokens say against each prefix, [K], from the states [T, H] before them; and for each
-        whether it is the target's own choice, [T], where that is known."""
+        """Compute the doubt about each prefix, [K], from the states [T, H] before the draft tokens. Also return
+        whether each token is the target's greedy choice, [T], or None if unknown."""
         if not draft_ids:
             return before.new_zeros(len(cuts), dtype=torch.float32), None
         ids, ends = (torch.tensor(values, device=before.device) for values in (draft_ids, cuts))
-        # A lookup in the matrix, not a call of the module: some models scale there, and the reader normalises anyway.
+        # Read the matrix directly: some embedding modules scale their output, and `TokenDoubt` normalises anyway.
         written = embedding(ids, self._embeddings.weight)
         surprised = surprise(before, ids, self.decoder.logits, self._part)
         return TokenDoubt.pool_over_prefixes(
@@ -163,15 +162,14 @@ class Verifier:
 
     @torch.inference_mode()
     def greedy_match(self, draft_ids: Sequence[int], verification: Verification, start: int = 0) -> int:
-        """How many draft tokens from `start` on are the target's own greedy choice.
+        """Count the draft tokens from `start` on that are the target's greedy choice, up to the first mismatch.
 
-        Reads the pass's hidden states: no forward. Where the pass has not compared the tokens already (a head without
-        `TokenDoubt`, or with one that compares a part of the vocabulary), the output layer runs on growing chunks, one
-        synchronisation each.
+        No forward runs. If the pass has not computed `is_greedy_choice` (no `TokenDoubt`, or a reduced vocabulary),
+        the output layer runs on growing chunks of hidden states, with one device synchronisation per chunk.
         """
         if verification.is_greedy_choice is not None:
-            behind = verification.is_greedy_choice[start:]
-            return behind.index(False) if False in behind else len(behind)
+            following = verification.is_greedy_choice[start:]
+            return following.index(False) if False in following else len(following)
         position, chunk = start, 8
         while position < len(draft_ids):
             stop = min(position + chunk, len(draft_ids))
@@ -183,7 +181,7 @@ class Verifier:
         return position - start
 
     def _repeats_end(self, draft_ids: Sequence[int], cut: int) -> int:
-        """1 where the prefix ends with an end token although the probe closes the turn itself, else 0."""
+        """Return 1 if the prefix ends with an end token and the probe closes the turn too, else 0."""
         return int(self._probe.closes_turn and cut > 0 and draft_ids[cut - 1] in self.decoder.eos_ids)
 
 
@@ -191,7 +189,7 @@ _checked: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def _check_packed_pass(model: PreTrainedModel) -> None:
-    """Run two probes packed and one after the other; refuse the model where they differ.
+    """Compare two packed probes with two separate passes; raise ValueError if the results differ.
 
     Some architectures derive positions from the order of tokens (ALiBi, learnt offsets) and would be silently wrong.
     """

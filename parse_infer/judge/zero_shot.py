@@ -1,8 +1,8 @@
-"""The judge that needs no training: ask the target itself whether the solution so far is correct.
+"""Zero-shot judge: ask the target itself whether the solution so far is correct.
 
-After every prefix stands the same suffix, rendered by the chat template: end of the answer, a user turn with the
-question, start of an answer. The validity is the target's own choice between the two answer words (HoVer, ICLR 2026
-submission 9587; the zero-shot verifier of PARSE, arXiv 2605.04263). Same packed layout as the adapter's, no LoRA.
+The chat template renders one suffix for all prefixes: end of the answer, a user turn with the question, start of an
+answer. The validity is the target's preference between the two answer words (HoVer, ICLR 2026 submission 9587; the
+zero-shot verifier of PARSE, arXiv 2605.04263). The packed layout is the adapter's, without a LoRA.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class ZeroShotJudge:
 
     Args:
         model: the target.
-        tokenizer: the target's tokenizer; without a chat template the question follows as plain text.
-        cut_policy: where drafts are cut; by default after every step.
-        question: what is asked after each prefix.
+        tokenizer: the target's tokenizer; without a chat template the question is plain text.
+        cut_policy: where to cut drafts; default: after every step.
+        question: the question after each prefix.
         words: the answers for valid and not valid; they must begin with different tokens.
 
     Raises:
-        ValueError: the chat template cannot render a question after an answer, or the words begin alike.
+        ValueError: the chat template cannot render a question after an answer, or both words begin with one token.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ZeroShotJudge:
 
 
 def chat_suffix(tokenizer: Any, question: str) -> str:
-    """What the chat template puts after an assistant's unfinished text when the user then asks `question`."""
+    """Render the chat template's text between an assistant's unfinished text and the answer to `question`."""
     messages = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": _MARKER},
@@ -82,7 +82,7 @@ def chat_suffix(tokenizer: Any, question: str) -> str:
             messages,
             tokenize=False,
             add_generation_prompt=True,
-            enable_thinking=False,  # the answer word must come first; templates without the switch ignore it
+            enable_thinking=False,  # the answer word must come first; templates without this option ignore it
         )
     except TemplateError as error:
         raise ValueError(f"the chat template cannot render a question after an answer ({error})") from error

@@ -1,10 +1,10 @@
-"""Token-level speculation: several tokens per forward of one model, which are those that it would write alone.
+"""Token-level speculation: lossless decoding of several tokens per forward of one model.
 
-A token drafter guesses a tree of next tokens, one forward of the model looks at all of them, and a walk from the root
-keeps what the model itself would have chosen. Greedy: the same tokens, up to rounding. Sampling: the same distribution
-(chains: block verification, arXiv 2403.10444, which keeps at least as much as the token-wise rule of Leviathan et al.,
-arXiv 2211.17192; siblings drawn at random: recursive rejection, SpecInfer, arXiv 2305.09781). `speculative_decode`
-replaces `Decoder.decode` wherever a model writes.
+A token proposer proposes a tree of next tokens. One forward of the model reads the whole tree, and `accept_tree` keeps
+the path that the model itself would have chosen. Greedy decoding yields the same tokens, up to rounding. Sampling
+yields the same distribution. Chains use block verification (arXiv 2403.10444), which accepts at least as many tokens
+as the token-wise rule of Leviathan et al. (arXiv 2211.17192). Siblings drawn at random use recursive rejection
+(SpecInfer, arXiv 2305.09781).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def speculative_decode(
     generator: torch.Generator | None = None,
     banned_ids: Collection[int] = (),
 ) -> Iterator[int]:
-    """New tokens one after the other, with a token drafter or without; none of `banned_ids`."""
+    """Yield new tokens, none of `banned_ids`, with a token proposer or without one."""
     if drafter is None:
         return decoder.decode(max_new_tokens, sampling, generator, banned_ids)
     return speculate(decoder, drafter, max_new_tokens, sampling, generator, banned_ids)
@@ -55,74 +55,74 @@ def speculate(
         generator = sampling.generator(decoder.device)
     room, banned = max_new_tokens, decoder.token_index(banned_ids)
     decoder.reserve(len(decoder.ids), room)
-    # The first choice needs no guess where its logits are known already, as after a verification pass.
+    # The first token needs no speculation if its logits are known, as after a verification pass.
     logits = decoder.next_logits()[None] if room > 0 and decoder.knows_next else None
     while room > 0:
-        guess = TokenTree((), ())
+        tree = TokenTree((), ())
         if logits is None:
-            guess = drafter.guess(decoder.ids, room - 1, sampling, generator)
-            logits = decoder.logits(read_guess(decoder, guess))
-        path, last = accept_tree(without(logits, banned), guess, sampling, generator)
+            tree = drafter.guess(decoder.ids, room - 1, sampling, generator)
+            logits = decoder.logits(read_guess(decoder, tree))
+        path, last = accept_tree(without(logits, banned), tree, sampling, generator)
         logits = None
-        if guess.tokens:
+        if tree.tokens:
             decoder.keep(path)
-        new = [*(guess.tokens[node] for node in path), last]
+        new = [*(tree.tokens[node] for node in path), last]
         decoder.append(last)
         edits = decoder.edits
         for token in new[:room]:
             yield token
             if decoder.edits != edits:
-                raise RuntimeError("the context was changed during speculate(): start anew after seek()")
+                raise RuntimeError("the context was changed during speculate(): call speculate() again after seek()")
             if token in decoder.eos_ids:
                 return
         room -= len(new)
 
 
-def read_guess(decoder: Decoder, guess: TokenTree) -> Tensor:
-    """One forward over what is guessed: [1 + n, H], the state after the context and after every guessed token."""
-    if guess.is_chain:
-        return decoder.look_ahead(guess.tokens)
-    return decoder.look_ahead(branches(guess.tokens, guess.parents, len(decoder.ids), decoder.device))
+def read_guess(decoder: Decoder, tree: TokenTree) -> Tensor:
+    """Run one forward over the tree: [1 + n, H], the state after the context and after every proposed token."""
+    if tree.is_chain:
+        return decoder.look_ahead(tree.tokens)
+    return decoder.look_ahead(branches(tree.tokens, tree.parents, len(decoder.ids), decoder.device))
 
 
 @torch.inference_mode()
 def accept_tree(
-    logits: Tensor, guess: TokenTree, sampling: Sampling, generator: torch.Generator | None = None
+    logits: Tensor, tree: TokenTree, sampling: Sampling, generator: torch.Generator | None = None
 ) -> tuple[list[int], int]:
-    """The guessed tokens that hold, as a path from the root, and the token that the model itself puts behind them.
+    """Return the accepted tokens as a path from the root, and the model's own token after this path.
 
     Args:
-        logits: [1 + n, V]: of the model after the context, and after every guessed token.
+        logits: [1 + n, V]: the model's logits after the context, and after every proposed token.
     """
     children: dict[int, list[int]] = {}
-    for node, parent in enumerate(guess.parents):
+    for node, parent in enumerate(tree.parents):
         children.setdefault(parent, []).append(node)
     path: list[int] = []
     at = ROOT
     if sampling.greedy:
-        choice = logits.argmax(-1).tolist()  # the one synchronisation of a block
+        choice = logits.argmax(-1).tolist()  # the only device synchronisation per tree
         while True:
             token = choice[at + 1]
-            at = next((node for node in children.get(at, ()) if guess.tokens[node] == token), ROOT)
+            at = next((node for node in children.get(at, ()) if tree.tokens[node] == token), ROOT)
             if at == ROOT:
                 return path, token
             path.append(at)
-    if guess.drawn_from is not None and guess.is_chain:
-        return _walk_block(distribution(logits, sampling), guess.tokens, guess.drawn_from, generator)
+    if tree.drawn_from is not None and tree.is_chain:
+        return _accept_block(distribution(logits, sampling), tree.tokens, tree.drawn_from, generator)
     while True:
-        kept, token = _choose_child(distribution(logits[at + 1], sampling), children.get(at, ()), guess, generator)
+        kept, token = _choose_child(distribution(logits[at + 1], sampling), children.get(at, ()), tree, generator)
         if kept is None:
             return path, token
         path.append(kept)
         at = kept
 
 
-def _walk_block(
+def _accept_block(
     p: Tensor, tokens: Sequence[int], q: Tensor, generator: torch.Generator | None
 ) -> tuple[list[int], int]:
-    """Block verification: how much of a chain drawn from q [n, V] holds under p [1 + n, V], judged as a whole.
+    """Block verification of a chain drawn from q [n, V] under p [1 + n, V], which decides on the chain as a whole.
 
-    A token that was too likely under q does not end the walk; it lowers the weight of all that follow it.
+    A token that was too likely under q does not end the chain. It lowers the weight of all later tokens.
     """
     n = len(tokens)
     steps, chosen = torch.arange(n, device=p.device), torch.tensor(list(tokens), device=p.device)
@@ -130,11 +130,11 @@ def _walk_block(
     for ratio in (p[steps, chosen] / q[steps, chosen]).tolist():
         weights.append(min(weights[-1] * ratio, 1.0))
     weight = torch.tensor(weights, device=p.device)[:, None]
-    surplus = (weight[:-1] * p[:-1] - q).clamp_min(0).sum(-1).tolist()  # what p still holds beyond q behind i tokens
+    surplus = (weight[:-1] * p[:-1] - q).clamp_min(0).sum(-1).tolist()  # mass of p beyond q after i tokens
     kept = 0
     for i, chance in enumerate(torch.rand(n, device=p.device, generator=generator).tolist(), 1):
         left = surplus[i] if i < n else 0.0
-        # Where nothing is left and nothing is lost, p equals q, and a later token decides.
+        # Without surplus and with weight 1, p equals q, and a later token decides.
         accept = weights[i] if i == n else left / (left + 1 - weights[i]) if left + 1 > weights[i] else 1.0
         if chance < accept:
             kept = i
@@ -143,17 +143,17 @@ def _walk_block(
 
 
 def _choose_child(
-    p: Tensor, children: Sequence[int], guess: TokenTree, generator: torch.Generator | None
+    p: Tensor, children: Sequence[int], tree: TokenTree, generator: torch.Generator | None
 ) -> tuple[int | None, int]:
-    """A token distributed as `p` [V], and the child that holds it (None: no child was accepted)."""
-    if guess.drawn_from is None:  # chosen without chance: draw from p and look whether it is there
+    """Return the child that holds a token distributed as `p` [V] (None: no child accepted), and this token."""
+    if tree.drawn_from is None:  # deterministic proposals: draw from p, then look for the token
         token = int(draw(p, generator))
-        return next((node for node in children if guess.tokens[node] == token), None), token
+        return next((node for node in children if tree.tokens[node] == token), None), token
     for node in children:
-        token, q = guess.tokens[node], guess.drawn_from[node]
+        token, q = tree.tokens[node], tree.drawn_from[node]
         if torch.rand((), device=p.device, generator=generator) * q[token] < p[token]:
             return node, token
         rest = (p - q).clamp_min(0)
-        # Rounding may leave nothing where p and q are equal; then the token was as good as accepted.
+        # If p and q are equal up to rounding, nothing remains; keep p.
         p = rest / rest.sum() if rest.sum() > 0 else p
     return None, int(draw(p, generator))

@@ -1,4 +1,4 @@
-"""A draft model as a token-level drafter: classical speculative decoding (arXiv 2211.17192)."""
+"""A draft model as token proposer: classical speculative decoding (arXiv 2211.17192)."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from parse_infer.speculation.proposer import TokenTree
 
 
 class DraftModelProposer:
-    """Lets `draft` write a chain of the next few tokens; its cache follows the context by itself.
+    """Proposes a chain of the next few tokens, written by `draft`, whose cache follows the context automatically.
 
     Args:
-        draft: the small model, with the tokenizer of `model` or a reduced vocabulary inside it (`token_map`).
-        model: the model whose tokens are guessed.
-        tokens: the most tokens in a chain.
-        confidence: a chain ends with the first token to which `draft` gives a lower probability. Whether a chain goes
-            on depends on nothing but its tokens, so block verification stays exact.
+        draft: the small model, with the tokenizer of `model` or a reduced vocabulary of it (`token_map`).
+        model: the model that verifies the proposed tokens.
+        tokens: maximum length of a chain.
+        confidence: a chain ends with the first token whose probability under `draft` is lower. The length of a chain
+            depends only on its tokens, so block verification stays exact.
 
     The defaults are the best of nine settings on validation problems of the embedded pair (docs/benchmarks.md).
 
     Raises:
-        ValueError: the draft model's tokens are no tokens of `model`, both share a decoder, `tokens` is below 1, or
-            `confidence` is not in 0..1.
+        ValueError: `model` lacks tokens of the draft model, both share a decoder, `tokens` is below 1, or `confidence`
+            is not in 0..1.
     """
 
     def __init__(self, draft: LanguageModel, model: LanguageModel, tokens: int = 32, confidence: float = 0.4) -> None:
         shared = token_map(draft.tokenizer, model.tokenizer)
         if shared is None:
             raise ValueError(
-                f"{draft.name!r} cannot guess tokens of {model.name!r}: their tokenizers differ; token-level "
-                "speculation needs a draft model with the same tokenizer, or with a part of its tokens and no others"
+                f"{draft.name!r} cannot propose tokens for {model.name!r}: their tokenizers differ; token-level "
+                "speculation needs a draft model with the same tokenizer or a reduced vocabulary of it"
             )
         if draft.decoder is model.decoder:
             raise ValueError("a draft model needs a decoder of its own: give dataclasses.replace(draft)")
@@ -67,7 +67,7 @@ class DraftModelProposer:
             q = scores.float().softmax(-1) if sampling.greedy else distribution(scores, sampling)
             drawn = q.argmax() if sampling.greedy else draw(q, generator)
             doubtful = q.gather(-1, drawn[None])[0] < self.confidence
-            choice, ends = torch.stack([drawn, doubtful.to(drawn.dtype)]).tolist()  # a token's one synchronisation
+            choice, ends = torch.stack([drawn, doubtful.to(drawn.dtype)]).tolist()  # the only synchronisation
             token = both.draft_ids[choice]
             tokens.append(both.target_ids[choice])
             if not sampling.greedy:
@@ -80,11 +80,11 @@ class DraftModelProposer:
 
 
 class _Vocabularies:
-    """The tokens that both models know. The same slice of both vocabularies where the tokenizers are the same.
+    """The tokens that both models share: one slice of both vocabularies if the tokenizers are the same.
 
     Attributes:
-        draft_ids, target_ids: the k tokens.
-        of_draft: picks them out of the draft model's logits, [V] -> [k].
+        draft_ids, target_ids: the k shared tokens in each vocabulary.
+        of_draft: index of the shared tokens in the draft model's logits, [V] -> [k].
     """
 
     def __init__(self, tokens: TokenMap, draft: LanguageModel, model: LanguageModel) -> None:
@@ -92,7 +92,7 @@ class _Vocabularies:
         self.draft_ids, self.target_ids = tokens.draft_ids, tokens.target_ids
         self.of_draft: slice | torch.Tensor
         self._of_target: slice | torch.Tensor
-        if tokens.is_identity:  # padding included, as both models may write it
+        if tokens.is_identity:  # padding included, since both models may write it
             shared = min(draft.n_embeddings, model.n_embeddings, self._n_target)
             self.draft_ids = self.target_ids = range(shared)
             self.of_draft = self._of_target = slice(shared)
@@ -104,15 +104,15 @@ class _Vocabularies:
             self._translated = TranslatedContext(tokens)
 
     def context(self, ids: Sequence[int]) -> Sequence[int]:
-        """The target's context in the draft model's tokens."""
+        """Translate the target's context to the draft model's tokens."""
         return ids if self._translated is None else self._translated.follow(ids)
 
     def draft_token(self, choice: torch.Tensor) -> torch.Tensor:
-        """The draft model's id of one of the k tokens, both int64 [] on its device."""
+        """Map an index of the k shared tokens to the draft model's id, both int64 [] on its device."""
         return choice if isinstance(self.of_draft, slice) else self.of_draft.gather(0, choice[None])[0]
 
     def in_target(self, q: torch.Tensor) -> torch.Tensor:
-        """A distribution over the tokens, [k], as one over the target's vocabulary, [V]."""
+        """Expand a distribution over the shared tokens, [k], to the target's vocabulary, [V]."""
         wide = q.new_zeros(self._n_target)
         wide[self._of_target] = q
         return wide

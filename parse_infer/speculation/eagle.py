@@ -1,8 +1,8 @@
-"""Guessing with an EAGLE head (arXiv 2503.01840, 2602.01469).
+"""Token proposer with an EAGLE head (arXiv 2503.01840, 2602.01469).
 
-EAGLE-3 drafts token by token, its own output taking the place of the features it has not seen; as a chain, or as a
-tree of the most likely continuations. The parallel form drafts a whole block in one forward: a learnt stand-in for the
-missing features and a mask token fill the places ahead; as a chain, or as the tree of the likeliest combinations.
+EAGLE-3 proposes a chain or a tree of the most likely continuations, token by token. The head's own output replaces
+features that the model has not computed yet. The parallel form (P-EAGLE) proposes a whole block in one forward, as a
+chain or as the tree of the likeliest combinations. A learnt vector and a mask token stand for the future positions.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from parse_infer.speculation.tree import chain, likeliest_tree
 
 
 class EagleDrafter:
-    """Guesses with an EAGLE head: a chain or a tree, or with a parallel head a block in one forward.
+    """Proposes a chain or a tree with an EAGLE head; with a parallel head, a block in one forward.
 
     Args:
         head: trained for `model`.
-        model: the guided model; its decoder captures the features from now on.
+        model: the verifying model; its decoder captures the features from now on.
         tokens: length of a chain or block, depth of a tree.
-        top_k: children of a node, and nodes that are expanded on each level; 1: a chain.
-        tree_tokens: of a tree, the most likely nodes that are kept.
+        top_k: children of a node, and expanded nodes on each level; 1: a chain.
+        tree_tokens: number of the most likely nodes that a tree keeps.
 
     Raises:
         ValueError: a size below 1 or beyond the model's context window.
@@ -54,7 +54,7 @@ class EagleDrafter:
     ) -> TokenTree:
         size = min(self.tokens, limit)
         if self.model.decoder.cached != len(ids) - 1:
-            return TokenTree.chain(())  # the model has still to read its context, which costs a forward in any case
+            return TokenTree.chain(())  # the model must run a forward over its context first
         start, features = self._features.pop_hidden()
         self._crop(start)
         if features is None:
@@ -99,9 +99,9 @@ class EagleDrafter:
             last = self._run(last, embed(self.model, tokens[-1:]), causal=True)
 
     def _tree(self, last: Tensor, size: int) -> TokenTree:
-        """The most likely continuations (EAGLE-2's dynamic tree): expand the best, keep the best of all.
+        """Build EAGLE-2's dynamic tree: expand the best nodes of each level, then keep the best nodes overall.
 
-        Nodes are chosen without chance, so the walk is exact for sampling too.
+        The tree is deterministic, so `accept_tree` is exact for sampling too.
         """
         tokens: list[int] = []
         parents: list[int] = []
@@ -121,22 +121,22 @@ class EagleDrafter:
                 break
             best = sorted(range(first, len(tokens)), key=lambda i: -scores[i])[: self.top_k]
             rows = torch.tensor([frontier.index(parents[i]) for i in best], device=outputs.device)
-            # A node sees the context, its ancestors among the nodes that were expanded, and itself.
+            # A node sees the context, its expanded ancestors and itself.
             own = torch.eye(len(best), dtype=torch.bool, device=outputs.device)
             above_seen = seen[rows] if seen is not None else own.new_zeros(len(best), 0)
             seen = torch.cat([above_seen, own], dim=1)
             outputs = self._run(outputs[rows], embed(self.model, [tokens[i] for i in best]), seen=seen)
             frontier, level_scores = best, [scores[i] for i in best]
         kept = sorted(sorted(range(len(tokens)), key=lambda i: -scores[i])[: self.tree_tokens])
-        # A parent is at least as likely as its children and stands before them, so it is kept with them.
+        # A parent is at least as likely as its children and precedes them, so the tree keeps it with them.
         place = {ROOT: ROOT} | {node: i for i, node in enumerate(kept)}
         return TokenTree([tokens[i] for i in kept], [place[parents[i]] for i in kept])
 
     def _run(self, hidden: Tensor, following: Tensor, *, causal: bool = False, seen: Tensor | None = None) -> Tensor:
-        """The layer over n tokens behind what it has read, [n, H] -> [n, H]: causally, or on one level of a tree where
-        `seen` [n, m] says which of the last m tokens (these n included) each may see."""
+        """Run the layer over the next n tokens, [n, H] -> [n, H], causally or on one level of a tree. For a tree,
+        `seen` [n, m] masks the last m tokens, these n included."""
         n, past = len(hidden), self._past_length
-        if causal and n > CHUNK_ROWS:  # a long context: its mask is never there as a whole
+        if causal and n > CHUNK_ROWS:  # chunks bound the size of the mask
             parts = zip(hidden.split(CHUNK_ROWS), following.split(CHUNK_ROWS), strict=True)
             return torch.cat([self._run(*part, causal=True) for part in parts])
         if causal:

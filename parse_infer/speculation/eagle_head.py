@@ -1,8 +1,8 @@
 """The head of EAGLE-3 (arXiv 2503.01840) and of its parallel form P-EAGLE (arXiv 2602.01469): one layer on features.
 
-It reads what stands behind a low, a middle and a high layer of the model, fused to one vector per token, beside the
-embedding of the next token. On disk a head is a folder with `config.json` and `model.safetensors` under the names that
-vLLM and SGLang load.
+For each token the layer reads one feature vector and the embedding of the next token. The feature vector fuses hidden
+states of a low, a middle and a high layer of the model. A saved head is a folder with `config.json` and
+`model.safetensors`, in the format that vLLM and SGLang load.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class EagleConfig:
     """Content of config.json; field names are those of EAGLE-3 checkpoints.
 
     Attributes:
-        hidden_size, vocab_size: of the guided model.
-        draft_vocab_size: tokens the head can guess; `d2t` maps them to the model's.
-        eagle_aux_hidden_state_layer_ids: where the features are taken: the states that enter these layers.
-        target_num_hidden_layers: layers of the guided model; None where a checkpoint does not say.
-        parallel_drafting, ptd_token_id: P-EAGLE, and the token whose embedding fills the places ahead.
+        hidden_size, vocab_size: of the verifying model.
+        draft_vocab_size: number of tokens the head can propose; `d2t` maps them to the model's vocabulary.
+        eagle_aux_hidden_state_layer_ids: layers whose inputs are the features.
+        target_num_hidden_layers: layers of the verifying model; None if the checkpoint lacks the number.
+        parallel_drafting, ptd_token_id: P-EAGLE, and the token whose embedding stands for future positions.
     """
 
     hidden_size: int
@@ -59,13 +59,13 @@ class EagleConfig:
     def __post_init__(self) -> None:
         self.eagle_aux_hidden_state_layer_ids = tuple(self.eagle_aux_hidden_state_layer_ids)
         if self.parallel_drafting and self.ptd_token_id is None:
-            raise ValueError("a parallel EAGLE head needs ptd_token_id, the token that fills the places ahead")
+            raise ValueError("a parallel EAGLE head needs ptd_token_id, the mask token for future positions")
         for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "draft_vocab_size"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} of an EAGLE head is {getattr(self, key)}; it must be at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads is {self.num_attention_heads}, no multiple of num_key_value_heads, "
+                f"num_attention_heads is {self.num_attention_heads}, which is not a multiple of num_key_value_heads, "
                 f"{self.num_key_value_heads}"
             )
 
@@ -76,7 +76,7 @@ class EagleConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EagleConfig:
-        """Raises ValueError for a missing key, and for one that changes the layer in a way that is unknown here."""
+        """Build a config. Raise ValueError for a missing key, and for an unsupported key that affects the layer."""
         rope = values.get("rope_parameters") or {}
         values = {"rope_theta": rope.get("rope_theta", 10000.0), **values}
         fixed = {
@@ -117,7 +117,7 @@ class _Attention(nn.Module):
 
 
 def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary positions (the halves layout of Llama) for [B, heads, T, D]."""
+    """Apply rotary position embeddings in Llama's half layout to [B, heads, T, D]."""
     half = x.shape[-1] // 2
     rates = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = positions[:, None, :, None].float() * rates
@@ -147,7 +147,7 @@ class _Layer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The head. `forward` runs its layer; `logits` reads guesses off the result."""
+    """The head. `forward` runs its layer; `logits` maps the output to token logits."""
 
     d2t: Tensor
     t2d: Tensor
@@ -162,12 +162,12 @@ class EagleHead(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         if config.parallel_drafting:
             self.mask_hidden = nn.Parameter(torch.zeros(1, n_features * config.hidden_size))
-        # Checkpoints hold offsets: the model's token is the head's token plus d2t of it.
+        # d2t holds offsets: the model's token is the head's token plus d2t[token].
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
 
     def set_vocabulary(self, tokens: Sequence[int]) -> None:
-        """Let the head guess these tokens of the model's vocabulary (draft_vocab_size of them, ascending)."""
+        """Set the head's vocabulary: draft_vocab_size ascending tokens of the model's vocabulary."""
         if len(tokens) != self.config.draft_vocab_size or list(tokens) != sorted(set(tokens)):
             raise ValueError(f"the head's vocabulary must be {self.config.draft_vocab_size} ascending tokens")
         ids = torch.tensor(list(tokens), device=self.d2t.device)
@@ -182,13 +182,13 @@ class EagleHead(nn.Module):
         mask: Tensor | None,
         past: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """One pass of the layer.
+        """Run the layer.
 
         Args:
-            hidden: [B, T, H], fused features (`fc` of the captured states) or the head's own output for them.
-            embeddings: [B, T, H], of the token after each.
+            hidden: [B, T, H], fused features (`fc` of the captured states) or the head's own output instead.
+            embeddings: [B, T, H], embedding of the next token at each position.
             positions: [B, T].
-            mask: bool [B, 1, T, past + T]; None where all see all.
+            mask: bool [B, 1, T, past + T]; None: all tokens see all.
             past: keys and values of earlier tokens.
 
         Returns:
@@ -206,16 +206,16 @@ class EagleHead(nn.Module):
 
     @property
     def token_ids(self) -> Tensor:
-        """int64 [draft_vocab_size]: the model's token for each of the head's."""
+        """int64 [draft_vocab_size]: the model's token id for each token of the head."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     @property
     def output_weights(self) -> list[Tensor]:
-        """The matrices that map to the vocabulary."""
+        """The output matrices."""
         return [self.lm_head.weight]
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Write config.json and model.safetensors; each file is complete or not there."""
+        """Write config.json and model.safetensors, each atomically."""
         return save_head(folder, self, self.config.to_dict())
 
     @classmethod
@@ -224,17 +224,17 @@ class EagleHead(nn.Module):
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: a file is damaged, or the head belongs to another model.
+            ValueError: a file is damaged, or the head was trained for another model.
         """
         folder = Path(folder)
         config = EagleConfig.from_dict(read_config(folder))
         _check_model(str(folder), config, model)
         state = read_weights(folder)
-        state.pop("embed_tokens.weight", None)  # the model's own embedding serves
+        state.pop("embed_tokens.weight", None)  # use the model's embedding instead
         if config.draft_vocab_size < config.vocab_size and "d2t" not in state:
             raise ValueError(
-                f"the EAGLE-3 head {folder} guesses {config.draft_vocab_size} of {config.vocab_size} tokens, but has "
-                "no d2t map that says which: export it again with the map"
+                f"the EAGLE-3 head {folder} proposes {config.draft_vocab_size} of {config.vocab_size} tokens, but has "
+                "no d2t map to the model's tokens: export the head again with the map"
             )
         head = cls(config)
         load_state(head, {"d2t": head.d2t, "t2d": head.t2d} | state, str(folder), model)

@@ -1,4 +1,4 @@
-"""What heads of every kind share: their files, whether they fit the model, and how their logits become a guess."""
+"""Shared functions of EAGLE and Medusa heads: files, and checks that a head matches its model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from parse_infer.models.loading import LanguageModel
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 WAY_OUT = "export or download the head again"
-# Keys of config.json that change nothing about what a head computes.
-SAYS_NOTHING = {
+# Keys of config.json without effect on a head's computation.
+IGNORED_KEYS = {
     *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "version"),
     *("base_model_name_or_path", "use_cache", "initializer_range", "pretraining_tp", "attention_dropout"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "max_paths", "topk"),
@@ -25,7 +25,7 @@ SAYS_NOTHING = {
 
 
 def save_head(folder: str | Path, head: nn.Module, config: Mapping[str, Any]) -> Path:
-    """Write config.json and model.safetensors; each file is complete or not there."""
+    """Write config.json and model.safetensors, each atomically."""
     folder = Path(folder)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     with atomic_write(folder / WEIGHTS) as beside:
@@ -35,7 +35,7 @@ def save_head(folder: str | Path, head: nn.Module, config: Mapping[str, Any]) ->
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a head.
+    """Read config.json of a head.
 
     Raises:
         FileNotFoundError: a file of the head is missing.
@@ -48,23 +48,23 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Raises ValueError for a damaged file."""
+    """Read the weights of a head. Raise ValueError for a damaged file."""
     return read_tensors(folder / WEIGHTS, WAY_OUT)
 
 
 def known_fields(values: Mapping[str, Any], kind: type, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the dataclass `kind` among the keys of a config.json.
+    """Select the fields of the dataclass `kind` from a config.json.
 
     Args:
-        fixed: other keys, with the one value of each that says what `kind` computes anyway.
+        fixed: other supported keys, each with its only supported value.
 
     Raises:
-        ValueError: a key that may change what the head computes and is not understood. One without a value (null,
-            false, 0, empty) is switched off.
+        ValueError: an unsupported key that may affect the head's computation. Keys with null, false, 0 or an empty
+            value have no effect.
     """
     names = {f.name for f in fields(kind)}
     for key, value in values.items():
-        if key in names or key in SAYS_NOTHING or not value or (key in fixed and fixed[key] == value):
+        if key in names or key in IGNORED_KEYS or not value or (key in fixed and fixed[key] == value):
             continue
         wanted = f"; only {fixed[key]!r} is" if key in fixed else ""
         raise ValueError(f"config.json of the head sets {key} to {value!r}, which is not supported{wanted}")
@@ -72,10 +72,10 @@ def known_fields(values: Mapping[str, Any], kind: type, fixed: Mapping[str, Any]
 
 
 def check_shape(name: str, config: Any, model: LanguageModel) -> None:
-    """Raises ValueError for a head of another model.
+    """Raise ValueError for a head of another model.
 
     Args:
-        config: has hidden_size, vocab_size and target_num_hidden_layers; the last is None in heads trained elsewhere.
+        config: has hidden_size, vocab_size and target_num_hidden_layers, which is None in heads of other projects.
     """
     own = model.model.config.get_text_config(decoder=True)
     keys = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "target_num_hidden_layers": "num_hidden_layers"}
@@ -88,7 +88,7 @@ def check_shape(name: str, config: Any, model: LanguageModel) -> None:
 
 
 def load_state(head: Any, state: Mapping[str, Tensor], name: str, model: LanguageModel) -> None:
-    """Put the weights in, and the head beside the model. Raises ValueError where they do not fit config.json."""
+    """Load the weights and move the head to the model's device. Raise ValueError if they do not match config.json."""
     try:
         head.load_state_dict(dict(state))
     except RuntimeError as error:
@@ -105,19 +105,19 @@ def load_state(head: Any, state: Mapping[str, Tensor], name: str, model: Languag
 
 
 def check_sizes(model: LanguageModel, tokens: int, top_k: int, tree_tokens: int) -> None:
-    """Raises ValueError for a size below 1 and for a guess that the context window cannot hold."""
+    """Raise ValueError for a size below 1, and for more proposed tokens than the context window holds."""
     for key, value in (("tokens", tokens), ("top_k", top_k), ("tree_tokens", tree_tokens)):
         if value < 1:
             raise ValueError(f"{key} of a token drafter must be at least 1, not {value}")
     size = max(tokens, tree_tokens if top_k > 1 else 0)
     if size >= model.window:
         raise ValueError(
-            f"guesses of {size} tokens do not fit the context window of {model.name!r} ({model.window}): "
+            f"{size} proposed tokens do not fit the context window of {model.name!r} ({model.window}): "
             "choose fewer tokens or tree_tokens"
         )
 
 
 def embed(model: LanguageModel, ids: Sequence[int]) -> Tensor:
-    """[n, H], the model's input embeddings of the tokens."""
+    """Return the model's input embeddings of the tokens, [n, H]."""
     weight: Any = model.model.get_input_embeddings().weight
     return weight[torch.tensor(list(ids), device=weight.device)]

@@ -1,7 +1,7 @@
 """Medusa (arXiv 2401.10774): small heads on the model's last state, one for each of the next few tokens.
 
-All guess at once from the same state, so no guess knows the others. On disk the heads are a folder with `config.json`
-and `model.safetensors` under the names that vLLM loads.
+All heads read the same state, so their proposals are independent. The saved heads are a folder with `config.json` and
+`model.safetensors`, in the format that vLLM loads.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class MedusaConfig:
     """Content of config.json; field names are those of vLLM's Medusa checkpoints.
 
     Attributes:
-        hidden_size, vocab_size: of the guided model.
-        num_heads: tokens guessed ahead.
+        hidden_size, vocab_size: of the verifying model.
+        num_heads: number of proposed tokens.
         num_hidden_layers: residual blocks in each head.
-        truncated_vocab_size: tokens the heads can guess; `token_map` lists them.
-        target_num_hidden_layers: layers of the guided model; None where a checkpoint does not say.
+        truncated_vocab_size: number of tokens the heads can propose; `token_map` lists them.
+        target_num_hidden_layers: layers of the verifying model; None if the checkpoint lacks the number.
     """
 
     hidden_size: int
@@ -60,7 +60,7 @@ class MedusaConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MedusaConfig:
-        """Raises ValueError for a missing key, and for one that changes what heads compute in a way unknown here."""
+        """Build a config. Raise ValueError for a missing key, and for an unsupported key that affects the heads."""
         known = known_fields(values, cls, {})
         try:
             return cls(**known)
@@ -91,30 +91,30 @@ class MedusaHead(nn.Module):
         size = cast(int, config.truncated_vocab_size)
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_heads))
         self.lm_heads = nn.ModuleList(nn.Linear(config.hidden_size, size, bias=False) for _ in range(config.num_heads))
-        # Checkpoints have a map only where there is something to map.
+        # Only a truncated vocabulary needs a map in the checkpoint.
         self.register_buffer("token_map", torch.arange(size), persistent=size < config.vocab_size)
 
     def set_vocabulary(self, tokens: Sequence[int]) -> None:
-        """Let the heads guess these tokens of the model's vocabulary (truncated_vocab_size of them)."""
+        """Set the heads' vocabulary: truncated_vocab_size tokens of the model's vocabulary."""
         self.token_map.copy_(torch.tensor(list(tokens)))
 
     @property
     def token_ids(self) -> Tensor:
-        """int64 [truncated_vocab_size]: the model's token for each of the heads'."""
+        """int64 [truncated_vocab_size]: the model's token id for each token of the heads."""
         return self.token_map
 
     @property
     def output_weights(self) -> list[Tensor]:
-        """The matrices that map to the vocabulary."""
+        """The output matrices."""
         return [cast(Tensor, lm_head.weight) for lm_head in self.lm_heads]
 
     def forward(self, states: Tensor) -> Tensor:
-        """The model's final-norm states [..., H] -> logits [num_heads, ..., truncated_vocab_size]; head k speaks for
-        the token k + 2 places after the one that was read."""
+        """Map the model's final-norm states [..., H] to logits [num_heads, ..., truncated_vocab_size]. Head k predicts
+        the token k + 2 positions after the last token read."""
         return torch.stack([lm_head(block(states)) for block, lm_head in zip(self.blocks, self.lm_heads, strict=True)])
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Write config.json and model.safetensors; each file is complete or not there."""
+        """Write config.json and model.safetensors, each atomically."""
         return save_head(folder, self, self.config.to_dict())
 
     @classmethod
@@ -123,7 +123,7 @@ class MedusaHead(nn.Module):
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: a file is damaged, or the heads belong to another model.
+            ValueError: a file is damaged, or the heads were trained for another model.
         """
         folder = Path(folder)
         config = MedusaConfig.from_dict(read_config(folder))
@@ -134,14 +134,14 @@ class MedusaHead(nn.Module):
 
 
 class MedusaDrafter:
-    """Guesses with Medusa heads: the most likely combinations as a tree, or one chain.
+    """Proposes tokens with Medusa heads: the likeliest combinations as a tree, or one chain.
 
     Args:
         head: trained for `model`.
-        model: the guided model; its decoder captures its last states from now on.
-        tokens: depth of the tree or length of the chain; all heads by default.
+        model: the verifying model; its decoder captures its last states from now on.
+        tokens: depth of the tree or length of the chain; default: the number of heads.
         top_k: children of a node; 1: a chain.
-        tree_tokens: the most likely nodes that are kept.
+        tree_tokens: number of the most likely nodes that a tree keeps.
 
     Raises:
         ValueError: a size below 1 or beyond the model's context window, or more tokens than heads.
@@ -154,7 +154,7 @@ class MedusaDrafter:
         self.tokens = n_heads if tokens is None else tokens
         check_sizes(model, self.tokens, top_k, tree_tokens)
         if self.tokens > n_heads:
-            raise ValueError(f"{n_heads} Medusa heads guess at most {n_heads} tokens, not {tokens}")
+            raise ValueError(f"{n_heads} Medusa heads propose at most {n_heads} tokens, not {tokens}")
         if top_k > 1:
             enable_split_attention(model.model)  # trees need it
         self.head, self.model, self.top_k, self.tree_tokens = head, model, top_k, tree_tokens
@@ -168,7 +168,7 @@ class MedusaDrafter:
     ) -> TokenTree:
         size = min(self.tokens, limit)
         if size < 1 or self.model.decoder.cached != len(ids) - 1:
-            return TokenTree.chain(())  # the model has still to read its context, which costs a forward in any case
+            return TokenTree.chain(())  # the model must run a forward over its context first
         _, states = self._states.pop_hidden()
         if states is None:
             return TokenTree.chain(())

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens where they stood before (Saxena 2023; no model, no training)."""
+"""Prompt lookup: propose the tokens after an earlier occurrence of the last few tokens (Saxena 2023; no model)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from parse_infer.speculation.proposer import TokenTree
 
 
 class PromptLookupDrafter:
-    """Guesses the continuation of the latest earlier place where the context's last tokens stand.
+    """Proposes the continuation of the latest earlier occurrence of the context's last tokens.
 
     Args:
-        tokens: how many tokens are guessed.
-        max_ngram, min_ngram: the longest match is tried first.
+        tokens: number of proposed tokens.
+        max_ngram, min_ngram: lengths of the match; the longest match wins.
 
     Raises:
         ValueError: a size below 1, or max_ngram below min_ngram.
@@ -45,16 +45,16 @@ class PromptLookupDrafter:
 
 
 class _IndexedContext:
-    """A context with an index of its n-grams. Following it costs a fixed amount for each token that has changed.
+    """A context with an index of its n-grams. An update costs constant time per changed token.
 
     Args:
-        lengths: of the n-grams, the longest first.
+        lengths: lengths of the n-grams, the longest first.
     """
 
     def __init__(self, lengths: range) -> None:
         self._lengths = lengths
         self._ids: list[int] = []
-        self._ends: dict[tuple[int, ...], list[int]] = {}  # rising, for each n-gram
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # ascending, for each n-gram
 
     def follow(self, ids: Sequence[int]) -> None:
         """Make `ids` the context."""
@@ -72,7 +72,7 @@ class _IndexedContext:
                 self._ends.setdefault(ngram, []).append(len(self._ids))
 
     def earlier_end(self) -> int | None:
-        """Where the longest tail of the context that stands in it once more ends there, the latest such place."""
+        """Return the end of the latest earlier occurrence of the context's longest repeated n-gram tail, or None."""
         ends = (self._ends[ngram] for ngram in self._tails())
         return next((of_one[-2] for of_one in ends if len(of_one) > 1), None)
 

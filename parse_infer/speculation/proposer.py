@@ -1,4 +1,4 @@
-"""What a token drafter says: a tree of guessed tokens. Whoever guesses does it through `TokenProposer.guess`."""
+"""`TokenProposer`, the interface of token-level drafters, and `TokenTree`, their result."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class TokenTree:
-    """A tree of guessed tokens behind the context.
+    """A tree of proposed tokens after the context.
 
     Attributes:
-        tokens: n token ids of the guided model.
-        parents: for each the index of the token it follows, `ROOT` the context's last; parents stand before children,
-            and siblings differ unless they were drawn at random.
-        drawn_from: float32 [n, V], the distribution each token was drawn from, the same for siblings; None for tokens
-            that were chosen without chance.
+        tokens: n token ids of the verifying model.
+        parents: index of each token's parent; `ROOT` is the context's last token. Parents precede children. Siblings
+            differ unless they were drawn at random.
+        drawn_from: float32 [n, V], the distribution of each drawn token, the same for siblings; None for
+            deterministic proposals.
     """
 
     tokens: Sequence[int]
@@ -40,20 +40,20 @@ class TokenTree:
 
 
 class TokenProposer(Protocol):
-    """Guesses the next few tokens of one model. It is told the whole context every time and keeps up by itself."""
+    """Proposes the next few tokens of one model. Each call passes the whole context; the proposer tracks changes."""
 
     @property
     def forwards(self) -> int:
-        """Forwards of the drafter's own model so far (0 without one)."""
+        """Forwards of the proposer's own model so far; 0 without a model."""
         ...
 
     def guess(
         self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None
     ) -> TokenTree:
-        """Guess what follows `ids`, at most `limit` tokens deep; an empty guess where there is nothing to say.
+        """Propose a tree of at most `limit` levels after `ids`; the tree may be empty.
 
         Args:
-            sampling: what the model samples with; a drafter that draws its tokens should draw them alike.
+            sampling: the model's sampling settings, which a proposer that draws its tokens should use too.
             generator: random generator on the model's device.
         """
         ...

@@ -1,7 +1,7 @@
-"""Token drafters by name: NAME[:KEY=VALUE…].
+"""Token proposers by name: NAME[:KEY=VALUE…].
 
 NAME is "lookup", "draft", an embedded head ("eagle3", "parallel", "medusa"), or the folder or Hugging Face id of an
-EAGLE-3 head or of Medusa heads. The keys are the sizes of the drafter's class, for example "eagle3:tokens=4:top_k=3".
+EAGLE-3 head or of Medusa heads. The keys are sizes of the proposer's class, for example "eagle3:tokens=4:top_k=3".
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _CLASSES: dict[str, type] = {
     "medusa": MedusaDrafter,
 }
 NAMES = tuple(_CLASSES)
-# The embedded heads, for the model that each was trained for.
+# Embedded heads by model.
 _EMBEDDED = {
     "zoo:target": {"eagle3": "eagle3", "parallel": "parallel", "medusa": "medusa"},
 }
 
 
 def split_name(name: str) -> tuple[str, dict[str, float]]:
-    """ "eagle3:tokens=4" -> ("eagle3", {"tokens": 4}). Raises ValueError for a value that is no number."""
+    """Split "eagle3:tokens=4" into ("eagle3", {"tokens": 4}). Raise ValueError for a value that is no number."""
     parts = name.split(":")
     first = next((i for i, part in enumerate(parts) if "=" in part), len(parts))
     sizes: dict[str, float] = {}
@@ -52,34 +52,34 @@ def split_name(name: str) -> tuple[str, dict[str, float]]:
 
 
 def check_token_drafter(role: str, name: str, model: str, has_draft: bool) -> None:
-    """Find a wrong choice before anything is loaded.
+    """Check the name of a token proposer before any model is loaded.
 
     Args:
-        role: what the message calls it.
-        model: name of the guided model.
-        has_draft: whether there is another model that can guess ("draft").
+        role: name of the setting, for messages.
+        model: name of the verifying model.
+        has_draft: whether a draft model is available ("draft").
 
     Raises:
-        ValueError: an unknown name or size, or a name that needs what is not there.
+        ValueError: an unknown name or size, a missing draft model, or a head that is not embedded for `model`.
     """
     kind, sizes = split_name(name)
     if kind in NAMES:
         _fit(_CLASSES[kind], sizes, name)
     if kind == "draft" and not has_draft:
-        raise ValueError(f"{role} is 'draft', which needs a draft model beside the model that it guides")
+        raise ValueError(f"{role} is 'draft', which needs a draft model")
     if kind in ("lookup", "draft") or kind in _EMBEDDED.get(model, ()):
         return
     if kind in NAMES:
-        raise ValueError(f"{role} is {kind!r}, and no such head is embedded for {model!r}: give the folder of one")
+        raise ValueError(f"{role} is {kind!r}, and no such head is embedded for {model!r}: give the folder of a head")
     if not _is_folder_or_id(kind):
         raise ValueError(f"{role} is {kind!r}; {suggestion(kind, [*NAMES, 'or the folder of a head'])}")
 
 
 def load_token_drafter(name: str, model: LanguageModel, draft: LanguageModel | None = None) -> TokenProposer:
-    """The token drafter called `name` for what `model` writes; "draft" lets `draft` guess.
+    """Load the token proposer called `name` for `model`; "draft" uses the model `draft`.
 
     Raises:
-        FileNotFoundError, ValueError: a head that is missing, damaged or of another model, or an unfit size.
+        FileNotFoundError, ValueError: a missing or damaged head, a head of another model, or an invalid size.
     """
     kind, sizes = split_name(name)
     if kind == "lookup":
@@ -97,11 +97,11 @@ def load_token_drafter(name: str, model: LanguageModel, draft: LanguageModel | N
         options = _fit(EagleDrafter, sizes, name)
         return EagleDrafter(eagle_head.EagleHead.from_pretrained(folder, model), model, **options)
     known = ", ".join(eagle_head.ARCHITECTURES + medusa.ARCHITECTURES)
-    raise ValueError(f"{folder} is no head for token drafting: its architecture is {architecture}, not one of {known}")
+    raise ValueError(f"{folder} is no EAGLE-3 or Medusa head: its architecture is {architecture}, not one of {known}")
 
 
 def _fit(kind: Callable[..., object], sizes: Mapping[str, float], name: str) -> Mapping[str, Any]:
-    """Raises ValueError for a size that this kind of drafter does not have."""
+    """Return the sizes. Raise ValueError for a size that this kind of proposer does not have."""
     known = {k: p for k, p in inspect.signature(kind).parameters.items() if k not in ("head", "model", "draft")}
     for key, value in sizes.items():
         if key not in known:

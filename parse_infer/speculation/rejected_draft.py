@@ -1,4 +1,4 @@
-"""The rejected rest of a draft still says how the answer might be worded: free guesses for what the target writes."""
+"""Token proposer that reuses the rejected rest of a draft, whose wording the target often repeats."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from parse_infer.models.sampling import Sampling
 from parse_infer.speculation.proposer import TokenProposer, TokenTree
 
-TOKENS = 8  # of a guess
+TOKENS = 8  # length of a proposal
 Ids = NDArray[np.int32]
 
 
 def continuation(rest: Ids, last: Sequence[int], place: int, n: int) -> list[int]:
-    """Up to n tokens of `rest` behind the two tokens `last`, where these stand nearest to index `place`."""
+    """Return up to n tokens of `rest` after the occurrence of the two tokens `last` nearest to index `place`."""
     if len(last) < 2:
         return []
     ends = np.flatnonzero((rest[:-1] == last[0]) & (rest[1:] == last[1])) + 1
@@ -28,31 +28,31 @@ def continuation(rest: Ids, last: Sequence[int], place: int, n: int) -> list[int
 
 
 class RejectedDraft:
-    """Guesses the tokens of a rejected draft, aligned with what has been written in its stead.
+    """Proposes tokens of a rejected draft, aligned with the target's text that replaces the draft.
 
-    Aligned where the last two written tokens stand in the draft, nearest to their own place; elsewhere it guesses
-    nothing. No model runs.
+    The alignment is the nearest occurrence of the last two written tokens in the draft. Without an occurrence, the
+    fallback proposes. No model runs.
 
     Args:
-        context: up to the accepted cut.
-        rest: the draft's tokens behind it.
-        otherwise: who guesses elsewhere, if anybody.
-        tokens: the length of a guess.
+        context: tokens up to the accepted cut.
+        rest: the draft's tokens after the cut.
+        fallback: token proposer to use without an alignment.
+        tokens: maximum number of proposed tokens.
     """
 
-    forwards = 0  # `otherwise` counts its own
+    forwards = 0  # `fallback` counts its own
 
     def __init__(
-        self, context: Sequence[int], rest: Sequence[int], otherwise: TokenProposer | None = None, tokens: int = TOKENS
+        self, context: Sequence[int], rest: Sequence[int], fallback: TokenProposer | None = None, tokens: int = TOKENS
     ) -> None:
-        self._start, self._otherwise, self._tokens = len(context), otherwise, tokens
+        self._start, self._fallback, self._tokens = len(context), fallback, tokens
         self._rest = np.array([*context[-1:], *rest], dtype=np.int32)  # the first pair may begin before the cut
 
     def guess(
         self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None
     ) -> TokenTree:
-        place = len(ids) - self._start  # of the last written token in the rest
-        guess = continuation(self._rest, ids[-2:], place, min(self._tokens, limit))
-        if guess or self._otherwise is None:
-            return TokenTree.chain(guess)
-        return self._otherwise.guess(ids, limit, sampling, generator)
+        place = len(ids) - self._start  # index of the last written token in the rest
+        tokens = continuation(self._rest, ids[-2:], place, min(self._tokens, limit))
+        if tokens or self._fallback is None:
+            return TokenTree.chain(tokens)
+        return self._fallback.guess(ids, limit, sampling, generator)

@@ -1,4 +1,4 @@
-"""From a head's logits to a guess: one chain, or a tree of the likeliest combinations."""
+"""Token trees: build them from a head's logits and mask them for one forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parse_infer.speculation.proposer import ROOT, TokenTree
 
 
 def branches(tokens: Sequence[int], parents: Sequence[int], n_keys: int, device: torch.device) -> Trailing:
-    """A tree of speculative tokens after `n_keys` tokens of context, ready for `Decoder.look_ahead`."""
+    """Build the trailing tokens of a tree after `n_keys` tokens of context, for `Decoder.look_ahead`."""
     n = len(tokens)
     depth, sees = [0] * n, torch.eye(n, dtype=torch.bool)
     for i, parent in enumerate(parents):
@@ -26,12 +26,12 @@ def branches(tokens: Sequence[int], parents: Sequence[int], n_keys: int, device:
 
 
 def tree_mask(sees: Tensor, depth: Tensor, n_keys: int, window: int | None = None) -> Tensor:
-    """What the n tokens of a tree may attend to (True): every key before it, their ancestors and themselves.
+    """Return the attention mask of a tree of n tokens: all keys before the tree, ancestors and the token itself.
 
     Args:
         sees: bool [n, n], sees[i, j]: token j is token i or an ancestor of it.
-        depth: int64 [n], 0 for a child of the root; token i stands at position n_keys + depth[i].
-        n_keys: keys in front of the tree.
+        depth: int64 [n], 0 for a child of the root; token i is at position n_keys + depth[i].
+        n_keys: keys before the tree.
         window: sliding window of the layer, or None.
 
     Returns:
@@ -47,10 +47,10 @@ def tree_mask(sees: Tensor, depth: Tensor, n_keys: int, window: int | None = Non
 def chain(
     logits: Tensor, token_ids: Tensor, vocab_size: int, sampling: Sampling, generator: torch.Generator | None
 ) -> TokenTree:
-    """One token per row of logits [n, V'], each the most likely or drawn as the model draws.
+    """Build a chain with one token per row of logits [n, V']: the most likely token, or one drawn with `sampling`.
 
     Args:
-        token_ids: int64 [V'], the model's token for each of the head's.
+        token_ids: int64 [V'], the model's token id for each token of the head.
         vocab_size: V of the model.
     """
     if sampling.greedy:
@@ -61,10 +61,10 @@ def chain(
 
 
 def likeliest_tree(logits: Tensor, token_ids: Tensor, top_k: int, tree_tokens: int) -> TokenTree:
-    """The most likely `tree_tokens` paths from the root where row d of logits [n, V'] speaks for depth d alone.
+    """Build the tree of the `tree_tokens` most likely paths, where row d of logits [n, V'] predicts depth d alone.
 
-    Best first: a node is taken before its children and before its less likely siblings. Nodes are chosen without
-    chance, so the walk stays exact for sampling too.
+    Best-first search visits a node before its children and its less likely siblings. The tree is deterministic, so
+    `accept_tree` stays exact for sampling too.
     """
     likely = logits.float().log_softmax(-1).topk(min(top_k, logits.shape[-1]), dim=-1)
     costs, ids = (-likely.values).tolist(), token_ids[likely.indices].tolist()

@@ -112,7 +112,7 @@ def test_exact_mode_needs_no_judge(make_engine):
     bare = ParseEngine.from_models(engine.target, engine.draft)
     ours = bare.generate(PROMPT, max_new_tokens=30, mode="exact")
     assert ours.token_ids == bare.generate_target(PROMPT, max_new_tokens=30).token_ids
-    with pytest.raises(ValueError, match="nothing to judge"):
+    with pytest.raises(ValueError, match="has no judge"):
         bare.generate(PROMPT)
 
 
@@ -831,7 +831,7 @@ def test_score_refuses_what_it_cannot_judge(engine):
         engine.score(PROMPT, "x" * 2100)
     with pytest.raises(ValueError, match="response is ''"):
         engine.score(PROMPT, "")
-    with pytest.raises(ValueError, match="nothing to judge"):
+    with pytest.raises(ValueError, match="has no judge"):
         ParseEngine.from_models(engine.target, engine.draft).score(PROMPT, "Fine.")
 
 
@@ -913,9 +913,9 @@ def test_token_drafters_change_no_span(engine, name, resume):
         ({"target_drafter": "lokup"}, "target_drafter is 'lokup'; did you mean 'lookup'?"),
         ({"target_drafter": "draft:tokens=2.5", "draft": "zoo:draft"}, "must be a whole number, not 2.5"),
         ({"target_drafter": ":tokens=3"}, "target_drafter is ''; known: lookup, draft"),
-        ({"draft": "zoo:draft", "draft_drafter": "draft"}, "needs a draft model beside the model that it guides"),
+        ({"draft": "zoo:draft", "draft_drafter": "draft"}, "which needs a draft model"),
         ({"target_drafter": "draft"}, "which needs a draft model"),
-        ({"draft_drafter": "lookup"}, "no draft model that it could speed up"),
+        ({"draft_drafter": "lookup"}, "the engine has no draft model"),
         ({"draft": "zoo:draft", "draft_drafter": "eagle3"}, "no such head is embedded for 'zoo:draft'"),
         ({"target_drafter": "lookup:tokens=x"}, "'tokens=x' in the token drafter 'lookup:tokens=x' is not KEY=NUMBER"),
     ],

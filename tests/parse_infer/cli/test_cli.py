@@ -268,7 +268,7 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
         (["score", "Hi", "Ho", "--cuts", "word"], "unknown cut policy 'word'"),
         (["bench", "--modes", "target,parze"], "unknown mode 'parze'; did you mean 'parse'?"),
         (["bench", "--modes", "target+eagel3"], "mode 'target+eagel3' is 'eagel3'; did you mean 'eagle3'?"),
-        (["bench", "--modes", "parse+draft+draft"], "needs a draft model beside the model that it guides"),
+        (["bench", "--modes", "parse+draft+draft"], "which needs a draft model"),
         (
             ["generate", "1 + 1?", "--target-drafter", "eagle3:top_k=2:tree_tokens=512"],
             "do not fit the context window",

@@ -246,6 +246,6 @@ def test_a_rejected_draft_is_aligned_with_what_is_written_instead():
 
 
 def test_another_drafter_guesses_where_a_rejected_draft_says_nothing():
-    drafter = RejectedDraft([1, 2], [50, 51, 52], otherwise=PromptLookupDrafter(tokens=2))
+    drafter = RejectedDraft([1, 2], [50, 51, 52], fallback=PromptLookupDrafter(tokens=2))
     assert list(drafter.guess([1, 2, 50], 9, GREEDY, None).tokens) == [51, 52]
     assert list(drafter.guess([1, 2, 1, 2], 9, GREEDY, None).tokens) == [1, 2]

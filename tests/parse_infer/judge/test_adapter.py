@@ -71,7 +71,7 @@ def test_without_a_probe_nothing_is_said_of_peft(target, random_adapter, tmp_pat
     assert loaded.lora is None and loaded.probe.ids == () and loaded.config == adapter.config
     doubt = torch.tensor([0.5, -1.0])
     assert torch.equal(loaded.head(None, doubt), adapter.head(None, doubt))
-    with pytest.raises(ValueError, match="nothing to judge by"):
+    with pytest.raises(ValueError, match="needs a probe or token doubt"):
         ValidityHead(32, probe=False)
 
 
@@ -157,7 +157,7 @@ def test_a_target_with_other_weights_is_refused_by_name(make_model, folder):
         ({"schema_version": 99}, "schema version 99"),
         ({"probe_ids": None}, "no probe_ids"),
         ({"probe_ids": [], "token_rank": 0}, "no probe_ids"),
-        ({"probe_ids": []}, "its files do not go together"),
+        ({"probe_ids": []}, "does not match validity_config.json"),
         ({"probe_ids": [260]}, "outside the target's vocabulary of 260"),
         ({"target": None}, "no target"),
     ],
