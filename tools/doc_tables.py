@@ -1,6 +1,6 @@
 """The tables of a benchmark in the documentation; `tools.render_docs` puts them there.
 
-- headline: a mode a line, in words, with what matters to a reader;
+- headline: a mode a line, in words, with what matters to a reader; lossless speculation, the rival, comes first;
 - tokens: modes by name, with what token drafters are about;
 - modes: everything, as `results.md` has it;
 - categories: tokens per forward of the target for each kind of prompt.
@@ -103,6 +103,7 @@ def table(path: Path, kind: str) -> list[str]:
 
 
 def _headline(results: dict[str, Any]) -> list[str]:
+    modes = sorted(results["modes"].items(), key=lambda item: not item[0].startswith("target+"))
     cells = [
         [
             title(name),
@@ -113,7 +114,7 @@ def _headline(results: dict[str, Any]) -> list[str]:
             "" if m["acceptance_rate"] is None else format_number(100 * m["acceptance_rate"], 0),
             format_number(m["target_forwards"], 1),
         ]
-        for name, m in results["modes"].items()
+        for name, m in modes
     ]
     return markdown_table(_HEADLINE, cells)
 

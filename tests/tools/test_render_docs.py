@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,7 @@ def test_tables_and_figures_are_written_once(root, capsys):
     assert readme.startswith("# Title\n\n<!-- results: ") and readme.endswith("Last line.\n") and "old" not in readme
     assert "| target alone | 100.0 [91.2, 100.0] |  | 35 | 1.00× |  | 7.0 |" in readme
     assert "| target + draft model (tokens 8), lossless speculation | 80.0 [65.2, 89.5] | -20.0 [" in readme
+    assert re.findall(r"^\| (\w+ \S*)", readme, re.MULTILINE)[:3] == ["mode |", "target +", "target alone"]
     assert "| **PARSE** | 80.0 [65.2, 89.5] | -20.0 [" in readme and "| 4.00× [4.00, 4.00] |" in readme
     origin = "40 problems of gsm_symbolic, test split, seed 0; Some CPU, 2 cores, 1 thread, float32; "
     assert origin + "`parse-infer bench --limit 40`, 2026-01-02. Brackets: 95 % intervals.\n\n<!-- end -->" in readme
