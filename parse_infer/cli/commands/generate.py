@@ -37,6 +37,9 @@ def generate(
         ),
     ] = "first_failure",
     resume: options.Resume = None,
+    max_rounds: Annotated[
+        int | None, typer.Option(min=1, help="With hand_back: maximum number of drafts of an answer; default: 32.")
+    ] = None,
     exact_tail: Annotated[
         bool,
         typer.Option(help="After the accepted cut, also keep draft tokens that equal the target's greedy choice."),
@@ -48,6 +51,7 @@ def generate(
         float, typer.Option(help="Sampling temperature of the draft model; 0 is greedy.")
     ] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling of both models.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Top-k sampling of both models; 0 keeps all tokens.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Sampling seed.")] = None,
     adaptive: options.Adaptive = None,
     out: Annotated[
@@ -81,12 +85,12 @@ def generate(
         mode=mode,  # type: ignore[arg-type]
         acceptance=acceptance,  # type: ignore[arg-type]
         exact_tail=exact_tail,
-        draft_sampling=Sampling(draft_temperature, top_p, seed=seed),
-        resume_sampling=Sampling(temperature, top_p, seed=seed),
+        draft_sampling=Sampling(draft_temperature, top_p, top_k, seed),
+        resume_sampling=Sampling(temperature, top_p, top_k, seed),
         stop=tuple(stop or ()),
         risk=risk,
         adaptive=adaptive,
-        **given(resume=resume),
+        **given(resume=resume, max_rounds=max_rounds),
     )
     if out is not None and (file is None or stream):
         raise ValueError("--out is for the answers to a --file, without --stream")

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from parse_infer.cli.app import main
+from parse_infer.cli.model_options import ModelOptions
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.mode_names import DEFAULT_MODES
+from parse_infer.models.sampling import Sampling
 from parse_infer.speculation.draft_model import DraftModelProposer
 from tests.parse_infer.language_models import reduced_pair, word_tokenizer
 
@@ -342,3 +344,19 @@ def test_a_malformed_line_is_named_before_anything_runs(models, tmp_path, capsys
 
 def test_a_prompt_beyond_the_window_is_an_error(models, capsys):
     assert "context window is 2048" in error_of(capsys, "generate", "a" * 3000, *models)
+
+
+def test_generate_has_the_settings_of_the_server(monkeypatch):
+    seen = []
+
+    def load(self, *, expected, **_):
+        seen.append(expected)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(ModelOptions, "load", load)
+    words = ["--resume", "hand_back", "--max-rounds", "3", "--temperature", "0.5", "--top-k", "7", "--seed", "1"]
+    assert main(["generate", "Hi", *words]) == 2
+    sampling = Sampling(0.5, 1.0, 7, 1)
+    assert (seen[0].resume, seen[0].max_rounds, seen[0].resume_sampling) == ("hand_back", 3, sampling)
+    assert seen[0].draft_sampling == Sampling(0.0, 1.0, 7, 1)
+    assert main(["generate", "Hi", "--max-rounds", "0"]) == 2 and len(seen) == 1
