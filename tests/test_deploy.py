@@ -88,7 +88,7 @@ def server_options(room: Path, where: str) -> dict[str, list[str]]:
             "PATH": f"{python}:{os.environ['PATH']}",
             "PYTHONPATH": f"{room}:{ROOT}",
             "TARGET": "zoo:target",
-            "ADAPTER": str(ROOT / "parse_infer" / "zoo" / "adapter"),
+            "ADAPTER": str(ROOT / "zoo" / "parse_zoo" / "models" / "adapter"),
         },
         capture_output=True,
         text=True,
@@ -129,7 +129,7 @@ def test_programs_take_their_command_lines(where: str):
 def test_the_targets_server_gets_the_command_of_the_plugin_and_the_options_behind_it(tmp_path: Path):
     words = server_options(tmp_path, "compose")["target"]
     settings = json.loads(words[words.index("--hf-overrides") + 1])["parse"]
-    assert settings["reference"]["validity"] and Path(settings["adapter"]) == ROOT / "parse_infer" / "zoo" / "adapter"
+    assert settings["reference"]["validity"] and Path(settings["adapter"]) == ROOT / "zoo" / "parse_zoo" / "models" / "adapter"
     assert words[-4:] == ["--port", "8000", "--gpu-memory-utilization", "0.85"]
 
 
