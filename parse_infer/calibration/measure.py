@@ -29,7 +29,7 @@ from parse_infer.record_store import RecordStore
 from parse_infer.settings import GenerationSettings, Resume
 
 SAMPLE_TEMPERATURE = 0.7  # of the target's samples for a majority answer
-_SOME = 50  # a usable target answers at least one of this many problems right
+_MIN_TARGET_PROBLEMS = 50  # a usable target answers at least one of this many problems right
 
 
 class CalibratedEngine(ReplayedEngine, Protocol):
@@ -251,7 +251,7 @@ def _measure(
         for problem in pending:
             store.append(_outcome(engine, problem, check, same, settings, timed=problem.id in timed))
             progress.advance(bar)
-            _check_hope([store.records[p.id] for p in problems if p.id in store.records], len(problems), settings)
+            _check_feasible([store.records[p.id] for p in problems if p.id in store.records], len(problems), settings)
     return [store.records[problem.id] for problem in problems]
 
 
@@ -315,9 +315,9 @@ def _majority(
     return texts[votes.index(max(votes))]
 
 
-def _check_hope(outcomes: Sequence[Outcome], n_problems: int, settings: CalibrationSettings) -> None:
+def _check_feasible(outcomes: Sequence[Outcome], n_problems: int, settings: CalibrationSettings) -> None:
     """Raise ValueError as soon as no outcome of the remaining problems can support a promise."""
-    if settings.loss == "accuracy" and len(outcomes) >= min(_SOME, n_problems):
+    if settings.loss == "accuracy" and len(outcomes) >= min(_MIN_TARGET_PROBLEMS, n_problems):
         if not any(outcome.target_right for outcome in outcomes):
             raise ValueError(
                 f"the target answers none of the first {len(outcomes)} problems right, so it has nothing to lose and "

@@ -174,7 +174,7 @@ def resolve_risk(settings: GenerationSettings, calibration: Calibration | None) 
         raise ValueError(f"risk is {risk}, but the calibration covers greedy answers only: set temperatures to 0")
     if settings.ignore_eos or settings.min_tokens:
         given = "ignore_eos" if settings.ignore_eos else "min_tokens"
-        raise ValueError(f"risk is {risk}, but the calibration covers only the model's own answer end: omit {given}")
+        raise ValueError(f"risk is {risk}, but the calibration does not cover {given}: omit {given}")
     if settings.max_new_tokens < calibration.max_new_tokens:
         raise ValueError(
             f"risk is {risk}, but the calibration covers answers of up to {calibration.max_new_tokens} tokens and "

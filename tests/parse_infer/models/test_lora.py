@@ -208,7 +208,7 @@ def test_an_output_layer_that_is_the_embedding_too(base, tmp_path):
         ({"use_dora": True}, "use_dora=True, which is not supported"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"peft_type": "IA3"}, "IA3 adapter"),
-        ({"base_model_name_or_path": None}, "does not name the LoRA.s base model"),
+        ({"base_model_name_or_path": None}, "does not name the LoRA's base model"),
         ({"base_model_name_or_path": "./gone"}, "no folder './gone'"),
         ({"base_model_name_or_path": "zoo:gone"}, "not an embedded model"),
     ],
