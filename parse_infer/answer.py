@@ -97,10 +97,10 @@ class Answer:
             for start, p in zip(starts, self._pieces, strict=False)
         ]
 
-    def truncate(self, draft_ids: Sequence[int], room: int) -> list[int]:
-        """Truncate a draft to `room`, to the budget, and after the end token or stop string that ends the answer.
+    def truncate(self, draft_ids: Sequence[int], limit: int) -> list[int]:
+        """Truncate a draft to `limit`, to the budget, and after the end token or stop string that ends the answer.
         Truncate before an end token within `min_tokens`."""
-        ids = list(draft_ids[: max(0, min(room, self.remaining_tokens))])
+        ids = list(draft_ids[: max(0, min(limit, self.remaining_tokens))])
         required = self.required
         for i, token in enumerate(ids):
             if token in (self._all_end_ids if i < required else self.end_ids):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STDIN = "-"
-_UMASK = os.umask(0)  # there is no other way to ask
+_UMASK = os.umask(0)  # the only way to read the umask
 os.umask(_UMASK)
 
 

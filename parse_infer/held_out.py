@@ -23,7 +23,7 @@ P = TypeVar("P", bound=HasPrompt)
 
 
 def prompt_hash(prompt: Any) -> str:
-    """Identify a prompt by 16 hex digits of its SHA-256, whatever id its problem has.
+    """Identify a prompt by 16 hex digits of its SHA-256, independent of its problem's id.
 
     A text and a single user message with that text are the same prompt.
 

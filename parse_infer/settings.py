@@ -34,11 +34,10 @@ class GenerationSettings:
     """"first_failure": accept up to the first prefix below the threshold. "longest": accept the longest prefix that
     reaches the threshold."""
     exact_tail: bool = True
-    """Reuse rejected draft tokens that equal the target's greedy choice. The engine accepts matching tokens directly
-    after the cut. After the first mismatch `parse_infer.speculation.rejected_draft` proposes the remaining tokens.
-    With resume "finish" no answer changes (in float32). With "hand_back" the target still writes its own greedy text,
-    but its segment starts at the first mismatch, so the draft model takes over later. Requires greedy
-    `resume_sampling`."""
+    """Use the draft tokens after the accepted cut. The engine accepts tokens up to the first mismatch with the
+    target's greedy choice. After it, `parse_infer.speculation.rejected_draft` proposes the remaining tokens. With
+    resume "finish" no answer changes (in float32). With "hand_back" the target still writes its own greedy text, but
+    its segment starts at the mismatch, so the draft model takes over later. No effect with sampled tokens."""
     resume: Resume = "finish"
     """"finish": the target writes the rest. "hand_back": the target writes one segment, up to a complete character,
     then the draft model continues."""
@@ -57,7 +56,7 @@ class GenerationSettings:
     """With "hand_back": maximum number of drafts, after which the target writes the rest."""
     adaptive: bool | None = None
     """Answer with the target alone while that has recently been faster (`parse_infer.adaptive`). None: on for servers,
-    off for local models. No effect on lossless speculation (a threshold above 1), which uses no draft."""
+    off for local models. No effect on requests without a draft, such as lossless speculation (see `threshold`)."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop

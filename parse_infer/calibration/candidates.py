@@ -1,4 +1,4 @@
-"""The settings that a calibration tries, in the order in which it tests them."""
+"""Operating points that a calibration tries, in the order of its tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parse_infer.acceptance import ACCEPT_NOTHING, Acceptance
 from parse_infer.calibration.schema import OperatingPoint
 from parse_infer.settings import GenerationSettings, Resume
 
-# Fixed before any problem is seen. Even in log-odds: validities crowd near 1, and that is where thresholds differ.
+# Fixed before any problem is seen. Evenly spaced in log-odds, because validities concentrate near 1.
 THRESHOLDS: tuple[float, ...] = (ACCEPT_NOTHING, *(1 / (1 + math.exp(x / 4)) for x in range(-28, 29)), 0.0)
 RESUMES: tuple[Resume, ...] = get_args(Resume)
 
@@ -18,9 +18,9 @@ RESUMES: tuple[Resume, ...] = get_args(Resume)
 def candidates(
     resumes: Sequence[Resume] = RESUMES, acceptance: Acceptance = GenerationSettings.acceptance
 ) -> list[list[OperatingPoint]]:
-    """An order of settings for each way to resume: from accepting nothing to accepting everything.
+    """Return one sequence of operating points per resume mode, from accepting nothing to accepting everything.
 
-    Raises ValueError for no way to resume, or an unknown one.
+    Raises ValueError for an empty `resumes` or an unknown mode.
     """
     unknown = [resume for resume in resumes if resume not in RESUMES]
     if unknown or not resumes:

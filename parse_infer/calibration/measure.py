@@ -1,6 +1,6 @@
-"""Calibrate a pair: answer problems with the target alone and with PARSE under every setting, and see what is lost.
+"""Calibrate a pair: compare the target alone with PARSE at every operating point, and count the losses.
 
-Writes one record per problem as soon as it is there, so that an interrupted calibration goes on where it stopped.
+The calibration writes one record per problem, so that an interrupted run can resume.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from parse_infer.models.sampling import Sampling
 from parse_infer.record_store import RecordStore
 from parse_infer.settings import GenerationSettings, Resume
 
-SAMPLE_TEMPERATURE = 0.7  # of the answers that vote
-_SOME = 50  # problems of which a usable target answers at least one
+SAMPLE_TEMPERATURE = 0.7  # of the target's samples for a majority answer
+_MIN_TARGET_PROBLEMS = 50  # a usable target answers at least one of this many problems right
 
 
 class CalibratedEngine(ReplayedEngine, Protocol):
-    """What a calibration needs: a `ParseEngine` or a `Coordinator`, with a draft model and a judge."""
+    """A `ParseEngine` with a draft model and a judge."""
 
     @property
     def train_problems(self) -> frozenset[str]:
-        """Hashes of the prompts that the judge was trained on, see `leave_out_learnt`."""
+        """Hashes of the judge's training prompts, see `leave_out_learnt`."""
         ...
 
     @property
     def deterministic(self) -> bool:
-        """Whether a greedy text is the same however it comes about: by guesses, packed or alone."""
+        """Whether greedy output is the same for every way to compute it, such as speculation or a packed pass."""
         ...
 
     def describe(self) -> dict[str, Any]: ...
@@ -57,7 +57,7 @@ class CalibratedEngine(ReplayedEngine, Protocol):
 
 
 class CalibrationProblem(Protocol):
-    """What a calibration needs of a problem."""
+    """A problem with an id and a prompt."""
 
     @property
     def id(self) -> str: ...
@@ -68,7 +68,7 @@ class CalibrationProblem(Protocol):
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """What is promised, and what is tried for it."""
+    """The risk levels to promise, and the operating points to try."""
 
     risks: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1)
     confidence: float = 0.9
@@ -77,11 +77,11 @@ class CalibrationSettings:
     acceptance: Acceptance = GenerationSettings.acceptance
     max_new_tokens: int = 256
     samples: int = 0
-    """With loss "disagreement": the target's own answer is what most of so many samples say; 0: its greedy answer."""
+    """With loss "disagreement": number of target samples for a majority answer; 0: the target's greedy answer."""
     timed: int = 100
-    """Problems, the first ones, on which the target also answers by itself, to be timed. On the others its text comes
-    from the setting that accepts nothing, which is several times faster and the same in float32; in other number types
-    the target answers all of them by itself."""
+    """Number of problems that the target also answers alone, for timing. On the others, the target's text comes from
+    the operating point that accepts nothing, which is several times faster and exact in float32. In other dtypes the
+    target answers all problems alone."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "risks", risks(self.risks))
@@ -91,11 +91,11 @@ class CalibrationSettings:
             raise ValueError(f"loss is {self.loss!r}; choose one of {', '.join(get_args(Loss))}")
         if self.samples and (self.samples < 3 or self.loss != "disagreement"):
             raise ValueError(
-                f"samples is {self.samples}: a majority takes at least 3, and only loss disagreement asks for one"
+                f"samples is {self.samples}: a majority takes at least 3, and only loss disagreement uses a majority"
             )
         if self.timed < 1:
-            raise ValueError(f"timed is {self.timed}: without a timed problem no setting is known to be fast")
-        candidates(self.resumes, self.acceptance)  # names a wrong value
+            raise ValueError(f"timed is {self.timed}: without a timed problem no speedup is known")
+        candidates(self.resumes, self.acceptance)  # raises for an unknown value
         self.generation()
 
     @property
@@ -104,7 +104,7 @@ class CalibrationSettings:
 
     @property
     def level(self) -> float:
-        """Share of the error budget that each order of settings has."""
+        """Share of the error budget for each sequence of operating points."""
         return (1 - self.confidence) / len(self.resumes)
 
     def generation(self) -> GenerationSettings:
@@ -113,18 +113,18 @@ class CalibrationSettings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One problem. `losses`, `disagreed` and `seconds` have an entry for each setting, by order."""
+    """Results on one problem. `losses`, `disagreed` and `seconds` have one entry per operating point, by sequence."""
 
     problem_id: str
     target_right: bool | None
-    """None: nothing tells."""
+    """None: the checker cannot decide."""
     target_seconds: float | None
-    """None: the target did not answer by itself, and `seconds` say nothing."""
+    """None: the target did not answer alone, and `seconds` is not comparable."""
     losses: list[list[float]]
     disagreed: list[list[bool]]
-    """Whether the final answer is not that of the target's greedy one."""
+    """Whether the final answer differs from the target's greedy answer."""
     seconds: list[list[float]]
-    """What an answer takes under each setting: its parts, measured once (`Replay`)."""
+    """Time of an answer at each operating point: the sum of its parts, each measured once (`Replay`)."""
 
     @property
     def key(self) -> str:
@@ -142,18 +142,18 @@ def calibrate(
     task: str = "",
     console: Console | None = None,
 ) -> Calibration:
-    """Measure what is not measured yet in `folder`, and test the settings.
+    """Measure the problems that `folder` has no records of, and test the operating points.
 
     Args:
         engine: with target, draft model and judge.
-        problems: with different ids; those that the judge was trained on are left out, see `leave_out_learnt`.
-        check: whether a text answers a problem; None where nothing tells (then only loss "disagreement" is possible).
+        problems: with unique ids; `leave_out_learnt` drops the judge's training problems.
+        check: whether a text answers a problem; None if unknown, which only loss "disagreement" supports.
         same: whether two texts give the same final answer.
-        task: what the problems are.
+        task: name of the task.
 
     Raises:
-        ValueError: too few problems for a risk, mostly training problems of the judge, a target that is never right, a
-            pair that cannot keep any of the risks even where it accepts nothing, or a folder with another calibration.
+        ValueError: too few problems for a risk, mostly training problems, a target that is never right, a pair that
+            misses every risk even when it accepts nothing, or a folder with another calibration.
     """
     settings = settings or CalibrationSettings()
     check_problems(problems, settings)
@@ -165,7 +165,7 @@ def calibrate(
     digest = hashlib.sha256(json.dumps([[p.id, p.prompt] for p in problems]).encode()).hexdigest()[:16]
     config = {
         **{name: getattr(settings, name) for name in ("loss", "resumes", "acceptance", "max_new_tokens", "samples")},
-        # The number of problems too: adding some until a promise holds would be no test of it.
+        # Fix the number of problems too: adding problems until a promise holds would invalidate the test.
         **{
             "models": models,
             "drafters": engine.describe_drafters(),
@@ -185,7 +185,7 @@ def calibrate(
 
 
 def certify(calibration: Calibration, outcomes: Sequence[Outcome], settings: CalibrationSettings) -> Calibration:
-    """`calibration` with what these outcomes show: every setting that was tried, and the promises."""
+    """Return `calibration` with the tested operating points and the promises that these outcomes support."""
     orders = settings.orders
     tried: list[TestedPoint] = []
     places: list[list[int]] = []
@@ -209,7 +209,7 @@ def certify(calibration: Calibration, outcomes: Sequence[Outcome], settings: Cal
 
 
 def speedup(outcomes: Sequence[Outcome], i: int, j: int) -> float:
-    """Of setting j in order i against the target alone, on the outcomes that were timed. ValueError without any."""
+    """Speedup of operating point j in sequence i over the target alone. Raise ValueError without timed outcomes."""
     timed = [(o.target_seconds, o.seconds[i][j]) for o in outcomes if o.target_seconds is not None]
     if not timed:
         raise ValueError("none of these problems was timed: calibrate in a new folder with a larger --timed")
@@ -217,9 +217,9 @@ def speedup(outcomes: Sequence[Outcome], i: int, j: int) -> float:
 
 
 def check_problems(problems: Sequence[CalibrationProblem], settings: CalibrationSettings) -> None:
-    """Raise ValueError unless the problems can show what is to be promised."""
+    """Raise ValueError unless the problems suffice for the smallest risk level."""
     if not problems:
-        raise ValueError("there are no problems to calibrate on: choose another task, split or limit")
+        raise ValueError("a calibration needs problems: choose another task, split or limit")
     name, count = Counter(p.id for p in problems).most_common(1)[0]
     if count > 1:
         raise ValueError(f"{count} problems have the id {name!r}: give each its own")
@@ -247,11 +247,11 @@ def _measure(
     with Progress(*columns, TimeRemainingColumn(), console=console or Console(stderr=True)) as progress:
         bar = progress.add_task("calibrate", total=len(problems), completed=len(problems) - len(pending))
         if pending:
-            _outcome(engine, pending[0], check, same, settings, timed=True)  # not counted: first calls are slower
+            _outcome(engine, pending[0], check, same, settings, timed=True)  # warm-up
         for problem in pending:
             store.append(_outcome(engine, problem, check, same, settings, timed=problem.id in timed))
             progress.advance(bar)
-            _check_hope([store.records[p.id] for p in problems if p.id in store.records], len(problems), settings)
+            _check_feasible([store.records[p.id] for p in problems if p.id in store.records], len(problems), settings)
     return [store.records[problem.id] for problem in problems]
 
 
@@ -281,7 +281,7 @@ def _outcome(
         right = check(problem, alone.text)
         if right is None and settings.loss == "accuracy":
             raise ValueError(
-                f"nothing tells whether an answer to problem {problem.id} is right: calibrate with --loss disagreement"
+                f"the checker cannot decide on an answer to problem {problem.id}: calibrate with --loss disagreement"
             )
         for order in settings.orders:
             losses.append([])
@@ -306,7 +306,7 @@ def _majority(
     same: Callable[[str, str], bool],
     settings: CalibrationSettings,
 ) -> str:
-    """The final answer that most samples of the target have, in the first of these samples."""
+    """Return the first sample of the target whose final answer has the most votes."""
     texts = []
     for seed in range(settings.samples):
         sampling = Sampling(SAMPLE_TEMPERATURE, seed=seed)
@@ -315,9 +315,9 @@ def _majority(
     return texts[votes.index(max(votes))]
 
 
-def _check_hope(outcomes: Sequence[Outcome], n_problems: int, settings: CalibrationSettings) -> None:
-    """Stop as soon as it is certain that nothing can be promised, whatever the remaining problems bring."""
-    if settings.loss == "accuracy" and len(outcomes) >= min(_SOME, n_problems):
+def _check_feasible(outcomes: Sequence[Outcome], n_problems: int, settings: CalibrationSettings) -> None:
+    """Raise ValueError as soon as no outcome of the remaining problems can support a promise."""
+    if settings.loss == "accuracy" and len(outcomes) >= min(_MIN_TARGET_PROBLEMS, n_problems):
         if not any(outcome.target_right for outcome in outcomes):
             raise ValueError(
                 f"the target answers none of the first {len(outcomes)} problems right, so it has nothing to lose and "

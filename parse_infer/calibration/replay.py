@@ -1,8 +1,8 @@
-"""The same prompt answered under many settings, for little more than the price of one.
+"""Memoised answers: one prompt under many settings for little more than the cost of one answer.
 
-Greedy answers under different thresholds share most of their parts: the draft and its validities come from the same
-context, and what the target writes depends only on the tokens before it. A `Replay` stands between the rounds and the
-pair, whatever runs its models, and has each part computed once; from then on it is remembered, with the time it took.
+Greedy answers under different thresholds share most of their parts. Drafts and validities depend only on the context,
+and the target's tokens only on the tokens before them. A `Replay` wraps each request's `ModelPair`, on any backend. It
+computes each part once and stores the result with its time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parse_infer.settings import GenerationSettings
 
 
 class ReplayedEngine(Protocol):
-    """What a replay needs: a `ParseEngine`, or a `Coordinator`."""
+    """The part of `ParseEngine` that a replay uses."""
 
     pair_wrapper: PairWrapper
 
@@ -33,7 +33,7 @@ class ReplayedEngine(Protocol):
 
 @dataclass
 class _Written:
-    """What the target writes after some context, as far as anybody has asked, and the seconds up to each token."""
+    """The target's tokens after a context, as far as computed, and the seconds up to each token."""
 
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -41,7 +41,7 @@ class _Written:
 
 
 class Memory:
-    """What is known about one prompt, and how long the parts took that were not computed again (`spared_s`)."""
+    """Stored parts of one prompt's answers, and the total time of the parts that were reused (`spared_s`)."""
 
     def __init__(self) -> None:
         self.spared_s = 0.0
@@ -49,17 +49,17 @@ class Memory:
         self.written: dict[tuple[int, ...], _Written] = {}
 
     def knows(self, key: tuple[Any, ...]) -> bool:
-        """Whether this part is known; its time counts as spared then."""
+        """Whether this part is stored. If so, add its time to `spared_s`."""
         if key in self.parts:
             self.spared_s += self.parts[key][1]
         return key in self.parts
 
 
 class Replay:
-    """`engine` with a memory: `answer` gives what `engine.generate` gives, for greedy settings that differ in nothing
-    but what a promise chooses (`parse_infer.calibration.schema.Setting`).
+    """Memoises `engine.generate` for greedy settings that differ only in fields of
+    `parse_infer.calibration.schema.OperatingPoint`.
 
-    with Replay(engine) as replay:      # nobody else uses the engine meanwhile
+    with Replay(engine) as replay:      # exclusive use of the engine
         generation, seconds = replay.answer(prompt, settings)
     """
 
@@ -68,21 +68,21 @@ class Replay:
         self.memory = Memory()
 
     def __enter__(self) -> Replay:
-        self._before, self.engine.pair_wrapper = self.engine.pair_wrapper, self._remembering
+        self._before, self.engine.pair_wrapper = self.engine.pair_wrapper, self._memoise
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.engine.pair_wrapper = self._before
 
     def clear_caches(self) -> None:
-        """Another prompt follows; caches are emptied too, so that no part profits from another prompt's."""
+        """Drop all stored parts and clear the engine's caches, so that the next prompt starts cold."""
         self.memory = Memory()
         self.engine.clear_caches()
 
     def answer(self, prompt: Prompt, settings: GenerationSettings) -> tuple[Generation, float]:
-        """An answer, and the seconds that it would have taken without memory: those of all its parts.
+        """Return an answer and the seconds of all its parts, including reused parts.
 
-        Raises ValueError for settings that sample: two runs of the same part would then differ.
+        Raises ValueError for settings that sample, because two runs of one part would differ.
         """
         if not (settings.draft_sampling.greedy and settings.resume_sampling.greedy):
             raise ValueError("a calibration replays greedy answers only: set both temperatures to 0")
@@ -92,21 +92,21 @@ class Replay:
         assert isinstance(generation, Generation)
         return generation, time.perf_counter() - started + self.memory.spared_s
 
-    def _remembering(self, pair: ModelPair[V], request: Request) -> ModelPair[V]:
-        return _RememberingPair(pair, request, self.memory)
+    def _memoise(self, pair: ModelPair[V], request: Request) -> ModelPair[V]:
+        return _MemoisedPair(pair, request, self.memory)
 
 
-class _RememberingPair(Generic[V]):
-    """A `ModelPair` that asks another one for what is not known yet."""
+class _MemoisedPair(Generic[V]):
+    """A `ModelPair` that calls another one for parts that are not stored yet."""
 
     def __init__(self, pair: ModelPair[V], request: Request, memory: Memory) -> None:
         self.segmenter, self.threshold = pair.segmenter, pair.threshold
         self.max_draft_tokens, self.compact = pair.max_draft_tokens, pair.compact
         self._pair, self._request, self._memory = pair, request, memory
-        self._settled: tuple[Sequence[int], V, int] | None = None
+        self._committed: tuple[Sequence[int], V, int] | None = None
 
     async def propose(self, round: int) -> Sequence[int]:
-        # Where nothing would be kept a pair may draft nothing.
+        # A pair may draft nothing at a threshold above 1, which accepts nothing.
         key = ("draft", self.threshold > 1, tuple(self._request.context), self.max_draft_tokens())
         if not self._memory.knows(key):
             started = time.perf_counter()
@@ -114,42 +114,41 @@ class _RememberingPair(Generic[V]):
         return self._memory.parts[key][0]
 
     async def verify(self, draft: Sequence[int]) -> V:
-        # The rule decides at which cuts an answer may go on, and so what is kept of a verdict.
+        # The acceptance rule decides which cuts are reachable, and so which rows `compact` keeps.
         key = ("verdict", tuple(self._request.context), tuple(draft), self._request.settings.acceptance)
         if not self._memory.knows(key):
             started = time.perf_counter()
             verdict = await self._pair.verify(draft)
             verified = time.perf_counter()
             if draft:
-                verdict = self._look_everywhere(draft, verdict)
+                verdict = self._count_all_matches(draft, verdict)
             self._memory.parts[key] = verdict, verified - started
-            self._memory.spared_s -= time.perf_counter() - verified  # no part of this answer
+            self._memory.spared_s -= time.perf_counter() - verified  # not part of this answer
         return self._memory.parts[key][0]
 
-    def _look_everywhere(self, draft: Sequence[int], verdict: V) -> V:
-        """Ask for the target's own choice behind each cut that may be the last accepted one. Then a few states of the
-        verdict are all that is needed of a model, and the others need not be kept."""
+    def _count_all_matches(self, draft: Sequence[int], verdict: V) -> V:
+        """Count the greedy matches after each reachable cut, then drop the states that no cut needs."""
         found: dict[int, tuple[int, float]] = {}
         for accepted in reachable_prefixes(verdict.validity, self._request.settings.acceptance):
             cut, started = verdict.cuts[accepted - 1] if accepted else 0, time.perf_counter()
             found[cut] = self._pair.count_greedy_matches(draft, verdict, cut), time.perf_counter() - started
         compact = self._pair.compact(verdict, {cut + tail for cut, (tail, _) in found.items()})
         for cut, part in found.items():
-            self._memory.parts["own choice", id(compact), cut] = part
+            self._memory.parts["greedy matches", id(compact), cut] = part
         return compact
 
     def count_greedy_matches(self, draft: Sequence[int], verdict: V, cut: int) -> int:
         if not draft:
             return 0
-        key = ("own choice", id(verdict), cut)  # the memory keeps every verdict alive
+        key = ("greedy matches", id(verdict), cut)  # ids are unique, since the memory keeps every verdict alive
         self._memory.knows(key)
         return self._memory.parts[key][0]
 
     def commit(self, draft: Sequence[int], verdict: V, kept: int) -> None:
-        self._settled = draft, verdict, kept  # in earnest only where the target has to write
+        self._committed = draft, verdict, kept  # `resume` commits if the target must write
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
-        assert self._settled is not None
+        assert self._committed is not None
         written = self._memory.written.setdefault(tuple(self._request.context), _Written())
         known, before = len(written.tokens), 0.0
         for token, seconds in zip(written.tokens[:known], written.seconds[:known], strict=True):
@@ -158,9 +157,9 @@ class _RememberingPair(Generic[V]):
             yield token
         if written.ended:
             return
-        draft, verdict, kept = self._settled
+        draft, verdict, kept = self._committed
         started = time.perf_counter()
-        # Where somebody stopped reading before, the target goes on behind what is in the answer by now.
+        # If an earlier consumer stopped inside this run, the target continues after the tokens in the answer.
         self._pair.commit(() if known else draft, verdict, 0 if known else kept)
         spent = time.perf_counter() - started
         async with aclosing(self._pair.resume(round, rejected[known:])) as tokens:

@@ -1,7 +1,7 @@
-"""Promises per request: which settings a calibration has shown to be safe, and how safe (`calibration.json`).
+"""Promises: per-request risk levels and the operating points that keep them (`calibration.json`).
 
-A promise speaks of requests, not of drafts or verification passes: among new problems like those of the calibration,
-at most the share `risk` is answered wrong although the target alone would have been right, with the stated confidence.
+A promise covers whole requests, not drafts or verification passes. On new problems like the calibration's, PARSE
+answers at most a share `risk` wrong that the target alone answers right, with the stated confidence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WAY_OUT = "run `parse-infer calibrate` again"
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """What a promise is made for; fields as in `GenerationSettings`."""
+    """Settings that a calibration chooses; fields as in `GenerationSettings`."""
 
     threshold: float
     resume: Resume = GenerationSettings.resume
@@ -38,17 +38,17 @@ class OperatingPoint:
 
 @dataclass(frozen=True)
 class TestedPoint:
-    """A setting on the problems of a calibration."""
+    """Results of one operating point on the problems of a calibration."""
 
     setting: OperatingPoint
     losses: float
     """Sum over all problems."""
     bound: float
-    """Upper confidence bound of its risk, taken by itself (a promise also counts the settings tested before it)."""
+    """Upper confidence bound of the risk of this point alone; a promise also accounts for the points tested before."""
     speedup: float
-    """Against the target alone: ratio of the mean times of an answer, on the problems that were timed."""
+    """Mean time of the target alone over mean time of this point, on the timed problems."""
     disagreement: float
-    """Upper confidence bound of how often the final answer is not that of the target's greedy one, right or wrong."""
+    """Upper confidence bound of the share of final answers that differ from the target's greedy answer."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,17 @@ class Calibration:
     """Content of calibration.json.
 
     Attributes:
-        task: what the problems were.
-        n_problems: how many.
+        task: name of the task.
+        n_problems: number of problems.
         problems: hash of their ids and prompts.
-        loss: what counts as a loss, see `LOSSES`.
+        loss: definition of a loss, see `LOSSES`.
         confidence: of each promise.
-        max_new_tokens: budget of the answers. One that it cuts off counts as wrong, the target's too, so with more
-            tokens a promise speaks of the problems that the target answers within these.
-        models: the pair and its judge, as the engine describes them.
-        tried: all settings, in the order of the tests.
-        promises: for each risk the place in `tried` of the fastest setting that was shown to keep it; None: none was.
-        made: when, where and how.
+        max_new_tokens: budget of the answers. Truncated answers count as wrong, also the target's. With a larger
+            budget, a promise covers only problems that the target answers within this budget.
+        models: target, draft model and judge, as the engine describes them.
+        tried: all operating points, in the order of the tests.
+        promises: for each risk the index in `tried` of the fastest point shown to keep it, or None.
+        made: date, command and environment of the calibration.
     """
 
     task: str
@@ -82,14 +82,14 @@ class Calibration:
 
     @property
     def backend(self) -> str:
-        """Whose answers it speaks of: the local engine's, or servers'."""
+        """The backend that was calibrated."""
         return str(self.models.get("backend", LOCAL))
 
     def setting(self, risk: float) -> TestedPoint:
-        """What keeps `risk`.
+        """Return the fastest operating point that keeps `risk`.
 
         Raises:
-            ValueError: that risk was not tested, or nothing was shown to keep it; the nearest that was is named.
+            ValueError: the calibration did not test this risk, or no point keeps it. The message names the nearest.
         """
         place = self.promises.get(risk)
         if place is not None:
@@ -104,13 +104,13 @@ class Calibration:
         )
 
     def disagreement(self, risk: float) -> float:
-        """How often, at most, final answers under the promise `risk` differ from the target's greedy ones: what can be
-        watched where no checker is (`parse-infer serve --audit`). Raises ValueError as `setting` does."""
+        """Upper bound of the share of final answers under promise `risk` that differ from the target's greedy answer.
+        `parse-infer serve --audit` monitors this share without a checker. Raise ValueError as `setting` does."""
         seen = self.setting(risk).disagreement
         return max(risk, seen) if self.loss == "disagreement" else seen
 
     def check(self, models: Mapping[str, Any]) -> None:
-        """ValueError unless this was measured with these models (`describe` of an engine)."""
+        """Raise ValueError unless the calibration was measured with these models (`describe` of an engine)."""
         known = {**models, "backend": models.get("backend", LOCAL)}
         for part in ("backend", "target", "draft", "adapter", "dtype", "cut_policy", "template_options"):
             mine, theirs = self.backend if part == "backend" else self.models.get(part), known.get(part)
@@ -121,13 +121,13 @@ class Calibration:
                 )
 
     def save(self, path: str | Path) -> None:
-        """Write the file, complete or not at all."""
+        """Write the file atomically."""
         content = asdict(self) | {"promises": {str(risk): place for risk, place in self.promises.items()}}
         write_json(path, {"schema_version": SCHEMA_VERSION, **content})
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """Raises FileNotFoundError without a file, ValueError for one that is damaged or of another version."""
+        """Read the file. Raise FileNotFoundError without a file, ValueError for a damaged one or another version."""
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"there is no calibration {path}: make one with `parse-infer calibrate`")
@@ -146,7 +146,7 @@ class Calibration:
 
 
 def shipped_calibration(adapter: str | Path | None) -> Calibration | None:
-    """The calibration in an adapter's folder (or repository on the Hub); None where there is none."""
+    """Load the calibration in an adapter's folder or Hub repository; None without a calibration."""
     if adapter is None:
         return None
     path = locate(adapter, (FILE,), "adapter") / FILE
@@ -154,10 +154,10 @@ def shipped_calibration(adapter: str | Path | None) -> Calibration | None:
 
 
 def resolve_risk(settings: GenerationSettings, calibration: Calibration | None) -> GenerationSettings:
-    """`settings` with what keeps their `risk`; unchanged without one.
+    """Apply the operating point that keeps the settings' `risk`; return settings without `risk` unchanged.
 
     Raises:
-        ValueError: no calibration, a risk that it does not show, or settings that the promise does not cover.
+        ValueError: no calibration, a risk without promise, or settings that the promise does not cover.
     """
     risk = settings.risk
     if risk is None:
@@ -174,7 +174,7 @@ def resolve_risk(settings: GenerationSettings, calibration: Calibration | None) 
         raise ValueError(f"risk is {risk}, but the calibration covers greedy answers only: set temperatures to 0")
     if settings.ignore_eos or settings.min_tokens:
         given = "ignore_eos" if settings.ignore_eos else "min_tokens"
-        raise ValueError(f"risk is {risk}, but the calibration covers answers that end by themselves: omit {given}")
+        raise ValueError(f"risk is {risk}, but the calibration does not cover {given}: omit {given}")
     if settings.max_new_tokens < calibration.max_new_tokens:
         raise ValueError(
             f"risk is {risk}, but the calibration covers answers of up to {calibration.max_new_tokens} tokens and "
@@ -186,8 +186,8 @@ def resolve_risk(settings: GenerationSettings, calibration: Calibration | None) 
 def promised(
     settings: GenerationSettings, risk: float | None, calibration: Calibration | None
 ) -> tuple[GenerationSettings, str | None]:
-    """`settings` with the promise `risk`, where it covers them and they do not name their own. Else unchanged, and
-    why it does not cover them."""
+    """Return `settings` with the promise `risk`, if the settings have no `risk` and the promise covers them. Otherwise
+    return them unchanged; the second value says why the promise does not cover them."""
     if risk is None or settings.risk is not None:
         return settings, None
     try:
@@ -198,7 +198,7 @@ def promised(
 
 
 def risks(values: Sequence[float]) -> tuple[float, ...]:
-    """Rising, each once; ValueError for one that is not between 0 and 1, and for none."""
+    """Sort and deduplicate risk levels. Raise ValueError for none, or for one that is not between 0 and 1."""
     for value in values:
         check_share(value, "risk")
     if not values:

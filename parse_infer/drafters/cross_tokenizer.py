@@ -56,8 +56,8 @@ class CrossTokenizerDraft:
             return None
         if written and written[-1] in self.end_ids:  # an end token of the draft model, but not of the answer
             return None
-        room = min(max_new_tokens, self.draft.window - len(self.prompt_ids) - len(written))
-        return DraftStream(self, written, room, begun=bool(answer_ids)) if room > 0 else None
+        limit = min(max_new_tokens, self.draft.window - len(self.prompt_ids) - len(written))
+        return DraftStream(self, written, limit, begun=bool(answer_ids)) if limit > 0 else None
 
 
 class DraftStream:

@@ -52,7 +52,7 @@ class TokenDoubt(nn.Module):
     vocabulary: Tensor | None
 
     WIDTH = 64
-    SURPRISE = 3  # log-probability, entropy, log-probability less the highest
+    SURPRISE = 3  # log-probability, entropy, log-probability minus the highest
 
     def __init__(self, hidden_size: int, rank: int, vocabulary: Tensor | None = None) -> None:
         super().__init__()

@@ -122,19 +122,19 @@ class Verifier:
         visible = [start + cut - self._repeats_end(draft_ids, cut) for cut in cuts]
         probed = len(cuts) * len(self._probe.ids)
         lora = None if judge is None else judge.lora
-        behind = probes(self._probe.ids, visible, start + len(draft_ids), self.decoder.device) if probed else None
-        if behind is not None and lora is not None:
-            behind = replace(behind, within=partial(lora.applied, probed))
-        output = self.decoder.forward(draft_ids, behind)
+        trailing = probes(self._probe.ids, visible, start + len(draft_ids), self.decoder.device) if probed else None
+        if trailing is not None and lora is not None:
+            trailing = replace(trailing, within=partial(lora.applied, probed))
+        output = self.decoder.forward(draft_ids, trailing)
         hidden = output.hidden.clone()  # a view would keep the probes' states in memory
         if judge is None or not cuts:
             return Verification(cuts, [], hidden)
-        asked = output.trailing[readout_index(len(cuts), len(self._probe.ids))] if probed else None
+        states = output.trailing[readout_index(len(cuts), len(self._probe.ids))] if probed else None
         tokens = judge.head.tokens
         if tokens is None:
-            return Verification(cuts, self._validity(judge.head(asked)).tolist(), hidden)
+            return Verification(cuts, self._validity(judge.head(states)).tolist(), hidden)
         doubt, is_greedy_choice = self._doubt(tokens, draft_ids, hidden[:-1], cuts)
-        validity = self._validity(judge.head(asked, doubt))
+        validity = self._validity(judge.head(states, doubt))
         if is_greedy_choice is None:
             return Verification(cuts, validity.tolist(), hidden)
         found = torch.cat([validity, is_greedy_choice.to(validity.dtype)]).tolist()
@@ -164,8 +164,8 @@ class Verifier:
     def greedy_match(self, draft_ids: Sequence[int], verification: Verification, start: int = 0) -> int:
         """Count the draft tokens from `start` on that are the target's greedy choice, up to the first mismatch.
 
-        No forward runs. If the pass has not computed `is_greedy_choice` (no `TokenDoubt`, or a reduced vocabulary),
-        the output layer runs on growing chunks of hidden states, with one device synchronisation per chunk.
+        No forward runs. Without `is_greedy_choice` (no `TokenDoubt`, or a reduced vocabulary), the output layer runs
+        on growing chunks of hidden states, with one device synchronisation per chunk.
         """
         if verification.is_greedy_choice is not None:
             following = verification.is_greedy_choice[start:]
@@ -203,9 +203,9 @@ def _check_packed_pass(model: PreTrainedModel) -> None:
     output = packed.forward(draft, probes(probe, [4, 6], 6, model.device))
     with torch.inference_mode():
         pairs = [(packed.logits(output.hidden[-1]), _last_logits(model, context + draft))]
-        asked = output.trailing[readout_index(2, len(probe))]
+        states = output.trailing[readout_index(2, len(probe))]
         for row, visible in enumerate((4, 6)):
-            pairs.append((packed.logits(asked[row]), _last_logits(model, (context + draft)[:visible] + probe)))
+            pairs.append((packed.logits(states[row]), _last_logits(model, (context + draft)[:visible] + probe)))
     limit = 1e-3 if model.dtype == torch.float32 else 0.1
     for ours, own in pairs:
         difference = (ours.float() - own.float()).norm() / own.float().norm().clamp_min(1e-6)

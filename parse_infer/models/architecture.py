@@ -1,4 +1,4 @@
-"""What the library has to know about a transformers model: its layers, their windows, its output layer."""
+"""Access to the architecture of a transformers model: layers, sliding windows, output layer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from transformers import PreTrainedModel
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The configuration of the language model itself (multi-part models nest it)."""
+    """Return the configuration of the language model itself, which multi-part models nest."""
     return model.config.get_text_config(decoder=True)
 
 
 def layer_windows(model: PreTrainedModel) -> dict[str, int | None]:
-    """Sliding window of each kind of attention layer: {"full_attention": None, "sliding_attention": w}.
-
-    Only the kinds that the model has are listed.
+    """Return the sliding window of each layer kind in the model: {"full_attention": None, "sliding_attention": w}.
 
     Raises:
         ValueError: a kind of layer whose cache cannot be cropped to an earlier token exactly.
@@ -51,23 +49,23 @@ def layer_windows(model: PreTrainedModel) -> dict[str, int | None]:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers that a token passes, in order.
+    """Return the decoder layers in order.
 
     Raises:
-        ValueError: the backbone has no list of that many modules.
+        ValueError: the backbone has no `ModuleList` of `num_hidden_layers` modules.
     """
     n = text_config(model).num_hidden_layers
     for module in getattr(model, model.base_model_prefix).modules():
         if isinstance(module, nn.ModuleList) and len(module) == n:
             return module
-    raise ValueError(f"{type(model).__name__} has no list of {n} layers that PARSE could find: choose another model")
+    raise ValueError(f"{type(model).__name__} has no ModuleList of {n} layers: choose another model")
 
 
 def output_layer(model: PreTrainedModel, tokens: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """From final-norm hidden states [..., H] to logits [..., V], with the model's own scale and cap.
+    """Return the function from final-norm hidden states [..., H] to logits [..., V], with the model's scale and cap.
 
     Args:
-        tokens: int64 [n]; logits [..., n] of these tokens only, from a copy of their rows.
+        tokens: int64 [n]; compute logits [..., n] of these tokens only, from a copy of their rows.
     """
     lm_head, config = model.get_output_embeddings(), text_config(model)
     if tokens is not None:

@@ -1,10 +1,10 @@
-"""Split attention: the ordinary causal kernel for prompt and draft, a mask for the few probe rows only.
+"""Split attention: the ordinary causal kernel for prompt and draft, and a mask for the few probe rows only.
 
-`enable_split_attention(model)` selects it ("parse_split", registered in `transformers.AttentionInterface`). The rule:
-an attention mask with fewer rows than there are queries covers the TRAILING queries only; the queries before them are
-plain causal among themselves and the cache, and never see the keys of the trailing tokens. A mask with no rows at all
-thus says "causal throughout", and is what a cached prefill gets instead of a dense matrix. Anything else (no mask, a
-full mask) goes to transformers' SDPA function unchanged.
+`enable_split_attention(model)` selects it ("parse_split", registered in `transformers.AttentionInterface`). An
+attention mask with fewer rows than queries covers the TRAILING queries only. Earlier queries attend causally to the
+cache and to each other, and never to the keys of the trailing tokens. A mask with zero rows therefore means "causal
+throughout"; cached prefills get it instead of a dense matrix. Calls without a mask or with a full mask go to
+transformers' SDPA function unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from parse_infer.models.architecture import layer_windows, text_config
 
 SPLIT_ATTENTION = "parse_split"
-CHUNK_ROWS = 256  # rows of a masked chunk, where no kernel knows the causal pattern: bounds the mask's size
+CHUNK_ROWS = 256  # rows of a masked chunk, if no kernel supports the causal pattern; bounds the mask's size
 
 
 def split_attention_forward(
@@ -69,11 +69,11 @@ def _causal(
     dropout: float,
     scaling: float | None,
 ) -> Tensor:
-    """Causal attention aligned to the end of the keys ([B, T, heads, D]); never a mask of T x T."""
+    """Compute causal attention aligned to the end of the keys ([B, T, heads, D]), without a T x T mask."""
     n_queries, n_keys = query.shape[2], key.shape[2]
     past = n_keys - n_queries
     if window is not None and window >= n_keys:
-        window = None  # it reaches back to the first key
+        window = None  # the window covers all keys
     if query.device.type == "cuda" and window is None:
         return causal_on_gpu(query, key, value, dropout, scaling)
     if n_queries == 1 or (past == 0 and window is None):
@@ -92,11 +92,11 @@ def _causal(
 
 
 def causal_on_gpu(query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None) -> Tensor:
-    """Causal attention aligned to the end of the keys ([B, T, heads, D]) by a fused CUDA kernel.
+    """Compute causal attention aligned to the end of the keys ([B, T, heads, D]) with a fused CUDA kernel.
 
-    Flash attention reads the keys and values of grouped heads where they are. Memory-efficient attention, which takes
-    over in float32 and on old GPUs, needs them repeated. Given groups, torch would pass it over for the math kernel,
-    which repeats them too and holds all T x T scores besides.
+    Flash attention reads grouped keys and values in place. Memory-efficient attention (float32, old GPUs) needs
+    repeated keys and values. For grouped inputs torch would choose the math kernel instead, which also repeats them
+    and stores all T x T scores.
     """
     (n_queries, n_keys), groups = (query.shape[2], key.shape[2]), query.shape[1] // key.shape[1]
     if n_queries == 1:
@@ -114,9 +114,9 @@ def causal_on_gpu(query: Tensor, key: Tensor, value: Tensor, dropout: float, sca
 def _masked(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None
 ) -> Tensor:
-    """Attention of a few rows under a mask [B, 1, n, keys] (None: one row, which sees all keys): [B, n, heads, D].
+    """Compute attention of a few rows under a mask [B, 1, n, keys] (None: one row that sees all): [B, n, heads, D].
 
-    The heads that share keys and values count as so many rows of one head, so that no key or value is copied.
+    Query heads that share keys and values become rows of one head, so that no key or value is copied.
     """
     (batch, heads, n, size), kv_heads = query.shape, key.shape[1]
     groups = heads // kv_heads
@@ -128,11 +128,11 @@ def _masked(
         dropout_p=dropout,
         scale=scaling,
     )
-    return out.reshape(batch, heads, n, -1).transpose(1, 2)  # some CUDA kernels have another memory layout
+    return out.reshape(batch, heads, n, -1).transpose(1, 2)  # some CUDA kernels return another memory layout
 
 
 def _band(row: int, row_end: int, key: int, key_end: int, window: int | None, device: torch.device) -> Tensor:
-    """Causal (and windowed) mask of the rows and keys at these absolute positions: bool [1, 1, rows, keys]."""
+    """Build the causal (and windowed) mask of rows and keys at absolute positions: bool [1, 1, rows, keys]."""
     rows = torch.arange(row, row_end, device=device)[:, None]
     keys = torch.arange(key, key_end, device=device)
     allowed = keys <= rows
@@ -153,10 +153,10 @@ def split_attention_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """Mask function for `transformers.AttentionMaskInterface`: no dense mask where the pattern is plain causal.
+    """Mask function for `transformers.AttentionMaskInterface`, without dense masks for plain causal patterns.
 
-    Without padding, the answer is None where SDPA's own `is_causal` does, and else a mask with no rows: "causal
-    throughout" to `split_attention_forward`. With padding or an unusual pattern: transformers' SDPA mask.
+    Without padding, the result is None if SDPA's `is_causal` suffices. Otherwise it is a mask with zero rows, which
+    means "causal throughout" to `split_attention_forward`. Padding and other patterns get transformers' SDPA mask.
     """
     plain = attention_mask is None and allow_is_causal_skip and isinstance(q_offset, int)
     if plain and kv_offset == 0 and kv_length == q_offset + q_length:
@@ -179,11 +179,11 @@ def split_attention_mask(
 
 
 def enable_split_attention(model: PreTrainedModel) -> None:
-    """Make `model` (and its parts) use split attention. Decoding and plain forwards compute what SDPA computes.
+    """Enable split attention for `model` and its submodules. Plain forwards and decoding give SDPA's results.
 
     Raises:
-        ValueError: the model has something the packed pass cannot do exactly: recurrent, linear, chunked or
-            bidirectional attention, soft-capped attention scores, attention sinks, shared KV layers.
+        ValueError: the packed pass does not support the model: recurrent, linear, chunked or bidirectional attention,
+            soft-capped attention scores, attention sinks, or shared KV layers.
     """
     name, config = type(model).__name__, text_config(model)
     layer_windows(model)
@@ -204,9 +204,9 @@ def enable_split_attention(model: PreTrainedModel) -> None:
 
 
 def layer_masks(windows: dict[str, int | None], mask_of: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
-    """The model's `attention_mask` argument: `mask_of(window)` for each kind of layer in `layer_windows(model)`.
+    """Build the model's `attention_mask` argument: `mask_of(window)` for each layer kind in `layer_windows(model)`.
 
-    A dictionary by kind where the model has several (as transformers' hybrid models take it), else the mask itself.
+    The result is a dictionary by kind for hybrid models, as transformers expects, and a single mask for others.
     """
     masks = {kind: mask_of(window) for kind, window in windows.items()}
     return masks if len(masks) > 1 else next(iter(masks.values()))

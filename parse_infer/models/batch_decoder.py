@@ -1,8 +1,8 @@
-"""Batched decoding: many rows at once, which share what they have in common.
+"""Batched decoding of many rows that share prefilled contexts.
 
-Contexts are prefilled once. Any number of rows may start from any prefix of any context: a row is a copy of the
-context's keys and values up to its start, and a seat in the batch until it ends. Seats that become free go to the rows
-still waiting (the longest way to go first); when none waits, the batch shrinks.
+The decoder prefills each context once. Any number of rows may start from any prefix of any context. A row copies the
+context's keys and values up to its start and occupies a batch slot until it ends. Waiting rows take free slots, the
+shortest prefix first; when no row waits, the batch shrinks.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from parse_infer.models.batched_kv_cache import BatchedKVCache, KVLayer
 from parse_infer.models.cpu.fast_backbone import FastBackbone
 from parse_infer.models.sampling import RowSampling, Sampling, uniform_numbers
 
-KEY_MULTIPLE = 8  # masks whose rows are not aligned are copied by the CUDA kernels
-FREE_SHARE = 1 / 16  # seats are given away (or removed) when this share of them is free
-FREE_PADDING, PADDING_SHARE = 256, 1 / 4  # tokens of padding that a group may have, plus this share of its own tokens
+KEY_MULTIPLE = 8  # CUDA kernels copy masks with unaligned rows
+FREE_SHARE = 1 / 16  # reassign (or remove) free slots once they are this share of the batch
+FREE_PADDING, PADDING_SHARE = 256, 1 / 4  # maximum padding of a prefill group: 256 tokens plus 1/4 of its own tokens
 
 
 @dataclass(frozen=True)
 class Row:
-    """One decode: start after the first `length` tokens of context `context`, write `max_new_tokens` at most."""
+    """One decode: start after the first `length` tokens of context `context`, write at most `max_new_tokens`."""
 
     context: int
     length: int
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Contexts:
-    """Prefilled sequences: their token ids, and their keys and values."""
+    """Prefilled sequences: token ids, keys and values."""
 
     ids: list[list[int]]
     kv: BatchedKVCache | None
@@ -50,25 +50,25 @@ class Contexts:
 
 @dataclass
 class Run:
-    """A row while it is decoded.
+    """A row during decoding.
 
     Attributes:
-        source: the keys and values that it starts from.
-        token, slot: the token it runs next, and its position.
-        ended: it writes no more. Whoever wants no more of it may say so.
+        source: the context's keys and values.
+        token, position: the next input token, and its position.
+        ended: the row is complete. A caller may set this to cancel the row.
     """
 
     row: Row
     source: BatchedKVCache
     token: int
-    slot: int
+    position: int
     uniform: list[float]
     ended: bool
     written: list[int] = field(default_factory=list)
 
 
 class Batch:
-    """Rows under way, each in a seat with keys and values of its own. Made by `BatchDecoder.batch`."""
+    """Rows in flight, one per batch slot, each with its own keys and values. Created by `BatchDecoder.batch`."""
 
     def __init__(self, decoder: BatchDecoder) -> None:
         self.runs: list[Run] = []
@@ -77,14 +77,14 @@ class Batch:
 
     @property
     def free(self) -> list[int]:
-        """Seats whose run has ended."""
-        return [seat for seat, run in enumerate(self.runs) if run.ended]
+        """Slots whose run has ended."""
+        return [slot for slot, run in enumerate(self.runs) if run.ended]
 
     @torch.inference_mode()
     def add(self, runs: Sequence[Run] = ()) -> None:
-        """Seats for these: the free ones first, then more of them."""
+        """Assign the runs to free slots first, then to new slots."""
         free = self.free
-        places = [*free, *range(len(self.runs), len(self.runs) + len(runs))][: len(runs)]
+        slots = [*free, *range(len(self.runs), len(self.runs) + len(runs))][: len(runs)]
         more = len(runs) - len(free)
         if more > 0 and self._kv is None:
             self._kv = runs[0].source.empty(more, max(run.row.length for run in runs))
@@ -92,21 +92,21 @@ class Batch:
             assert self._kv is not None
             self._kv.append(more)
         for source in {id(run.source): run.source for run in runs}.values():
-            arriving = {seat: run for seat, run in zip(places, runs, strict=True) if run.source is source}
+            arriving = {slot: run for slot, run in zip(slots, runs, strict=True) if run.source is source}
             contexts = [run.row.context for run in arriving.values()]
             assert self._kv is not None
             self._kv.load(list(arriving), source, contexts, max(run.row.length for run in arriving.values()))
-        seated = dict(zip(places, runs, strict=True))
-        self.runs = [seated.get(seat, run) for seat, run in enumerate([*self.runs, *runs[len(free) :]])]
+        added = dict(zip(slots, runs, strict=True))
+        self.runs = [added.get(slot, run) for slot, run in enumerate([*self.runs, *runs[len(free) :]])]
         self._sampling = RowSampling([run.row.sampling for run in self.runs], self._decoder.device)
 
     @torch.inference_mode()
     def compact(self) -> None:
-        """Remove the free seats. This copies the others' keys and values; a free seat costs a little of each step."""
-        kept = [seat for seat, run in enumerate(self.runs) if not run.ended]
+        """Remove the free slots, which slow every step. This copies the keys and values of the other slots."""
+        kept = [slot for slot, run in enumerate(self.runs) if not run.ended]
         if len(kept) == len(self.runs):
             return
-        self.runs = [self.runs[seat] for seat in kept]
+        self.runs = [self.runs[slot] for slot in kept]
         if not kept:
             self._kv = None
         elif self._kv is not None:
@@ -115,7 +115,7 @@ class Batch:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One more token for every seat; seats whose run has ended run on the spot."""
+        """Decode one token in every slot. Ended runs repeat their last position."""
         if self._kv is None:
             return
         logits = self._decoder._next(self._kv, self.runs)
@@ -126,25 +126,25 @@ class Batch:
             if not run.ended:
                 self._decoder.tokens += 1
                 run.written.append(token)
-                run.token, run.slot = token, run.slot + 1
+                run.token, run.position = token, run.position + 1
                 run.ended = token in self._decoder.eos_ids or len(run.written) == run.row.max_new_tokens
 
 
 class BatchDecoder:
-    """Decodes many rows with `model`. In float32 a row gets the tokens that it would get alone.
+    """Decodes many rows with `model`. In float32 each row gets the tokens of an unbatched decode.
 
     Args:
         model: a decoder-only `transformers` language model in evaluation mode.
-        eos_ids: tokens that end a row (they are part of it).
-        batch_size: rows decoded, and sequences prefilled, at a time. Bounds the memory, together with the contexts.
-        fast: the model's own, if steps are to be taken by it where it can (`Decoder.fast`).
+        eos_ids: tokens that end a row and belong to it.
+        batch_size: maximum number of rows per decode step, and of sequences per prefill. Bounds the memory.
+        fast: the model's `Decoder.fast`, to use for decode steps if possible.
 
     Attributes:
-        steps: forwards of one token for each row so far.
+        steps: decode steps so far.
         tokens: tokens written so far.
 
     Raises:
-        ValueError: the model's cache cannot be cut at a token (recurrent, chunked or shared layers).
+        ValueError: the model's cache cannot be cropped at a token (recurrent, chunked or shared layers).
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class BatchDecoder:
 
     @torch.inference_mode()
     def prefill(self, sequences: Sequence[Sequence[int]]) -> Contexts:
-        """Run every sequence once. Padding stands on the right, where causal attention cannot see it."""
+        """Prefill every sequence once. Padding is on the right, where causal attention cannot see it."""
         ids = [list(sequence) for sequence in sequences]
         if not all(ids):
             raise ValueError("a context needs at least one token")
@@ -182,14 +182,14 @@ class BatchDecoder:
             self._backbone(input_ids=self._pad([ids[i] for i in group]), past_key_values=cache, use_cache=True)
             part = BatchedKVCache([KVLayer(layer.keys, layer.values) for layer in cast("list[Any]", cache.layers)])
             if len(group) == len(ids):
-                return Contexts(ids, part)  # several groups are in order of length, a single one as given
+                return Contexts(ids, part)  # a single group keeps the given order; several are sorted by length
             kv = kv or part.empty(len(ids), max(map(len, ids)))
             kv.load(group, part, range(len(group)), part.capacity)
         return Contexts(ids, kv)
 
     @torch.inference_mode()
     def extend(self, contexts: Contexts, parents: Sequence[int], suffixes: Sequence[Sequence[int]]) -> Contexts:
-        """New contexts: `contexts[parents[i]] + suffixes[i]`. Only the suffixes are run."""
+        """Build new contexts `contexts[parents[i]] + suffixes[i]` with a forward over the suffixes only."""
         ids = [[*contexts.ids[p], *suffix] for p, suffix in zip(parents, suffixes, strict=True)]
         if not ids or contexts.kv is None:
             return Contexts([], None)
@@ -200,23 +200,23 @@ class BatchDecoder:
             n_new = tokens.shape[1]
             part = contexts.kv.select([parents[i] for i in group], int(starts.max()) + n_new)
             if n_new:
-                slots = starts[:, None] + torch.arange(n_new, device=self.device)
-                self._forward(self._backbone, part, tokens, slots, int(starts.max()) + n_new)
+                positions = starts[:, None] + torch.arange(n_new, device=self.device)
+                self._forward(self._backbone, part, tokens, positions, int(starts.max()) + n_new)
             kv.load(group, part, range(len(group)), min(part.capacity, kv.capacity))
         return Contexts(ids, kv)
 
     @torch.inference_mode()
     def decode(self, contexts: Contexts, rows: Sequence[Row]) -> list[list[int]]:
-        """New tokens of every row, end token included; a row without one has used up its `max_new_tokens`.
+        """Return the new tokens of every row, up to an end token (included) or `max_new_tokens`.
 
-        One synchronisation with the device per step: reading the chosen tokens.
+        One device synchronisation per step, to read the chosen tokens.
         """
         runs = [self.run(contexts, row) for row in rows]
         waiting = deque(sorted((run for run in runs if not run.ended), key=lambda run: run.row.length))
         batch = self.batch()
         while waiting or batch.runs:
-            room = self.batch_size - len(batch.runs) + len(batch.free)
-            batch.add([waiting.popleft() for _ in range(min(room, len(waiting)))])
+            slots = self.batch_size - len(batch.runs) + len(batch.free)
+            batch.add([waiting.popleft() for _ in range(min(slots, len(waiting)))])
             batch.compact()
             enough = max(1, FREE_SHARE * len(batch.runs))
             while batch.runs and len(batch.free) < enough:
@@ -224,54 +224,56 @@ class BatchDecoder:
         return [run.written for run in runs]
 
     def batch(self) -> Batch:
-        """An empty batch, whose rows come and go as its caller likes."""
+        """Create an empty batch; the caller adds and removes rows."""
         self._steps_rows = self._fast is not None and self._fast.steps_rows
         return Batch(self)
 
     def run(self, contexts: Contexts, row: Row) -> Run:
-        """A row, ready for a seat. Raises ValueError where there is no such prefix, or a sampled row has no seed."""
+        """Prepare a row for `Batch.add`. Raise ValueError for an invalid prefix, or a sampled row without seed."""
         ids = contexts.ids[row.context]
         if not 1 <= row.length <= len(ids):
             raise ValueError(f"a row must start after 1 to {len(ids)} tokens of its context, not {row.length}")
-        # The last token is run again, for its logits.
+        # The last token runs again, for its logits.
         start = row.length - 1
         uniform = uniform_numbers(row.sampling, row.max_new_tokens)
         assert contexts.kv is not None
         return Run(row, contexts.kv, ids[start], start, uniform, ended=row.max_new_tokens < 1)
 
     def _next(self, kv: BatchedKVCache, runs: Sequence[Run]) -> Tensor:
-        """Logits [B, V] after one more token of each row."""
-        placed = torch.tensor([[run.token, run.slot] for run in runs], device=self.device)
-        n_keys = -(-(max(run.slot for run in runs) + 1) // KEY_MULTIPLE) * KEY_MULTIPLE
-        tokens, slots = placed[:, :1], placed[:, 1:]
+        """Run one token of each row and return the logits [B, V]."""
+        placed = torch.tensor([[run.token, run.position] for run in runs], device=self.device)
+        n_keys = -(-(max(run.position for run in runs) + 1) // KEY_MULTIPLE) * KEY_MULTIPLE
+        tokens, positions = placed[:, :1], placed[:, 1:]
         if not self._steps_rows:
-            return cast("Tensor", self._forward(self.model, kv, tokens, slots, n_keys).logits[:, -1])
+            return cast("Tensor", self._forward(self.model, kv, tokens, positions, n_keys).logits[:, -1])
         assert self._fast is not None
-        kv.place(slots, n_keys)
-        visible = torch.arange(n_keys) <= slots
-        return self._logits(self._fast.step_rows(tokens, slots, kv, visible[:, None, None])[:, 0])
+        kv.place(positions, n_keys)
+        visible = torch.arange(n_keys) <= positions
+        return self._logits(self._fast.step_rows(tokens, positions, kv, visible[:, None, None])[:, 0])
 
-    def _forward(self, part: torch.nn.Module, kv: BatchedKVCache, tokens: Tensor, slots: Tensor, n_keys: int) -> Any:
-        """Run `tokens` [B, n] at `slots` [B, n] with `part`, the model or its backbone."""
+    def _forward(
+        self, part: torch.nn.Module, kv: BatchedKVCache, tokens: Tensor, positions: Tensor, n_keys: int
+    ) -> Any:
+        """Run `tokens` [B, n] at `positions` [B, n] with `part`, the model or its backbone."""
         keys = torch.arange(n_keys, device=self.device)
 
         def mask(window: int | None) -> Tensor:
-            visible = keys <= slots[..., None]
+            visible = keys <= positions[..., None]
             if window is not None:
-                visible &= slots[..., None] - keys < window
+                visible &= positions[..., None] - keys < window
             return visible[:, None]  # [B, 1, n, n_keys]
 
-        kv.place(slots, n_keys)
+        kv.place(positions, n_keys)
         return part(
             input_ids=tokens,
-            position_ids=slots,
+            position_ids=positions,
             attention_mask=layer_masks(self._windows, mask),
             past_key_values=kv,
             use_cache=True,
         )
 
     def _groups(self, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Indices in groups of at most `batch_size`; of similar length, where padding costs more than a forward."""
+        """Group indices, at most `batch_size` each, by similar length if padding would cost more than a forward."""
         groups: list[list[int]] = []
         tokens = 0
         for i in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):

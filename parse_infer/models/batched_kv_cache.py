@@ -1,8 +1,8 @@
-"""KV memory of a batch of rows, each at its own position.
+"""KV cache of a batch of rows, each at its own position.
 
-Slot j of a row holds the key and value of the row's token j, so slot and position are the same number: a row may start
-anywhere in a copied context, rows of different lengths share a batch, and sliding windows are exact. What lies beyond
-a row's last token is stale and hidden by the mask.
+Slot j of a row holds the key and value at position j of the row. A row may therefore start anywhere in a copied
+context, rows of different lengths share a batch, and sliding windows are exact. The mask hides the stale slots after a
+row's last token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-GROWTH = 64  # slots added at a time; also keeps the key length a multiple of what fused attention likes
+GROWTH = 64  # slots added at a time; keeps the key length aligned for fused attention
 
 
 class BatchedKVCache(Cache):
@@ -34,14 +34,14 @@ class BatchedKVCache(Cache):
         return self.kv[0].keys.shape[2]
 
     def place(self, slots: Tensor, n_keys: int) -> None:
-        """The next forward writes its tokens to `slots` [B, n] and attends the first `n_keys` slots of each row."""
+        """Let the next forward write to `slots` [B, n] and attend to the first `n_keys` slots of each row."""
         rows = torch.arange(self.n_rows, device=slots.device)[:, None]
         self.reserve(n_keys)
         for layer in self.kv:
             layer.rows, layer.slots, layer.n_keys = rows, slots, n_keys
 
     def reserve(self, capacity: int) -> None:
-        """Make room for at least `capacity` slots."""
+        """Grow to at least `capacity` slots."""
         missing = capacity - self.capacity
         if missing > 0:
             added = -(-missing // GROWTH) * GROWTH
@@ -53,7 +53,7 @@ class BatchedKVCache(Cache):
         self._replace(lambda old: old.index_select(0, index))
 
     def append(self, n: int) -> None:
-        """`n` more rows without content."""
+        """Append `n` empty rows."""
         self._replace(lambda old: torch.cat([old, old.new_zeros(n, *old.shape[1:])]))
 
     def load(self, rows: Sequence[int], source: BatchedKVCache, source_rows: Sequence[int], n_slots: int) -> None:
@@ -66,13 +66,13 @@ class BatchedKVCache(Cache):
             mine.values[to, :, :n_slots] = theirs.values[of, :, :n_slots]
 
     def select(self, rows: Sequence[int], capacity: int) -> BatchedKVCache:
-        """A copy of these rows (with repetition) with room for `capacity` slots."""
+        """Copy these rows (repetition allowed) to a cache of `capacity` slots."""
         copy = self.empty(len(rows), capacity)
         copy.load(range(len(rows)), self, rows, min(capacity, self.capacity))
         return copy
 
     def empty(self, n_rows: int, capacity: int) -> BatchedKVCache:
-        """Rows of the same kind without content. Zeros, not uninitialised memory: a hidden NaN would still spread."""
+        """Create a cache of empty rows, filled with zeros, because a NaN would spread through the mask."""
         capacity = -(-capacity // GROWTH) * GROWTH
 
         def blank(old: Tensor) -> Tensor:
@@ -100,15 +100,15 @@ class KVLayer(CacheLayerMixin):
         self.rows, self.slots, self.n_keys = torch.empty(0, 1), torch.empty(0, 0), 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the memory comes with the constructor."""
+        """Do nothing: the constructor receives the memory."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write new keys and values [B, heads, n, D] to the placed slots; return those to attend."""
+        """Write new keys and values [B, heads, n, D] to the placed slots; return the first `n_keys` slots."""
         self.keys[self.rows, :, self.slots] = key_states.transpose(1, 2)
         self.values[self.rows, :, self.slots] = value_states.transpose(1, 2)
         return self.keys[:, :, : self.n_keys], self.values[:, :, : self.n_keys]
 
-    # Sizes that transformers asks for. They serve its own masks, which are never used with these rows.
+    # transformers calls these for its own masks, which this cache never uses.
     def get_seq_length(self) -> int:
         return max(self.n_keys - 1, 0)
 

@@ -1,7 +1,7 @@
-"""One model, its KV cache and the token ids the cache stands for.
+"""`Decoder`: one model, its KV cache and the cached token ids.
 
-The only place that grows or crops the cache. The cache keeps every token in every layer (also in sliding-window
-layers, whose window then comes from the mask), so that cropping back to any token is exact.
+Only the decoder grows or crops the cache. The cache keeps every token in every layer, so that cropping to any token is
+exact. In sliding-window layers the mask applies the window.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from parse_infer.models.growing_kv_cache import new_cache
 from parse_infer.models.hidden_capture import HiddenCapture
 from parse_infer.models.sampling import Sampling, choose, without
 
-_MOST_RESERVED = 4096  # new tokens: few answers are longer, whatever their budget
-_BEHIND = 64  # tokens read behind a context and dropped again: a tree of guesses
+_MOST_RESERVED = 4096  # new tokens; few answers are longer, for any budget
+_TRAILING = 64  # tokens read after a context and dropped again, such as a token tree
 
 
 @dataclass(frozen=True)
 class Trailing:
-    """Tokens read behind the context in the same forward that are no part of it: probes, or a tree of guesses.
+    """Tokens read in the same forward after the context, without joining it: probes, or a token tree.
 
     Attributes:
         ids: n token ids.
         positions: int64 [n].
-        mask: for the sliding window of a layer (None: it has none), what they see: bool [1, 1, n, context + n].
-        within: entered for the forward that reads them, and for no other: what applies to these tokens alone.
+        mask: maps a layer's sliding window (None: no window) to the attention mask, bool [1, 1, n, context + n].
+        within: context manager for the forward that reads these tokens, such as the adapter's LoRA.
     """
 
     ids: Sequence[int]
@@ -50,8 +50,8 @@ class PassOutput:
     """Final-norm hidden states of one forward.
 
     Attributes:
-        hidden: [1 + extra, H]: the last context token and every extra token. Entry i predicts extra token i.
-        trailing: [n, H]: the trailing tokens.
+        hidden: [1 + extra, H]: states of the last context token and every extra token. Row i predicts extra token i.
+        trailing: [n, H]: states of the trailing tokens.
     """
 
     hidden: Tensor
@@ -59,15 +59,15 @@ class PassOutput:
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """With how many tokens both begin."""
+    """Return the length of the longest common prefix."""
     n = min(len(one), len(other))
-    if list(one[:n]) == list(other[:n]):  # much faster than token by token
+    if list(one[:n]) == list(other[:n]):  # much faster than a loop
         return n
     return next(i for i in range(n) if one[i] != other[i])
 
 
 class Decoder:
-    """Decodes with `model` over a context of token ids (batch size 1), reusing whatever the cache already holds.
+    """Decodes with `model` over a context of token ids (batch size 1) and reuses the cached prefix.
 
     Args:
         model: a decoder-only `transformers` language model in evaluation mode.
@@ -77,11 +77,10 @@ class Decoder:
         ids: the context; `ids[:cached]` are in the cache.
         cached: number of tokens in the cache.
         forwards: model forwards so far.
-        fast: the model's backbone without overhead, where it computes the same.
+        fast: faster backbone with the same results, or None.
         edits: changes of the context from outside decode() so far.
-        before_forward: called before every forward. What it raises ends the work at hand; the decoder stays usable.
-        prefill_chunk: the most context tokens that one forward reads. It bounds the memory of a forward, and how long
-            `before_forward` waits.
+        before_forward: called before every forward. An exception from it ends the call; the decoder stays usable.
+        prefill_chunk: maximum number of context tokens per forward. Bounds a forward's memory and duration.
 
     Raises:
         ValueError: the cache of this model cannot be cropped exactly, or its logits are not
@@ -104,9 +103,9 @@ class Decoder:
         self._reserved = 0  # tokens
         self._cache = self._new_cache()
         self._next_logits: Tensor | None = None
-        self._guessed: list[int] = []  # between look_ahead() and keep()
+        self._proposed: list[int] = []  # between look_ahead() and keep()
         self._captures: WeakSet[HiddenCapture] = WeakSet()
-        self.edits = 0  # counts changes of the context from outside decode()
+        self.edits = 0
         self._check_logits()
 
     @property
@@ -114,12 +113,12 @@ class Decoder:
         return self.model.device
 
     def seek(self, ids: Sequence[int]) -> None:
-        """Make `ids` the context: the longest common prefix with the cache stays, the rest of the cache is dropped.
+        """Set the context to `ids` and crop the cache to the longest common prefix.
 
-        Runs no forward. Known next logits are forgotten unless the context stays as it was.
+        Runs no forward. Drops known next logits unless the context is unchanged.
         """
         ids = list(ids)
-        if ids == self.ids and self.cached <= len(ids):  # more in the cache: an interrupted look_ahead()
+        if ids == self.ids and self.cached <= len(ids):  # the cache is longer after an interrupted look_ahead()
             return
         self._crop(min(self.cached, common_prefix(self.ids, ids)))
         self.ids = ids
@@ -127,7 +126,7 @@ class Decoder:
         self.edits += 1
 
     def append(self, token_id: int) -> None:
-        """Put one token behind the context: `seek([*ids, token_id])` in constant time."""
+        """Append one token to the context: `seek([*ids, token_id])` in constant time."""
         if self.cached > len(self.ids):  # an interrupted look_ahead()
             self._crop(len(self.ids))
         self.ids.append(token_id)
@@ -136,10 +135,10 @@ class Decoder:
 
     @torch.inference_mode()
     def advance(self, token_id: int, token: Tensor) -> Tensor:
-        """Append a token and read it: logits [V] of what follows. Nothing is sent to the device.
+        """Append a token, run it and return the next logits [V], without a transfer to the device.
 
         Args:
-            token: the same token where the model is, int64 [].
+            token: the same token on the model's device, int64 [].
         """
         self.append(token_id)
         if self.cached == len(self.ids) - 1:
@@ -148,13 +147,13 @@ class Decoder:
         return self.next_logits()
 
     def reserve(self, context: int, new: int) -> None:
-        """Expect a context of this size, so that its cache gets memory once. Nothing is allocated now.
+        """Announce the size of the context, so that the cache allocates memory once, later.
 
         Args:
-            context: number of tokens that are known.
-            new: the most tokens that may follow them; beyond 4,096 memory grows as it is needed.
+            context: number of known tokens.
+            new: maximum number of new tokens; beyond 4,096 the memory grows on demand.
         """
-        self._reserved = context + min(new, _MOST_RESERVED) + _BEHIND
+        self._reserved = context + min(new, _MOST_RESERVED) + _TRAILING
 
     @torch.inference_mode()
     def decode(
@@ -164,14 +163,14 @@ class Decoder:
         generator: torch.Generator | None = None,
         banned_ids: Collection[int] = (),
     ) -> Iterator[int]:
-        """Yield new tokens and append them to `ids`; stops after an EOS token (yielded too) or the budget.
+        """Yield new tokens and append them to `ids`, up to an EOS token (included) or the budget.
 
-        The last yielded token is in `ids` but not in the cache. The iterator may be dropped at any time. One device
-        synchronisation per token: reading its id.
+        The last yielded token is in `ids` but not in the cache. The caller may drop the iterator at any time. One
+        device synchronisation per token, to read its id.
 
         Args:
-            generator: random generator on the model's device; by default a fresh one from `sampling.seed`.
-            banned_ids: tokens that are not chosen.
+            generator: random generator on the model's device; default: a fresh one from `sampling.seed`.
+            banned_ids: tokens to exclude.
 
         Raises:
             ValueError: the context is empty.
@@ -190,7 +189,7 @@ class Decoder:
         edits = self.edits
         for count in range(1, max_new_tokens + 1):
             token = choose(without(logits, banned), sampling, generator)
-            token_id = int(token)  # synchronises with the device: the loop's exit test
+            token_id = int(token)  # device synchronisation
             self.ids.append(token_id)
             self._next_logits = None
             yield token_id
@@ -200,24 +199,23 @@ class Decoder:
                 return
             if self.cached == len(self.ids) - 1:
                 hidden = self._step(token.view(1, 1), position)[0, 0]
-            else:  # next logits were given while context tokens were still missing from the cache
+            else:  # `set_next_logits` was called while context tokens were missing from the cache
                 hidden, edits = self._run([])[-1], self.edits
             logits = self.logits(hidden)
             position = position + 1
 
     @torch.inference_mode()
     def forward(self, extra_ids: Sequence[int] = (), trailing: Trailing | None = None) -> PassOutput:
-        """One forward over [context tokens not cached yet, extra_ids, trailing tokens]; several for a long context.
+        """Run one forward over [uncached context tokens, extra_ids, trailing tokens]; several for a long context.
 
-        Afterwards `ids` ends with `extra_ids`, all of it is cached, and the trailing tokens are gone from the cache.
+        Afterwards `ids` ends with `extra_ids`, all of it is cached, and the trailing tokens are not.
 
         Args:
-            extra_ids: tokens appended to the context (a draft).
+            extra_ids: tokens to append to the context (a draft).
             trailing: see `Trailing`.
 
         Raises:
-            ValueError: an empty context, or trailing tokens on a model whose attention is not split
-                (`enable_split_attention`).
+            ValueError: an empty context, or trailing tokens on a model without `enable_split_attention`.
         """
         hidden = self._run(extra_ids, trailing)
         self._crop(len(self.ids))
@@ -225,11 +223,11 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., V] of final-norm hidden states [..., H], with the model's own scale and cap."""
+        """Map final-norm hidden states [..., H] to next-token logits [..., V], with the model's scale and cap."""
         return self._output_layer(hidden)
 
     def token_index(self, ids: Collection[int]) -> Tensor | None:
-        """int64 [n] on the model's device; None for no token."""
+        """Return the ids as int64 [n] on the model's device; None for no ids."""
         return torch.tensor(sorted(ids), device=self.device) if ids else None
 
     @property
@@ -239,37 +237,37 @@ class Decoder:
 
     @torch.inference_mode()
     def next_logits(self) -> Tensor:
-        """Logits [V] of the token after the context; runs a forward unless they are known."""
+        """Return the logits [V] of the token after the context; run a forward unless they are known."""
         if self._next_logits is None:
             self._next_logits = self.logits(self._run([])[-1])
         return self._next_logits
 
     @torch.inference_mode()
-    def look_ahead(self, guessed: Sequence[int] | Trailing) -> Tensor:
-        """One forward over [context tokens not cached yet, n guessed tokens]; `keep` or `seek` must follow.
+    def look_ahead(self, proposed: Sequence[int] | Trailing) -> Tensor:
+        """Run one forward over [uncached context tokens, n proposed tokens]; `keep` or `seek` must follow.
 
         Args:
-            guessed: a chain of token ids, or a tree.
+            proposed: a chain of token ids, or a tree.
 
         Returns:
-            [1 + n, H]: the final-norm state after the last context token and after every guessed token.
+            [1 + n, H]: the final-norm state after the last context token and after every proposed token.
 
         Raises:
-            ValueError: an empty context, or a tree on a model whose attention is not split.
+            ValueError: an empty context, or a tree on a model without `enable_split_attention`.
         """
-        if isinstance(guessed, Trailing):
-            hidden, tokens = self._run([], guessed), list(guessed.ids)
+        if isinstance(proposed, Trailing):
+            hidden, tokens = self._run([], proposed), list(proposed.ids)
         else:
-            hidden, tokens = self._run(guessed), list(guessed)
+            hidden, tokens = self._run(proposed), list(proposed)
             del self.ids[len(self.ids) - len(tokens) :]
-        self._guessed = tokens
+        self._proposed = tokens
         return hidden
 
     def capture_hidden(self, layers: Sequence[int]) -> HiddenCapture:
-        """Capture what enters these layers for every token read, as long as the caller holds the result. The number
-        behind the last layer stands for the final-norm state. (As `hidden_states` of transformers count.)
+        """Capture the inputs of these layers for every token read, as long as the caller holds the result.
 
-        The cache is emptied, so that no token of a context is missing.
+        Layers count as in transformers' `hidden_states`: the index after the last layer is the final-norm state. This
+        call clears the cache, so that the capture covers the whole context.
 
         Raises:
             ValueError: a layer that the model does not have.
@@ -277,9 +275,7 @@ class Decoder:
         deepest = len(self._layers)
         wrong = [layer for layer in layers if not 0 <= layer <= deepest]
         if wrong:
-            raise ValueError(
-                f"{type(self.model).__name__} has layers 0 to {deepest}, so layer {wrong[0]} is not there"
-            )
+            raise ValueError(f"{type(self.model).__name__} has layers 0 to {deepest}, so there is no layer {wrong[0]}")
         self.seek([])
         capture = HiddenCapture(layers)
         self._captures.add(capture)
@@ -287,29 +283,29 @@ class Decoder:
 
     @torch.inference_mode()
     def keep(self, path: Sequence[int]) -> None:
-        """Append the guessed tokens on this path (from the root down) to the context and drop the others."""
+        """Append the proposed tokens on this path (from the root down) to the context and drop the others."""
         start = len(self.ids)
-        if list(path) != list(range(len(path))):  # a chain stands where it belongs already
+        if list(path) != list(range(len(path))):  # a chain is already in place
             nodes = torch.tensor(path, device=self.device)
             places = torch.arange(len(path), device=self.device)
             for layer in cast("list[Any]", self._cache.layers):
                 for kept in (layer.keys, layer.values):
                     kept.index_copy_(2, start + places, kept.index_select(2, start + nodes))
-            for capture in self._captures:  # the path first, so that the crop drops the rest
+            for capture in self._captures:  # move the path to the front, so that the crop drops the rest
                 capture.move(start, path)
-        self.ids.extend(self._guessed[node] for node in path)
+        self.ids.extend(self._proposed[node] for node in path)
         self._crop(len(self.ids))
         self._next_logits = None
         self.edits += 1
 
     def set_next_logits(self, logits: Tensor) -> None:
-        """Let the next `decode` choose its first token from these logits [V] instead of running a forward."""
+        """Set the logits [V] from which the next `decode` chooses its first token, without a forward."""
         self._next_logits = logits
 
     def _run(self, extra_ids: Sequence[int], trailing: Trailing | None = None) -> Tensor:
-        """Read [context tokens not cached yet, extra_ids, trailing tokens], a chunk at a time.
+        """Run [uncached context tokens, extra_ids, trailing tokens] in chunks.
 
-        `extra_ids` join the context. The trailing tokens stay in the cache behind it until it is cropped.
+        `extra_ids` join the context. The trailing tokens stay in the cache until it is cropped.
 
         Returns:
             [1 + extra + n, H]: the states of the last context token, of the extra and of the trailing tokens.
@@ -319,9 +315,9 @@ class Decoder:
         if trailing is not None and text_config(self.model)._attn_implementation != SPLIT_ATTENTION:
             raise ValueError("probes and trees need split attention: call enable_split_attention(model) first")
         if self.cached >= len(self.ids):
-            self._crop(len(self.ids) - 1)  # the last context token's hidden state is asked for
+            self._crop(len(self.ids) - 1)  # the caller needs the last context token's hidden state
         past, text = self.cached, [*self.ids[self.cached :], *extra_ids]
-        if len(text) > self.prefill_chunk:  # the memory for all chunks at once
+        if len(text) > self.prefill_chunk:  # allocate the memory for all chunks at once
             self._reserved = max(self._reserved, past + len(text) + (0 if trailing is None else len(trailing.ids)))
         kept, unused = [], len(text) - 1 - len(extra_ids)
         for start in range(0, len(text), self.prefill_chunk):
@@ -342,16 +338,16 @@ class Decoder:
         return torch.cat(kept)
 
     def _step(self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor] | None = None) -> Tensor:
-        """One forward of the backbone, [1, T] -> [1, T, H]; the cache grows by T tokens."""
+        """Run one forward of the backbone, [1, T] -> [1, T, H]; the cache grows by T tokens."""
         if self.before_forward is not None:
             self.before_forward()
         captures = list(self._captures)
-        heard = {layer: tokens for capture in captures for layer in capture.layers}
+        captured = {layer: tokens for capture in captures for layer in capture.layers}
         try:
             if self.fast is not None:
-                hidden = self.fast(tokens, positions, self._cache, cast("Tensor | None", mask), heard)
+                hidden = self.fast(tokens, positions, self._cache, cast("Tensor | None", mask), captured)
             else:
-                with self._listening(heard):
+                with self._capturing(captured):
                     hidden = self._backbone(
                         input_ids=tokens,
                         position_ids=positions,
@@ -359,29 +355,29 @@ class Decoder:
                         past_key_values=self._cache,
                         use_cache=True,
                     ).last_hidden_state
-        except BaseException:  # interrupted or out of memory: some layers may have grown, others not
+        except BaseException:  # an interrupt or out of memory may leave layers of different lengths
             self._cache, self.cached = self._new_cache(), 0
             for capture in captures:
                 capture.crop(0)
             raise
         self.forwards += 1
         self.cached += tokens.shape[1]
-        heard[len(self._layers)] = hidden
+        captured[len(self._layers)] = hidden
         for capture in captures:
-            capture.add(heard)
+            capture.add(captured)
         return hidden
 
     @contextmanager
-    def _listening(self, heard: dict[int, Tensor]) -> Iterator[None]:
-        """Puts what enters the layers that are keys of `heard` during the block there; no other state is kept."""
+    def _capturing(self, captured: dict[int, Tensor]) -> Iterator[None]:
+        """Store the inputs of the layers that are keys of `captured` during the `with` block."""
 
         def note(layer: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-                heard[layer] = args[0] if args else kwargs["hidden_states"]
+                captured[layer] = args[0] if args else kwargs["hidden_states"]
 
             return hook
 
-        inner = [layer for layer in heard if layer < len(self._layers)]
+        inner = [layer for layer in captured if layer < len(self._layers)]
         handles = [self._layers[i].register_forward_pre_hook(note(i), with_kwargs=True) for i in inner]
         try:
             yield
@@ -390,7 +386,7 @@ class Decoder:
                 handle.remove()
 
     def _crop(self, length: int) -> None:
-        """Drop everything after the first `length` tokens from the cache."""
+        """Crop the cache to the first `length` tokens."""
         if length == 0 and self.cached:
             self._cache = self._new_cache()
         elif length < self.cached:
@@ -411,10 +407,10 @@ class Decoder:
         hidden = self._backbone(input_ids=tokens, use_cache=False).last_hidden_state
         ours = self.logits(hidden)
         if self.fast is not None and not self.fast.agrees(tokens):
-            self.fast = None  # transformers' own forward does something more
+            self.fast = None  # transformers' own forward differs
         tolerance = 1e-4 if own.dtype == torch.float32 else 1e-2
         if own.shape != ours.shape or not torch.allclose(own.float(), ours.float(), rtol=tolerance, atol=tolerance):
             raise ValueError(
-                f"{type(self.model).__name__} computes its logits in a way PARSE does not know "
-                "(not lm_head of the final hidden state): choose another model"
+                f"{type(self.model).__name__} computes its logits in an unsupported way (not as lm_head of the final "
+                "hidden state): choose another model"
             )

@@ -1,4 +1,4 @@
-"""What something was measured on, and how it was started: part of every measured result."""
+"""Environment and command line of a measurement, recorded with every result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parse_infer.models.devices import device_name
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Processor, cores, threads, the device where it is a GPU, and library versions."""
+    """Describe processor, cores, threads, GPU and library versions."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -31,7 +31,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def describe_run(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """When and how the measuring program was started."""
+    """Describe date and command line of the running program."""
     command = list(sys.argv if argv is None else argv)
     program = Path(command[0])
     command[0] = "parse-infer" if program.name == "__main__.py" else program.name  # python -m parse_infer
@@ -42,7 +42,7 @@ def describe_run(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def free_memory() -> int | None:
-    """Bytes that new programs can have, what the system caches included; None where it does not tell."""
+    """Return the bytes available to new programs, including caches; None if the system does not report them."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:

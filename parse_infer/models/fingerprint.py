@@ -1,7 +1,7 @@
-"""Tells two models of the same shape apart, by a few of their weights.
+"""Fingerprints that distinguish models of the same shape by a few of their weights.
 
-An adapter belongs to the weights it was trained on. Comparing whole checkpoints would be slow and a plain hash would
-change with the number type a model is loaded in, so a fingerprint lists some weights in bfloat16 precision.
+An adapter works only with the weights it was trained on. A comparison of whole checkpoints would be slow, and a hash
+would change with the dtype. A fingerprint therefore lists some weights in bfloat16 precision.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SAME_SHARE = 0.8  # rounding through float16 moves a few per cent of the weight
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A text of about 400 characters that goes with the model's weights, whatever number type they are loaded in.
+    """Return a text of about 400 characters that identifies the model's weights in any dtype.
 
     Reads 96 numbers from the device.
     """
@@ -28,8 +28,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def fingerprinted(model: PreTrainedModel) -> list[str]:
-    """Names of the weights that a fingerprint samples: the input embedding and the first and last linear layer of the
-    backbone."""
+    """Return the names of the sampled weights: the input embedding, and the backbone's first and last linear layer."""
     backbone = getattr(model, model.base_model_prefix)
     linears = [module for module in backbone.modules() if isinstance(module, nn.Linear)]
     paths = {module: path for path, module in model.named_modules()}
@@ -38,13 +37,13 @@ def fingerprinted(model: PreTrainedModel) -> list[str]:
 
 
 def fingerprint_of(weights: Iterable[Tensor | None]) -> str:
-    """From the weights that `fingerprinted` names, in its order; those that are quantised or not known (None) are left
-    out ("-")."""
+    """Compute a fingerprint from the weights that `fingerprinted` names, in order; "-" stands for quantised or unknown
+    weights (None)."""
     return ":".join([_VERSION, *("-" if weight is None else _sample(weight) for weight in weights)])
 
 
 def same_weights(one: str, other: str) -> bool:
-    """Whether two fingerprints can come from the same weights, up to rounding; parts only one has are not compared."""
+    """Whether two fingerprints match up to rounding, in the parts that both have."""
     ours, theirs = one.split(":"), other.split(":")
     if ours[0] != theirs[0] or len(ours) != len(theirs):
         return False
@@ -53,23 +52,23 @@ def same_weights(one: str, other: str) -> bool:
 
 
 def describe_target(model: PreTrainedModel) -> dict[str, Any]:
-    """The `target` entry of validity_config.json: name, shape and fingerprint of the model an adapter belongs to."""
+    """Build the `target` entry of validity_config.json: name, shape and fingerprint of the adapter's target."""
     return describe_config(model.config, type(model).__name__) | {"fingerprint": fingerprint(model)}
 
 
-def describe_config(whole: PretrainedConfig, otherwise: str) -> dict[str, Any]:
-    """The same without the fingerprint, from a configuration alone.
+def describe_config(whole: PretrainedConfig, default_name: str) -> dict[str, Any]:
+    """Build the entry without the fingerprint, from a configuration alone.
 
     Args:
-        otherwise: the name, where the configuration came from no place.
+        default_name: name for a configuration without `_name_or_path`.
     """
     config = whole.get_text_config(decoder=True)
-    # A local path says nothing to anybody else; its last part usually does.
+    # Only the last part of a local path is useful on other machines.
     path = (whole._name_or_path or "").rstrip("/")
     is_hub_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
     name = path if is_hub_id else path.rsplit("/", 1)[-1]
     return {
-        "name": name or otherwise,
+        "name": name or default_name,
         "model_type": config.model_type,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_hidden_layers,
@@ -78,7 +77,7 @@ def describe_config(whole: PretrainedConfig, otherwise: str) -> dict[str, Any]:
 
 
 def _sample(tensor: Tensor) -> str:
-    """Evenly spread weights as bfloat16, four hexadecimal digits each; "-" for a quantised tensor."""
+    """Format evenly spread weights as bfloat16, four hexadecimal digits each; "-" for a quantised tensor."""
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         return "-"
     flat = tensor.reshape(-1)

@@ -1,7 +1,7 @@
-"""A GGUF file as a model folder: dequantised once by transformers, kept as safetensors, found again at the next start.
+"""GGUF files as model folders: dequantise a file once with transformers and cache the result as safetensors.
 
-The copy holds float32. What a file stores as 4 bits is a product and a sum of float16 numbers, which neither bfloat16
-nor float16 holds exactly: a smaller copy would be another model than the one that transformers makes of the same file.
+The copy holds float32. A 4-bit weight is a product and a sum of float16 numbers, which neither bfloat16 nor float16
+holds exactly. A smaller copy would therefore differ from the model that transformers loads from the same file.
 """
 
 from __future__ import annotations
@@ -28,62 +28,62 @@ from transformers.utils import logging
 from parse_infer.files import first_sentence, read_json, replacing_folder, write_json
 from parse_infer.optional_dependencies import EXTRAS, install
 
-_FORMAT = 1  # of the copies; a copy in another one is not found
-_NEEDED = ("gguf", "accelerate")  # by transformers, to read a GGUF file
+_FORMAT = 1  # format version of the copies, part of their names
+_NEEDED = ("gguf", "accelerate")  # packages that transformers needs to read a GGUF file
 _EXTRA = EXTRAS["gguf"]
 
 
 def cache_folder() -> Path:
-    """Where the copies are: $PARSE_CACHE/gguf, else $XDG_CACHE_HOME/parse-engine/gguf, else that in ~/.cache."""
+    """Return $PARSE_CACHE/gguf, else $XDG_CACHE_HOME/parse-engine/gguf, else ~/.cache/parse-engine/gguf."""
     own = os.environ.get("PARSE_CACHE")
     general = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "parse-engine"
     return Path(own or general).expanduser().absolute() / "gguf"
 
 
 def dequantised(file: Path) -> Path:
-    """The folder with the weights of a GGUF file in float32, its configuration and its tokenizer.
+    """Return the folder with a GGUF file's weights in float32, its configuration and its tokenizer.
 
-    Made by the first call; others, also of other processes, find it. A copy goes by the file's content, so that it is
-    still found when the file moves, and by the version of transformers, whose next one may read a file better.
+    The first call creates the copy; later calls, also in other processes, reuse it. The copy's name depends on the
+    file's content and on the transformers version. A moved file keeps its copy; a new version creates a new one.
 
     Raises:
-        ValueError: the file is damaged, incomplete, or nothing that transformers can read.
+        ValueError: the file is damaged or incomplete, or transformers cannot read it.
         OSError: a package is missing, or the copy cannot be written.
     """
     with open(file, "rb") as content:
         if content.read(4) != b"GGUF":
-            raise ValueError(f"{file} is no GGUF file, or not all of it: download it again")
+            raise ValueError(f"{file} is no GGUF file, or is incomplete: download it again")
     cache, name = cache_folder(), re.sub(r"[^\w.-]", "_", file.stem)[:80]
     folder = cache / f"{name}-{_digest(file)}"
     if folder.is_dir():
         return folder
     if any(find_spec(package) is None for package in _NEEDED):
         raise OSError(
-            f"Reading {file} takes the packages {' and '.join(_NEEDED)}, and one of them is missing: "
+            f"Reading {file} needs the packages {' and '.join(_NEEDED)}, and one of them is missing: "
             + install(_EXTRA)
         )
     n_weights = _check(file)
     try:
         with _alone_in(cache):
-            if not folder.is_dir():  # nobody else made it meanwhile
+            if not folder.is_dir():  # another process may have created the folder meanwhile
                 _check_space(cache, 4 * n_weights)
                 model, tokenizer = _read(file)
                 with replacing_folder(folder) as beside:
                     model.save_pretrained(beside)
                     tokenizer.save_pretrained(beside)
-                    if (beside / "tokenizer.json").is_file():  # not every tokenizer has a fast form
+                    if (beside / "tokenizer.json").is_file():  # not every tokenizer has a fast version
                         _drop_unknown_tokens(beside / "tokenizer.json", model)
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk in its own way
+    except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
         reason = error.strerror if isinstance(error, OSError) and error.strerror else first_sentence(error)
         raise OSError(
             f"The dequantised weights of {file} cannot be kept in {cache} ({reason.rstrip('.')}): set PARSE_CACHE to "
-            f"a folder with {4 * n_weights / 1e9:.1f} GB of free space that you may write to."
+            f"a writable folder with {4 * n_weights / 1e9:.1f} GB of free space."
         ) from error
     return folder
 
 
 def _digest(file: Path) -> str:
-    """Of the whole content: half a gigabyte a second, and the copy that is read next is several times as large."""
+    """Hash the whole content, at half a gigabyte per second; the copy to be read next is several times as large."""
     with open(file, "rb") as content:
         digest = hashlib.file_digest(content, "sha256")
     digest.update(f"{_FORMAT} transformers {transformers.__version__}".encode())
@@ -91,7 +91,7 @@ def _digest(file: Path) -> str:
 
 
 def _check(file: Path) -> int:
-    """Number of weights in the file. ValueError unless all of it is there and it is a language model on its own."""
+    """Return the number of weights. Raise ValueError unless the file is complete and a language model on its own."""
     from gguf import GGUFReader
 
     try:
@@ -99,7 +99,7 @@ def _check(file: Path) -> int:
         kind, parts = (reader.fields.get(key) for key in ("general.type", "split.count"))
         what, n_files = kind.contents() if kind else "model", parts.contents() if parts else 1
         n_weights = sum(tensor.n_elements for tensor in reader.tensors)
-    except Exception as error:  # the reader trusts the file: bytes that are missing end in any exception
+    except Exception as error:  # the reader may raise any exception for missing bytes
         raise ValueError(
             f"{file} is damaged or incomplete ({first_sentence(error).rstrip('.')}): download it again"
         ) from error
@@ -112,8 +112,8 @@ def _check(file: Path) -> int:
 
 @contextmanager
 def _alone_in(cache: Path) -> Iterator[None]:
-    """One conversion at a time in a cache: two would hold the weights twice, and whatever is half-written there now
-    was left by a process that was killed."""
+    """Lock the cache for one conversion, since two would need twice the memory. Remove partial folders of killed
+    processes."""
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / ".lock"):
         for left in cache.glob(".*.partial"):
@@ -128,7 +128,7 @@ def _check_space(cache: Path, needed: int) -> None:
 
 
 def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model in float32 and tokenizer. ValueError for what transformers cannot read, or a file that lacks tensors."""
+    """Load model (float32) and tokenizer. Raise ValueError if transformers cannot read the file or tensors lack."""
     source: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -141,7 +141,7 @@ def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
         )
-    except Exception as error:  # a file that none of the library's tests had can end in any exception
+    except Exception as error:  # transformers may raise any exception for an unusual file
         raise ValueError(f"The model {file} cannot be loaded: {first_sentence(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
@@ -153,8 +153,8 @@ def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _drop_unknown_tokens(path: Path, model: PreTrainedModel) -> None:
-    """transformers gives byte-level vocabularies GPT-2's <|endoftext|>, also those without one (Llama 3): such a token
-    lies behind the embedding."""
+    """Drop added tokens beyond the embedding: transformers adds GPT-2's <|endoftext|> to every byte-level vocabulary,
+    also to those without the token (Llama 3)."""
     n_tokens = cast(Tensor, model.get_input_embeddings().weight).shape[0]
     content = read_json(path, "convert again")
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < n_tokens]
@@ -162,7 +162,7 @@ def _drop_unknown_tokens(path: Path, model: PreTrainedModel) -> None:
 
 
 def _unquantised(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in a model that can be saved: transformers refuses to save one that came from a GGUF file."""
+    """Move the weights to a model that can be saved: transformers refuses to save a model from a GGUF file."""
     config = deepcopy(model.config)
     config.__dict__.pop("quantization_config", None)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The KV cache of one context: memory with room to grow, so that a new token is written and nothing is copied."""
+"""KV cache of one context, preallocated so that a new token copies no earlier keys and values."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-_FIRST = 256  # tokens of capacity at first, where nothing is reserved
+_FIRST = 256  # initial capacity in tokens without a reservation
 
 
 def new_cache(reserved: Callable[[], int] = lambda: 0) -> Cache:
-    """An empty cache, for one sequence.
+    """Create an empty cache for one sequence.
 
     Args:
-        reserved: tokens that the cache is expected to hold; read whenever a layer needs more memory.
+        reserved: returns the expected number of tokens; called whenever a layer needs more memory.
     """
     return Cache(layer_class_to_replicate=partial(GrowingKVCache, reserved=reserved))  # type: ignore[arg-type]
 
@@ -24,8 +24,8 @@ def new_cache(reserved: Callable[[], int] = lambda: 0) -> Cache:
 class GrowingKVCache(CacheLayerMixin):
     """Keys and values of one layer: the first `length` tokens of a larger buffer, [1, kv heads, length, head size].
 
-    Every token is kept, also in sliding-window layers, whose window then comes from the mask. The buffer grows to what
-    is reserved, and where more is needed it doubles.
+    The cache keeps every token, also in sliding-window layers, where the mask applies the window. The buffer grows to
+    the reserved size, and doubles beyond it.
     """
 
     is_sliding = False
@@ -72,7 +72,7 @@ class GrowingKVCache(CacheLayerMixin):
             new[:, :, :used] = old[:, :, :used]
             setattr(self, name, new)
 
-    # Sizes that transformers asks for.
+    # transformers calls these.
     def get_seq_length(self) -> int:
         return self.length
 

@@ -1,4 +1,4 @@
-"""The hidden states that one reader of a decoder takes, such as a head that guesses tokens."""
+"""Hidden states captured for one reader of a decoder, such as an EAGLE head."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from torch import Tensor
 
 
 class HiddenCapture:
-    """What enters some layers for every token of the decoder's cache, until the reader takes it.
+    """Buffers the inputs of some layers for every token of the decoder's cache, until the reader takes them.
 
-    Made by `Decoder.capture_hidden`, which forgets it as soon as the reader does.
+    Created by `Decoder.capture_hidden`, which holds only a weak reference.
 
     Attributes:
-        layers: the number behind the last layer stands for the final-norm state.
+        layers: layer indices; the index after the last layer is the final-norm state.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
-        self._start = self._end = 0  # of the tokens whose rows are here; the cache ends at the end
+        self._start = self._end = 0  # token range of the buffered rows; _end is the end of the cache
         self._rows: list[Tensor] = []
 
     def pop_hidden(self) -> tuple[int, Tensor | None]:
-        """What was captured since the last call: position of the first token, and [n, len(layers) * H] or None.
+        """Return and clear the buffer: position of the first token, and [n, len(layers) * H] or None.
 
-        Tokens that have left the context are not among them; a first position below the one that the last call ended
-        at says that the context was cut back to there.
+        The buffer holds no tokens that have left the context. If the first position is below the end of the last call,
+        the context was cropped to this position in between.
         """
         start, rows = self._start, self._rows
         self._start, self._rows = self._end, []
         return start, torch.cat(rows) if rows else None
 
     def add(self, states: Mapping[int, Tensor]) -> None:
-        """Take over what has entered each layer, [1, T, H], for the next T tokens."""
+        """Append the layers' inputs, [1, T, H] each, for the next T tokens."""
         rows = torch.cat([states[layer][0] for layer in self.layers], dim=-1)
         self._rows.append(rows)
         self._end += len(rows)
@@ -49,7 +49,7 @@ class HiddenCapture:
         self._start, self._end = min(self._start, length), min(self._end, length)
 
     def move(self, start: int, path: Sequence[int]) -> None:
-        """Let the tokens at `start + path[0]`, `start + path[1]`, … stand at `start`, `start + 1`, …"""
+        """Move the rows of tokens `start + path[0]`, `start + path[1]`, … to `start`, `start + 1`, …"""
         if self._rows:
             rows, first = torch.cat(self._rows), start - self._start
             nodes = torch.tensor(path, device=rows.device)

@@ -1,6 +1,6 @@
-"""From names to loaded parts: a model with its tokenizer and decoder, whatever its weights are kept in.
+"""Load models, tokenizers and decoders by name, from any supported format.
 
-`parse_infer.models.names` says what a name may be. A GGUF file is dequantised, a LoRA is merged into its base.
+`parse_infer.models.names` lists the forms of a name. Loading dequantises a GGUF file and merges a LoRA into its base.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from parse_infer.models.tokenizer_spec import TokenizerSpec, check_vocabulary
 
 @dataclass
 class LanguageModel(TokenizerSpec):
-    """One model with all that is needed to let it write: tokenizer, decoder (which owns the cache), limits."""
+    """A loaded model with its tokenizer, its decoder (which owns the KV cache) and its limits."""
 
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Switches of the chat template, for example `{"enable_thinking": False}`."""
+    """Options of the chat template, for example `{"enable_thinking": False}`."""
 
     def __post_init__(self) -> None:
         check_vocabulary(self)
@@ -64,10 +64,10 @@ class LanguageModel(TokenizerSpec):
 
 @dataclass
 class RemoteModelSpec(TokenizerSpec):
-    """One model whose weights are elsewhere, behind a server.
+    """A model that a server runs, without its weights.
 
     Attributes:
-        size: tokens that it embeds.
+        size: number of embedded tokens.
     """
 
     name: str
@@ -96,13 +96,12 @@ def load_language_model(
     template_options: Mapping[str, Any] | None = None,
     trainable: bool = False,
 ) -> LanguageModel:
-    """Load weights and tokenizer, put them on `device` (None: the GPU if there is one, else the CPU).
+    """Load weights and tokenizer to `device` (None: the GPU if available, else the CPU).
 
-    The dtype "auto" is the one in which the weights were saved, and float32 on a CPU that is slow in 16 bits.
-    A target gets the split attention that verification passes need. A large model on a CPU gets linear layers that
-    are faster and have no gradient, unless it is `trainable`. Raises ValueError or OSError
-    with one sentence for anything that is missing, incomplete or unsupported: a model is never run with weights it did
-    not load.
+    The dtype "auto" is the dtype of the saved weights, or float32 on a CPU that is slow in 16 bits. A target gets the
+    split attention that verification passes need. A large model on a CPU gets faster linear layers without gradient,
+    unless it is `trainable`. Raises ValueError or OSError with one sentence for missing, incomplete or unsupported
+    files; no model runs with weights that were not loaded.
     """
     place, numbers = _device(device), _dtype(dtype)
     if numbers == "auto" and not multiplies_in_16_bits(place):
@@ -123,19 +122,19 @@ def load_language_model(
 def load_weights(
     name: str | Path, dtype: str | torch.dtype = "auto", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The model behind a name, as transformers' `from_pretrained` returns it. Raises as `load_language_model` does."""
+    """Load a model as transformers' `from_pretrained` returns it. Raises as `load_language_model` does."""
     return _weights(_open(name), _dtype(dtype), trust_remote_code)
 
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer behind a name; a folder may hold nothing else. Raises as `load_language_model` does."""
+    """Load a tokenizer; a folder without weights suffices. Raises as `load_language_model` does."""
     return _tokenizer(_open(name), trust_remote_code)
 
 
 def load_served_model(
     name: str | Path, *, trust_remote_code: bool = False, template_options: Mapping[str, Any] | None = None
 ) -> RemoteModelSpec:
-    """All but the weights. Raises as `load_language_model` does."""
+    """Load everything except the weights. Raises as `load_language_model` does."""
     source = _open(name)
     _check_folder(source.base)
     tokenizer, config = _tokenizer(source, trust_remote_code), load_config(name, trust_remote_code)
@@ -156,7 +155,7 @@ def load_served_model(
 
 
 def load_config(name: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration behind a name. Raises as `load_language_model` does."""
+    """Load a model's configuration. Raises as `load_language_model` does."""
     source = _open(name)
     try:
         return AutoConfig.from_pretrained(source.base, trust_remote_code=trust_remote_code)
@@ -165,10 +164,11 @@ def load_config(name: str | Path, trust_remote_code: bool = False) -> Pretrained
 
 
 def weights_folder(name: str | Path) -> Path | str:
-    """The folder, or the name on the Hub, of a model's whole weights, for programs that load them in their own way.
+    """Return the folder or Hub name of a model's complete weights, for other programs such as vLLM.
 
-    A GGUF file is dequantised and a LoRA merged, once each: the copy is kept beside those of GGUF files, and goes by
-    the content of the LoRA and by place, size and time of the base's files. Raises as `load_language_model` does.
+    The function dequantises a GGUF file and merges a LoRA once, and caches the result beside the GGUF copies. The name
+    of a merged copy depends on the LoRA's content and on path, size and time of the base's files. Raises as
+    `load_language_model` does.
     """
     source = _open(name)
     _check_folder(source.base)
@@ -190,9 +190,9 @@ def weights_folder(name: str | Path) -> Path | str:
 
 
 def find_model(name: str | Path) -> tuple[Path | str, list[Lora]]:
-    """What is behind a name: the base's folder, GGUF file or name on the Hub, and the LoRAs on it, the last one first.
+    """Resolve a name to the base's folder, GGUF file or Hub name, and its LoRAs, the outermost first.
 
-    Reads a few small files and fetches nothing. Raises ValueError or OSError for what cannot be a language model.
+    Reads a few small files and downloads nothing. Raises ValueError or OSError if the name is no language model.
     """
     place, loras = resolve(name), list[Lora]()
     while isinstance(place, Path) and is_lora(place):
@@ -204,7 +204,7 @@ def find_model(name: str | Path) -> tuple[Path | str, list[Lora]]:
 
 
 def end_tokens(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Every token that ends an answer: the tokenizer's and those of the generation config (chat models have two)."""
+    """Return all end tokens: the tokenizer's and those of the generation config (chat models have two)."""
     ids: set[int] = set()
     configured = generation.eos_token_id if generation is not None else None
     for value in (configured, tokenizer.eos_token_id):
@@ -213,10 +213,10 @@ def end_tokens(generation: GenerationConfig | None, tokenizer: PreTrainedTokeniz
 
 
 def context_window(config: PretrainedConfig) -> int:
-    """Positions a model was made for, `sys.maxsize` where its config names none.
+    """Return the context window, `sys.maxsize` if the config names none.
 
-    LongRoPE (Phi-3 and later) turns all keys another way once a context grows beyond the original window, which a
-    cache cannot follow: the original window is the limit.
+    With LongRoPE (Phi-3 and later) the result is the original window. A longer context changes the rotation of all
+    keys, which invalidates cached keys.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -228,13 +228,13 @@ def context_window(config: PretrainedConfig) -> int:
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
-    """True if token ids of one can be used as token ids of the other: same vocabulary, same segmentation.
+    """Whether both tokenizers have the same vocabulary and segmentation, so that token ids are interchangeable.
 
-    The segmentation is compared on a sample text; two tokenizers with the same vocabulary that split it alike differ
-    at most in texts neither of them decodes differently.
+    The function compares the segmentation of one sample text. Tokenizers with the same vocabulary decode token ids to
+    the same text even if they segment other texts differently.
     """
     sample = "Natalia sold 48/2 = 24 clips in May, for $3.50 each.\n\n  Überall, 数学: {x²} #### 1,072\t<b>"
-    # The vocabularies last: a dictionary of a large one takes its time.
+    # Compare the vocabularies last, because building a large dictionary is slow.
     return len(a) == len(b) and (
         a.encode(sample, add_special_tokens=False) == b.encode(sample, add_special_tokens=False)
         and a.get_vocab() == b.get_vocab()
@@ -246,7 +246,7 @@ def _device(device: str | torch.device | None) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
+    except (RuntimeError, AssertionError) as error:  # torch raises AssertionError if built without the device
         raise ValueError(
             f"The device {str(device)!r} is not available here: use 'cpu', or 'cuda' with a GPU."
         ) from error
@@ -263,7 +263,7 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 @dataclass(frozen=True)
 class _Source:
-    """What transformers loads for a name, and the LoRAs that come on top of it, the last one first."""
+    """Base folder or Hub name for transformers, and the LoRAs to merge, the outermost first."""
 
     name: str
     base: Path | str
@@ -271,13 +271,13 @@ class _Source:
 
     @property
     def shown(self) -> str:
-        """The name for messages, with the folder where its weights were put, if that is another one."""
+        """The name for messages, with the folder of the weights if it differs."""
         other = isinstance(self.base, Path) and str(self.base) != self.name
         return f"{self.name!r} (in {self.base})" if other else repr(self.name)
 
 
 def _open(name: str | Path) -> _Source:
-    """Find a model, and make a folder of it where it is a GGUF file."""
+    """Resolve a model name, and dequantise a GGUF file to a folder."""
     base, loras = find_model(name)
     if isinstance(base, str) and is_gguf(base):
         base = _fetch(base)
@@ -287,7 +287,7 @@ def _open(name: str | Path) -> _Source:
 
 
 def _fetch(name: str) -> Path:
-    """One file of a repository on the Hub, through the Hub's cache: "owner/repository/file.gguf"."""
+    """Download one file, "owner/repository/file.gguf", through the Hub's cache."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -317,7 +317,7 @@ def _check_folder(folder: Path | str) -> None:
 
 
 def _tokenizer(source: _Source, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """That of the last LoRA which brings one, else the base's; the same for the chat template."""
+    """Load the tokenizer and chat template of the outermost LoRA that has one, else the base's."""
     template, place = None, source.base
     for lora in source.loras:
         template = template or lora.chat_template
@@ -336,12 +336,12 @@ def _tokenizer(source: _Source, trust_remote_code: bool) -> PreTrainedTokenizerB
 def _weights(
     source: _Source, dtype: str | torch.dtype, trust_remote_code: bool, device: torch.device | None = None
 ) -> PreTrainedModel:
-    """On `device` where they can be read to it, else on the CPU, where LoRAs are merged."""
+    """Load the weights directly to `device` if possible, else to the CPU, where LoRAs are merged."""
     _check_folder(source.base)
     if not source.loras:
         model = _base_weights(source, dtype, trust_remote_code, device)
     else:
-        # Rounding comes last: the base is read as it is stored, or in float32 where that is wanted.
+        # Round last: load the base in its stored dtype, or in float32 if requested.
         stored = dtype if dtype == torch.float32 else "auto"
         model = _base_weights(source, stored, trust_remote_code)
         for lora in reversed(source.loras):
@@ -349,7 +349,7 @@ def _weights(
         if isinstance(dtype, torch.dtype):
             _round(model, dtype)
     if isinstance(source.base, Path) and str(source.base) != source.name:
-        # What is written about the model later names it as the user did, not by a folder of this machine.
+        # Model cards and records name the model as the user did, not by a local folder.
         model.config._name_or_path = source.name
     return model
 
@@ -357,10 +357,10 @@ def _weights(
 def _base_weights(
     source: _Source, dtype: str | torch.dtype, trust_remote_code: bool, device: torch.device | None = None
 ) -> PreTrainedModel:
-    # Straight to a GPU, without a copy of all weights in the host's memory. Transformers needs accelerate for this.
+    # Load straight to a GPU, without a copy in host memory. transformers needs accelerate for this.
     direct = device is not None and device.type != "cpu" and is_accelerate_available()
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its report on missing tensors is a page; the sentence below says it
+    logging.set_verbosity_error()  # hides the page-long report on missing tensors; see the error below
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.base,
@@ -372,7 +372,7 @@ def _base_weights(
     except SafetensorError as error:
         raise ValueError(
             f"The weights of {source.shown} are damaged or incomplete ({first_sentence(error)}) "
-            f"Delete them and download or save the model again."
+            f"Delete the files and download or save the model again."
         ) from error
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise OSError(f"The model {source.shown} cannot be loaded: {first_sentence(error)}") from error
@@ -391,7 +391,7 @@ def _base_weights(
 
 
 def _round(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Parameters only: `model.to(dtype)` would round the frequencies of rotary embeddings too."""
+    """Round the parameters only; `model.to(dtype)` would also round the frequencies of rotary embeddings."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

@@ -1,6 +1,6 @@
-"""A plain peft LoRA as a language model: the base that it names, with the update merged into its weights.
+"""Plain peft LoRAs as language models: merge the update into the weights of the base that the LoRA names.
 
-Merged, it costs nothing at run time, and the packed pass sees ordinary linear layers.
+A merged LoRA costs nothing at run time, and the packed pass runs ordinary linear layers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _WAY_OUT = "export or download the LoRA again"
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA folder: peft's two files, and where present `base_model.json`, a tokenizer, `chat_template.jinja`."""
+    """A LoRA folder: peft's two files, and optionally `base_model.json`, a tokenizer and `chat_template.jinja`."""
 
     folder: Path
     config: Mapping[str, Any]
 
     @property
     def base(self) -> str:
-        """Name of the model that it changes."""
+        """Name of the base model."""
         return self.config["base_model_name_or_path"]
 
     @property
@@ -45,15 +45,15 @@ class Lora:
 
     @property
     def chat_template(self) -> str | None:
-        """The template that replaces the base's, for a LoRA that brings no tokenizer of its own."""
+        """Chat template that replaces the base's, for a LoRA without a tokenizer."""
         path = self.folder / _TEMPLATE
         return path.read_text(encoding="utf-8") if path.is_file() else None
 
     def merge_into(self, model: PreTrainedModel) -> None:
-        """Add the update to the weights of `model`, in float32, and round to their number type once.
+        """Add the update to the weights of `model` in float32, and round to their dtype once.
 
         Raises:
-            ValueError: the model is not the one that the LoRA was trained on, or its weights cannot be added to.
+            ValueError: the LoRA was trained on another model, or the weights are quantised or shared.
         """
         self.check_base(fingerprint(model), self.base)
         try:
@@ -80,7 +80,7 @@ class Lora:
                 weight.copy_(weight.float() + (change.T if isinstance(update.layer, Conv1D) else change))
 
     def check_base(self, weights: str, name: str) -> None:
-        """ValueError if the LoRA was trained on other weights than those with the fingerprint `weights`."""
+        """Raise ValueError if the LoRA was trained on weights with another fingerprint than `weights`."""
         base = self._base_description()
         if base and not same_weights(base["fingerprint"], weights):
             raise ValueError(
@@ -103,33 +103,31 @@ def is_lora(folder: Path) -> bool:
 
 
 def read_lora(folder: Path) -> Lora:
-    """A LoRA whose files are there and whose options are supported; its tensors are read when it is merged.
+    """Check a LoRA's files and options. `merge_into` reads the tensors later.
 
     Raises:
         FileNotFoundError: the weights are missing.
         ValueError: a damaged file, a validity adapter, or a LoRA that cannot be merged.
     """
     if (folder / _VALIDITY_CONFIG).is_file():
-        raise ValueError(
-            f"{folder} is a validity adapter, which judges drafts and is no language model: give it as the adapter."
-        )
+        raise ValueError(f"{folder} is a validity adapter, not a language model: pass it as the adapter.")
     config = read_json(folder / _CONFIG, _WAY_OUT)
     try:
         check_options(config, also=("alora_invocation_tokens",))
     except ValueError as error:
         raise ValueError(f"The LoRA {folder} cannot be merged into its base: {error}.") from error
     if not isinstance(config.get("base_model_name_or_path"), str) or not config["base_model_name_or_path"]:
-        raise ValueError(f"{folder / _CONFIG} does not say which model the LoRA changes (base_model_name_or_path)")
+        raise ValueError(f"{folder / _CONFIG} does not name the LoRA's base model (base_model_name_or_path)")
     if not (folder / _WEIGHTS).is_file():
         raise FileNotFoundError(f"The LoRA {folder} is not complete: {_WEIGHTS} is missing (an interrupted export?).")
     return Lora(folder, config)
 
 
 def describe_base(model: PreTrainedModel, name: str) -> dict[str, Any]:
-    """What `write_base` puts into a LoRA folder. The model must not be wrapped by peft yet."""
+    """Describe a LoRA's base model for `write_base`, before peft wraps the model."""
     return describe_target(model) | {"name": name}
 
 
 def write_base(folder: Path, base: Mapping[str, Any]) -> None:
-    """Say in a LoRA folder which weights it belongs to: others are refused when it is loaded."""
+    """Record the base model in a LoRA folder, so that loading rejects other weights."""
     write_json(folder / _BASE, dict(base))

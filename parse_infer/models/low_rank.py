@@ -1,4 +1,4 @@
-"""peft's LoRA files: which linear layers of a model they update, and by what."""
+"""peft's LoRA files: the linear layers that they update, and the low-rank updates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 _PREFIX = "base_model.model."
-# Options of peft that change what the update is; a LoRA that uses one is refused, never half applied.
+# peft options that change the update; a LoRA with one of them is rejected.
 _UNSUPPORTED = (
     "use_dora",
     "use_qalora",
@@ -31,7 +31,7 @@ _UNSUPPORTED = (
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """`W += b @ a` for one layer, whose weight is W [out, in] (transposed in a Conv1D)."""
+    """Update `W += b @ a` of one layer with weight W [out, in] (transposed in a Conv1D)."""
 
     path: str
     layer: nn.Linear | Conv1D
@@ -42,10 +42,10 @@ class LowRankUpdate:
 
 
 def check_options(config: Mapping[str, Any], also: tuple[str, ...] = ()) -> None:
-    """ValueError for an adapter_config.json that is no LoRA's or sets what is not supported.
+    """Raise ValueError for an adapter_config.json of another adapter type or with an unsupported option.
 
     Args:
-        also: further options that must not be set.
+        also: further unsupported options.
     """
     if config.get("peft_type") != "LORA":
         raise ValueError(f"adapter_config.json describes a {config.get('peft_type')} adapter: only LORA can be loaded")
@@ -59,19 +59,18 @@ def check_options(config: Mapping[str, Any], also: tuple[str, ...] = ()) -> None
 def low_rank_updates(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], model: PreTrainedModel
 ) -> list[LowRankUpdate]:
-    """What `adapter_config.json` and `adapter_model.safetensors` do to the layers of `model`.
+    """Read the updates of `model`'s layers from `adapter_config.json` and `adapter_model.safetensors`.
 
     Raises:
-        ValueError: a layer that the model does not have or the file does not hold, or a tensor whose shape does not
-            fit the layer.
+        ValueError: a layer missing in the model or in the file, or a tensor whose shape does not match the layer.
     """
     name = type(model).__name__
-    # Of a Conv1D (GPT-2) peft goes by the layer too, whatever fan_in_fan_out says.
+    # Like peft, use the layer's type for a Conv1D (GPT-2), not fan_in_fan_out.
     layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
     paths = _adapted_paths(tensors)
     for path in paths:
         if path not in layers:
-            raise ValueError(f"the adapter has weights for {path}, which is no linear layer of the {name}")
+            raise ValueError(f"the adapter has weights for {path}, which is no linear layer of {name}")
     missing = sorted(_targeted(config, layers) - set(paths))
     if missing:
         raise ValueError(f"the adapter has no weights for {missing[0]} ({len(missing)} of its layers are missing)")
@@ -91,12 +90,12 @@ def low_rank_updates(
 
 
 def _mutates_base(config: Mapping[str, Any]) -> bool:
-    """Some initialisations move part of the base weights into the adapter (PiSSA, OLoRA, CorDA, LoftQ, …)."""
+    """Whether the initialisation moves part of the base weights into the adapter (PiSSA, OLoRA, CorDA, LoftQ, …)."""
     return config["init_lora_weights"] not in ("gaussian", "eva", "orthogonal", "true", "false")
 
 
 def _adapted_paths(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Paths of the adapted layers, from tensor names `base_model.model.<path>.lora_A.weight` (and lora_B)."""
+    """Extract the adapted layers' paths from tensor names `base_model.model.<path>.lora_A.weight` (and lora_B)."""
     parts: dict[str, set[str]] = {}
     for key in tensors:
         match = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])\.weight", key)
@@ -112,7 +111,7 @@ def _adapted_paths(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _targeted(config: Mapping[str, Any], layers: Mapping[str, nn.Module]) -> set[str]:
-    """Layers that `target_modules` names (peft's rule: exact path or path suffix; a text is a regular expression)."""
+    """Match layers against `target_modules` by peft's rule: exact path or suffix; a string is a regular expression."""
     targets = config.get("target_modules") or []
     if config.get("layers_to_transform") is not None or config.get("exclude_modules") or targets == "all-linear":
         return set()
@@ -122,7 +121,7 @@ def _targeted(config: Mapping[str, Any], layers: Mapping[str, nn.Module]) -> set
 
 
 def _scaling(config: Mapping[str, Any], path: str, rank: int) -> float:
-    """lora_alpha / rank (or its root for rank-stabilised LoRA), with peft's patterns for single layers."""
+    """Return lora_alpha / rank (its root for rank-stabilised LoRA), with peft's patterns for single layers."""
     alpha = config.get("lora_alpha", 8)
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", path):

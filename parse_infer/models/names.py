@@ -1,4 +1,4 @@
-"""From a name to what it stands for: a model folder, a GGUF file, or a Hugging Face id. Nothing is loaded or fetched.
+"""Resolve model names to a folder, a GGUF file, or a Hugging Face id, without loading or downloading.
 
 A name is a Hugging Face id, a local folder, a GGUF file (`folder/model.gguf`, or `owner/repository/model.gguf` on the
 Hub), "smollm2", or COLLECTION:NAME, a folder of an installed collection: "zoo:target", "zoo:draft", "zoo:adapter", …
@@ -24,10 +24,10 @@ _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def resolve(name: str | Path) -> Path | str:
-    """The local folder or GGUF file behind a name, or the name itself where it is one of the Hugging Face Hub.
+    """Return the local folder or GGUF file of a name, or the name itself if it is a Hugging Face id.
 
-    Raises ValueError for an unknown zoo name, FileNotFoundError for a folder or file that does not exist and for
-    "smollm2" where the package with its weights is not installed.
+    Raises ValueError for an unknown zoo name, and FileNotFoundError for a missing folder or file, or for "smollm2"
+    without the package with its weights.
     """
     text = str(name)
     if text == SMOLLM2:
@@ -54,7 +54,7 @@ def resolve(name: str | Path) -> Path | str:
 
 
 def is_gguf(place: str | Path) -> bool:
-    """Whether a name or path is that of a GGUF file."""
+    """Whether a name or path has the suffix of a GGUF file."""
     return str(place).lower().endswith(".gguf")
 
 
@@ -87,7 +87,7 @@ def _in_collection(collection: str, part: str) -> Path:
 
 
 def _smollm2() -> Path:
-    # The package is a plugin of the program llm: importing it needs llm and llama.cpp, finding its file does not.
+    # Find the file without importing the package, a plugin of the program llm that needs llm and llama.cpp.
     spec = find_spec(_SMOLLM2_PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():
         file = Path(folder) / _SMOLLM2_FILE

@@ -1,4 +1,4 @@
-"""Prompts: a text or chat messages, rendered to token ids by a model's own chat template, or text as it stands."""
+"""Prompts: text or chat messages, rendered to token ids by a model's chat template, or verbatim text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Verbatim:
-    """A prompt that the answer continues as it stands, without a chat template.
+    """A prompt without a chat template, which the answer continues directly.
 
     Attributes:
-        text: what is continued.
-        ids: its tokens, where the caller has chosen them: tokens of the target and of models that share its tokenizer.
+        text: the prompt.
+        ids: the prompt's tokens if the caller chose them, for the target and models that share its tokenizer.
     """
 
     text: str
@@ -35,14 +35,14 @@ class Verbatim:
 
 @dataclass(frozen=True)
 class Chat:
-    """Chat messages with switches of the chat template for this prompt alone, on top of the model's own."""
+    """Chat messages with chat template options for this prompt, in addition to the model's."""
 
     messages: Sequence[Message]
     template_options: Mapping[str, Any]
 
 
 class RenderedPrompt:
-    """A prompt that remembers its token ids for each model, so that no model renders it again.
+    """A prompt that caches its token ids for each model.
 
     Attributes:
         prompt: as the caller gave it.
@@ -50,7 +50,7 @@ class RenderedPrompt:
 
     def __init__(self, prompt: str | Sequence[Message] | Verbatim | Chat) -> None:
         self.prompt = prompt
-        self._ids: dict[int, tuple[object, list[int]]] = {}  # by the model, which stays alive beside its ids
+        self._ids: dict[int, tuple[object, list[int]]] = {}  # by id(model), with a reference that keeps the id unique
 
     @classmethod
     def of(cls, prompt: Prompt) -> RenderedPrompt:
@@ -58,12 +58,12 @@ class RenderedPrompt:
 
     @cached_property
     def as_text(self) -> RenderedPrompt:
-        """The same for a model to which token ids of this prompt mean nothing."""
+        """The prompt as text, for a model that does not share the prompt's token ids."""
         by_ids = isinstance(self.prompt, Verbatim) and self.prompt.ids is not None
         return RenderedPrompt(Verbatim(cast(Verbatim, self.prompt).text)) if by_ids else self
 
     def ids(self, model: object) -> list[int] | None:
-        """Its tokens for the model; None: not known yet."""
+        """Return the cached token ids for the model, or None."""
         known = self._ids.get(id(model))
         return None if known is None else list(known[1])
 
@@ -75,21 +75,21 @@ Prompt = str | Sequence[Message] | Verbatim | Chat | RenderedPrompt
 
 
 def content_of(prompt: Prompt) -> str | Sequence[Message] | Verbatim:
-    """The text or the messages of a prompt."""
+    """Return the text or the messages of a prompt."""
     if isinstance(prompt, RenderedPrompt):
         prompt = prompt.prompt
     return prompt.messages if isinstance(prompt, Chat) else prompt
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """The prompts as a list, and whether they were a list (rather than one text or one list of messages)."""
+    """Return the prompts as a list, and whether they were a list (not one text or one list of messages)."""
     if isinstance(prompts, Sequence) and not isinstance(prompts, str) and not _are_messages(prompts):
         return cast("list[Prompt]", list(prompts)), True
     return [cast("Prompt", prompts)], False
 
 
 def with_drafts(prompts: Sequence[Prompt], is_list: bool, draft_text: str | Sequence[str] | None) -> list[str | None]:
-    """One draft text for each prompt of `as_batch`, or None for each. Raises ValueError for another number of them."""
+    """Return one draft text or None for each prompt of `as_batch`. Raise ValueError if the numbers differ."""
     drafts: Any = [None] * len(prompts) if draft_text is None else draft_text if is_list else [draft_text]
     if isinstance(drafts, str) or len(drafts) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts need as many draft texts, one each, or none.")
@@ -101,7 +101,7 @@ def _are_messages(prompts: Sequence[Any]) -> bool:
 
 
 def open_turn(prompt: Prompt) -> str:
-    """The assistant's text that the answer continues; "" where the answer begins a turn of its own."""
+    """Return the assistant's text that the answer continues; "" if the answer begins a new turn."""
     prompt = content_of(prompt)
     if isinstance(prompt, Verbatim):
         return prompt.text
@@ -111,8 +111,8 @@ def open_turn(prompt: Prompt) -> str:
 
 
 def left_context(prompt: Prompt, ids: Sequence[int]) -> Sequence[int]:
-    """The last of the prompt's tokens `ids`, where the answer continues its text: some decoders strip a space from the
-    first token they are given."""
+    """Return the last prompt tokens if the answer continues the prompt's text, because some decoders strip a space
+    from the first token."""
     return ids[-8:] if open_turn(prompt) else ()
 
 
@@ -121,13 +121,13 @@ def render_prompt(
     prompt: str | Sequence[Message] | Verbatim | Chat,
     template_options: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of the prompt, ready for the answer to follow.
+    """Render the prompt to token ids that the answer continues.
 
-    A text becomes one user message where there is a chat template, and is tokenised as it is where there is none.
-    If the last message is the assistant's, the answer continues it. A `Verbatim` is never put into a template.
-    `template_options` are the template's own switches (Qwen3: `{"enable_thinking": False}`).
+    With a chat template a text becomes one user message; without a template it is tokenized directly. If the last
+    message is the assistant's, the answer continues it. A `Verbatim` uses no template. `template_options` are options
+    of the template (Qwen3: `{"enable_thinking": False}`).
 
-    Raises ValueError for an empty prompt, for messages without a template and for those that the template refuses.
+    Raises ValueError for an empty prompt, for messages without a template, and for messages that the template rejects.
     """
     if isinstance(prompt, Chat):
         _check_options(tokenizer, prompt.template_options)
@@ -155,29 +155,29 @@ def render_prompt(
             continue_final_message=continues,
             **(template_options or {}),
         )
-    except (TemplateError, TypeError) as error:  # templates refuse roles, orders and options they do not know
+    except (TemplateError, TypeError) as error:  # templates reject unknown roles, orders and options
         raise ValueError(f"The chat template of {tokenizer.name_or_path!r} refuses the prompt: {error}.") from error
-    return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has written them already
+    return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has added special tokens
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any] | None = None) -> list[int]:
-    """Token ids that the chat template puts behind an assistant's turn; none where it cannot be told."""
+    """Return the token ids that the chat template appends to an assistant's turn; [] if unknown."""
     marker = "@@TURN@@"
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marker}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **(template_options or {}))
-    except (TemplateError, ValueError):  # ValueError: there is no template
+    except (TemplateError, ValueError):  # ValueError: no template
         return []
-    behind = cast("str", text).rpartition(marker)[2] if marker in text else ""
-    return list(tokenizer(behind, add_special_tokens=False).input_ids)
+    suffix = cast("str", text).rpartition(marker)[2] if marker in text else ""
+    return list(tokenizer(suffix, add_special_tokens=False).input_ids)
 
 
 def _check_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
-    """ValueError for an option that is none of the template's, but of the function that applies it."""
+    """Raise ValueError for an argument of `apply_chat_template` itself, which a prompt must not set."""
     taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     for name in options:
         if name in taken:
-            raise ValueError(f"{name!r} is no switch of the chat template that a prompt may set.")
+            raise ValueError(f"{name!r} is no option of the chat template that a prompt may set.")
 
 
 def _check(prompt: Any) -> None:

@@ -1,4 +1,4 @@
-"""How the next token is chosen from logits: for one text, or for a batch whose rows have settings of their own."""
+"""Sampling of the next token from logits: for one text, or for a batch with separate settings per row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-_GREEDY = 1e-5  # lower temperatures would bring logits out of range
+_GREEDY = 1e-5  # lower temperatures would overflow the logits
 
 
 def _is_finite(value: object) -> bool:
@@ -23,7 +23,7 @@ def _is_whole(value: object) -> bool:
 
 
 def seed_of(*parts: object) -> int:
-    """A seed of 63 bits that depends on all parts (by their text)."""
+    """Return a 63-bit seed that depends on the text of all parts."""
     digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -33,11 +33,10 @@ class Sampling:
     """Sampling settings of one decode.
 
     Attributes:
-        temperature: 0 chooses the most likely token (greedy), and so does anything below 1e-5, as in vLLM; else the
-            logits are divided by it.
-        top_p: keep the smallest set of most likely tokens whose probabilities add up to at least this; 1 keeps all.
+        temperature: divisor of the logits; 0, or a value below 1e-5 as in vLLM, is greedy.
+        top_p: keep the smallest set of most likely tokens with at least this total probability; 1 keeps all.
         top_k: keep this many most likely tokens; 0 keeps all.
-        seed: what all random numbers derive from; None draws them from PyTorch's global generator.
+        seed: seed of all random numbers; None uses PyTorch's global generator.
 
     Raises:
         ValueError: a value outside its range.
@@ -68,9 +67,9 @@ class Sampling:
         return self.temperature < _GREEDY
 
     def generator(self, device: torch.device, *purpose: object) -> torch.Generator | None:
-        """A fresh generator on `device` for one purpose (a role, a round); None where there is no seed.
+        """Create a generator on `device` for one purpose (a role, a round); None without a seed.
 
-        Different purposes have different random numbers: what one model has drawn must not be drawn again by another.
+        Each purpose gets its own random numbers, so that two models do not draw with the same noise.
         """
         if self.seed is None:
             return None
@@ -78,12 +77,12 @@ class Sampling:
 
 
 def without(logits: Tensor, banned: Tensor | None) -> Tensor:
-    """Logits [..., V] in which the tokens `banned` (int64 [n]) have no chance; None bans nothing."""
+    """Set the logits [..., V] of the tokens `banned` (int64 [n]) to -inf; None bans nothing."""
     return logits if banned is None else logits.index_fill(-1, banned, -torch.inf)
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
-    """Token chosen from logits, row by row; no synchronisation with the device.
+    """Choose a token for each row of logits, without a device synchronisation.
 
     Args:
         logits: [..., V].
@@ -100,7 +99,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
 
 
 def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The probabilities [..., V] (float32) that `choose` draws from; sampling must not be greedy."""
+    """Return the probabilities [..., V] (float32) that `choose` draws from; `sampling` must not be greedy."""
     probabilities, ids = _candidates(logits, sampling)
     if ids is not None:
         probabilities = torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, ids, probabilities)
@@ -108,13 +107,13 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One index [...] for each row of probabilities [..., V], which need not add up to 1."""
+    """Draw one index [...] for each row of probabilities [..., V], which need not sum to 1."""
     flat = probabilities.reshape(-1, probabilities.shape[-1])
     return torch.multinomial(flat, 1, generator=generator).view(probabilities.shape[:-1])
 
 
 def uniform_numbers(sampling: Sampling, n: int) -> list[float]:
-    """The `n` numbers in [0, 1) that a row of a batch with this seed samples with; none for a greedy row.
+    """Return the `n` uniform numbers in [0, 1) for a row of a batch with this seed; [] for a greedy row.
 
     Raises:
         ValueError: a sampled row without a seed.
@@ -127,10 +126,10 @@ def uniform_numbers(sampling: Sampling, n: int) -> list[float]:
 
 
 class RowSampling:
-    """The settings of the B rows of a batch.
+    """Sampling settings of the B rows of a batch.
 
-    A row turns one of its own random numbers into a token by the inverse of the cumulative distribution. So what it
-    samples depends on its logits and seed alone, not on its neighbours.
+    Each row maps one of its own random numbers to a token by the inverse of the cumulative distribution. Its samples
+    therefore depend on its logits and seed alone, not on other rows.
     """
 
     def __init__(self, settings: Sequence[Sampling], device: torch.device) -> None:
@@ -145,7 +144,7 @@ class RowSampling:
         self._top_p, self._top_k = column([s.top_p for s in settings]), column([s.top_k for s in settings])
 
     def choose(self, logits: Tensor, uniform: Sequence[float]) -> Tensor:
-        """Next tokens int64 [B] from logits [B, V] and one number in [0, 1) for each row. No synchronisation."""
+        """Choose tokens int64 [B] from logits [B, V] and one number in [0, 1) per row, without synchronisation."""
         best = logits.argmax(-1)
         if self._all_greedy:
             return best
@@ -161,16 +160,16 @@ class RowSampling:
         total = cumulative[:, -1:]
         wanted = torch.tensor(uniform, device=logits.device)[:, None] * total
         index = (cumulative <= wanted).sum(-1, keepdim=True)
-        last = (cumulative < total).sum(-1, keepdim=True)  # the last token that can be drawn, should `wanted` round up
+        last = (cumulative < total).sum(-1, keepdim=True)  # the last possible token, in case `wanted` rounds up
         index = torch.minimum(index, last)
         chosen = index if ids is None else ids.gather(-1, index)
         return torch.where(self._greedy, best, chosen[:, 0])
 
 
 def _candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """Probabilities of the tokens that may be chosen, and their ids (None: all in order).
+    """Return the probabilities of the candidate tokens, and their ids (None: the whole vocabulary in order).
 
-    The order is transformers': temperature, then top-k, then top-p on what is left.
+    As in transformers: temperature, then top-k, then top-p on the remaining tokens.
     """
     scores, ids = logits.float() / sampling.temperature, None
     if 0 < sampling.top_k < scores.shape[-1]:
@@ -182,7 +181,7 @@ def _candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | No
 
 
 def _nucleus(probabilities: Tensor, top_p: float | Tensor) -> Tensor:
-    """Descending probabilities [..., V] without those behind a mass of `top_p`; exactly 1 keeps all of them."""
+    """Set descending probabilities [..., V] after a mass of `top_p` to 0; exactly 1 keeps all."""
     mass_before = probabilities.cumsum(-1) - probabilities
-    behind = mass_before >= top_p
-    return probabilities.masked_fill(behind & (top_p < 1) if isinstance(top_p, Tensor) else behind, 0.0)
+    dropped = mass_before >= top_p
+    return probabilities.masked_fill(dropped & (top_p < 1) if isinstance(top_p, Tensor) else dropped, 0.0)

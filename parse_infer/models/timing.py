@@ -1,4 +1,4 @@
-"""Times things against each other, in turn, so that a machine that slows down slows all of them down."""
+"""Interleaved timing of several steps, so that a slowdown of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parse_infer.models.devices import wait_for
 
 @dataclass(frozen=True)
 class Step:
-    """Something that is timed: `run`, after an untimed `prepare`."""
+    """A timed `run` after an untimed `prepare`."""
 
     name: str
     prepare: Callable[[], Any]
@@ -23,7 +23,7 @@ class Step:
 
 
 def measure(todo: Sequence[Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each step, by name and round; the third of three in a row counts, since in use many follow."""
+    """Return the seconds of each step by name and round. Only the last of three consecutive runs counts (warm)."""
     seconds: dict[str, list[float]] = {step.name: [] for step in todo}
     for _ in track(range(rounds), "timing", transient=True):
         for step in todo:

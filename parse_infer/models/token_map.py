@@ -1,8 +1,7 @@
-"""Tokens of a draft model with a reduced vocabulary as tokens of its target, and back.
+"""Mapping between the tokens of a target and of a draft model with a reduced vocabulary.
 
-A reduced vocabulary (recipe `tokenizer` with `base_tokenizer`, as EAGLE's d2t) has few of the target's tokens, so the
-draft model has a small output layer; each of its tokens is one of the target's. The other way round a token of the
-target may be several of the draft model's.
+A reduced vocabulary (recipe `tokenizer` with `base_tokenizer`, like EAGLE's d2t) is a subset of the target's, so that
+the draft model has a small output layer. A token of the target may correspond to several tokens of the draft model.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from parse_infer.models.loading import same_tokenizer
 
 
 class TokenMap:
-    """Which token of `target` each token of `draft` is.
+    """Maps each token of `draft` to a token of `target`.
 
     Attributes:
-        draft_ids, target_ids: the same tokens in both vocabularies, none of them twice; where both tokenizers are the
-            same (`is_identity`) every id of them.
+        draft_ids, target_ids: ids of the shared tokens in both vocabularies, each once; all ids if both tokenizers are
+            the same (`is_identity`).
     """
 
     def __init__(
@@ -35,8 +34,8 @@ class TokenMap:
         self._from_target: dict[int, tuple[int, ...]] = {b: (a,) for a, b in (to_target or {}).items()}
 
     def from_target(self, token: int) -> tuple[int, ...]:
-        """The target's `token` in tokens of the draft model: one, several that have its bytes together, or none for an
-        id without a token (padding)."""
+        """Translate the target's `token` to draft tokens: one token, several tokens with the same bytes together, or
+        none for an id without a token (padding)."""
         if self.is_identity:
             return (token,)
         if token not in self._from_target:
@@ -49,14 +48,14 @@ class TokenMap:
         name = self._target.convert_ids_to_tokens(token)
         if name is None:
             return []
-        if name in self._target.get_added_vocab():  # written as it is read, not in the alphabet of bytes
+        if name in self._target.get_added_vocab():  # plain text, not in the byte alphabet
             return self._draft.encode(name, add_special_tokens=False)
-        # The model of the tokenizer takes bytes that are no character by themselves; the tokenizer would not.
+        # The tokenizer's inner model accepts bytes that form no character; the tokenizer itself does not.
         return [piece.id for piece in _backend(self._draft).model.tokenize(name)]
 
 
 class TranslatedContext:
-    """The target's context in tokens of the draft model. Only what has changed since the last call is translated."""
+    """The target's context in tokens of the draft model. Each call translates only the changed tokens."""
 
     def __init__(self, tokens: TokenMap) -> None:
         self._tokens = tokens
@@ -65,7 +64,7 @@ class TranslatedContext:
         self._ends: list[int] = []  # for each target token the number of draft tokens up to it
 
     def follow(self, ids: Sequence[int]) -> list[int]:
-        """The draft tokens of the context `ids`."""
+        """Return the draft tokens of the context `ids`."""
         common = common_prefix(self._read, ids)
         del self._read[common:], self._ends[common:]
         del self._ids[self._ends[-1] if common else 0 :]
@@ -77,11 +76,11 @@ class TranslatedContext:
 
 
 def token_map(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> TokenMap | None:
-    """How tokens of `draft` are tokens of `target`; None where they are not.
+    """Build the token map; None if tokens of `draft` are not tokens of `target`.
 
-    They are where both tokenizers are the same, and where `draft` is a byte-level BPE inside that of `target`: each of
-    its tokens, padding aside, is one of the target's, both split text into words alike, and put its tokens together in
-    the same way. An end token of a name of its own is the target's end token.
+    A map exists for equal tokenizers, and for a byte-level BPE `draft` that is a subset of `target`. A subset has all
+    its tokens except padding in the target, and both tokenizers split words and merge tokens in the same way. An end
+    token with another name maps to the target's end token.
     """
     if same_tokenizer(draft, target):
         return TokenMap(draft, target, None)
@@ -106,7 +105,7 @@ def token_map(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The Rust tokenizer, None without one."""
+    """Return the Rust tokenizer, or None."""
     return getattr(tokenizer, "backend_tokenizer", None)
 
 

@@ -1,4 +1,4 @@
-"""How a model reads and writes, its weights aside: tokenizer, chat template, end tokens, window."""
+"""`TokenizerSpec`: a model without its weights, that is tokenizer, chat template, end tokens and context window."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from parse_infer.models.sampling import Sampling
 class TokenizerSpec(ABC):
     """
     Attributes:
-        name: as it was given.
-        template_options: switches of the chat template, for example `{"enable_thinking": False}`.
-        eos_ids: every token that ends an answer.
-        window: tokens that prompt and answer may have together.
+        name: as the caller gave it.
+        template_options: options of the chat template, for example `{"enable_thinking": False}`.
+        eos_ids: all end tokens.
+        window: context window, for prompt and answer together.
     """
 
     name: str
@@ -31,19 +31,19 @@ class TokenizerSpec(ABC):
     @property
     @abstractmethod
     def n_embeddings(self) -> int:
-        """Number of tokens the model embeds, which may be more than its tokenizer knows (padding)."""
+        """Number of embedded tokens, which may exceed the tokenizer's vocabulary (padding)."""
 
     @property
     @abstractmethod
     def generation(self) -> GenerationConfig | None:
-        """The model's own settings, where it has any."""
+        """The model's generation config, or None."""
 
     @property
     def default_sampling(self) -> Sampling:
-        """What a server samples with where a request does not say; elsewhere this library is greedy until it is told.
+        """Sampling defaults of a server; outside servers this library defaults to greedy.
 
-        Temperature, top-p and top-k of the generation config, as vLLM takes them. Greedy where it names no
-        temperature, unless its `do_sample` says otherwise. Raises ValueError for a value outside its range.
+        As in vLLM: temperature, top-p and top-k of the generation config. Without a temperature, greedy unless
+        `do_sample` is set. Raises ValueError for a value outside its range.
         """
         own = self.generation
         if own is None:
@@ -55,27 +55,26 @@ class TokenizerSpec(ABC):
 
     @cached_property
     def end_token(self) -> int | None:
-        """The token that stands for "the answer ends here" where this library writes one itself: that which the chat
-        template puts behind an assistant's turn, else the tokenizer's own."""
+        """The end token that this library appends: the chat template's token after an assistant's turn, else the
+        tokenizer's end token."""
         candidates = [*end_of_turn(self.tokenizer, self.template_options), self.tokenizer.eos_token_id]
         return next((token for token in candidates if token in self.eos_ids), min(self.eos_ids, default=None))
 
     def render(self, prompt: Prompt) -> list[int]:
-        """Token ids of the prompt in this model's own chat template.
+        """Render the prompt to token ids with this model's chat template.
 
-        Raises ValueError if it is empty, leaves no room for an answer in the context window or has a token that the
-        model does not know.
+        Raises ValueError if the prompt is empty, fills the context window, or has a token unknown to the model.
         """
         ids = self.encode(prompt)
         if len(ids) >= self.window:
             raise ValueError(
                 f"The prompt has {len(ids)} tokens for {self.name!r}, whose context window is {self.window}: "
-                f"shorten it or use a model with a longer window."
+                f"shorten the prompt or use a model with a longer window."
             )
         return ids
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """As `render`, however long it is."""
+        """Render the prompt without a check of its length."""
         rendered = RenderedPrompt.of(prompt)
         ids = rendered.ids(self)
         if ids is None:
@@ -85,31 +84,31 @@ class TokenizerSpec(ABC):
         return ids
 
     def check_tokens(self, ids: Iterable[int]) -> None:
-        """ValueError for a token that the model does not know."""
+        """Raise ValueError for a token unknown to the model."""
         size = self.n_embeddings
-        strange = next((token for token in ids if not 0 <= token < size), None)
-        if strange is not None:
-            raise ValueError(f"{strange} is no token of {self.name!r}, which has tokens 0 to {size - 1}.")
+        unknown = next((token for token in ids if not 0 <= token < size), None)
+        if unknown is not None:
+            raise ValueError(f"{unknown} is no token of {self.name!r}, which has tokens 0 to {size - 1}.")
 
 
 def reads_alike(a: TokenizerSpec, b: TokenizerSpec, prompt: Prompt) -> bool:
-    """Whether models with the same tokens (`same_tokenizer`) also render the prompt to the same ones."""
+    """Whether models with the same tokens (`same_tokenizer`) also render the prompt to the same token ids."""
     prompt = RenderedPrompt.of(prompt).prompt
     if isinstance(prompt, Verbatim) and prompt.ids is not None:
         return True
     one, other = a.tokenizer, b.tokenizer
     if isinstance(prompt, Verbatim) or (one.chat_template is None and other.chat_template is None):
-        return one("").input_ids == other("").input_ids  # what they put around a text by themselves
+        return one("").input_ids == other("").input_ids  # special tokens that they add to a text
     return (one.chat_template, dict(a.template_options), one.special_tokens_map) == (
         *(other.chat_template, dict(b.template_options), other.special_tokens_map),
     )
 
 
 def check_vocabulary(language: TokenizerSpec) -> None:
-    """ValueError if the tokenizer can produce a token that the model has no embedding for."""
+    """Raise ValueError if the tokenizer can produce a token without embedding."""
     highest = max(language.tokenizer.get_vocab().values(), default=0)
     if highest >= language.n_embeddings:
         raise ValueError(
             f"The tokenizer of {language.name!r} goes up to token {highest}, but the model embeds only "
-            f"{language.n_embeddings} tokens: they do not belong together."
+            f"{language.n_embeddings} tokens: tokenizer and model do not match."
         )

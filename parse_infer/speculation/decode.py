@@ -44,7 +44,7 @@ def speculate(
 ) -> Iterator[int]:
     """Yield new tokens as `decoder.decode` does, after fewer forwards.
 
-    The context may run ahead of what has been yielded: `seek` before using the decoder for anything else.
+    The decoder's context may be ahead of the yielded tokens: call `seek` before any other use of the decoder.
 
     Raises:
         ValueError: the context is empty.
@@ -53,14 +53,14 @@ def speculate(
     sampling = sampling or Sampling()
     if generator is None:
         generator = sampling.generator(decoder.device)
-    room, banned = max_new_tokens, decoder.token_index(banned_ids)
-    decoder.reserve(len(decoder.ids), room)
+    remaining, banned = max_new_tokens, decoder.token_index(banned_ids)
+    decoder.reserve(len(decoder.ids), remaining)
     # The first token needs no speculation if its logits are known, as after a verification pass.
-    logits = decoder.next_logits()[None] if room > 0 and decoder.knows_next else None
-    while room > 0:
+    logits = decoder.next_logits()[None] if remaining > 0 and decoder.knows_next else None
+    while remaining > 0:
         tree = TokenTree((), ())
         if logits is None:
-            tree = drafter.guess(decoder.ids, room - 1, sampling, generator)
+            tree = drafter.guess(decoder.ids, remaining - 1, sampling, generator)
             logits = decoder.logits(read_guess(decoder, tree))
         path, last = accept_tree(without(logits, banned), tree, sampling, generator)
         logits = None
@@ -69,13 +69,13 @@ def speculate(
         new = [*(tree.tokens[node] for node in path), last]
         decoder.append(last)
         edits = decoder.edits
-        for token in new[:room]:
+        for token in new[:remaining]:
             yield token
             if decoder.edits != edits:
                 raise RuntimeError("the context was changed during speculate(): call speculate() again after seek()")
             if token in decoder.eos_ids:
                 return
-        room -= len(new)
+        remaining -= len(new)
 
 
 def read_guess(decoder: Decoder, tree: TokenTree) -> Tensor:

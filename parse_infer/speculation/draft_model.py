@@ -37,7 +37,7 @@ class DraftModelProposer:
                 "speculation needs a draft model with the same tokenizer or a reduced vocabulary of it"
             )
         if draft.decoder is model.decoder:
-            raise ValueError("a draft model needs a decoder of its own: give dataclasses.replace(draft)")
+            raise ValueError("draft model and target must not share a decoder: pass dataclasses.replace(draft)")
         if tokens < 1:
             raise ValueError(f"a chain needs at least 1 token, not {tokens}")
         if not 0 <= confidence <= 1:

@@ -1,8 +1,8 @@
-"""The backbone of Llama-like models, without the work that transformers' own forward adds to every token.
+"""Faster backbone for Llama-like models, without the per-token overhead of transformers' forward.
 
-The same modules and weights, and the same results up to rounding; what is left out is the bookkeeping between them:
-masks for tokens that see everything, a rotary table for each step, a dozen small operations in each norm and rotation.
-For one token of a small model on a CPU that bookkeeping costs more than the matrices (docs/benchmarks.md).
+The backbone uses the same modules and weights and gives the same results up to rounding. It omits masks for tokens
+that see everything, the rotary table of each step, and a dozen small operations in each norm and rotation. For one
+token of a small model on a CPU this overhead costs more than the matrix products (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from parse_infer.models.cpu.fused_step import FusedStep, is_hooked, rotate
 from parse_infer.models.growing_kv_cache import new_cache
 
 _MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
-_ROUNDINGS = 10  # of the number type, each half of its epsilon
-# Kinds of rotary position embedding whose angles depend on nothing but the position.
+_ROUNDINGS = 10  # tolerance, in roundings of half the dtype's epsilon
+# Kinds of rotary position embedding whose angles depend on the position alone.
 _ROTARY = ("default", "linear", "llama3", "yarn")
 
 
@@ -48,7 +48,7 @@ class _Layer:
 
 
 class FastBackbone:
-    """From token ids to final-norm hidden states, for one sequence. Made by `for_model`."""
+    """Maps token ids to final-norm hidden states, for one sequence. Created by `for_model`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         backbone: Any = getattr(model, model.base_model_prefix)
@@ -63,64 +63,64 @@ class FastBackbone:
 
     @classmethod
     def for_model(cls, model: PreTrainedModel) -> FastBackbone | None:
-        """None for a model that needs its own forward: another architecture, sliding windows, several devices."""
+        """Create the backbone; None for other architectures, sliding windows or several devices."""
         backbone: Any = getattr(model, model.base_model_prefix)
         if type(backbone).__name__ not in _MODELS or not type(backbone).__module__.startswith("transformers."):
             return None
         rotary = getattr(text_config(model), "rope_parameters", None) or {}
         windows = list(layer_windows(model).values())
         modules = list(model.modules())
-        hooked = any(hasattr(m, "_hf_hook") for m in modules)  # accelerate moves weights or inputs about
+        hooked = any(hasattr(m, "_hf_hook") for m in modules)  # accelerate moves weights or inputs
         devices = {p.device for p in model.parameters()}
         if rotary.get("rope_type") not in _ROTARY or windows != [None] or hooked or len(devices) != 1:
             return None
         return cls(model)
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, cache: Cache, mask: Tensor | None, heard: dict[int, Tensor]
+        self, tokens: Tensor, positions: Tensor, cache: Cache, mask: Tensor | None, captured: dict[int, Tensor]
     ) -> Tensor:
-        """One forward; the cache grows by T tokens.
+        """Run one forward; the cache grows by T tokens.
 
         Args:
-            tokens, positions: int64 [1, T]; a chain has the positions that follow on the cache.
-            mask: what trailing tokens see, bool [1, 1, n, context + T] (`split_attention_forward`); None: all of the T
-                tokens are a chain.
-            heard: gets what enters the layers that are its keys.
+            tokens, positions: int64 [1, T]; a chain has the positions after the cache.
+            mask: attention mask of the trailing tokens, bool [1, 1, n, context + T] (`split_attention_forward`); None:
+                the T tokens are a chain.
+            captured: receives the inputs of the layers that are its keys.
 
         Returns:
             [1, T, H].
         """
-        self._check_places()
+        self._check_modules()
         n, past = tokens.shape[1], cache.get_seq_length()
         if past == 0:
             self._check_fused()
         x = self._embed(tokens)
         self._prepare_angles(past + n, x)
         if self._fused is not None and n == 1 and mask is None:
-            return self._fused(x, self._cos[past], self._sin[past], cache, heard)
+            return self._fused(x, self._cos[past], self._sin[past], cache, captured)
         at = past if n == 1 and mask is None else positions[0]
         cos, sin = self._cos[at], self._sin[at]
         if mask is None and n > 1 and past:
             mask = torch.empty(1, 1, 0, past + n, dtype=torch.bool, device=x.device)  # causal throughout
         for i, layer in enumerate(self._layers):
-            if i in heard:
-                heard[i] = x
+            if i in captured:
+                captured[i] = x
             x = x + self._attention(i, layer, x, cos, sin, cache, mask)
             x = x + self._mlp(layer, x)
         return _rms(self._norm, x)
 
     @torch.inference_mode()
     def agrees(self, tokens: Tensor) -> bool:
-        """Whether the model's own forward computes the same from a few tokens, int64 [1, T].
+        """Whether the model's own forward gives the same results on a few tokens, int64 [1, T].
 
-        Each part of each layer is compared for itself, on the input that it had in the model's own forward. In 16 bits
-        the whole may differ by half of a state although each part is right (SmolLM2-135M in bfloat16), since later
-        layers enlarge what earlier ones have rounded. A part's rows differed by 4.4 roundings at most, in bfloat16 and
-        float16, over random models 32 to 1,024 wide, the embedded pair and SmolLM2. Ten are allowed: 4 % in bfloat16.
+        The check compares each part of each layer separately, on its input from the model's own forward. In 16 bits
+        later layers amplify rounding errors: final states may differ by half their norm although each part is right
+        (SmolLM2-135M in bfloat16). Over random models 32 to 1,024 wide, the embedded pair and SmolLM2, a part's rows
+        differed by at most 4.4 roundings in bfloat16 and float16. The tolerance is ten roundings: 4 % in bfloat16.
         """
         own, n = _OwnStates.of(self._backbone, tokens), tokens.shape[1]
         if not len(self._layers) == len(own.attended) == len(own.fed) == len(own.entering) - 1:
-            return False  # a part is left out, or runs twice
+            return False  # the model skips or repeats a part
         parts, cache = (slice(0, n - 1), slice(n - 1, n)), new_cache()
         self._prepare_angles(n, own.entering[0])
         pairs = [(self._embed(tokens), own.entering[0]), (_rms(self._norm, own.entering[-1]), own.hidden)]
@@ -133,23 +133,23 @@ class FastBackbone:
         same = max(_difference(a, b) for a, b in pairs) <= max(_ROUNDINGS * info.eps / 2, 1e-5)
         if not same or info.bits < 32:
             return same
-        cache, places = new_cache(), torch.arange(n, device=tokens.device)[None]  # with the fused step of one token
-        whole = [self(tokens[:, p], places[:, p], cache, None, {}) for p in parts]
+        cache, positions = new_cache(), torch.arange(n, device=tokens.device)[None]  # includes the fused step
+        whole = [self(tokens[:, p], positions[:, p], cache, None, {}) for p in parts]
         return _difference(torch.cat(whole, dim=1), own.hidden) <= 1e-4
 
     @property
     def steps_rows(self) -> bool:
-        """Whether `step_rows` may be asked. Weights that have changed are found here, and nowhere else."""
-        self._check_places()
+        """Whether `step_rows` is available. Only this property detects changed weights for `step_rows`."""
+        self._check_modules()
         self._check_fused()
         return self._fused is not None
 
     def step_rows(self, tokens: Tensor, slots: Tensor, rows: Cache, visible: Tensor) -> Tensor:
-        """One token for each of B texts at their own positions.
+        """Run one token for each of B texts at their own positions.
 
         Args:
-            tokens, slots: int64 [B, 1]: which, and where.
-            rows: their keys and values, `BatchedKVCache` with these slots placed.
+            tokens, slots: int64 [B, 1], token ids and positions.
+            rows: keys and values, a `BatchedKVCache` after `place` with these slots.
             visible: bool [B, 1, 1, keys].
 
         Returns:
@@ -165,12 +165,12 @@ class FastBackbone:
     def _attention(
         self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, mask: Tensor | None
     ) -> Tensor:
-        """What the attention of a layer adds to its input [1, T, H]."""
+        """Compute the attention update of a layer for its input [1, T, H]."""
         return layer.output(self._attend(i, layer, _rms(layer.before, x), cos, sin, cache, mask))
 
     @staticmethod
     def _mlp(layer: _Layer, x: Tensor) -> Tensor:
-        """What the MLP of a layer adds to the state behind its attention [1, T, H]."""
+        """Compute the MLP update of a layer for the state after its attention [1, T, H]."""
         y = _rms(layer.between, x)
         return layer.down(layer.activation(layer.gate(y)).mul_(layer.up(y)))
 
@@ -185,21 +185,21 @@ class FastBackbone:
         value = layer.value(x).view(1, n, -1, size).transpose(1, 2)
         keys, values = cache.update(key, value, i)
         scaling = layer.attention.scaling
-        if n == 1 and mask is None:  # one token sees all: the heads of a group are so many queries of one head
+        if n == 1 and mask is None:  # one token sees all keys, so heads of a group become queries of one head
             query = query.view(1, self._kv_heads, self._groups, size)
             out = nn.functional.scaled_dot_product_attention(query, keys, values, scale=scaling)  # type: ignore[arg-type]
             return out.reshape(1, 1, -1)
         out, _ = split_attention_forward(layer.attention, query, keys, values, mask, scaling=scaling)  # type: ignore[arg-type]
         return out.reshape(1, n, -1)
 
-    def _check_places(self) -> None:
-        if not all(children[name] is module for children, name, module in self._places):
-            self._read_layers()  # somebody has wrapped linears, as peft does
+    def _check_modules(self) -> None:
+        if not all(children[name] is module for children, name, module in self._children):
+            self._read_layers()  # another library, such as peft, has wrapped linears
 
     def _read_layers(self) -> None:
         self._layers = [_layer(layer) for layer in self._backbone.layers]
         parts = (part for layer in self._backbone.layers for part in (layer.self_attn, layer.mlp))
-        self._places = [(part._modules, name, child) for part in parts for name, child in part._modules.items()]
+        self._children = [(part._modules, name, child) for part in parts for name, child in part._modules.items()]
         self._fuse()
 
     def _fuse(self) -> None:
@@ -207,8 +207,8 @@ class FastBackbone:
         self._stamp = self._weights_stamp()
 
     def _check_fused(self) -> None:
-        """Fuse again if weights have changed in place or layers got hooks. This is looked at where a context begins
-        from nothing (`seek([])`), since what is cached is the old weights'."""
+        """Fuse again if weights have changed in place or layers got hooks. This check runs at the start of an empty
+        context (`seek([])`), because a cache from the old weights would be invalid."""
         if self._stamp != self._weights_stamp():
             self._fuse()
 
@@ -218,7 +218,7 @@ class FastBackbone:
         return [*versions, *(is_hooked(linear) for layer in self._layers for linear in layer.linears)]
 
     def _prepare_angles(self, end: int, x: Tensor) -> None:
-        """Tables for positions below `end`: cosines, and sines with the sign that `rotate` wants; [T, head size]."""
+        """Extend the tables below position `end`: cosines, and sines with the signs for `rotate`; [T, head size]."""
         if end > len(self._cos) or self._cos.dtype != x.dtype or self._cos.device != x.device:
             cos, sin = self._rotary(x, torch.arange(max(1024, 2 * end), device=x.device)[None])
             half = self._head_size // 2
@@ -238,12 +238,12 @@ def _layer(layer: Any) -> _Layer:
 
 @dataclass(frozen=True)
 class _OwnStates:
-    """What the model's own forward computes, [1, T, H] each.
+    """States in the model's own forward, [1, T, H] each.
 
     Attributes:
-        entering: the input of every layer and of the last norm.
-        attended, fed: what the attention and the MLP of each layer add.
-        hidden: the final-norm states.
+        entering: inputs of every layer and of the last norm.
+        attended, fed: updates by the attention and by the MLP of each layer.
+        hidden: final-norm states.
     """
 
     entering: list[Tensor]
@@ -275,7 +275,7 @@ class _OwnStates:
 
 
 def _difference(ours: Tensor, own: Tensor) -> float:
-    """The largest difference of two rows, [1, T, H], relative to the length of the own one."""
+    """Return the largest row difference of two [1, T, H] tensors, relative to the norm of the model's own row."""
     difference = torch.linalg.vector_norm(ours.float() - own.float(), dim=-1)
     return float((difference / torch.linalg.vector_norm(own.float(), dim=-1).clamp_min(1e-20)).max())
 

@@ -1,7 +1,7 @@
-"""A step of one token for a small model on a CPU: a third of the time of a small model's step goes to calls, not to
-matrices, so products of the same input become one, and the weights of norms move into them.
+"""Fused one-token step for small models on a CPU.
 
-The weights exist twice then, which is why this is for small models only.
+Function calls take a third of a small model's step. The fused step merges products of the same input into one and
+folds norm weights into them. It copies the weights, so it is for small models only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from parse_infer.models.cpu.prepacked_linear import PrepackedLinear
 
-LARGEST = 64 * 2**20  # bytes of linear weights; beyond it the matrices take most of the time
+LARGEST = 64 * 2**20  # bytes of linear weights; in larger models the matrix products dominate
 
 Product = Callable[[Tensor], Tensor]
 
@@ -27,9 +27,9 @@ class _Layer:
     """Products of one layer.
 
     Attributes:
-        attention: of the input: query, key, value.
+        attention: input to query, key and value.
         output, down: into the residual stream.
-        gate_up: of the state between attention and MLP.
+        gate_up: state between attention and MLP to gate and up.
     """
 
     attention: Product
@@ -41,7 +41,7 @@ class _Layer:
 
 
 class FusedStep:
-    """Made by `of`."""
+    """One decode step; created by `of`."""
 
     def __init__(self, layers: Sequence[Any], norm: Any, config: Any, head_size: int) -> None:
         self._norm = norm
@@ -54,7 +54,7 @@ class FusedStep:
     @classmethod
     @torch.inference_mode()
     def of(cls, layers: Sequence[Any], norm: Any, config: Any, head_size: int) -> FusedStep | None:
-        """From the parts of the layers (`fast_backbone`) and the last norm; None where this is not for the model."""
+        """Create a step from the parts of the layers (`fast_backbone`) and the last norm; None if unsupported."""
         linears = [linear for layer in layers for linear in layer.linears]
         if not all(type(m) in (nn.Linear, PrepackedLinear) and not is_hooked(m) for m in linears):
             return None
@@ -69,23 +69,21 @@ class FusedStep:
         return cls(layers, norm, config, head_size)
 
     def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, heard: dict[int, Tensor], mask: Tensor | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, inputs: dict[int, Tensor], mask: Tensor | None = None
     ) -> Tensor:
-        """From the embeddings of the next tokens of B texts to their final-norm states, both [B, 1, H].
-
-        The cache grows by them.
+        """Map the embeddings of the next tokens of B texts to final-norm states, both [B, 1, H], and grow the cache.
 
         Args:
-            cos, sin: of their positions, [head size] or [B, 1, 1, head size]; for `rotate`.
-            heard: gets what enters the layers that are its keys.
-            mask: added to the scores of the keys, [B, 1, 1, keys]; None: each token sees all.
+            cos, sin: tables at the tokens' positions, [head size] or [B, 1, 1, head size], for `rotate`.
+            inputs: receives the inputs of the layers that are its keys.
+            mask: added to the attention scores, [B, 1, 1, keys]; None: each token sees all.
         """
         x, size = x[:, 0], self._head_size
         queries = self._kv_heads * self._groups
         rotated = queries + self._kv_heads  # heads
         for i, layer in enumerate(self._layers):
-            if i in heard:
-                heard[i] = x[:, None]
+            if i in inputs:
+                inputs[i] = x[:, None]
             parts = layer.attention(self._normed(x)).view(len(x), -1, 1, size)
             turned = rotate(parts[:, :rotated], cos, sin)
             keys, values = cache.update(turned[:, queries:], parts[:, rotated:], i)
@@ -97,7 +95,7 @@ class FusedStep:
         return (self._normed(x) * self._norm.weight)[:, None]
 
     def _normed(self, x: Tensor) -> Tensor:
-        """x [B, H] over the root mean square of each row; two steps for one row, where `rms_norm` takes ten."""
+        """Divide x [B, H] by the root mean square of each row; one row takes two operations instead of ten."""
         if len(x) == 1:
             row = x[0]
             return x * (torch.dot(row, row).item() / len(row) + self._epsilon) ** -0.5
@@ -106,34 +104,34 @@ class FusedStep:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody listens to it."""
+    """Whether the module has forward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """`x * cos + rotate_half(x) * sin` of transformers, for [1, heads, T, head size]; the sine of the first half is
-    negative."""
+    """Compute transformers' `x * cos + rotate_half(x) * sin` for [1, heads, T, head size], with negated sines in the
+    first half."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
 
 
 def _fused(layer: Any) -> _Layer:
     readers = (layer.query, layer.key, layer.value)
-    packed = isinstance(layer.query, PrepackedLinear)
+    prepacked = isinstance(layer.query, PrepackedLinear)
     attention = torch.cat([reader.weight for reader in readers]) * layer.before.weight
     bias = torch.cat([reader.bias for reader in readers]) if layer.query.bias is not None else None
     gate_up = torch.cat([layer.gate.weight, layer.up.weight]) * layer.between.weight
     return _Layer(
-        _product(attention, bias, packed),
-        _product(layer.output.weight, layer.output.bias, packed),
-        _product(gate_up, None, packed),
-        _product(layer.down.weight, layer.down.bias, packed),
+        _product(attention, bias, prepacked),
+        _product(layer.output.weight, layer.output.bias, prepacked),
+        _product(gate_up, None, prepacked),
+        _product(layer.down.weight, layer.down.bias, prepacked),
         layer.activation,
         layer.attention.scaling,
     )
 
 
-def _product(weight: Tensor, bias: Tensor | None, packed: bool) -> Product:
-    if not packed:
+def _product(weight: Tensor, bias: Tensor | None, prepacked: bool) -> Product:
+    if not prepacked:
         weight = weight.detach()
         return lambda x: linear(x, weight, bias)
     module = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")

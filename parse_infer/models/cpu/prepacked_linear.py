@@ -1,8 +1,8 @@
-"""Linear layers whose weights lie in memory as oneDNN wants them: the layout in which a CPU reads them fastest.
+"""Linear layers with weights in oneDNN's own memory layout, the fastest layout on a CPU.
 
-A decode step is bound by reading every weight once. In the ordinary layout PyTorch's matrix library reaches about half
-of the memory's speed on such products with one row; in oneDNN's own layout nearly all of it (docs/benchmarks.md).
-`torch.compile` does the same to frozen weights.
+A decode step is bound by memory bandwidth. With one input row, PyTorch's matrix library reaches about half of the
+bandwidth in the ordinary layout, and nearly all of it in oneDNN's layout (docs/benchmarks.md). `torch.compile` also
+prepacks frozen weights.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-SMALL = (
-    16 * 2**20
-)  # bytes of linear weights; a model below it stays in the caches, where the ordinary product is faster
+SMALL = 16 * 2**20  # bytes of linear weights; smaller models fit in CPU caches, where the ordinary layout is faster
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PrepackedLinear(nn.Linear):
-    """Computes what `linear` computes, without gradients. Its dense `weight` is made anew whenever it is asked for."""
+    """Computes the results of `linear`, without gradients. Each access to `weight` creates a dense copy."""
 
     def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -42,12 +40,12 @@ class PrepackedLinear(nn.Linear):
         memo[id(self)] = copy
         copy.__dict__.update(self.__dict__)
         copy._parameters = dict(self._parameters)
-        return copy  # of the same weights, which nothing changes
+        return copy  # shares the weights, which never change
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PrepackedLinear:
         moved = fn(torch.empty(0, dtype=self.packed.dtype))
         if moved.device.type != "cpu" or moved.dtype != self.packed.dtype:
-            raise ValueError("this model was prepared for the CPU: load it again with the device and dtype you want")
+            raise ValueError("this model was prepacked for the CPU: load it again with the device and dtype you want")
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -56,10 +54,10 @@ class PrepackedLinear(nn.Linear):
 
 
 def pack_linears(model: PreTrainedModel) -> int:
-    """Replace the linear layers of a large model on a CPU by packed ones, in place. It cannot be trained afterwards.
+    """Replace the linear layers of a large CPU model by prepacked layers, in place. The model is no longer trainable.
 
     Returns:
-        How many were replaced: none where oneDNN is not there, or gives another product than PyTorch.
+        The number of replaced layers; 0 if oneDNN is unavailable or differs from PyTorch.
     """
     found = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m.weight.dtype in _DTYPES}
     size = sum(m.weight.nbytes for m in found.values())
@@ -77,21 +75,21 @@ def pack_linears(model: PreTrainedModel) -> int:
 
 
 def n_parameters(model: PreTrainedModel) -> int:
-    """Weights of the model, packed ones included; an output layer tied to the embedding counts once."""
-    packed = [m for m in model.modules() if isinstance(m, PrepackedLinear)]
+    """Count the model's weights, prepacked layers included; an output layer tied to the embedding counts once."""
+    prepacked = [m for m in model.modules() if isinstance(m, PrepackedLinear)]
     if model.config.get_text_config(decoder=True).tie_word_embeddings:
-        packed = [m for m in packed if m is not model.get_output_embeddings()]
-    return sum(p.numel() for p in model.parameters()) + sum(m.in_features * m.out_features for m in packed)
+        prepacked = [m for m in prepacked if m is not model.get_output_embeddings()]
+    return sum(p.numel() for p in model.parameters()) + sum(m.in_features * m.out_features for m in prepacked)
 
 
 def _trustworthy(linear: nn.Linear) -> bool:
-    """Whether the packed product exists in this build of PyTorch and equals the ordinary one."""
+    """Whether this build of PyTorch has the prepacked product, and its result equals the ordinary product."""
     x = torch.linspace(-1, 1, 3 * linear.in_features, dtype=linear.weight.dtype).view(1, 3, -1)
     with torch.inference_mode():
         expected = linear(x)
         try:
-            packed = PrepackedLinear(linear)
-            got = torch.cat([packed(x[:, :1]), packed(x)[:, 1:]], dim=1)
+            prepacked = PrepackedLinear(linear)
+            got = torch.cat([prepacked(x[:, :1]), prepacked(x)[:, 1:]], dim=1)
         except (AttributeError, NotImplementedError, RuntimeError):
             return False
     exact = expected.dtype == torch.float32

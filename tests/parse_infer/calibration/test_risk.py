@@ -26,7 +26,7 @@ def test_a_p_value_is_rarely_small_where_the_risk_is_above_the_promise(risk):
 
 def test_bad_losses_are_named():
     for losses in ([], [0.5, 1.0], [-1]):
-        with pytest.raises(ValueError, match="0 or 1, at least one"):
+        with pytest.raises(ValueError, match="a non-empty list of 0 or 1"):
             p_value(losses, 0.1)
 
 

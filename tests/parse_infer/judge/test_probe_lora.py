@@ -184,7 +184,7 @@ BROKEN = {
         without(without(t, "1.mlp.up_proj.lora_A.weight"), "1.mlp.up_proj.lora_B.weight"),
     ),
     "holds no weights": lambda c, t: (c, {}),
-    "no linear layer of the LlamaForCausalLM": lambda c, t: (
+    "no linear layer of LlamaForCausalLM": lambda c, t: (
         c,
         {key.replace("layers.1", "layers.9"): value for key, value in t.items()},
     ),

@@ -190,7 +190,7 @@ def test_a_base_of_another_shape_or_architecture(broken, make_model, tokenizer, 
     assert "does not fit its base" in (text := refusal(broken)) and "have shapes" in text
     shallow = make_model("llama_gqa", num_hidden_layers=1)
     change_config(broken, base_model_name_or_path=str(save_base(tmp_path / "shallow", shallow, tokenizer)))
-    assert "no linear layer of the LlamaForCausalLM" in refusal(broken)
+    assert "no linear layer of LlamaForCausalLM" in refusal(broken)
 
 
 def test_layers_that_the_base_does_not_have(broken):
@@ -208,7 +208,7 @@ def test_an_output_layer_that_is_the_embedding_too(base, tmp_path):
         ({"use_dora": True}, "use_dora=True, which is not supported"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"peft_type": "IA3"}, "IA3 adapter"),
-        ({"base_model_name_or_path": None}, "does not say which model"),
+        ({"base_model_name_or_path": None}, "does not name the LoRA's base model"),
         ({"base_model_name_or_path": "./gone"}, "no folder './gone'"),
         ({"base_model_name_or_path": "zoo:gone"}, "not an embedded model"),
     ],

@@ -36,7 +36,7 @@ def test_a_prompts_own_switches_add_to_the_models(thinking):
 
 @pytest.mark.parametrize("name", ["tokenize", "messages", "chat_template", "add_generation_prompt", "conversation"])
 def test_a_prompt_switches_nothing_but_the_template(thinking, name):
-    with pytest.raises(ValueError, match=f"'{name}' is no switch"):
+    with pytest.raises(ValueError, match=f"'{name}' is no option"):
         thinking.render(Chat(USER, {name: "x"}))
 
 

@@ -104,7 +104,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (PLAIN, {"prompt": "a", "min_tokens": 17}, "min_tokens is 17, but max_new_tokens is 16"),
     (PLAIN, {"prompt": "a", "stop_token_ids": [260]}, "260 is no token"),
     (PLAIN, {"prompt": "a", "stop_token_ids": [True]}, "stop_token_ids.0: "),
-    (CHAT, {"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "'tokenize' is no switch"),
+    (CHAT, {"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "'tokenize' is no option"),
     (CHAT, {"messages": USER, "structured_outputs": {"choice": ["a"]}}, "use response_format"),
     (CHAT, {"messages": USER, "parse": {"treshold": 1}}, "parse.treshold is no field"),
     (PLAIN, {"prompt": [True]}, "prompt: give"),
