@@ -137,7 +137,7 @@ def create_app(
         handler.check_model(body.model)
         response.headers.update(warning_header(handler.warnings(body)))
         async with queue.place(0):  # takes no place in the queue, but has the time limit
-            with errors.refusals():
+            with errors.value_errors_as_400():
                 if body.chat is not None:
                     _, ids = await backend.render(body.chat)
                 else:
@@ -150,7 +150,7 @@ def create_app(
         handler.check_model(body.model)
         response.headers.update(warning_header(handler.warnings(body)))
         async with queue.place(0):
-            with errors.refusals("tokens"):
+            with errors.value_errors_as_400("tokens"):
                 return DetokenizeAnswer(prompt=await backend.decode(body.tokens))
 
     @app.get("/tokenizer_info")

@@ -56,7 +56,7 @@ class ApiError(Exception):
 
 
 @contextmanager
-def refusals(param: str | None = None) -> Iterator[None]:
+def value_errors_as_400(param: str | None = None) -> Iterator[None]:
     """Turn a ValueError of the block into a 400 error."""
     try:
         yield

@@ -1,7 +1,7 @@
 """Start-up self-check: a server with other validities than the local backend does not start.
 
-A complete engine judges the reference draft before it takes requests, through its own scheduler, cache and graphs:
-once with an empty cache and once with the blocks of the first run.
+A complete engine judges the reference draft through its own scheduler, cache and graphs, before it takes requests.
+The first run has an empty cache; the second run reuses its blocks.
 """
 
 from __future__ import annotations

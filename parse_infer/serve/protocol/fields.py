@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from parse_infer.acceptance import Acceptance
 from parse_infer.models.sampling import Sampling, seed_of
-from parse_infer.serve.errors import refusals
+from parse_infer.serve.errors import value_errors_as_400
 from parse_infer.settings import GenerationSettings, Resume
 
 LONGEST_STOP = 1000  # characters
@@ -225,7 +225,7 @@ class AnswerBody(Body):
         drafts = sampling.temperature if options.draft_temperature is None else options.draft_temperature
         kept = ("threshold", "risk", "mode", "resume", "acceptance", "exact_tail", "max_rounds", "adaptive")
         given = {name: value for name in kept if (value := getattr(options, name)) not in (None, "target")}
-        with refusals():
+        with value_errors_as_400():
             return GenerationSettings(
                 max_new_tokens=max_new_tokens,
                 stop=self.stop_strings,
