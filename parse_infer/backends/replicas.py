@@ -119,20 +119,15 @@ class ReplicaPool:
             RequestRejected: a server rejects the request.
             Replaced: no healthy replica has the adapter.
         """
-        body = self._addressed(body)
-        return await self._tried(lambda url: self._client.post(url, body), lease, judging=judging)
+        body = self._with_common_fields(body)
+        return await self._with_retries(lambda url: self._client.post(url, body), lease, judging=judging)
 
     async def ask_one(self, server: Server, body: dict[str, Any]) -> Any:
         """Send the request once to this replica, healthy or not. Raises TransientServerError or RequestRejected."""
-        return await self._client.post(f"{server.url}/v1/completions", self._addressed(body))
+        return await self._client.post(f"{server.url}/v1/completions", self._with_common_fields(body))
 
     async def written(
-        self,
-        ids: Sequence[int],
-        most: int,
-        settings: dict[str, Any],
-        lease: Lease | None = None,
-        watched: bool = True,
+        self, ids: Sequence[int], most: int, settings: dict[str, Any], lease: Lease | None = None, watched: bool = True
     ) -> AsyncGenerator[list[int], None]:
         """Yield at most `most` tokens after `ids`: streamed if `watched`, else all at once, which costs less.
 
@@ -140,7 +135,7 @@ class ReplicaPool:
         """
         if not watched:
             body = self._body(ids, most, settings)
-            yield await self._tried(lambda url: self._client.whole(url, body), lease)
+            yield await self._with_retries(lambda url: self._client.whole(url, body), lease)
             return
         got: list[int] = []
         tried = FailedAttempts()
@@ -164,9 +159,9 @@ class ReplicaPool:
 
         Raises as `ask` does. A stream that has begun is not retried.
         """
-        body = self._addressed(body)
+        body = self._with_common_fields(body)
         if not body.get("stream"):
-            yield await self._tried(lambda url: self._client.post(url, body), None, path)
+            yield await self._with_retries(lambda url: self._client.post(url, body), None, path)
             return
         begun, tried = False, FailedAttempts()
         while tried.left and not begun:
@@ -186,13 +181,13 @@ class ReplicaPool:
     async def _examine(self, server: Server) -> None:
         await self.examine(server)  # looks the attribute up at each call
 
-    def _addressed(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _with_common_fields(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"model": self.model} | body | self.fields
 
     def _body(self, ids: Sequence[int], most: int, settings: dict[str, Any]) -> dict[str, Any]:
-        return self._addressed({"prompt": list(ids), "max_tokens": most, **settings})
+        return self._with_common_fields({"prompt": list(ids), "max_tokens": most, **settings})
 
-    async def _tried(
+    async def _with_retries(
         self,
         request: Callable[[str], Awaitable[Any]],
         lease: Lease | None,

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 NO_DRAFTER = "none"
 # Draft model and adapter of each embedded target.
-PAIRS = {
-    "zoo:target": ("zoo:draft", "zoo:adapter"),
-    "zoo:smollm2": ("zoo:smollm2-draft", "zoo:smollm2-adapter"),
-}
+PAIRS = {"zoo:target": ("zoo:draft", "zoo:adapter"), "zoo:smollm2": ("zoo:smollm2-draft", "zoo:smollm2-adapter")}
 PAIR_NAMES = {"tiny": "zoo:target", "smollm2": "zoo:smollm2"}
 
 
@@ -48,8 +45,7 @@ class ModelOptions:
         bool, typer.Option("--zero-shot", help="No adapter: prompt the target to judge each prefix.")
     ] = False
     calibration: Annotated[
-        str | None,
-        typer.Option(help="calibration.json for --risk; default: the file in the adapter's folder."),
+        str | None, typer.Option(help="calibration.json for --risk; default: the file in the adapter's folder.")
     ] = None
     target_drafter: Annotated[
         str,
@@ -69,12 +65,10 @@ class ModelOptions:
         ),
     ] = None
     backend: Annotated[
-        str,
-        typer.Option(metavar="local|vllm", help="vllm: vLLM servers and concurrent requests (docs/vllm.md)."),
+        str, typer.Option(metavar="local|vllm", help="vllm: vLLM servers and concurrent requests (docs/vllm.md).")
     ] = "local"
     target_url: Annotated[
-        list[str] | None,
-        typer.Option(help="Target server for --backend vllm; repeatable. Default: start one."),
+        list[str] | None, typer.Option(help="Target server for --backend vllm; repeatable. Default: start one.")
     ] = None
     draft_url: Annotated[
         list[str] | None, typer.Option(help="Draft server for --backend vllm; repeatable. Default: start one.")

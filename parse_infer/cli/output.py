@@ -70,12 +70,7 @@ def stream_answers(
                 _print_cost(done)
 
 
-def answer_file(
-    engine: ParseEngine,
-    rows: Sequence[PromptRow],
-    settings: GenerationSettings,
-    folder: str,
-) -> None:
+def answer_file(engine: ParseEngine, rows: Sequence[PromptRow], settings: GenerationSettings, folder: str) -> None:
     """Append each answer to `records.jsonl` of the folder, in the order of the rows.
 
     Raises ValueError for a folder that holds answers to other prompts, or from other models or settings.

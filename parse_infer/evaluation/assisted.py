@@ -1,4 +1,4 @@
-"""Token-level speculation by transformers itself (`model.generate(assistant_model=…)`), with the same two models."""
+"""Assisted generation of transformers (`model.generate(assistant_model=…)`), with the same two models."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ Schedule = Literal["constant", "heuristic"]
 
 @dataclass(frozen=True)
 class AssistantSettings:
-    """How the assistant drafts; None leaves transformers' own default (20 tokens, confidence 0.4, constant)."""
+    """Settings of the assistant; None: transformers' own default (20 tokens, confidence 0.4, constant)."""
 
     tokens: int | None = None
-    """The most tokens before the target looks."""
+    """Largest number of tokens before the target verifies."""
     confidence: float | None = None
-    """It stops earlier behind a token of a lower probability; 0: never. Where scikit-learn is installed, transformers
-    tunes it within each answer, beginning from here."""
+    """The assistant stops after a token of lower probability; 0: never. With scikit-learn installed, transformers
+    tunes this value within each answer, from this start."""
     schedule: Schedule | None = None
-    """"heuristic" changes `tokens` within an answer: two more if all held, else one less."""
+    """"heuristic" changes `tokens` within an answer: two more if all were accepted, else one less."""
 
     @classmethod
     def parse(cls, name: str) -> AssistantSettings:
-        """From "assisted:tokens=8:confidence=0.3:schedule=heuristic", each part optional.
+        """Parse "assisted:tokens=8:confidence=0.3:schedule=heuristic"; each part is optional.
 
         Raises ValueError for an unknown key or a value out of range.
         """
@@ -58,8 +58,10 @@ class AssistantSettings:
 
     @contextmanager
     def on(self, assistant: PreTrainedModel) -> Iterator[None]:
-        """They are the assistant's inside the block: transformers reads them from its generation config, and a
-        heuristic schedule also writes there."""
+        """Apply the settings to the assistant's generation config inside the block, then restore it.
+
+        transformers reads them there, and a heuristic schedule also writes them there.
+        """
         config: Any = assistant.generation_config
         wanted = {
             "num_assistant_tokens": self.tokens,
@@ -77,10 +79,10 @@ class AssistantSettings:
 
 
 class TransformersGeneration:
-    """Greedy answers by transformers' own loop: assisted by `draft`, or plain where there is none.
+    """Greedy answers by transformers' own loop, assisted by `draft` if given.
 
-    A draft model with a reduced vocabulary assists in the target's (`in_target_vocabulary`), one with another
-    tokenizer by way of text, as transformers does by itself.
+    A draft model with a reduced vocabulary assists in the target's vocabulary (`in_target_vocabulary`). A draft model
+    with another tokenizer assists through text, as transformers implements it.
     """
 
     def __init__(
@@ -105,10 +107,10 @@ class TransformersGeneration:
 
     @torch.inference_mode()
     def generate(self, prompt: Prompt, settings: GenerationSettings) -> Generation:
-        """Answer one prompt. Of the settings, `max_new_tokens` applies.
+        """Answer one prompt. Of the settings, only `max_new_tokens` applies.
 
-        Statistics: every draft forward proposes one token; every target forward adds one token of its own to the
-        draft tokens that it accepts.
+        Statistics: every draft forward proposes one token; every target forward adds one own token to the accepted
+        draft tokens.
         """
         target = self._target
         prompt_ids = target.render(prompt)
@@ -135,7 +137,7 @@ class TransformersGeneration:
 
 @contextmanager
 def _counted(model: nn.Module | None) -> Iterator[list[int]]:
-    """Counts the forwards of `model` inside the block."""
+    """Count the forwards of `model` inside the block."""
     calls = [0]
 
     def count(module: nn.Module, arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""The figure of a benchmark: speed-up against accuracy, over thresholds, the chosen one marked."""
+"""Figure of a benchmark: speed-up against accuracy over thresholds, with the chosen threshold marked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image
 from parse_infer.evaluation.results_file import digest
 from parse_infer.files import atomic_write
 
-ORIGIN = "Results"  # key of the text in a PNG that says which results it shows
+ORIGIN = "Results"  # PNG text key of the digest of the shown results
 CURVES = {"parse": ("PARSE, trained judge", "#1b7837"), "parse-zero-shot": ("PARSE, zero-shot judge", "#b2611d")}
 POINTS = {
     "target": ("target alone", "o", "#222222"),
@@ -26,10 +26,10 @@ POINTS = {
 
 
 def draw_figure(results: dict[str, Any], path: Path) -> None:
-    """Write a PNG. All of it shows the same problems: those of the sweep where there is one, else all.
+    """Write a PNG. All points use the same problems: those of the sweep if there is one, else all.
 
-    The file says in its text which results it shows; see `drawn_from`.
-    Without the target among the modes, speed is in tokens per second.
+    The file's metadata holds the digest of the results; see `drawn_from`.
+    Without mode "target", speed is in tokens per second.
     """
     sweep = results["sweep"]
     modes = sweep["modes"] if sweep else results["modes"]
@@ -54,7 +54,7 @@ def draw_figure(results: dict[str, Any], path: Path) -> None:
             _point(axes, modes[name], speed, label + own, marker, colour, 7)
     scored = results["environment"].get("scored", True)
     axes.set_xlabel(
-        f"{'right answers' if scored else 'answers as the target gives them'}, % (bars: 95 % interval; {n} problems)"
+        f"{'right answers' if scored else 'same answers as the target'}, % (bars: 95 % interval; {n} problems)"
     )
     axes.set_ylabel("speed-up over the target alone (tokens/s)" if speed == "speedup" else "tokens/s")
     axes.margins(x=0.08)
@@ -65,7 +65,7 @@ def draw_figure(results: dict[str, Any], path: Path) -> None:
 
 
 def plain(axes: Axes) -> None:
-    """The look of every figure: from zero upwards, a faint grid, no frame."""
+    """Apply the common style: y axis from zero, a faint grid, no frame."""
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
@@ -74,7 +74,7 @@ def plain(axes: Axes) -> None:
 
 
 def drawn_from(path: Path) -> str | None:
-    """The digest of the results that a figure shows; None for no such file, or one that says nothing."""
+    """Digest of the results that a figure shows; None without the file or its digest."""
     if not path.is_file():
         return None
     with Image.open(path) as image:
@@ -82,7 +82,7 @@ def drawn_from(path: Path) -> str | None:
 
 
 def _curve(axes: Axes, points: list[dict[str, Any]], speed: str, label: str, colour: str) -> None:
-    """Thresholds as a line; neighbours at the same place share a label."""
+    """Plot the thresholds as a line; points that nearly coincide share a label."""
     if not points:
         return
     xs, ys = [100 * p["accuracy"] for p in points], [p[speed] for p in points]

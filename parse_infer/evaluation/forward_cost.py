@@ -1,7 +1,7 @@
-"""What every kind of forward costs at a pair's real size, with random weights: no download, any device.
+"""Time every kind of forward at a pair's real size, with random weights: no download, any device.
 
-All are timed in turn, round by round. Random weights say nothing about how many guesses hold, so for each drafter the
-table gives the tokens per target forward from which on it pays.
+Rounds interleave all forwards. Random weights give no acceptance rates, so the table gives each token proposer's
+break-even: the tokens per target forward from which it pays.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ SHAPES = {
 }
 STEP, DRAFT_STEP, PACKED, PREFILL = "target, one token", "draft model, one token", "packed pass", "prefill, no probes"
 CHAIN, TREE = "target, chain of 5", "target, tree of 16"
-_GUESS, _KEPT, _EVERY, _PROBE = 5, 3, 32, 2  # tokens: of a chain, kept of it on average, between cuts, of a probe
-_RANK, _TOKEN_RANK = 16, 64  # of the judge
+_CHAIN_TOKENS, _KEPT, _EVERY, _PROBE = 5, 3, 32, 2  # tokens: per chain, accepted of it, between cuts, per probe
+_RANK, _TOKEN_RANK = 16, 64  # ranks of the judge's LoRA and of token doubt
 
 
 def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> LanguageModel:
-    """A model of this shape (a key of `SHAPES`, Hugging Face id or folder) whose weights are random.
+    """Build a model of this shape (a key of `SHAPES`, Hugging Face id or folder) with random weights.
 
     Raises ValueError or OSError for an unknown shape.
     """
@@ -79,7 +79,7 @@ def _config(shape: str) -> PretrainedConfig:
 
 
 def _check_memory(shapes: Sequence[str], device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ValueError where the weights alone are more than what is free."""
+    """Raise ValueError if the weights alone exceed the free memory."""
     needed = 0
     for shape in shapes:
         with torch.device("meta"):
@@ -89,21 +89,21 @@ def _check_memory(shapes: Sequence[str], device: torch.device, dtype: torch.dtyp
     if free is not None and needed > free:
         raise ValueError(
             f"{' and '.join(shapes)} have {needed / 2**30:.1f} GiB of weights in {str(dtype).removeprefix('torch.')}, "
-            f"and {free / 2**30:.1f} GiB are free on {device}: choose smaller shapes or a smaller --dtype"
+            f"but only {free / 2**30:.1f} GiB are free on {device}: choose smaller shapes or a smaller --dtype"
         )
 
 
 def steps(target: LanguageModel, draft: LanguageModel, context: int, drafted: int) -> list[Step]:
-    """All that PARSE and the token drafters run, behind `context` tokens; a draft has `drafted`."""
+    """All forwards of PARSE and the token proposers after `context` tokens, with a draft of `drafted` tokens."""
     ids = torch.randint(3, 2000, (context + drafted,)).tolist()
     rest = ids[context:]
-    chain, tree = range(-1, _GUESS - 1), [-1] * 4 + [i // 2 for i in range(12)]
+    chain, tree = range(-1, _CHAIN_TOKENS - 1), [-1] * 4 + [i // 2 for i in range(12)]
     cuts = [*range(_EVERY, drafted, _EVERY), drafted]
     main, small = target.decoder, draft.decoder
     verifier = Verifier(main, random_judge(target), Segmenter(target.tokenizer))
 
     def at(decoder: Decoder, n: int = context) -> Callable[[], None]:
-        """The first n tokens are the context, and all but the last are in the cache."""
+        """Set the context to the first n tokens, with all but the last in the KV cache."""
 
         def prepare() -> None:
             decoder.seek(ids[: n - 1])
@@ -122,34 +122,30 @@ def steps(target: LanguageModel, draft: LanguageModel, context: int, drafted: in
         Step(STEP, at(main), look_ahead(main, ())),
         Step(CHAIN, at(main), look_ahead(main, chain)),
         Step(TREE, at(main), look_ahead(main, tree)),
-        Step(
-            PACKED,
-            at(main),
-            lambda: verifier.verify(rest, cuts),
-        ),
+        Step(PACKED, at(main), lambda: verifier.verify(rest, cuts)),
         Step(PREFILL, at(main), lambda: main.forward(rest).hidden.sum().item()),
         Step(DRAFT_STEP, at(small), look_ahead(small, ())),
     ]
     for name, drafter in _heads(target).items():
-        # As after a forward that kept some guesses: their features have not been read by the head.
+        # The state after a forward that accepted some tokens: the head has not read their features yet.
         decoder = drafter.model.decoder
 
         def prepare(decoder: Decoder = decoder, drafter: Any = drafter) -> None:
             at(decoder)()
-            drafter.guess(decoder.ids, _GUESS, Sampling(), None)
+            drafter.guess(decoder.ids, _CHAIN_TOKENS, Sampling(), None)
             decoder.seek(ids[: context + _KEPT - 1])
             decoder.forward()
             decoder.seek(ids[: context + _KEPT])
 
         def guess(decoder: Decoder = decoder, drafter: Any = drafter) -> None:
-            assert drafter.guess(decoder.ids, _GUESS, Sampling(), None).tokens
+            assert drafter.guess(decoder.ids, _CHAIN_TOKENS, Sampling(), None).tokens
 
         found.append(Step(name, prepare, guess))
     return found
 
 
 def random_judge(target: LanguageModel) -> ValidityAdapter:
-    """A judge of the size that `recipes/train.yaml` trains, with random weights: its update, head and token doubt."""
+    """A judge (LoRA, head and token doubt) of the size in `recipes/train.yaml`, with random weights."""
     model, size = target.model, target.model.config.get_text_config(decoder=True).hidden_size
     linears = [m for m in getattr(model, model.base_model_prefix).modules() if isinstance(m, nn.Linear)]
     with torch.device(model.device):
@@ -181,27 +177,27 @@ def _heads(target: LanguageModel) -> dict[str, Any]:
         heads = {
             "eagle3": EagleHead(eagle),
             "parallel": EagleHead(replace(eagle, parallel_drafting=True, ptd_token_id=0)),
-            "medusa": MedusaHead(MedusaConfig(own.hidden_size, own.vocab_size, _GUESS, 1, small)),
+            "medusa": MedusaHead(MedusaConfig(own.hidden_size, own.vocab_size, _CHAIN_TOKENS, 1, small)),
         }
     for name, head in heads.items():
         head.to(weight.dtype).eval().requires_grad_(False)
         make: Any = MedusaDrafter if isinstance(head, MedusaHead) else EagleDrafter
         for shape, top_k in (("chain", 1), ("tree", 4)):
-            # A decoder of its own keeps the features.
-            found[f"{name}, {shape}"] = make(head, replace(target), tokens=_GUESS, top_k=top_k)
+            # The copy's own decoder stores the features.
+            found[f"{name}, {shape}"] = make(head, replace(target), tokens=_CHAIN_TOKENS, top_k=top_k)
     return found
 
 
 def forward_costs(
     target: str, draft: str, context: int, drafted: int, rounds: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Table, str]:
-    """Time all of it for two shapes; see `report`."""
+    """Time all forwards of two shapes; see `report`."""
     torch.manual_seed(0)
     _check_memory((target, draft), device, dtype)
     pair = [random_model(shape, device, dtype) for shape in (target, draft)]
     if context + drafted + _PROBE > min(lm.window for lm in pair):
         raise ValueError(
-            f"{context} tokens of context and {drafted} of draft do not fit the context windows "
+            f"{context} context tokens and {drafted} draft tokens exceed the context windows "
             f"{[lm.window for lm in pair]}: choose fewer"
         )
     with torch.inference_mode():
@@ -209,7 +205,7 @@ def forward_costs(
 
 
 def report(seconds: dict[str, list[float]], drafted: int) -> tuple[Table, str]:
-    """The table, and what PARSE can reach at most with a draft of this many tokens."""
+    """Build the table, and a summary of PARSE's largest speed-up with a draft of this many tokens."""
     median = {name: statistics.median(times) for name, times in seconds.items()}
     table = Table("forward", box=SIMPLE_HEAD)
     table.columns[0].no_wrap = True
@@ -219,16 +215,16 @@ def report(seconds: dict[str, list[float]], drafted: int) -> tuple[Table, str]:
         quarter, ordered = len(times) // 4, sorted(times)
         half = f"{1e3 * ordered[quarter]:.2f}-{1e3 * ordered[-1 - quarter]:.2f}"
         pays = ""
-        if name == DRAFT_STEP:  # as a token drafter
-            pays = f"{(_GUESS * median[name] + median[CHAIN]) / median[STEP]:.2f}"
+        if name == DRAFT_STEP:  # the draft model as token proposer
+            pays = f"{(_CHAIN_TOKENS * median[name] + median[CHAIN]) / median[STEP]:.2f}"
         elif name.endswith((", chain", ", tree")):
             look = median[CHAIN if name.endswith("chain") else TREE]
             pays = f"{(median[name] + look) / median[STEP]:.2f}"
         table.add_row(name, f"{1e3 * median[name]:.2f}", half, f"{median[name] / median[STEP]:.2f}", pays)
     limit = drafted * median[STEP] / (drafted * median[DRAFT_STEP] + median[PACKED])
     return table, (
-        f"A draft of {drafted} tokens that is kept whole comes {limit:.2f} times as fast as from the target; with a "
-        f"draft that costs nothing {drafted * median[STEP] / median[PACKED]:.1f} times. The probes make the pass "
-        f"{median[PACKED] / median[PREFILL]:.2f} times as long as a prefill. Pays from: tokens per target forward "
-        "that a drafter must bring."
+        f"A fully accepted draft of {drafted} tokens is {limit:.2f} times as fast as the target alone; with a free "
+        f"draft, {drafted * median[STEP] / median[PACKED]:.1f} times. With probes, the pass takes "
+        f"{median[PACKED] / median[PREFILL]:.2f} times as long as a prefill. Pays from: break-even of a token "
+        "proposer in tokens per target forward."
     )

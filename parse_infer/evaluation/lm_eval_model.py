@@ -1,4 +1,4 @@
-"""An engine as lm-eval sees it: a model that answers each request twice, alone and with PARSE, side by side."""
+"""lm-eval model over an engine: it answers each request with the target alone and with PARSE."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Record:
     """One answer of one mode. Tokens are target tokens."""
 
     request: str
-    """Tells everything the answer depends on: task, problem, prompt, stops and budget."""
+    """Digest of task, problem, prompt, stop strings and token limit."""
     mode: str
     task: str
     problem: int
     text: str
-    """As lm-eval gets it, without the stop string that ended it."""
+    """Text for lm-eval, without the final stop string."""
     seconds: float
-    """Wall clock from prompt to answer, all caches empty at the start."""
+    """Wall-clock time from prompt to answer, from empty caches."""
     n_tokens: int
     finish_reason: str
     target_forwards: int
@@ -58,21 +58,20 @@ class _Request:
 
 
 class ParseLM(LM):
-    """The model of an evaluation; generates, and has no log-likelihoods.
+    """lm-eval model that generates, without log-likelihoods.
 
-    Whichever `mode` is evaluated first, a request is answered in both, one right after the other, so that whatever
-    slows the machine down slows both. The other mode's evaluation finds its answers in the store, as does a run that
-    goes on where another was interrupted.
+    The first evaluation answers each request in both modes, one right after the other, so that a slow machine affects
+    both alike. The other mode's evaluation, and a continued run, read the stored answers.
 
     Args:
-        store: where answers are kept.
-        settings: how PARSE answers; `max_new_tokens` and `stop` are the tasks' own.
-        max_new_tokens: instead of the tasks' own.
-        console: where the progress bar is drawn.
+        store: store of answers.
+        settings: settings of PARSE; the tasks set `max_new_tokens` and `stop`.
+        max_new_tokens: overrides the tasks' own limit.
+        console: console of the progress bar.
 
     Attributes:
-        mode: of `MODES`; whose answers lm-eval gets.
-        asked: requests of the last evaluation, by task: keys of the store but for the mode.
+        mode: the mode in `MODES` whose answers lm-eval gets.
+        asked: requests of the last evaluation, by task: store keys without the mode.
     """
 
     def __init__(
@@ -93,9 +92,9 @@ class ParseLM(LM):
         self._console = console or Console(stderr=True)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The answers of `mode`, each cut before the first stop string.
+        """Return the answers of `mode`, each cut before its first stop string.
 
-        Raises ValueError for a prompt beyond a model's context window, before any is answered.
+        Raises ValueError for a prompt beyond a model's context window, before it answers any prompt.
         """
         asked = [self._read(instance) for instance in requests]
         self.asked = {}
@@ -105,19 +104,19 @@ class ParseLM(LM):
         return [self._store.records[each.digest, self.mode].text for each in asked]
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Always a ValueError."""
+        """Raise ValueError: answers of two models have no log-likelihood."""
         raise ValueError(
-            f"task {requests[0].task_name!r} asks for log-likelihoods, which an answer that two models write does not "
-            "have: name a task that generates its answers"
+            f"task {requests[0].task_name!r} needs log-likelihoods, which answers of two models do not have: choose a "
+            "task that generates its answers"
         )
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        """Always a ValueError."""
+        """Raise ValueError, as `loglikelihood` does."""
         self.loglikelihood(requests)
         return []
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The messages as they are: each of the two models puts them into a template of its own."""
+        """Encode the messages unchanged: each of the two models applies its own template."""
         return _CHAT + json.dumps(chat_history)
 
     @property
@@ -138,7 +137,7 @@ class ParseLM(LM):
         return _Request(task, problem, prompt, settings, digest)
 
     def _answer(self, requests: Sequence[_Request]) -> None:
-        """Answer what is not answered yet, each time starting with the other mode."""
+        """Run the missing answers, alternating which mode comes first."""
         pending = [
             (request, mode)
             for i, request in enumerate(requests)
@@ -158,7 +157,7 @@ class ParseLM(LM):
         with Progress(*columns, TimeRemainingColumn(), console=self._console) as progress:
             bar = progress.add_task("warm-up", total=len(requests) * 2, completed=len(requests) * 2 - len(pending))
             for mode in MODES:
-                self._timed(pending[0][0], mode)  # not counted: first calls are slower
+                self._timed(pending[0][0], mode)  # warm-up
             for request, mode in pending:
                 progress.update(bar, description=request.task)
                 self._store.append(self._record(request, mode))
@@ -186,4 +185,4 @@ class ParseLM(LM):
         return timed(engine, Mode(mode, lambda prompt: generate(prompt, request.settings)), request.prompt)
 
 
-_CHAT = "\x00chat:"  # a prompt that is messages: lm-eval carries prompts as texts
+_CHAT = "\x00chat:"  # marks a prompt of encoded messages: lm-eval passes prompts as text

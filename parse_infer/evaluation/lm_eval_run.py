@@ -1,4 +1,4 @@
-"""The evaluation: lm-eval's tasks answered by the target alone and by PARSE, accuracy beside speed."""
+"""Evaluation of the target alone and PARSE on lm-eval's tasks: accuracy and speed."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from parse_infer.models.environment import describe_run
 from parse_infer.record_store import RecordStore
 from parse_infer.settings import GenerationSettings, Resume
 
-_TOLD = ("results", "groups", "versions", "n-shot", "n-samples")  # of what lm-eval reports, what goes into the results
+_LM_EVAL_KEYS = ("results", "groups", "versions", "n-shot", "n-samples")  # parts of lm-eval's report in results.json
 
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """How the tasks are answered."""
+    """Settings of an evaluation."""
 
     limit: int | None = None
-    """Problems of each task; None: all."""
+    """Problems per task; None: all."""
     max_new_tokens: int | None = None
-    """None: the task's own budget, or 256 where it has none (as in lm-eval)."""
+    """Token limit; None: the task's own, or 256 without one (as in lm-eval)."""
     apply_chat_template: bool | None = None
-    """Whether prompts are chat messages; None: where the target has a chat template."""
+    """Whether prompts are chat messages; None: if the target has a chat template."""
     resume: Resume = GenerationSettings.resume
     confirm_run_unsafe_code: bool = False
     seed: int = 0
-    """Of the bootstrap."""
+    """Seed of the bootstrap."""
 
     def __post_init__(self) -> None:
-        self.generation()  # names a wrong value
+        self.generation()  # validates
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}; it must be at least 1")
 
@@ -56,24 +56,26 @@ def run_eval(
     settings: EvalSettings | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Answer what is not answered yet, and write `results.json` and `results.md` into `folder`.
+    """Run the missing answers, and write `results.json` and `results.md` into `folder`.
 
     Args:
-        engine: with a judge and a source of drafts.
-        folder: results and records; an interrupted run continues there, and so do other tasks or more problems.
+        engine: needs a judge and a source of drafts.
+        folder: results and records; an interrupted run, other tasks or more problems continue there.
 
     Returns:
         The content of `results.json`: `{"environment", "tasks": {name: figures}, "lm_eval": {mode: its results}}`.
-        Figures of a task: `n` problems; for each of its metrics (in lm-eval's words "metric,filter") the value and the
-        standard error of both modes, their difference, and its interval (95 %, paired; None where the
-        metric is no mean over problems); `same_text`, the share of answers that are word for word the target's own;
-        and for each mode `speed`: tokens/s, seconds and forwards of the target per answer, share of answers that were
-        cut off; `speedup` as ratio of tokens/s, `time_speedup` as ratio of seconds, both with paired intervals;
-        `acceptance_rate`.
+        Figures of a task:
+        - `n`: number of problems;
+        - `metrics`, by lm-eval's "metric,filter": both modes' values and standard errors, their difference, and its
+          paired 95 % interval (None if the metric is no mean over problems);
+        - `same_text`: share of answers identical to the target's own;
+        - `speed` per mode: tokens/s; seconds and target forwards per answer; share of truncated answers;
+        - `speedup` (ratio of tokens/s) and `time_speedup` (ratio of seconds), with paired intervals;
+        - `acceptance_rate`.
 
     Raises:
-        ValueError: a target without a chat template that is to be applied, a prompt beyond the context window, or a
-            folder with an evaluation of other models.
+        ValueError: the target lacks a required chat template, a prompt exceeds the context window, or the folder
+            holds an evaluation of other models.
     """
     settings = settings or EvalSettings()
     has_template = engine.target.tokenizer.chat_template is not None
@@ -105,13 +107,13 @@ def run_eval(
         )
         asked.append(lm.asked)
     if asked[0] != asked[1]:
-        raise ValueError("the prompts of a task change from one evaluation to the next: it cannot be compared")
+        raise ValueError("the prompts of a task differ between the two evaluations, so it cannot be compared")
     environment |= {"limit": settings.limit, "max_new_tokens": settings.max_new_tokens, "chat_template": chat}
     answers = {task: [[store.records[key, mode] for key in keys] for mode in MODES] for task, keys in asked[0].items()}
     results = {
         "environment": {**environment, **describe_run()},
         "tasks": {row.name: _figures(row, found, answers, settings.seed) for row in tasks.rows},
-        "lm_eval": {mode: {key: _plain(found[mode].get(key)) for key in _TOLD} for mode in MODES},
+        "lm_eval": {mode: {key: _plain(found[mode].get(key)) for key in _LM_EVAL_KEYS} for mode in MODES},
     }
     write_text(Path(folder) / "results.md", markdown(results))
     write_results(Path(folder) / "results.json", results)
@@ -150,7 +152,7 @@ def _speed(rows: Sequence[Record]) -> dict[str, float]:
 
 
 def _metrics(row: Row, found: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Every metric that lm-eval reports, in both modes. A group that it does not average has none."""
+    """All metrics of lm-eval in both modes; {} for a group without aggregated metrics."""
     metrics = {}
     told = [found[mode]["results"].get(row.result, {}) for mode in MODES]
     for key, value in told[0].items():
@@ -171,13 +173,13 @@ def _metrics(row: Row, found: Mapping[str, Any], seed: int) -> dict[str, Any]:
 
 
 def _of_problems(samples: Mapping[str, Any], tasks: Sequence[str], metric: str, name: str) -> list[float]:
-    """A metric problem by problem; [] where it has other values than numbers."""
+    """A metric's values per problem; [] if some are not numbers."""
     found = [sample.get(metric) for task in tasks for sample in samples[task] if sample["filter"] == name]
     return [float(value) for value in found] if all(isinstance(v, (int, float, np.number)) for v in found) else []
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it."""
+    """Convert mappings and NumPy scalars to JSON types."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     return value.item() if isinstance(value, np.generic) else value

@@ -1,4 +1,4 @@
-"""The results of an evaluation for people: one table, on the terminal and in Markdown."""
+"""Result table of an evaluation, for the terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from parse_infer.evaluation.tables import format_percent, format_times, machine, markdown_table
 
 HEADER = ("task, problems", "metric", "target", "PARSE", "difference", "tokens/s", "speed-up", "accepted, %")
-AGREES = "same text"  # share of answers that are the target's own, where nothing tells what is right
+AGREES = "same text"  # share of answers identical to the target's, for tasks without metrics
 NOTE = (
     "Metrics are lm-eval's, ± its standard error; brackets: 95 % intervals (paired; Newcombe's for shares, else the "
     "bootstrap over problems). Both modes answered each problem one right after the other. Speed-up: ratio of "
@@ -20,7 +20,7 @@ NOTE = (
 
 
 def rows(results: dict[str, Any]) -> list[list[str]]:
-    """Cells under `HEADER`, a row for each metric of a task; the speed stands in the first."""
+    """Cells under `HEADER`, one row per metric of a task; the first row has the speed."""
     cells = []
     for name, task in results["tasks"].items():
         speed = [
@@ -36,9 +36,9 @@ def rows(results: dict[str, Any]) -> list[list[str]]:
     return cells
 
 
-def _guesses(drafter: dict[str, Any] | None) -> str:
+def _proposer(drafter: dict[str, Any] | None) -> str:
     if drafter is None:
-        return "nobody"
+        return "none"
     sizes = ", ".join(f"{key} {value}" for key, value in drafter.items() if key not in ("kind", "weights"))
     return f"{drafter['kind']} ({sizes})"
 
@@ -54,7 +54,7 @@ def _compared(metric: dict[str, Any]) -> list[str]:
 
 
 def terminal_table(results: dict[str, Any]) -> Table:
-    """Narrow: every interval, error and filter stands on a line of its own."""
+    """Build a narrow table, with each interval, error and filter on its own line."""
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False, caption=NOTE, caption_justify="left")
     for i, name in enumerate(HEADER):
         table.add_column(name.replace(", ", "\n"), justify="right" if i > 1 else "left", no_wrap=i < 4)
@@ -71,7 +71,7 @@ def markdown(results: dict[str, Any]) -> str:
     models = " and ".join(environment[role]["name"] for role in ("target", "draft") if environment[role])
     lines = [
         f"`{environment['command']}`, {environment['date']}: {models}, threshold {environment['threshold']:.4g}, "
-        f"resume {environment['resume']}, the target's tokens guessed by {_guesses(environment['target_drafter'])}; "
+        f"resume {environment['resume']}, token proposer of the target: {_proposer(environment['target_drafter'])}; "
         f"{machine(environment)}, {environment['dtype']}.",
         "",
         *markdown_table(HEADER, rows(results)),

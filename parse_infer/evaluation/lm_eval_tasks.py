@@ -1,7 +1,4 @@
-"""Which of lm-eval's tasks are meant, where their problems come from, and whether they can be answered at all.
-
-What can be wrong with them is found here, before any model is loaded.
-"""
+"""Load lm-eval's tasks and their problems, and validate them before any model is loaded."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ from lm_eval.tasks import TaskManager
 from parse_infer.files import first_sentence
 from parse_infer.suggest import suggestion
 
-# Published benchmarks whose name means log-likelihoods in lm-eval, and its variant that generates: both reason first,
-# since there is nothing to draft in an answer of one letter.
+# Benchmarks that lm-eval scores by log-likelihoods, with their generative variants. Both variants reason first, since
+# a one-letter answer leaves nothing to draft.
 GENERATIVE = {"mmlu": "mmlu_cot_llama", "gpqa": "gpqa_diamond_cot_zeroshot"}
-# lm-eval has no MT-Bench, whose answers only a judge can rate. Its first questions still tell speed and agreement.
+# lm-eval lacks MT-Bench, which needs an LLM judge. Its first turns still measure speed and agreement.
 MT_BENCH: dict[str, Any] = {
     "task": "mt_bench",
     "dataset_path": "HuggingFaceH4/mt_bench_prompts",
@@ -41,17 +38,17 @@ SEED = 1234  # of few-shot examples, as in lm-eval
 _SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 Files = dict[str | None, Path]
-"""Local files of a task by split; None is the split that it evaluates."""
+"""Local files of a task by split; None is the evaluated split."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was asked for by one name: a task, or a group of them.
+    """A requested task or group of tasks.
 
     Attributes:
-        name: as it was asked for.
-        result: the name under which lm-eval reports it.
-        tasks: names of the tasks in it.
+        name: the requested name.
+        result: lm-eval's name in its report.
+        tasks: names of its tasks.
     """
 
     name: str
@@ -68,7 +65,7 @@ class Tasks:
     groups: dict[str, Any] = field(default_factory=dict)
 
     def for_lm_eval(self) -> dict[str, Any]:
-        """As `lm_eval.evaluator.evaluate` takes them; after every call the same prompts follow."""
+        """Input of `lm_eval.evaluator.evaluate`; reseeds, so that every call gives the same prompts."""
         _seed()
         for task in self.tasks.values():
             task.set_fewshot_seed(SEED)
@@ -76,9 +73,9 @@ class Tasks:
 
 
 def read_data(entries: Sequence[str], tasks: Sequence[str]) -> dict[str, Files]:
-    """`["gsm8k=a.jsonl", "gsm8k:train=b.jsonl"]` -> files by task and split.
+    """Parse `["gsm8k=a.jsonl", "gsm8k:train=b.jsonl"]` into files by task and split.
 
-    Raises ValueError for an entry of another form or a task that is not among `tasks`, FileNotFoundError for no file.
+    Raises ValueError for a malformed entry or a task outside `tasks`, FileNotFoundError for a missing file.
     """
     data: dict[str, Files] = {}
     for entry in entries:
@@ -101,19 +98,19 @@ def load_tasks(
     num_fewshot: int | None = None,
     confirm_run_unsafe_code: bool = False,
 ) -> Tasks:
-    """Load tasks by the names that lm-eval knows them by, those of `GENERATIVE`, or "mt_bench".
+    """Load tasks by lm-eval's names, those of `GENERATIVE`, or "mt_bench".
 
     Args:
-        data: local files instead of the data set on the Hugging Face Hub.
-        num_fewshot: examples in each prompt; None: the task's own number. Tasks that want none get none.
-        confirm_run_unsafe_code: lm-eval's opt-in for tasks that run what a model has written.
+        data: local files instead of the dataset on the Hugging Face Hub.
+        num_fewshot: examples in each prompt; None: the task's own number. Zero-shot tasks stay zero-shot.
+        confirm_run_unsafe_code: lm-eval's opt-in for tasks that execute code of the models.
 
     Raises:
-        ValueError: no or an unknown task, one that is not generated, samples or runs code without the opt-in, one that
-            is asked for twice, or one whose data cannot be loaded.
+        ValueError: no task, an unknown or repeated task, or a task whose data cannot be loaded. Also a task that does
+            not generate, that samples, or that executes code without the opt-in.
     """
     if not names:
-        raise ValueError("no task is named: give for example --tasks gsm8k,minerva_math")
+        raise ValueError("--tasks is empty: give for example --tasks gsm8k,minerva_math")
     if num_fewshot is not None and num_fewshot < 0:
         raise ValueError(f"num_fewshot is {num_fewshot}; it must be at least 0")
     catalogue, data = Catalogue(), data or {}
@@ -123,14 +120,14 @@ def load_tasks(
             _check_answerable(name, config, confirm_run_unsafe_code)
         specs[name] = catalogue.spec(name, data.get(name), num_fewshot)
     datasets.disable_progress_bars()
-    for noisy in ("lm_eval", "huggingface_hub"):  # warnings of overridden defaults, and of every attempt to connect
+    for noisy in ("lm_eval", "huggingface_hub"):  # hide warnings about overridden defaults and connection attempts
         logging.getLogger(noisy).setLevel(logging.ERROR)
     _seed()
     loaded = Tasks()
     for name, spec in specs.items():
         try:
             found = catalogue.manager.load([spec])
-        except Exception as error:  # of the Hub, of datasets, of a task's own code
+        except Exception as error:  # from the Hub, datasets or the task's own code
             raise ValueError(
                 f"task {name!r} cannot be loaded with {_source(name, catalogue, data)} ({first_sentence(error)})"
             ) from error
@@ -138,27 +135,27 @@ def load_tasks(
             shots = _shots(task.config.num_fewshot, num_fewshot)
             task.set_config(key="num_fewshot", value=shots)
             if task.task_name in loaded.tasks:
-                raise ValueError(f"task {task.task_name!r}, part of {name!r}, was named already: leave one out")
+                raise ValueError(f"task {task.task_name!r}, part of {name!r}, is given twice: leave one out")
             loaded.tasks[task.task_name] = task
         group = found["groups"].get(GENERATIVE.get(name, name)) if name not in data else None
         if group is not None:
             loaded.groups.update(found["groups"])
             loaded.rows.append(Row(name, group.name, list(found["tasks"])))
         else:
-            alone = len(found["tasks"]) == 1  # a tag is several
+            alone = len(found["tasks"]) == 1  # a tag has several tasks
             loaded.rows.extend(Row(name if alone else each, each, [each]) for each in found["tasks"])
     return loaded
 
 
 class Catalogue:
-    """The configurations of all tasks, as they stand in lm-eval's YAML files: none of their code has run yet."""
+    """Configurations of all tasks from lm-eval's YAML files, without running the tasks' code."""
 
     def __init__(self) -> None:
         self.manager = _manager()
         self._index = self.manager.task_index
 
     def configs(self, name: str) -> Iterator[dict[str, Any]]:
-        """Of the tasks behind a name, which may be that of a group or a tag. ValueError for an unknown one."""
+        """Yield the configurations of a task, group or tag. Raises ValueError for an unknown name."""
         known = GENERATIVE.get(name, name)
         if name == "mt_bench":
             yield MT_BENCH
@@ -168,20 +165,22 @@ class Catalogue:
             yield from self._members(known)
 
     def spec(self, name: str, files: Files | None, num_fewshot: int | None) -> Any:
-        """What lm-eval's `TaskManager.load` takes for a name. ValueError for files that do not fit the task."""
+        """Input of lm-eval's `TaskManager.load` for a name. Raises ValueError for files that do not fit the task."""
         own = name == "mt_bench"
         if files is None:
             return MT_BENCH if own else GENERATIVE.get(name, name)
         config, *others = self.configs(name)
         if others:
-            raise ValueError(f"{name!r} is several tasks: name one, such as {config['task']!r}, in --tasks and --data")
+            raise ValueError(
+                f"{name!r} has several tasks: give one, such as {config['task']!r}, in --tasks and --data"
+            )
         local = _from_files(name, config, files, num_fewshot)
-        # A task as part of a group without a name of its own: how lm-eval overrides what is registered.
+        # lm-eval overrides a registered task only as a member of a group.
         member = {"task": config["task"], **local}
         return {**MT_BENCH, **local} if own else {"group": f"{name} from files", "task": [member]}
 
     def _members(self, item: Any) -> Iterator[dict[str, Any]]:
-        """Groups name their members, or have tasks and further groups written into them."""
+        """Yield the tasks of a group, whose members are names or inline tasks and groups."""
         if isinstance(item, Mapping):
             item = item["group"] if item.get("group") in self._index else item.get("task", [])
         if isinstance(item, list):
@@ -202,31 +201,31 @@ def _manager() -> TaskManager:
 
 
 def _check_answerable(name: str, config: Mapping[str, Any], confirm_run_unsafe_code: bool) -> None:
-    """ValueError unless a greedy answer is all that the task asks for."""
+    """Raise ValueError unless greedy answers suffice for the task."""
     task = config["task"]
     what = f"task {name!r}" if task == name else f"task {task!r}, part of {name!r},"
     kind = config.get("output_type", "generate_until")
     if kind != "generate_until":
         raise ValueError(
-            f"{what} is scored by log-likelihoods ({kind}), which an answer that two models write does not have: name "
-            "a task that generates its answers, or a generative variant of this one"
+            f"{what} is scored by log-likelihoods ({kind}), which answers of two models do not have: choose a task "
+            "that generates its answers, or a generative variant of this one"
         )
     generation = config.get("generation_kwargs") or {}
     temperature = float(generation.get("temperature", 1.0 if generation.get("do_sample") else 0.0))
     if generation.get("do_sample") is not False and temperature > 0:
         raise ValueError(
-            f"{what} samples its answers (temperature {temperature:g}), and greedy ones are compared here"
+            f"{what} samples its answers (temperature {temperature:g}), but this command compares greedy answers"
         )
     if not config.get("unsafe_code"):
         return
     if not confirm_run_unsafe_code:
-        raise ValueError(f"{what} runs code that the models write: in a sandbox, give --confirm-run-unsafe-code")
+        raise ValueError(f"{what} executes code of the models: use a sandbox, and give --confirm-run-unsafe-code")
     if os.environ.get("HF_ALLOW_CODE_EVAL") != "1":
-        raise ValueError(f"{what} checks code with Hugging Face's code_eval, which wants HF_ALLOW_CODE_EVAL=1 as well")
+        raise ValueError(f"{what} uses Hugging Face's code_eval, which also needs HF_ALLOW_CODE_EVAL=1")
 
 
 def _from_files(name: str, config: Mapping[str, Any], files: Files, num_fewshot: int | None) -> dict[str, Any]:
-    """What changes in a task's configuration when its problems come from local files."""
+    """Overrides of a task's configuration for problems from local files."""
     evaluated = config.get("test_split") or config.get("validation_split")
     paths = {split or evaluated: str(path) for split, path in files.items()}
     own = [config.get(key) for key in _SPLITS]
@@ -241,28 +240,28 @@ def _from_files(name: str, config: Mapping[str, Any], files: Files, num_fewshot:
     examples = config.get("fewshot_split") or config.get("training_split") or "train"
     if shots and examples not in paths and "samples" not in (config.get("fewshot_config") or {}):
         raise ValueError(
-            f"task {name!r} shows {shots} examples from its split {examples!r}: add --data {name}:{examples}=FILE, or "
-            "give --num-fewshot 0"
+            f"task {name!r} needs {shots} few-shot examples from its split {examples!r}: add "
+            f"--data {name}:{examples}=FILE, or give --num-fewshot 0"
         )
     absent = {key: None for key in _SPLITS if config.get(key) not in paths}
     return {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": paths}, **absent}
 
 
 def _source(name: str, catalogue: Catalogue, data: Mapping[str, Files]) -> str:
-    """Where the problems should come from, and the way out, for a message."""
+    """Source of a task's problems and a remedy, for an error message."""
     config, *others = catalogue.configs(name)
     columns = config.get("dataset_path")
     if name in data:
         return f"{', '.join(map(str, data[name].values()))}, which must have the columns of {columns}"
-    return f"its data set {columns}: check the connection, or give --data {config['task'] if others else name}=FILE"
+    return f"its dataset {columns}: check the connection, or give --data {config['task'] if others else name}=FILE"
 
 
 def _seed() -> None:
-    """What lm-eval seeds before it loads tasks, some of which shuffle choices."""
+    """Seed as lm-eval does before it loads tasks, some of which shuffle choices."""
     random.seed(0)
     np.random.seed(SEED)
 
 
 def _shots(own: int | None, wanted: int | None) -> int:
-    """Examples in a prompt; a task that says 0 means it (as in lm-eval)."""
+    """Number of examples in a prompt; a task with 0 keeps 0 (as in lm-eval)."""
     return (own or 0) if wanted is None or own == 0 else wanted

@@ -1,7 +1,7 @@
-"""Many clients at a time over vLLM: PARSE, PARSE adaptive, and the target alone with and without vLLM's speculation.
+"""Load test with concurrent clients over vLLM: PARSE, and the target alone with or without vLLM's speculation.
 
-Each client sends its next problem when it has its answer. Every cell of the table has the server's cache for itself.
-The ways take turns, so that a machine whose speed changes is no advantage to one of them.
+Each client sends its next problem after its last answer. Every cell of the table starts with an empty prefix cache.
+The modes take turns, so that a change in the machine's speed affects all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SPECULATION: dict[str, dict[str, Any]] = {
     "target+eagle3": _EAGLE3,
     "target+parallel": {**_EAGLE3, "model": "zoo:parallel", "parallel_drafting": True},
 }
-WAYS = {
+MODES = {
     "target": "vLLM, target alone",
     "target+ngram": "vLLM with n-grams",
     "target+eagle3": "vLLM with EAGLE-3",
@@ -54,21 +54,21 @@ _COLOURS = ("#222222", "#999999", "#7b3294", "#c51b7d", "#1b7837", "#7fbf7b", "#
 
 @dataclass(frozen=True)
 class Cell:
-    """One turn of one way with so many clients. Lists have an entry for each answer, in seconds."""
+    """One turn of one mode with a number of clients. Lists have one entry per answer, in seconds."""
 
     way: str
     clients: int
     wall_s: float
     answers: int
     correct: int | None
-    """None: nothing tells."""
+    """None: the task has no references."""
     tokens: int
     draft_tokens: int
     accepted_tokens: int
     cpu_s: float
-    """Of the coordinator's process, with a draft model that runs in it; the servers' not included."""
+    """CPU time of the engine's process, including an in-process draft model but no servers."""
     first_s: list[float] = field(default_factory=list)
-    """From the request to its first text."""
+    """Time from the request to its first text."""
     all_s: list[float] = field(default_factory=list)
     turn: int = 0
 
@@ -78,21 +78,20 @@ class Cell:
 
 
 def check_modes(names: Sequence[str], target: str, starts: bool = True) -> None:
-    """ValueError for an unknown way, one that this target has no head for, or one that needs a server to be started
-    for it while none is (`starts`)."""
+    """Raise ValueError for an unknown mode or a head that does not fit the target. With `starts` False, also for a
+    mode that must start a server."""
     for name in names:
         base = _base(name)
-        if base not in WAYS or (name != base and not re.fullmatch(r":tokens=[1-9]\d*", name.removeprefix(base))):
-            raise ValueError(f"unknown mode {name!r} for --backend vllm; choose from {', '.join(WAYS)}")
+        if base not in MODES or (name != base and not re.fullmatch(r":tokens=[1-9]\d*", name.removeprefix(base))):
+            raise ValueError(f"unknown mode {name!r} for --backend vllm; choose from {', '.join(MODES)}")
         if base in _SPECULATION and not starts:
             raise ValueError(f"{name} needs a server of its own: leave --target-url out")
         if base in _OWN_HEADS and target != "zoo:target":
-            raise ValueError(f"{name} uses the embedded head of zoo:target, which is no head of {target!r}")
+            raise ValueError(f"{name} uses the embedded head of zoo:target, which does not fit {target!r}")
 
 
 def server_of(name: str) -> tuple[bool, dict[str, Any]]:
-    """What the target's server of a way is: whether a stock one, which is what PARSE is compared with; and more of
-    vLLM's options, where it speculates for itself."""
+    """The target server of a mode: whether it is a stock server, and vLLM's options for its own speculation."""
     base = _base(name)
     if base not in _SPECULATION:
         return not base.startswith("parse"), {}
@@ -101,19 +100,19 @@ def server_of(name: str) -> tuple[bool, dict[str, Any]]:
 
 
 def _base(name: str) -> str:
-    """The key of `WAYS`: vLLM's own speculation may have a size behind it, as in "target+ngram:tokens=5"."""
+    """The key of `MODES`; a size may follow vLLM's own speculation, as in "target+ngram:tokens=5"."""
     base = name.partition(":tokens=")[0]
     return base if base in _SPECULATION else name
 
 
 def _label(name: str) -> str:
     base = _base(name)
-    return WAYS[base] + (f", {name.partition('=')[2]} tokens" if name != base else "")
+    return MODES[base] + (f", {name.partition('=')[2]} tokens" if name != base else "")
 
 
 def run_clients(
     connect: Callable[[bool, dict[str, Any]], ParseEngine],
-    ways: Sequence[str],
+    modes: Sequence[str],
     clients: Sequence[int],
     problems: Sequence[BenchProblem],
     check: Callable[[Any, str], bool | None],
@@ -124,45 +123,45 @@ def run_clients(
     turns: int = 1,
     together: bool = True,
 ) -> dict[str, Any]:
-    """Measure what is not measured yet; write `clients.json`, `clients.md` and `clients.png` into the folder.
+    """Run the missing measurements; write `clients.json`, `clients.md` and `clients.png` into the folder.
 
     Args:
-        connect: an engine whose target server is as `server_of` says; ways with the same share one.
-        about: models, task and machine; part of what a continued run must share.
-        turns: how often each way answers all problems with each number of clients.
-        together: all servers are up at the same time, and the ways follow one another with each number of clients.
-            Otherwise (a GPU has room for one) those of a server go first, through all turns.
+        connect: returns an engine over the target server of `server_of`; modes with the same server share it.
+        about: models, task and machine; a continued run must have the same.
+        turns: runs of each mode with each number of clients.
+        together: keep all servers up, and alternate the modes for each number of clients. False (a GPU holds only
+            one): finish all turns of one server before the next.
 
     Returns:
         The content of `clients.json`: `about`, and `cells` with the figures of the table.
     """
-    ways, clients = list(dict.fromkeys(ways)), list(dict.fromkeys(clients))
+    modes, clients = list(dict.fromkeys(modes)), list(dict.fromkeys(clients))
     config = {**about, "settings": asdict(settings), "problems": problems_digest(problems)}
     store = RecordStore(folder, config, Cell)
-    todo = [key for key in _order(ways, clients, turns) if key not in store.records]
+    todo = [key for key in _order(modes, clients, turns) if key not in store.records]
     if not together:
-        todo.sort(key=lambda key: list(map(server_of, ways)).index(server_of(key[0])))
+        todo.sort(key=lambda key: list(map(server_of, modes)).index(server_of(key[0])))
     with ExitStack() as servers:
         up: dict[str, ParseEngine] = {}
         warm = set()
-        for way, n, turn in todo:
-            server = server_of(way)
+        for mode, n, turn in todo:
+            server = server_of(mode)
             if str(server) not in up:
                 if not together:
                     servers.close()
                     up.clear()
                 up[str(server)] = servers.enter_context(connect(*server))
             engine = up[str(server)]
-            tell(f"{_label(way)}, {n} clients" + (f", turn {turn + 1} of {turns}" if turns > 1 else ""))
-            if (way, n) not in warm:
-                engine.backend.run(_measure(engine, way, n, turn, problems[: 2 * n], check, settings))
-                warm.add((way, n))
-            store.append(engine.backend.run(_measure(engine, way, n, turn, problems, check, settings)))
+            tell(f"{_label(mode)}, {n} clients" + (f", turn {turn + 1} of {turns}" if turns > 1 else ""))
+            if (mode, n) not in warm:
+                engine.backend.run(_measure(engine, mode, n, turn, problems[: 2 * n], check, settings))
+                warm.add((mode, n))
+            store.append(engine.backend.run(_measure(engine, mode, n, turn, problems, check, settings)))
 
-    def measured(way: str, n: int) -> list[Cell]:
-        return [store.records[way, n, turn] for turn in range(turns) if way in ways]
+    def measured(mode: str, n: int) -> list[Cell]:
+        return [store.records[mode, n, turn] for turn in range(turns) if mode in modes]
 
-    cells = [summary(measured(way, n), measured("target", n)) for n in clients for way in ways]
+    cells = [summary(measured(mode, n), measured("target", n)) for n in clients for mode in modes]
     asked = {"max_new_tokens": settings.max_new_tokens, "n_problems": len(problems), "turns": turns}
     told = {**about, **asked, **describe_run()}
     results = {"about": told, "cells": cells}
@@ -172,29 +171,29 @@ def run_clients(
     return results
 
 
-def _order(ways: Sequence[str], clients: Sequence[int], turns: int) -> Iterator[tuple[str, int, int]]:
-    """Keys of cells; every other turn goes backwards through the ways, so none always comes first."""
+def _order(modes: Sequence[str], clients: Sequence[int], turns: int) -> Iterator[tuple[str, int, int]]:
+    """Keys of cells. Every other turn reverses the modes, so that none always comes first."""
     for turn in range(turns):
         for n in clients:
-            for way in reversed(ways) if turn % 2 else ways:
-                yield way, n, turn
+            for mode in reversed(modes) if turn % 2 else modes:
+                yield mode, n, turn
 
 
 def summary(own: Sequence[Cell], alone: Sequence[Cell]) -> dict[str, Any]:
-    """Figures of one way with so many clients, over all its turns.
+    """Figures of one mode with a number of clients, over all turns.
 
     Args:
-        own: its turns.
-        alone: those of the target alone with as many clients; empty: not measured, then the speed-up is None.
+        own: the mode's turns.
+        alone: turns of the target alone with as many clients; empty: the speed-up is None.
 
     Returns:
-        `speedup` is in answers/s, `speedup_range` its lowest and highest turn (None for a single one).
+        `speedup` is in answers/s, `speedup_range` its lowest and highest turn (None for a single turn).
     """
     first = own[0]
     answers, seconds = sum(cell.answers for cell in own), sum(cell.wall_s for cell in own)
     drafted, kept = sum(cell.draft_tokens for cell in own), sum(cell.accepted_tokens for cell in own)
     right = None if any(cell.correct is None for cell in own) else sum(cell.correct or 0 for cell in own)
-    # By answers, since a way may write shorter ones.
+    # Answers/s, since answer lengths differ between modes.
     each = [_answers_per_s([cell]) / _answers_per_s([other]) for cell, other in zip(own, alone, strict=False)]
     first_s, all_s = ([s for cell in own for s in getattr(cell, name)] for name in ("first_s", "all_s"))
     return {
@@ -202,7 +201,7 @@ def summary(own: Sequence[Cell], alone: Sequence[Cell]) -> dict[str, Any]:
         "clients": first.clients,
         "answers": answers,
         "accuracy": None if right is None else right / answers,
-        # The turns ask the same problems: together they tell no more about accuracy than one.
+        # All turns use the same problems, so more turns do not narrow the interval.
         "accuracy_ci": None if right is None else wilson_interval(round(right / len(own)), first.answers),
         "tokens_per_s": sum(cell.tokens for cell in own) / seconds,
         "speedup": _answers_per_s(own) / _answers_per_s(alone) if alone else None,
@@ -221,10 +220,10 @@ def _answers_per_s(cells: Sequence[Cell]) -> float:
 
 
 def table(results: dict[str, Any]) -> Table:
-    """What fits a terminal of 80 columns; `markdown` has the rest."""
-    shown = Table(title="Clients at a time", header_style="bold")
+    """Build the main columns, for 80 characters; `markdown` has the rest."""
+    shown = Table(title="Concurrent clients", header_style="bold")
     for name in _SHORT:
-        shown.add_column(name, justify="left" if name == "way" else "right")
+        shown.add_column(name, justify="left" if name == "mode" else "right")
     for cell in results["cells"]:
         row = dict(zip(_HEADER, _row(cell), strict=True))
         shown.add_row(*(row[name].partition(" (")[0] for name in _SHORT))
@@ -238,16 +237,16 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Answers per second over the target alone, and the median time of an answer, at each number of clients."""
+    """Plot answers per second over the target alone, and the median latency, against the number of clients."""
     figure = Figure(figsize=(8.4, 4.0), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     compared = all(cell["speedup"] for cell in results["cells"])
-    for way, colour in zip(dict.fromkeys(cell["way"] for cell in results["cells"]), cycle(_COLOURS), strict=False):
-        own = [cell for cell in results["cells"] if cell["way"] == way]
+    for mode, colour in zip(dict.fromkeys(cell["way"] for cell in results["cells"]), cycle(_COLOURS), strict=False):
+        own = [cell for cell in results["cells"] if cell["way"] == mode]
         at = [cell["clients"] for cell in own]
         speed = [cell["speedup" if compared else "tokens_per_s"] for cell in own]
-        left.plot(at, speed, "o-", color=colour, linewidth=1.2, markersize=5, label=_label(way))
+        left.plot(at, speed, "o-", color=colour, linewidth=1.2, markersize=5, label=_label(mode))
         right.plot(at, [cell["p50_s"] for cell in own], "o-", color=colour, linewidth=1.2, markersize=5)
     left.set_ylabel("answers/s over the target alone" if compared else "tokens/s")
     right.set_ylabel("median time of an answer, s")
@@ -255,7 +254,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({cell["clients"] for cell in results["cells"]}))
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axes.set_xlabel("clients at a time")
+        axes.set_xlabel("concurrent clients")
         plain(axes)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     with atomic_write(path) as beside:
@@ -264,23 +263,23 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 async def _measure(
     engine: ParseEngine,
-    way: str,
+    mode: str,
     clients: int,
     turn: int,
     problems: Sequence[BenchProblem],
     check: Callable[[Any, str], bool | None],
     settings: GenerationSettings,
 ) -> Cell:
-    engine.clear_caches()  # what another cell has read is not there for this one
+    engine.clear_caches()  # each cell starts with an empty prefix cache
     engine.backend.falls_back = False
-    settings = settings.override(resume=resume_of(way) or settings.resume, adaptive=is_adaptive(way))
+    settings = settings.override(resume=resume_of(mode) or settings.resume, adaptive=is_adaptive(mode))
     waiting = iter(problems)
     first_s, all_s, found = [], [], []
 
     async def client() -> None:
         for problem in waiting:
             begun, first = time.perf_counter(), None
-            events = engine.events(problem.prompt, settings, alone=way.startswith("target"))
+            events = engine.events(problem.prompt, settings, alone=mode.startswith("target"))
             async with aclosing(events):
                 async for event in events:
                     if first is None and isinstance(event, (Accepted, Resumed)) and event.text:
@@ -296,7 +295,7 @@ async def _measure(
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
     right = [check(problem, generation.text) for problem, generation in found]
     return Cell(
-        way,
+        mode,
         clients,
         wall,
         len(found),
@@ -311,9 +310,9 @@ async def _measure(
     )
 
 
-_HEADER = ["way", "clients", "right", "answers/s over target", "tokens/s", "first text p50", "first text p99"]
-_HEADER += ["answer p50", "answer p99", "kept", "coordinator CPU"]
-_SHORT = ["way", "clients", "right", "answers/s over target", "tokens/s", "answer p50", "kept"]
+_HEADER = ["mode", "clients", "right", "answers/s over target", "tokens/s", "first text p50", "first text p99"]
+_HEADER += ["answer p50", "answer p99", "accepted", "engine CPU"]
+_SHORT = ["mode", "clients", "right", "answers/s over target", "tokens/s", "answer p50", "accepted"]
 
 
 def _row(cell: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The modes of a benchmark: different ways to answer the same prompt with the same models, measured alike."""
+"""Benchmark modes: methods that answer the same prompts with the same models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parse_infer.acceptance import check_threshold
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.assisted import AssistantSettings, TransformersGeneration
 from parse_infer.evaluation.mode_names import (
-    NOBODY,
+    NO_DRAFTER,
     SWEPT,
     base_of,
     check_guides,
@@ -39,7 +39,7 @@ Answer = Callable[[Prompt], Generation]
 
 
 class BenchProblem(Protocol):
-    """What the benchmark needs of a problem."""
+    """Interface of a benchmark problem."""
 
     @property
     def id(self) -> str: ...
@@ -52,18 +52,18 @@ class BenchProblem(Protocol):
 
 
 def problems_digest(problems: Sequence[BenchProblem]) -> str:
-    """Tells whether the problems of two runs are the same."""
+    """Digest that identifies the problems of a run."""
     rows = [[p.id, p.prompt, p.reference] for p in problems]
     return hashlib.sha256(json.dumps(rows, ensure_ascii=False, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to answer.
+    """One benchmark mode.
 
     Attributes:
         name: see `parse_infer.evaluation.mode_names`.
-        engine: the one that answers, where its models have caches of their own.
+        engine: the mode's engine, if its models have their own caches.
     """
 
     name: str
@@ -84,19 +84,19 @@ def make_modes(
     zero_shot_threshold: float | None = None,
     thresholds: Sequence[float] = (),
 ) -> list[Mode]:
-    """The named modes, then "parse@0.5" and so on for every threshold of a sweep; all with `engine`'s models.
+    """Build the named modes, then "parse@0.5" and so on for every threshold of a sweep, with `engine`'s models.
 
-    The PARSE modes and "sequential" have the draft model guess what the target writes, as `from_pretrained` does, and
-    "target" and "draft" nobody: the token drafters of `engine` play no part.
+    The draft model is the token proposer of the PARSE modes and "sequential", as in `from_pretrained`; "target" and
+    "draft" have none. The token proposers of `engine` are not used.
 
     Args:
-        settings: greedy ones. Their threshold is that of the adapter's modes (None: the adapter's own), `resume`
-            applies to the PARSE modes.
-        zero_shot_threshold: for "parse-zero-shot"; None: 0.5.
-        thresholds: of the sweep; it covers those of `SWEPT` that are among the names.
+        settings: greedy settings. Their threshold applies to modes with the adapter (None: the adapter's own), and
+            `resume` to the PARSE modes.
+        zero_shot_threshold: threshold of "parse-zero-shot"; None: 0.5.
+        thresholds: thresholds of the sweep, which covers the named modes that are in `SWEPT`.
 
     Raises:
-        ValueError: an unknown mode, a threshold out of range, or a part that a mode needs and the engine lacks.
+        ValueError: an unknown mode, a threshold out of range, or a mode without its draft model or adapter.
     """
     names = check_modes(names)
     for name in names:
@@ -121,14 +121,14 @@ def make_modes(
             modes.append(Mode(name, _with(own_loop.generate, plain)))
         elif base == "target":
             drafters = drafters_of(name)
-            guided = _guided(engine, *drafters) if drafters else engine
-            modes.append(Mode(name, _with(guided.generate_target, plain, speculate=bool(drafters)), guided))
+            speculating = _with_proposers(engine, *drafters) if drafters else engine
+            modes.append(Mode(name, _with(speculating.generate_target, plain, speculate=bool(drafters)), speculating))
         elif base == "sequential":
-            sequential = sequential_engine(_guided(engine, *_guesses(engine, name)))
+            sequential = sequential_engine(_with_proposers(engine, *_proposers_of(engine, name)))
             modes.append(Mode(name, _with(sequential.generate, sequentially(judged)), sequential))
         else:
             resume = resume_of(name) or judged.resume
-            parse, own = _guided(engine, *_guesses(engine, name)), judged
+            parse, own = _with_proposers(engine, *_proposers_of(engine, name)), judged
             if base == "parse-zero-shot":
                 parse, own = _zero_shot(parse, zero_shot_threshold), plain
             own = own.override(resume=resume, adaptive=is_adaptive(name))
@@ -140,7 +140,7 @@ def make_modes(
 
 
 def timed(engine: ParseEngine, mode: Mode, prompt: Prompt) -> tuple[Generation, float]:
-    """An answer and the seconds it took, from empty caches: no mode profits from what another has read."""
+    """Generate an answer from empty caches, so that no mode profits from another; return it with its seconds."""
     clear_caches(engine, mode.engine)
     device = engine.target.model.device
     wait_for(device)
@@ -151,7 +151,7 @@ def timed(engine: ParseEngine, mode: Mode, prompt: Prompt) -> tuple[Generation, 
 
 
 def clear_caches(*engines: ParseEngine | None) -> None:
-    """Empty the caches of the engines' models."""
+    """Clear the caches of the engines' models."""
     for engine in engines:
         if engine is not None:
             engine.clear_caches()
@@ -159,11 +159,11 @@ def clear_caches(*engines: ParseEngine | None) -> None:
 
 @torch.inference_mode()
 def read_draft(engine: ParseEngine, prompt: Prompt, draft: Sequence[int]) -> tuple[float, int]:
-    """What the target needs to read prompt and draft once, and how much of the draft it would have written itself.
+    """Time one target forward over prompt and draft, and count the draft's greedy matches.
 
     Returns:
-        Seconds of one target forward over both, from an empty cache; the number of leading draft tokens (target
-        tokens) that equal the target's greedy choice, which is what token-exact verification would keep.
+        Seconds of the forward, from an empty cache; the number of leading draft tokens (target tokens) that equal the
+        target's greedy choice, which token-exact verification would accept.
     """
     clear_caches(engine)
     decoder, device = engine.target.decoder, engine.target.model.device
@@ -183,21 +183,23 @@ def _with(generate: Callable[..., Any], settings: GenerationSettings, **more: An
     return lambda prompt: generate(prompt, settings, **more)
 
 
-def _guesses(engine: ParseEngine, name: str) -> list[str]:
-    """Who guesses in a mode, for the target and the draft model: those it names, else the draft model if it can."""
+def _proposers_of(engine: ParseEngine, name: str) -> list[str]:
+    """Token proposers of a mode, for target and draft model: the named ones, else the draft model if it fits."""
     assert engine.draft is not None
     tokens = token_map(engine.draft.tokenizer, engine.target.tokenizer)
-    return drafters_of(name) or (["draft"] if tokens is not None else [NOBODY])
+    return drafters_of(name) or (["draft"] if tokens is not None else [NO_DRAFTER])
 
 
-def _guided(engine: ParseEngine, target_drafter: str = NOBODY, draft_drafter: str | None = None) -> ParseEngine:
-    """The same weights with decoders of their own (heads have them keep features), and token drafters."""
+def _with_proposers(
+    engine: ParseEngine, target_drafter: str = NO_DRAFTER, draft_drafter: str | None = None
+) -> ParseEngine:
+    """The same weights with their own decoders (heads need stored features) and token proposers."""
     target, draft = replace(engine.target), replace(engine.draft) if engine.draft is not None else None
     return ParseEngine.from_models(
         target,
         draft,
         engine.backend.judge,
-        target_drafter=load_token_drafter(target_drafter, target, draft) if target_drafter != NOBODY else None,
+        target_drafter=load_token_drafter(target_drafter, target, draft) if target_drafter != NO_DRAFTER else None,
         draft_drafter=load_token_drafter(draft_drafter, draft) if draft_drafter and draft is not None else None,
         threshold=engine.threshold,
         cut_policy=engine.backend.segmenter.policy,
@@ -205,7 +207,7 @@ def _guided(engine: ParseEngine, target_drafter: str = NOBODY, draft_drafter: st
 
 
 def _zero_shot(engine: ParseEngine, threshold: float | None) -> ParseEngine:
-    """The same loaded models and guesses with the untrained judge, and the same cuts."""
+    """The same loaded models, token proposer and cuts, with the untrained judge."""
     judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, engine.backend.segmenter.policy)
     return ParseEngine.from_models(
         engine.target, engine.draft, judge, target_drafter=engine.backend.target_drafter, threshold=threshold
@@ -213,7 +215,7 @@ def _zero_shot(engine: ParseEngine, threshold: float | None) -> ParseEngine:
 
 
 def _draft_alone(engine: ParseEngine, settings: GenerationSettings) -> Answer:
-    """The draft model alone, its tokens counted as target tokens, as all others are."""
+    """The draft model alone, with its tokens counted as target tokens."""
     assert engine.draft is not None
     target, shared = engine.target, same_tokenizer(engine.draft.tokenizer, engine.target.tokenizer)
 

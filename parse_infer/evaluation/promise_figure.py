@@ -1,4 +1,4 @@
-"""The figure of a calibration in random halves: what each promise costs, and whether it holds (`splits`)."""
+"""Figure of a calibration cross-validated on random halves: realised loss and speed-up of each risk promise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLOURS = {"finish": "#1b7837", "hand_back": "#b2611d"}
 
 
 def draw_promises(results: dict[str, Any], path: Path) -> None:
-    """Write a PNG: realised loss against the promise (bars: the middle 90 % of the halves), and the speed-up."""
+    """Write a PNG: realised loss against the promised risk (bars: middle 90 % of the halves), and the speed-up."""
     figure = Figure(figsize=(8.4, 4.0), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
@@ -28,7 +28,7 @@ def draw_promises(results: dict[str, Any], path: Path) -> None:
         if not own:
             continue
         risks = [100 * row["risk"] for row in own]
-        beside = [risk * (1 + 0.04 * number) for risk in risks]  # so that bars do not hide one another
+        beside = [risk * (1 + 0.04 * number) for risk in risks]  # offset, so that bars do not overlap
         lost = [100 * row["lost"] for row in own]
         reach = [[x - 100 * row["lost_range"][0] for x, row in zip(lost, own, strict=True)]]
         reach.append([100 * row["lost_range"][1] - x for x, row in zip(lost, own, strict=True)])

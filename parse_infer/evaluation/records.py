@@ -1,4 +1,4 @@
-"""What a benchmark writes down about one answer."""
+"""Benchmark record of one answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Key = tuple[str, str, int]  # problem, mode, repeat
 
 @dataclass(frozen=True)
 class Record:
-    """One answer of one mode to one problem. Tokens are target tokens; None where a mode has no such thing."""
+    """One answer of one mode to one problem. Tokens are target tokens; None: not applicable to the mode."""
 
     problem_id: str
     mode: str
@@ -17,7 +17,7 @@ class Record:
     correct: bool | None
     """None: the task has no references."""
     seconds: float
-    """Wall clock from prompt to answer, all caches empty at the start; to 0.1 ms."""
+    """Wall-clock time from prompt to answer, from empty caches; rounded to 0.1 ms."""
     n_tokens: int
     """Length of the answer, end token included."""
     text: str
@@ -28,11 +28,11 @@ class Record:
     draft_tokens: int | None = None
     accepted_tokens: int | None = None
     exact_tail_tokens: int | None = None
-    """The part of `accepted_tokens` that was kept because it equals the target's greedy choice."""
+    """The part of `accepted_tokens` accepted because it equals the target's greedy choice."""
     prefill_s: float | None = None
-    """Mode "draft" only: one target forward over prompt and draft, the other half of the limit."""
+    """Mode "draft" only: seconds of one target forward over prompt and draft, the other part of the limit."""
     token_exact_tokens: int | None = None
-    """Mode "draft" only: how many leading draft tokens equal the target's greedy choice."""
+    """Mode "draft" only: number of leading draft tokens that equal the target's greedy choice."""
 
     @property
     def key(self) -> Key:

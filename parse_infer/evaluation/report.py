@@ -1,23 +1,22 @@
-"""From records to results: accuracies, speeds and their intervals, as JSON-ready numbers and as a Markdown page.
+"""Compute results from records: accuracies, speeds and intervals, as JSON-ready numbers.
 
 `summarise` returns `{"environment", "modes": {mode: figures}, "limit", "acceptance", "sweep", "records"}`, and
-"categories" where the problems have some. The records (`parse_infer.evaluation.results_file`) suffice to compute it
-again. Figures of a mode:
+"categories" if the problems have categories. The records (`parse_infer.evaluation.results_file`) suffice to recompute
+all of it. Figures of a mode:
 
-- accuracy, accuracy_ci: share of right answers, 95 % Wilson interval; where the task has no references
-  (environment: scored is False), the share of answers that are the target's own;
+- accuracy, accuracy_ci: share of right answers, 95 % Wilson interval. For a task without references (environment:
+  scored is False), the share of answers equal to the target's;
 - accuracy_diff, accuracy_diff_ci: accuracy minus the target's on the same problems, 95 % interval (Newcombe, paired);
-- tokens_per_s: all tokens of its answers / all seconds it took;
-- speedup, speedup_ci: its tokens_per_s / the target's, paired bootstrap. Fair to a mode that answers at other length;
-- time_speedup, time_speedup_ci: the target's time per answer / its own. What a user waits for;
+- tokens_per_s: all answer tokens / all seconds;
+- speedup, speedup_ci: tokens_per_s / the target's, paired bootstrap; independent of the answers' length;
+- time_speedup, time_speedup_ci: the target's time per answer / the mode's;
 - acceptance_rate: accepted / proposed draft tokens;
-- target_forwards, drafter_forwards: forwards of the target, and of token drafters, per answer;
-- acceptance_length: tokens per forward of the target (for the draft model alone it says nothing);
-- limit_share: its tokens_per_s / those of the limit, which is the draft model alone plus one target forward that reads
-  prompt and draft. Only what speeds up the draft model itself can go beyond it.
+- target_forwards, drafter_forwards: forwards per answer of the target and of token proposers;
+- acceptance_length: tokens per target forward (meaningless for the draft model alone);
+- limit_share: tokens_per_s / the limit's. The limit is the draft model alone plus one target forward over prompt and
+  draft; only a faster draft model can exceed it.
 
-With repeats, the median time of a problem counts. Where the target (or the draft model) was not run, what compares
-with it is None.
+With repeats, times are medians per problem. Comparisons with a target or draft model that was not run are None.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ def summarise(
     environment: dict[str, Any],
     categories: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The content of `results.json`; every mode must have a record for every problem, a sweep for the first ones.
+    """Build the content of `results.json`. Every mode needs a record per problem, a sweep for the first problems.
 
     Args:
-        categories: of problems, by id; they get a table of their own.
+        categories: category by problem id, for a separate table.
     """
-    if any(record.correct is None for record in records):  # then nothing tells for any of them
+    if any(record.correct is None for record in records):  # the task has no references
         environment, records = environment | {"scored": False}, _compared(records)
     table = _by_mode(records, problem_ids)
     seed = int(environment.get("seed", 0))
@@ -90,7 +89,7 @@ def summarise(
 
 
 def _compared(records: Sequence[Record]) -> list[Record]:
-    """Without references, an answer counts that is the target's own; none does where the target alone was not run."""
+    """Without references, count answers equal to the target's as right; without mode "target", none."""
     own = {(r.problem_id, r.repeat): r.text for r in records if r.mode == "target"}
     return [replace(r, correct=r.text == own.get((r.problem_id, r.repeat))) for r in records]
 
@@ -98,7 +97,7 @@ def _compared(records: Sequence[Record]) -> list[Record]:
 def _by_category(
     base: dict[str, list[Record]], order: Sequence[str], categories: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """For each category: its problems, and for each mode tokens per forward of the target and the speed-up."""
+    """Per category: number of problems, and per mode the tokens per target forward and the speed-up."""
     found: dict[str, dict[str, Any]] = {}
     for category in sorted(set(categories.values())):
         part = {name: [r for r in base[name] if categories.get(r.problem_id) == category] for name in order}
@@ -117,7 +116,7 @@ def _by_category(
 
 
 def _by_mode(records: Sequence[Record], problem_ids: Sequence[str]) -> dict[str, list[Record]]:
-    """One record per problem (in order) and mode: the first repeat's, with the median time of all."""
+    """One record per problem (in order) and mode: the first repeat, with the median time of all repeats."""
     place = {problem: i for i, problem in enumerate(problem_ids)}
     groups: dict[str, dict[str, list[Record]]] = {}
     for record in records:
@@ -138,7 +137,7 @@ def _by_mode(records: Sequence[Record], problem_ids: Sequence[str]) -> dict[str,
 
 
 def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int) -> Figures:
-    """All figures of one mode; `base` has the plain modes on the same problems."""
+    """All figures of one mode; `base` has the modes outside the sweep on the same problems."""
     n = len(rows)
     tokens, seconds = [r.n_tokens for r in rows], [r.seconds for r in rows]
     right = [bool(r.correct) for r in rows]
@@ -190,7 +189,7 @@ def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int) -
 
 
 def _limit_rate(draft: Sequence[Record]) -> float:
-    """Tokens per second of the draft model alone plus one target forward over prompt and draft."""
+    """Tokens per second of the limit: the draft model alone plus one target forward over prompt and draft."""
     return sum(r.n_tokens for r in draft) / sum(r.seconds + (r.prefill_s or 0.0) for r in draft)
 
 

@@ -1,8 +1,7 @@
-"""`results.json`: the figures of a benchmark and the records they come from, without the texts.
+"""`results.json`: the figures of a benchmark and their records, without texts.
 
-The records stand in columns, `{"problems": [id, …], "repeats": R, "modes": {mode: {field: [value, …]}}}`: first all
-problems of the first repeat, then of the next one. A sweep has the first problems only. What a mode has none of is
-left out.
+Records are stored in columns, `{"problems": [id, …], "repeats": R, "modes": {mode: {field: [value, …]}}}`: all
+problems of the first repeat, then of the next. A sweep has only the first problems. Empty columns are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _FIELDS = [f.name for f in fields(Record) if f.name not in ("problem_id", "mode"
 
 
 def to_columns(records: Sequence[Record], problem_ids: Sequence[str]) -> dict[str, Any]:
-    """The columns of complete records: every mode has all repeats of the problems that it has."""
+    """Convert complete records to columns; each mode must have all repeats of its problems."""
     place = {problem: i for i, problem in enumerate(problem_ids)}
     modes: dict[str, list[Record]] = {}
     for record in sorted((r for r in records if r.problem_id in place), key=lambda r: (r.repeat, place[r.problem_id])):
@@ -38,7 +37,7 @@ def to_columns(records: Sequence[Record], problem_ids: Sequence[str]) -> dict[st
 
 
 def from_columns(columns: dict[str, Any]) -> Iterator[Record]:
-    """The records again; their texts are empty."""
+    """Convert columns to records with empty texts."""
     for mode, values in columns["modes"].items():
         n = len(values["correct"]) // columns["repeats"]
         for i, right in enumerate(values["correct"]):
@@ -48,23 +47,23 @@ def from_columns(columns: dict[str, Any]) -> Iterator[Record]:
 
 
 def write_results(path: Path, results: Results) -> None:
-    """Write the file, with every list of plain values on a line of its own."""
+    """Write the file, with each list of scalars on one line."""
     text = json.dumps(results, indent=2, ensure_ascii=False)
-    # A line break inside a string is escaped, so what looks like a list over several lines is one.
+    # Strings have escaped line breaks, so this pattern matches only real lists.
     write_text(path, re.sub(r"\[\n[^\[\]{}]*\]", lambda found: _one_line(found[0]), text) + "\n")
 
 
 def digest(results: Results) -> str:
-    """Tells the results that a figure was drawn from."""
+    """Digest of the results that a figure shows."""
     return hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_results(path: Path, needed: Sequence[str] = ("environment", "modes", "sweep")) -> Results:
-    """The results of a benchmark, or others with the keys that are `needed`.
+    """Read the results of a benchmark, or other results with the `needed` keys.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it holds something else.
+        FileNotFoundError: the file does not exist.
+        ValueError: a needed key is missing.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}: run parse-infer bench, and keep its results.json there")

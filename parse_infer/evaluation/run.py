@@ -1,7 +1,7 @@
-"""The benchmark: every mode answers the same problems, interleaved, and everything is written down.
+"""The benchmark: all modes answer the same problems, interleaved, with a record per answer.
 
-`run_bench` measures and reports; it goes on where an interrupted run in the same folder has stopped. Problems and
-checker are arguments: where they come from is the command line's business.
+`run_bench` measures and reports; it continues an interrupted run in the same folder. The caller provides problems and
+checker.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ THRESHOLDS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99)
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What is measured. Part of the configuration that two halves of a run must share."""
+    """Settings of a benchmark; a continued run must have the same."""
 
     modes: tuple[str, ...] = DEFAULT_MODES
     max_new_tokens: int = GenerationSettings.max_new_tokens
     threshold: float | None = None
-    """For the trained judge; None: the adapter's own."""
+    """Threshold of the trained judge; None: the adapter's own."""
     zero_shot_threshold: float | None = None
-    """For the zero-shot judge; None: 0.5."""
+    """Threshold of the zero-shot judge; None: 0.5."""
     resume: Resume = GenerationSettings.resume
-    """What follows a rejected draft, in the PARSE modes; see `GenerationSettings.resume`."""
+    """Resume mode of the PARSE modes; see `GenerationSettings.resume`."""
     thresholds: tuple[float, ...] = THRESHOLDS
-    """Thresholds of the sweep behind the figure; () for none."""
+    """Thresholds of the figure's sweep; () for none."""
     sweep_limit: int = 100
-    """The sweep runs on the first problems only, this many."""
+    """The sweep covers this many problems, from the first."""
     repeats: int = 1
-    """Runs of every mode on every problem; the median time counts."""
+    """Runs of every mode on every problem; tables use the median time."""
     seed: int = 0
-    """Seed of the bootstrap (on the command line also of the problems)."""
+    """Seed of the bootstrap (on the command line also of the problem selection)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "modes", check_modes(self.modes))
         object.__setattr__(self, "thresholds", tuple(sorted({float(t) for t in self.thresholds})))
-        self.generation()  # names a wrong value
+        self.generation()  # validates
         if self.repeats < 1:
             raise ValueError(f"repeats is {self.repeats}; it must be at least 1")
         if self.sweep_limit < 0:
@@ -67,7 +67,7 @@ class BenchSettings:
                 check_threshold(value)
 
     def generation(self) -> GenerationSettings:
-        """How every mode answers; greedy."""
+        """Greedy settings of every mode."""
         return GenerationSettings(self.max_new_tokens, self.threshold, resume=self.resume)
 
 
@@ -81,29 +81,29 @@ def run_bench(
     task: str = "",
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Measure what is not measured yet, and write `results.json`, `results.md` and `figure.png` into `folder`.
+    """Run the missing measurements, and write `results.json`, `results.md` and `figure.png` into `folder`.
 
     Args:
-        engine: with target, draft model and adapter, as far as the modes need them.
-        problems: with different ids; those that the adapter was trained on are left out, see `leave_out_learnt`.
-        check: whether a text answers a problem; None where nothing tells.
+        engine: has the target, draft model and adapter that the modes need.
+        problems: problems with unique ids; the adapter's training problems are dropped, see `leave_out_learnt`.
+        check: whether a text answers a problem; None: the problem has no reference.
         folder: results and records; an interrupted run continues there.
-        task: what the problems are, for the report.
-        console: where the progress bar is drawn (None: standard error).
+        task: name of the problems, for the report.
+        console: console of the progress bar (None: standard error).
 
     Returns:
         The content of `results.json`; see `parse_infer.evaluation.report`.
 
     Raises:
-        ValueError: no problems, two with one id, mostly training problems of the adapter, a mode that lacks a part,
-            or a folder with another benchmark.
+        ValueError: no problems, duplicate ids, mostly training problems, a mode without its models, or a folder with
+            another benchmark.
     """
     settings = settings or BenchSettings()
     if not problems:
         raise ValueError("there are no problems to run: choose another task, split or limit")
     name, count = Counter(p.id for p in problems).most_common(1)[0]
     if count > 1:
-        raise ValueError(f"{count} problems have the id {name!r}: give each its own")
+        raise ValueError(f"{count} problems have the id {name!r}: ids must be unique")
     problems = leave_out_learnt(problems, engine.train_problems)
     if len({check(problem, "") is None for problem in problems}) > 1:
         raise ValueError("some problems have references and others have none: run them as two benchmarks")
@@ -138,7 +138,7 @@ def run_bench(
 def schedule(
     problems: Sequence[BenchProblem], modes: Sequence[Mode], sweep_limit: int, repeats: int
 ) -> Iterator[tuple[BenchProblem, Mode, int]]:
-    """All runs in order: problem by problem, each time starting with another mode, so that none is always first."""
+    """All runs in order: problem by problem, rotating the modes so that none is always first."""
     for index, problem in enumerate(problems):
         here = [mode for mode in modes if index < sweep_limit or "@" not in mode.name]
         for repeat in range(repeats):
@@ -164,7 +164,7 @@ def _measure(
     with Progress(*columns, TimeRemainingColumn(), console=console or Console(stderr=True)) as progress:
         bar = progress.add_task("warm-up", total=len(runs), completed=len(runs) - len(pending))
         for mode in {run[1].name: run[1] for run in pending}.values():
-            timed(engine, mode, pending[0][0].prompt)  # not counted: first calls are slower
+            timed(engine, mode, pending[0][0].prompt)  # warm-up
         for problem, mode, repeat in pending:
             progress.update(bar, description=mode.name)
             store.append(_run(engine, problem, check, mode, repeat))
@@ -217,7 +217,7 @@ def _as_config(settings: BenchSettings) -> dict[str, Any]:
 
 
 def _chosen(engine: ParseEngine, settings: BenchSettings) -> float | None:
-    """The threshold that mode "parse" ran with."""
+    """The threshold of mode "parse"."""
     if engine.backend.judge is None:
         return None
     return engine.threshold if settings.threshold is None else settings.threshold

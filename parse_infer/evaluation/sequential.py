@@ -1,9 +1,8 @@
-"""Sequential verification, one step at a time, as SpecReason does it (arXiv 2504.07891): what PARSE is compared with.
+"""Sequential verification, one step at a time, as in SpecReason (arXiv 2504.07891): a baseline of PARSE.
 
-The draft model writes one segment; the target reads and judges it; a segment that is judged valid stays, any other one
-the target writes itself. Everything else is PARSE's: the loop, the judge, the caches, the exact tail, the guesses from
-a rejected segment and from the token drafter. Only the order of work differs: one target forward for each segment, and
-the draft model waits for each.
+The draft model writes one segment and the target judges it. The target rewrites a rejected segment. Everything else is
+PARSE's: loop, judge, caches, exact tail and token proposers. Only the order differs: one target forward per segment,
+for which the draft model waits.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from parse_infer.settings import GenerationSettings
 
 
 def sequential_engine(engine: ParseEngine) -> ParseEngine:
-    """The same loaded parts, with a drafter that proposes one segment at a time.
+    """Build an engine of the same parts whose drafter proposes one segment at a time.
 
     Raises:
         ValueError: the engine has no draft model or no judge.
@@ -36,5 +35,5 @@ def sequential_engine(engine: ParseEngine) -> ParseEngine:
 
 
 def sequentially(settings: GenerationSettings) -> GenerationSettings:
-    """These settings with the draft model taking over after every segment, however many there are."""
+    """The settings with `hand_back` after every segment and no limit on rounds."""
     return settings.override(resume="hand_back", max_rounds=sys.maxsize)

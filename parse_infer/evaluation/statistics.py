@@ -1,4 +1,4 @@
-"""95 % intervals for a benchmark: score intervals for shares and their differences, the bootstrap for ratios."""
+"""95 % intervals for benchmarks: score intervals for shares and their differences, the bootstrap for ratios."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from scipy.stats import binomtest, bootstrap
 
 Interval = tuple[float, float]
 RESAMPLES = 10_000
-_BATCH = 500  # resamples in memory at a time
+_BATCH = 500  # resamples per batch
 
 
 def wilson_interval(successes: int, n: int) -> Interval:
-    """Score interval for a share of successes (Wilson 1927); sensible at 0 and 1, where the usual one has no width.
+    """Score interval of a share (Wilson 1927), with a width also at 0 and 1, unlike the Wald interval.
 
     Raises ValueError for more successes than trials.
     """
@@ -24,10 +24,10 @@ def wilson_interval(successes: int, n: int) -> Interval:
 
 
 def difference_interval(ours: ArrayLike, theirs: ArrayLike, *, seed: int = 0) -> Interval:
-    """Interval of mean(ours) - mean(theirs); both [n], row i on the same problem.
+    """Paired interval of mean(ours) - mean(theirs); both [n], row i on the same problem.
 
-    Of right and wrong (1 and 0) it is Newcombe's (1998, method 10), which has a width also where the two differ on no
-    problem; the bootstrap has none there, and covers too little where they differ on few.
+    For values 0 and 1 this is Newcombe's interval (1998, method 10), which has a width even without differing
+    problems. The bootstrap has none there, and too little coverage with few differing problems.
     """
     ours, theirs = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
     if np.isin((ours, theirs), (0.0, 1.0)).all():
@@ -40,7 +40,7 @@ def rate_ratio_interval(
 ) -> Interval:
     """Interval of (sum ours / sum our_seconds) / (sum theirs / sum their_seconds); all [n], row i on one problem.
 
-    With tokens this is the ratio of tokens per second; with ones, the ratio of the times per answer.
+    Token counts give the ratio of tokens per second; ones give the ratio of times per answer.
     """
     return _paired_interval(
         (ours, our_seconds, theirs, their_seconds),
@@ -69,8 +69,7 @@ def _paired_interval(
 ) -> Interval:
     """Percentile interval (Efron 1979) of a statistic of columns [..., n] -> [...], resampling problems.
 
-    Everything measured on one problem stays together: the comparison is paired. The same seed and data give the same
-    interval.
+    Paired: all columns are resampled together. The result is deterministic for a seed.
     """
     data = tuple(np.asarray(column, dtype=np.float64) for column in columns)
     if data[0].size < 2:  # a single problem has no spread to resample

@@ -1,4 +1,4 @@
-"""The results of a benchmark for people: one table on the terminal, one page of Markdown."""
+"""Benchmark results as a terminal table and a Markdown page."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ HEADER = (
     "tokens each",
     "of limit, %",
 )
-AGREES = "as the target, %"  # in place of "right, %" where nothing tells what is right
+AGREES = "as the target, %"  # replaces "right, %" for tasks without references
 SPEED_COLUMNS, COST_COLUMNS = range(1, 6), range(6, len(HEADER))
-WIDE = 130  # characters that all columns need
+WIDE = 130  # characters for all columns
 
 
 def rows(modes: dict[str, dict[str, Any]]) -> list[list[str]]:
@@ -54,7 +54,7 @@ def header(environment: dict[str, Any]) -> tuple[str, ...]:
 
 
 def terminal_tables(results: dict[str, Any], width: int) -> list[Table]:
-    """What `bench` prints: one table, or two where the terminal has fewer than `WIDE` columns."""
+    """Build the tables of `bench`: one, or two on a terminal with fewer than `WIDE` columns."""
     title = f"{results['environment']['problems']} problems; brackets: 95 % intervals"
     if width >= WIDE:
         return [_terminal_table(results, [*SPEED_COLUMNS, *COST_COLUMNS], title)]
@@ -63,18 +63,18 @@ def terminal_tables(results: dict[str, Any], width: int) -> list[Table]:
 
 def _terminal_table(results: dict[str, Any], columns: Iterable[int], title: str | None) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column(HEADER[0], overflow="fold")  # the folder of a head may be long; figures are never cut
+    table.add_column(HEADER[0], overflow="fold")  # a head's folder name may be long
     chosen = list(columns)
     for i in chosen:
         table.add_column(header(results["environment"])[i], justify="right", no_wrap=True)
     for row in rows(results["modes"]):
-        cells = [row[i].replace(" [", "\n[") for i in chosen]  # intervals on a line of their own
+        cells = [row[i].replace(" [", "\n[") for i in chosen]  # intervals on their own line
         table.add_row(row[0].replace(":", "\n  "), *cells, style="bold" if row[0] == "parse" else None)
     return table
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The content of `results.md`: what ran on what, the table, acceptance, the sweep, definitions."""
+    """Build `results.md`: environment, results table, acceptance, sweep and definitions."""
     environment = results["environment"]
     lines = [
         f"# {environment['problems']} problems of {environment['task']}",
@@ -109,7 +109,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def category_table(results: dict[str, Any]) -> list[str]:
-    """Lines of Markdown: tokens per forward of the target, and the speed-up, for each category and mode."""
+    """Markdown table of tokens per target forward and speed-up, per category and mode."""
     names = [name for name in results["modes"] if name not in ("target", "draft")]
     cells = [
         [category, str(part["n"])]
@@ -123,18 +123,18 @@ def category_table(results: dict[str, Any]) -> list[str]:
 
 
 def acceptance_note(results: dict[str, Any]) -> str:
-    """How much of the draft is right against how much is worded as the target words it; "" where it is not known."""
+    """Compare the share of the draft accepted by validity with its token-exact share; "" if unknown."""
     acceptance = results["acceptance"]
     if not acceptance or acceptance["token_exact"] is None:
         return ""
     return (
-        f"Share of the draft kept by validity: {format_percent(acceptance['semantic'])} %; share before the first "
+        f"Share of the draft accepted by validity: {format_percent(acceptance['semantic'])} %; share before the first "
         f"token that differs from the target's greedy choice: {format_percent(acceptance['token_exact'])} %."
     )
 
 
 def machine(environment: dict[str, Any]) -> str:
-    """What it ran on, in words."""
+    """Describe the hardware: GPU or CPU, cores and threads."""
     name = environment.get("gpu") or environment["cpu"]
     counts = [f"{environment[f'{part}s']} {part}{'s' * (environment[f'{part}s'] != 1)}" for part in ("core", "thread")]
     return ", ".join([name, *counts])

@@ -1,8 +1,8 @@
-"""A draft model with a reduced vocabulary as one that reads and writes all of its target's tokens.
+"""Extend a draft model with a reduced vocabulary to its target's vocabulary.
 
-transformers assists across tokenizers by way of text: it decodes without special tokens, so that the draft model sees
-no chat template and no end, and encodes again in every round. Here the pair shares its tokens instead, and
-transformers runs its code for that.
+Across tokenizers, transformers assists through text: it decodes without special tokens and encodes again in every
+round. So the draft model sees neither chat template nor end token. With a shared vocabulary, transformers passes token
+ids instead.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from parse_infer.models.token_map import TokenMap
 
 
 def in_target_vocabulary(draft: LanguageModel, target: LanguageModel, tokens: TokenMap) -> PreTrainedModel:
-    """A copy of the draft model that shares its layers and has the target's vocabulary.
+    """Copy the draft model with shared layers and the target's vocabulary.
 
-    A token that is several of the draft model's is read as their mean, and one that is not among them is never written
-    (its logit is minus infinity).
+    A target token that maps to several draft tokens gets the mean of their embeddings. A target token without a draft
+    token gets the logit minus infinity.
 
     Args:
-        tokens: from the draft model's tokenizer to the target's.
+        tokens: map from the draft model's tokenizer to the target's.
     """
     model = draft.model
     weights = [*model.parameters(), *model.buffers()]
@@ -38,19 +38,19 @@ def in_target_vocabulary(draft: LanguageModel, target: LanguageModel, tokens: To
 
 
 def _embedding(own: nn.Module, pieces: list[tuple[int, ...]]) -> nn.Embedding:
-    """What the draft model reads for each token of the target, [V, H]; zeros where it has nothing (padding)."""
+    """Input embedding [V, H] over the target's vocabulary; zeros for padding."""
     weight: Tensor = own.weight  # type: ignore[assignment]
     device = weight.device
     flat = torch.tensor([piece for token in pieces for piece in token], device=device)
     ends = torch.tensor([len(token) for token in pieces], device=device).cumsum(0)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     with torch.no_grad():
-        read = own(torch.arange(len(weight), device=device))  # some embeddings scale what they look up
+        read = own(torch.arange(len(weight), device=device))  # some embedding modules scale their output
         return nn.Embedding.from_pretrained(nn.functional.embedding_bag(flat, read, starts, mode="mean"))
 
 
 class _Output(nn.Module):
-    """Logits [..., V] over the target's vocabulary."""
+    """Output layer with logits [..., V] over the target's vocabulary."""
 
     def __init__(self, own: nn.Module, tokens: TokenMap, size: int, device: torch.device) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The queue in front of a backend: how many answers may be in it, how long they may take, and how it ends."""
+"""Admission queue of a backend: capacity, time limit and shutdown."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from parse_infer.serve.errors import ApiError
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server takes on."""
+    """Limits of one server."""
 
     waiting: int = 64
-    """Answers that may wait while others are written."""
+    """Largest number of queued answers."""
     request_s: float = 600.0
-    """A request that is not complete after this many seconds ends with an error."""
+    """Timeout of a request in seconds."""
     grace_s: float = 30.0
-    """After the signal to stop, accepted requests have this many seconds."""
+    """Seconds that accepted requests have after a stop signal."""
     body_bytes: int = 4 << 20
 
 
 class AdmissionQueue:
-    """Counts the answers that were accepted and have not ended.
+    """Counts the accepted, unfinished answers.
 
     Args:
-        parallel: how many of them are written at the same time.
+        parallel: number of answers that the backend writes concurrently.
     """
 
     def __init__(self, limits: Limits, parallel: int) -> None:
@@ -43,13 +43,14 @@ class AdmissionQueue:
 
     @asynccontextmanager
     async def place(self, answers: int) -> AsyncIterator[None]:
-        """Within the `async with`, that many answers count.
+        """Count this many answers as accepted within the `async with`.
 
-        Raises ApiError: 429 without room for them, 503 when the server stops, 504 when they take too long.
+        Raises ApiError: 429 if the queue is full, 503 if the server stops, 504 after the time limit.
         """
         if answers > self._capacity:
             raise ApiError(
-                400, f"{answers} answers are asked for at once, but this server takes {self._capacity}: ask for less"
+                400,
+                f"the request needs {answers} answers, but this server takes at most {self._capacity}: ask for less",
             )
         if self.closing:
             raise self._stopping()
@@ -79,20 +80,20 @@ class AdmissionQueue:
             self.answers -= answers
 
     def note(self, seconds: float) -> None:
-        """An answer has taken the backend this long."""
+        """Record the backend's time for one answer."""
         self._seconds.append(seconds)
 
     def retry_after(self, answers: int = 1) -> int:
-        """Seconds until there should be room, from what the last answers took; at least 1."""
+        """Estimate the seconds until the queue has room, from the times of the last answers; at least 1."""
         mean = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
         return max(1, math.ceil(mean * (self.answers + answers - self._capacity) / self._parallel))
 
     def close(self) -> None:
-        """Accept nothing more; what was accepted goes on."""
+        """Stop admission; accepted answers continue."""
         self.closing = True
 
     def abort(self) -> None:
-        """End with an error whatever is still there."""
+        """End all accepted answers with an error."""
         self.closing = True
         for clock in self._clocks:
             clock.reschedule(asyncio.get_running_loop().time())

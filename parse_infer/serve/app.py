@@ -1,4 +1,4 @@
-"""The application: which path answers what."""
+"""The FastAPI application and its routes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from parse_infer.models.sampling import Sampling
 from parse_infer.serve import errors
 from parse_infer.serve.admission import AdmissionQueue, Limits
 from parse_infer.serve.errors import ApiError, ErrorBody
-from parse_infer.serve.handlers import Desk
+from parse_infer.serve.handlers import RequestHandler
 from parse_infer.serve.metrics import Metrics
-from parse_infer.serve.middleware import Gate
+from parse_infer.serve.middleware import RequestMiddleware
 from parse_infer.serve.page import page_file
 from parse_infer.serve.protocol.chat import ChatBody, ChatCompletion, ChatShape
 from parse_infer.serve.protocol.completion import Completion, CompletionBody, CompletionShape
@@ -33,17 +33,17 @@ from parse_infer.serve.risk_monitor import Audit, RiskMonitor
 from parse_infer.serve.runner import Runner
 
 if TYPE_CHECKING:
-    from parse_infer.serve.traces import Traces  # an extra of its own
+    from parse_infer.serve.traces import Traces  # needs an optional extra
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "A mistake in the request."},
-    "5XX": {"model": ErrorBody, "description": "The server cannot, or not now."},
+    "4XX": {"model": ErrorBody, "description": "The request is invalid."},
+    "5XX": {"model": ErrorBody, "description": "The server failed or is unavailable."},
 }
 
 
 def _streams(model: type) -> dict[int | str, dict[str, Any]]:
     events: dict[str, Any] = {"text/event-stream": {}}  # OpenAPI 3.1 has no schema for the events of a stream
-    return {200: {"model": model, "description": "The answer, or with stream: true its chunks.", "content": events}}
+    return {200: {"model": model, "description": "The answer, or its chunks with stream: true.", "content": events}}
 
 
 def create_app(
@@ -57,32 +57,31 @@ def create_app(
     strict: bool = False,
     generation_config: bool = True,
 ) -> FastAPI:
-    """The OpenAI-compatible API, metrics and page of one backend.
+    """Build the OpenAI-compatible API, metrics and demo page of one backend.
 
     Args:
-        api_key: what clients must send; None asks for none.
-        model: the name under which the backend's target is served; default: its own.
-        adaptive: of requests that do not say, see `GenerationSettings`.
-        strict: refuse fields that this server does not know, instead of ignoring them with a warning.
-        generation_config: requests that do not say are sampled as the target's generation config asks for; else
-            greedily.
+        api_key: API key that clients must send; None: no key.
+        model: served name of the target; default: its own name.
+        adaptive: default of `GenerationSettings.adaptive`.
+        strict: reject unknown fields instead of ignoring them with a warning.
+        generation_config: take sampling defaults from the target's generation config; False: greedy.
 
     Raises:
-        ValueError: a risk that the backend's calibration does not show, or an audit without one.
+        ValueError: the calibration does not prove the risk, or an audit has no calibration.
 
-    The queue is `app.state.line`, the counts are `app.state.metrics`.
+    `app.state.line` is the admission queue, `app.state.metrics` the metrics.
     """
     limits, metrics, started = limits or Limits(), Metrics(), int(time.time())
-    line = AdmissionQueue(limits, backend.parallel)
+    queue = AdmissionQueue(limits, backend.parallel)
     promises = promises or RiskMonitor()
     if promises.risk is not None:
         resolve_risk(promises.expected, backend.calibration)
     audit = Audit(backend, metrics, promises) if promises.audit else None
     if promises.risk is not None or audit is not None:
         backend.check_calibration()
-    desk = Desk(
+    handler = RequestHandler(
         backend,
-        line,
+        queue,
         metrics,
         model or backend.name,
         promises.risk,
@@ -94,36 +93,34 @@ def create_app(
     )
     app = FastAPI(
         title="PARSE",
-        summary="OpenAI's API over a draft model whose answers the target checks.",
-        docs_url=None,  # these pages load scripts from elsewhere
+        summary="OpenAI's API over a draft model whose answers the target verifies.",
+        docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,
         responses=_ERRORS,
     )
-    app.state.line, app.state.metrics = line, metrics
-    app.add_middleware(Gate, api_key=api_key, body_bytes=limits.body_bytes, metrics=metrics)
+    app.state.line, app.state.metrics = queue, metrics
+    app.add_middleware(RequestMiddleware, api_key=api_key, body_bytes=limits.body_bytes, metrics=metrics)
     app.add_exception_handler(ApiError, errors.answer_api_error)
     app.add_exception_handler(HTTPException, errors.answer_http_error)
     app.add_exception_handler(RequestValidationError, errors.answer_invalid_body)
-    metrics.watch("parse_answers_running", "Answers that are being written.", lambda: backend.running)
-    metrics.watch(
-        "parse_answers_waiting", "Accepted answers that wait.", lambda: max(0, line.answers - backend.running)
-    )
-    metrics.watch("parse_parallel", "Answers that can be written at the same time.", lambda: backend.parallel)
+    metrics.watch("parse_answers_running", "Answers in progress.", lambda: backend.running)
+    metrics.watch("parse_answers_waiting", "Queued answers.", lambda: max(0, queue.answers - backend.running))
+    metrics.watch("parse_parallel", "Largest number of concurrent answers.", lambda: backend.parallel)
     for name, (text, value) in backend.gauges.items():
         metrics.watch(name, text, value)
-    metrics.watch("parse_retry_after_seconds", "What a full queue answers.", line.retry_after)
+    metrics.watch("parse_retry_after_seconds", "Retry-After of a full queue.", queue.retry_after)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_streams(ChatCompletion))
     async def chat(body: ChatBody) -> Response:
-        return desk.answer(ChatShape(), body) if body.form is None else desk.relay(body)
+        return handler.answer(ChatShape(), body) if body.form is None else handler.relay(body)
 
     @app.post("/v1/completions", response_model=Completion, responses=_streams(Completion))
     async def complete(body: CompletionBody) -> Response:
-        return desk.answer(CompletionShape(), body)
+        return handler.answer(CompletionShape(), body)
 
     card = ModelCard(
-        id=desk.model, created=started, max_model_len=backend.window, parse={"threshold": backend.threshold}
+        id=handler.model, created=started, max_model_len=backend.window, parse={"threshold": backend.threshold}
     )
 
     @app.get("/v1/models")
@@ -132,15 +129,15 @@ def create_app(
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> ModelCard:
-        desk.check_model(name)
+        handler.check_model(name)
         return card
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody, response: Response) -> TokenizeAnswer:
-        desk.check_model(body.model)
-        response.headers.update(warning_header(desk.warnings(body)))
-        async with line.place(0):  # it is no answer, but is not to take longer than one
-            with errors.refusals():
+        handler.check_model(body.model)
+        response.headers.update(warning_header(handler.warnings(body)))
+        async with queue.place(0):  # takes no place in the queue, but has the time limit
+            with errors.value_errors_as_400():
                 if body.chat is not None:
                     _, ids = await backend.render(body.chat)
                 else:
@@ -150,10 +147,10 @@ def create_app(
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody, response: Response) -> DetokenizeAnswer:
-        desk.check_model(body.model)
-        response.headers.update(warning_header(desk.warnings(body)))
-        async with line.place(0):
-            with errors.refusals("tokens"):
+        handler.check_model(body.model)
+        response.headers.update(warning_header(handler.warnings(body)))
+        async with queue.place(0):
+            with errors.value_errors_as_400("tokens"):
                 return DetokenizeAnswer(prompt=await backend.decode(body.tokens))
 
     @app.get("/tokenizer_info")
@@ -162,7 +159,7 @@ def create_app(
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        if line.closing:
+        if queue.closing:
             raise ApiError(503, "the server is stopping", "stopping")
         return {"status": "ok"}
 

@@ -1,4 +1,4 @@
-"""A response that is worked out while the client waits, and given up when the client goes away."""
+"""A response that is cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-GONE = 499  # what logs and metrics call a client that left, as nginx does
+GONE = 499  # nginx's status for a client that disconnected, for logs and metrics
 
 
-class Exchange(Response):
-    """Runs `work(send)`, which sends the whole response; cancels it as soon as the client has gone.
+class CancellableResponse(Response):
+    """Runs `work(send)`, which sends the whole response, and cancels `work` when the client disconnects.
 
-    What `work` raises before it has sent anything becomes an answer of the framework's.
+    The framework answers errors that `work` raises before it sends anything.
     """
 
     def __init__(self, work: Callable[[Send], Awaitable[None]]) -> None:

@@ -1,4 +1,4 @@
-"""One of the answers to a request, while it is written: its text as the client sees it, and what it has cost."""
+"""State of one answer of a request: the client's text so far, and statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parse_infer.serve.stop_strings import StopStrings
 
 
 class Part(BaseModel):
-    """A stretch of the answer by one author, and how valid the answer was found up to its end."""
+    """A stretch of the answer by one author, with the validity of the answer up to its end."""
 
     model_config = ConfigDict(extra="forbid")
     text: str
@@ -24,7 +24,7 @@ class Part(BaseModel):
 
 
 class Seconds(BaseModel):
-    """Where the time went. `waiting_s`: in the queue; `first_text_s`: from the request to the first text."""
+    """Timings. `waiting_s`: time in the queue; `first_text_s`: from the request to the first text."""
 
     model_config = ConfigDict(extra="forbid")
     draft_s: float
@@ -36,7 +36,7 @@ class Seconds(BaseModel):
 
 
 class ParseStatistics(BaseModel):
-    """Who wrote what, what it cost, and what is promised."""
+    """Authors, cost and risk promise of one answer."""
 
     model_config = ConfigDict(extra="forbid")
     spans: list[Part]
@@ -51,16 +51,16 @@ class ParseStatistics(BaseModel):
     drafter_forwards: int
     verification_passes: int
     risk: float | None
-    """The promise that was kept: at most this share of such requests is lost."""
+    """The risk promise of this answer: at most this share of such requests is lost."""
     fallback: Fallback | None
-    """Why the target wrote without the draft that was wanted. Then nothing is promised."""
+    """Why the target answered without the requested draft. Such an answer has no risk promise."""
     unpromised: str | None
-    """Why the promise of this server does not cover the answer, where it does not."""
+    """Why the server's risk promise does not cover the answer; None: it does."""
     timings: Seconds
 
 
 class ChoiceState:
-    """What the events of one job add up to."""
+    """Accumulates the events of one job."""
 
     def __init__(self, index: int, job: Job, prompt_tokens: int, asked_at: float) -> None:
         self.index = index
@@ -76,7 +76,7 @@ class ChoiceState:
 
     @property
     def text(self) -> str:
-        """What may be sent of the answer so far."""
+        """Text of the answer that may be sent so far."""
         return self._text.text
 
     @property
@@ -93,7 +93,7 @@ class ChoiceState:
         return "length" if self.answer.finish_reason == "length" else "stop"
 
     def take(self, moment: Moment) -> str:
-        """The text that may be sent now."""
+        """Add an event; return the text that may be sent now."""
         event, text = moment.event, ""
         if isinstance(event, Drafted):
             self.drafted = True
@@ -125,7 +125,7 @@ class ChoiceState:
         )
 
     def _parts(self, spans: list[Span]) -> list[Part]:
-        """The spans without the stop string behind the text: their texts concatenate to `text`."""
+        """Spans without the stop string after the text; their texts concatenate to `text`."""
         parts, room = [], len(self.text)
         for span in spans:
             text = span.text[:room]
@@ -135,7 +135,7 @@ class ChoiceState:
 
 
 def event_body(event: Event) -> dict[str, object] | None:
-    """An event for those who want to watch: what is drafted, verified, accepted, rejected and written."""
+    """JSON body of an event for clients that set `parse.events`; None for `Done`."""
     if isinstance(event, Done):
         return None
     name = type(event).__name__.lower()

@@ -1,8 +1,8 @@
-"""Has a promise become implausible? A test that may be looked at after every observation.
+"""Sequential test of a risk promise, valid after every observation.
 
-The likelihood ratio of a larger rate to the largest promised one is, on average, never above 1 as long as the promise
-holds; so is a mean of such ratios. That it ever reaches 1 / level has a probability of at most `level` then (Ville's
-inequality; Ramdas et al., arXiv 2210.01948): looking often does no harm.
+While the promise holds, the likelihood ratio of a larger rate to the promised rate has a mean of at most 1. So does a
+mean of such ratios. Such a mean ever reaches 1 / level with a probability of at most `level` (Ville's inequality;
+Ramdas et al., arXiv 2210.01948), so frequent looks do no harm.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import math
 
 from parse_infer.acceptance import check_share
 
-_ALTERNATIVES = 8  # larger rates, half as far from 1 each time
+_ALTERNATIVES = 8  # larger rates; each halves the distance to 1
 
 
 class DriftTest:
-    """Tests "an event happens at most at this rate", one observation after the other.
+    """Tests "an event has at most this rate", one observation at a time.
 
     Args:
-        rate: the largest that is promised.
-        level: how likely a false alarm may be, ever.
+        rate: the promised upper bound.
+        level: probability of a false alarm over all observations.
     """
 
     def __init__(self, rate: float, level: float) -> None:
@@ -33,11 +33,11 @@ class DriftTest:
         self.observations = 0
         self.events = 0
         self.implausible = False
-        """Stays True, once it is."""
+        """Whether the test has rejected the promise; never reset."""
 
     @property
     def evidence(self) -> float:
-        """Against the promise; starts at 1, and from 1 / level on the promise is implausible."""
+        """Evidence against the promise: 1 at the start; from 1 / level the promise is implausible."""
         largest = max(self._logs)
         total = sum(math.exp(value - largest) for value in self._logs)
         return math.exp(min(700.0, largest + math.log(total / len(self._logs))))

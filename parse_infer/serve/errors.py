@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API writes them: a status, and one sentence that says what to do."""
+"""Errors in the format of OpenAI's API: a status and a one-sentence message."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """What every answer with a status of 400 or more holds."""
+    """Body of every response with a status of 400 or more."""
 
     error: ErrorDetail
 
 
 class ApiError(Exception):
-    """Ends a request with this status and sentence.
+    """Ends a request with this status and message.
 
     Args:
-        param: the field of the body that is wrong.
-        code: what a program may look for.
+        param: the invalid field of the body.
+        code: machine-readable error code.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> Response:
-        # ASCII only: a message may quote what is no text in UTF-8.
+        # ASCII only: a message may quote invalid UTF-8.
         return Response(json.dumps(self.body), self.status, self.headers, "application/json")
 
 
 @contextmanager
-def refusals(param: str | None = None) -> Iterator[None]:
-    """A ValueError within the `with` is a mistake of the client's."""
+def value_errors_as_400(param: str | None = None) -> Iterator[None]:
+    """Turn a ValueError of the block into a 400 error."""
     try:
         yield
     except ValueError as error:
@@ -70,13 +70,13 @@ async def answer_api_error(request: Request, error: Exception) -> Response:
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
-    """What the framework itself refuses: unknown paths, wrong methods, bodies that are no JSON."""
+    """Answer errors of the framework: unknown paths, wrong methods and invalid JSON."""
     assert isinstance(error, HTTPException)
     message = str(error.detail)
     if error.status_code == 404:
-        message = f"there is no {request.method} {request.url.path[:100]} here"
+        message = f"this server has no route {request.method} {request.url.path[:100]}"
     elif error.status_code == 405:
-        message = f"{request.url.path[:100]} does not answer {request.method[:20]}"
+        message = f"{request.url.path[:100]} does not allow {request.method[:20]}"
     elif error.status_code == 400:
         message = "the body is not valid JSON in UTF-8"
     return ApiError(error.status_code, message, _NAMES.get(error.status_code), headers=error.headers).response()
@@ -89,24 +89,24 @@ async def answer_invalid_body(request: Request, error: Exception) -> Response:
 
 
 def failure() -> ApiError:
-    """For what is nobody's mistake but ours; the log has the traceback."""
-    return ApiError(500, "the server failed on this request; its log says why", "internal_error")
+    """The 500 error of an internal failure; the log has the traceback."""
+    return ApiError(500, "the server failed on this request; its log has the details", "internal_error")
 
 
 def unknown_field(name: str) -> ApiError:
-    return ApiError(400, f"{name} is no field that this server knows: leave it out", "unknown_field", name)
+    return ApiError(400, f"unknown field {name}: leave it out", "unknown_field", name)
 
 
 def invalid_body(problems: Sequence[Mapping[str, Any]], is_json: bool = True) -> ApiError:
-    """One sentence on the problem that lies deepest: of several forms that a value may have, that is the one meant."""
+    """One sentence on the most deeply nested problem: of a union's types, that is the type meant."""
     first = max(problems, key=lambda problem: len(problem["loc"]))
     place = [str(part)[:60] for part in first["loc"][1:]]
-    if first["type"] != "extra_forbidden":  # between the fields stand the names of the forms: "str", "list[int]"
+    if first["type"] != "extra_forbidden":  # drop the names of union types ("str", "list[int]") between the fields
         place = [part for part in place if part != "str" and "[" not in part]
     kind, text = first["type"], str(first["msg"])
     if kind == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", "invalid_json")
-    if kind in ("sentence", "unsupported"):  # begins with the name of the field
+    if kind in ("sentence", "unsupported"):  # the message begins with the field's name
         field = ".".join([*place, text.partition(":")[0]])
         message, code = ".".join([*place, text]), "unsupported_value" if kind == "unsupported" else "invalid_value"
         return ApiError(400, message, code, field)

@@ -1,4 +1,4 @@
-"""The answers to one request, as they happen."""
+"""Event stream of the answers to one request."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ log = logging.getLogger("parse_infer.serve")
 
 
 Told = tuple[ChoiceState, Event, str]
-"""An event, with the choice that it belongs to and the text that may be sent now."""
+"""The choice of an event, the event, and the text that may be sent now."""
 
 
 async def answers(
-    backend: Runner, line: AdmissionQueue, metrics: Metrics, requested: RequestedAnswers, audit: Audit | None = None
+    backend: Runner, queue: AdmissionQueue, metrics: Metrics, requested: RequestedAnswers, audit: Audit | None = None
 ) -> AsyncGenerator[Told, None]:
-    """All events of a request, which is admitted first.
+    """Admit a request and yield all its events.
 
-    Raises ApiError: what the backend refuses, or fails on.
+    Raises ApiError if the queue or the backend rejects the request, or if the backend fails.
     """
     asked_at = time.perf_counter()
-    async with line.place(len(requested)):
+    async with queue.place(len(requested)):
         with api_errors():
             jobs = await requested.jobs(backend)
         choices = [ChoiceState(i, job, prompt_tokens, asked_at) for i, (job, prompt_tokens) in enumerate(jobs)]
-        streams = [_answered(backend, line, metrics, choice, audit) for choice in choices]
+        streams = [_answered(backend, queue, metrics, choice, audit) for choice in choices]
         side_by_side = backend.parallel > 1 and len(streams) > 1
-        async with aclosing(_as_they_come(streams) if side_by_side else _in_turn(streams)) as events:
+        async with aclosing(_merged(streams) if side_by_side else _chained(streams)) as events:
             async for event in events:
                 yield event
 
 
 async def _answered(
-    backend: Runner, line: AdmissionQueue, metrics: Metrics, choice: ChoiceState, audit: Audit | None
+    backend: Runner, queue: AdmissionQueue, metrics: Metrics, choice: ChoiceState, audit: Audit | None
 ) -> AsyncGenerator[Told, None]:
     meter = metrics.meter(choice)
     try:
@@ -54,7 +54,7 @@ async def _answered(
                     text = choice.take(moment)
                     meter.see(moment, text)
                     if isinstance(moment.event, Done):
-                        line.note(moment.event.generation.timings.total_s)
+                        queue.note(moment.event.generation.timings.total_s)
                         if audit is not None:
                             audit.consider(choice)
                     yield choice, moment.event, text
@@ -62,15 +62,15 @@ async def _answered(
         meter.end()
 
 
-async def _in_turn(streams: Sequence[AsyncGenerator[Told, None]]) -> AsyncGenerator[Told, None]:
+async def _chained(streams: Sequence[AsyncGenerator[Told, None]]) -> AsyncGenerator[Told, None]:
     for stream in streams:
         async with aclosing(stream):
             async for told in stream:
                 yield told
 
 
-async def _as_they_come(streams: Sequence[AsyncGenerator[Told, None]]) -> AsyncGenerator[Told, None]:
-    """The first error of one ends all."""
+async def _merged(streams: Sequence[AsyncGenerator[Told, None]]) -> AsyncGenerator[Told, None]:
+    """Merge the streams; the first error ends all of them."""
     queue: asyncio.Queue[Told | Exception | None] = asyncio.Queue()
 
     async def follow(stream: AsyncGenerator[Told, None]) -> None:
@@ -101,7 +101,7 @@ async def _as_they_come(streams: Sequence[AsyncGenerator[Told, None]]) -> AsyncG
 
 @contextmanager
 def api_errors(index: int = 0) -> Iterator[None]:
-    """What the backend refuses or fails on while it writes a request's answer of this index becomes an ApiError."""
+    """Turn rejections and failures of the backend into ApiError; the log names the answer's index."""
     try:
         yield
     except InvalidRequest as error:

@@ -1,4 +1,4 @@
-"""Takes an accepted body to its response."""
+"""Handlers that turn a valid request body into its response."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.types import Send
 from parse_infer.calibration.schema import promised
 from parse_infer.models.sampling import Sampling
 from parse_infer.serve.admission import AdmissionQueue
-from parse_infer.serve.cancellable_response import Exchange
+from parse_infer.serve.cancellable_response import CancellableResponse
 from parse_infer.serve.errors import ApiError, unknown_field
 from parse_infer.serve.event_stream import answers
 from parse_infer.serve.metrics import Metrics
@@ -28,22 +28,22 @@ from parse_infer.serve.runner import Runner
 from parse_infer.settings import GenerationSettings
 
 
-class Desk:
-    """Where requests are turned into jobs, and events into what the client reads.
+class RequestHandler:
+    """Turns requests into jobs and events into responses.
 
     Args:
-        model: the name under which the backend's target is served.
-        risk: promise of the requests that name none, where the calibration covers them.
-        adaptive: of the requests that do not say, see `GenerationSettings`.
-        strict: refuse fields that this server does not know, instead of warning.
-        sampling: of the requests that do not say.
-        note: told what the log is told of every request.
+        model: served name of the backend's target.
+        risk: default risk of requests that the calibration covers.
+        adaptive: default of `GenerationSettings.adaptive`.
+        strict: reject unknown fields instead of warning.
+        sampling: default sampling of requests.
+        note: called with the fields of every log record about an answer.
     """
 
     def __init__(
         self,
         backend: Runner,
-        line: AdmissionQueue,
+        queue: AdmissionQueue,
         metrics: Metrics,
         model: str,
         risk: float | None = None,
@@ -54,7 +54,7 @@ class Desk:
         note: Callable[[Mapping[str, Any]], None] = lambda fields: None,
     ) -> None:
         self.backend = backend
-        self.line = line
+        self.queue = queue
         self.metrics = metrics
         self.model = model
         self._risk = risk
@@ -66,34 +66,36 @@ class Desk:
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, self.model):
-            message = f"the model {str(name)[:100]!r} is not served here, but {self.model!r} is"
+            message = f"this server does not serve the model {str(name)[:100]!r}; it serves {self.model!r}"
             raise ApiError(404, message, "model_not_found", "model")
 
     def warnings(self, body: Body) -> list[str]:
-        """What the response says of fields that are ignored. Raises ApiError for them where the server is strict."""
+        """Warnings about ignored fields. Raises ApiError for them if the server is strict."""
         unknown = [name[:60] for name in islice(body.unknown(), MOST_UNKNOWN)]
         if unknown and self._strict:
             raise unknown_field(ascii(unknown[0])[1:-1])
-        return [f"ignored, as this server does not know them: {', '.join(unknown)}"] if unknown else []
+        return [f"unknown fields ignored: {', '.join(unknown)}"] if unknown else []
 
-    def answer(self, shape: Shape, body: ChatBody | CompletionBody) -> Exchange:
-        """Raises ApiError for what cannot be answered, as far as that is known before the request is admitted."""
+    def answer(self, shape: Shape, body: ChatBody | CompletionBody) -> CancellableResponse:
+        """The response to a completion request. Raises ApiError for requests that are invalid before admission."""
         self.check_model(body.model)
         warnings = self.warnings(body)
         settings, unpromised = self._settings(body)
         if unpromised is not None:
-            warnings.append(f"nothing is promised for this answer: {unpromised}")
+            warnings.append(f"no risk promise covers this answer: {unpromised}")
         requested = RequestedAnswers(body.prompts, settings, body.draft_text, body.alone, watched=bool(body.stream))
         writer = AnswerWriter(shape, body, self.model, warnings, unpromised, self._note)
-        events = answers(self.backend, self.line, self.metrics, requested, self._audit)
-        return Exchange(lambda send: writer.stream(events, send) if body.stream else writer.whole(events, send))
+        events = answers(self.backend, self.queue, self.metrics, requested, self._audit)
+        return CancellableResponse(
+            lambda send: writer.stream(events, send) if body.stream else writer.whole(events, send)
+        )
 
-    def relay(self, body: ChatBody) -> Exchange:
-        """The target's own server answers, without a draft."""
+    def relay(self, body: ChatBody) -> CancellableResponse:
+        """Pass a request through to the target's server, without a draft."""
         self.check_model(body.model)
         warnings = self.warnings(body)
         fields = body.relayed(self._sampling)
-        pieces = relayed(self.backend, self.line, self.metrics, body, fields, self.model, self._note)
+        pieces = relayed(self.backend, self.queue, self.metrics, body, fields, self.model, self._note)
 
         async def whole(send: Send) -> None:
             async with aclosing(pieces):
@@ -105,10 +107,10 @@ class Desk:
                 async for piece in pieces:
                     yield event_line(piece)
 
-        return Exchange(lambda send: write_events(send, chunks(), warnings) if body.stream else whole(send))
+        return CancellableResponse(lambda send: write_events(send, chunks(), warnings) if body.stream else whole(send))
 
     def _settings(self, body: ChatBody | CompletionBody) -> tuple[Sequence[GenerationSettings], str | None]:
-        """Of the `n` answers to a prompt; and why the server's promise does not cover them, where it does not."""
+        """Settings of a prompt's `n` answers, and why the server's promise does not cover them (None: it does)."""
         settings = [body.settings(body.max_new_tokens, choice, self._sampling) for choice in range(body.choices)]
         if body.alone:
             return settings, None

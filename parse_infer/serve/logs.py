@@ -1,4 +1,4 @@
-"""Logs as one JSON object a line, on standard error: never with a text of a request or an answer."""
+"""Logs as JSON lines on standard error, without any text of requests or answers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Of the request that is being answered: in its lines of the log, in its response's header and in the name of its
-answer."""
+"""Id of the current request, for log lines, the response header and the answer's id."""
 
 
 class JsonLines(logging.Formatter):
-    """Time, level, what happened, the request, and the fields given as `extra={"fields": {…}}`."""
+    """Format time, level, event, request id and the fields of `extra={"fields": {…}}` as JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -32,8 +31,7 @@ class JsonLines(logging.Formatter):
 
 
 def describe_error(error: BaseException) -> list[dict[str, Any]]:
-    """The class of an exception and the frames that it passed, then those of its causes. Its message is left out: it
-    may quote a request or an answer."""
+    """Class and stack frames of an exception and its causes. The message is left out: it may quote a request."""
     found, seen = list[dict[str, Any]](), set[int]()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -49,7 +47,7 @@ def describe_error(error: BaseException) -> list[dict[str, Any]]:
 
 
 def log_settings(level: str = "INFO") -> dict[str, Any]:
-    """For `logging.config.dictConfig`: our own records and uvicorn's, in one form."""
+    """Settings for `logging.config.dictConfig`: one format for our records and uvicorn's."""
     own = {"handlers": ["stderr"], "level": level, "propagate": False}
     others = {**own, "level": "WARNING"}
     return {

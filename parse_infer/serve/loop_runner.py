@@ -1,4 +1,4 @@
-"""The coordinator behind the server: vLLM answers many jobs at the same time, on the event loop of the server."""
+"""Runner over vLLM servers: concurrent jobs on the API server's event loop."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from parse_infer.serve.tokenizer_service import TokenizerService
 
 log = logging.getLogger("parse_infer.serve")
 
-PATIENCE_S = 2.0  # while no server of the target is well: a client that is told so can go elsewhere
+PATIENCE_S = 2.0  # while no target replica is healthy; then the client gets 503 and can try another server
 _RETRY_AFTER_S = 5
 
 
 class LoopRunner(TokenizerService):
-    """A `Runner` for one `ParseEngine` over servers, which nobody else may use from now on."""
+    """A `Runner` with exclusive use of one `ParseEngine` over vLLM servers."""
 
     def __init__(self, engine: ParseEngine) -> None:
         super().__init__(engine.target, engine.draft)
@@ -44,8 +44,8 @@ class LoopRunner(TokenizerService):
     def gauges(self) -> Mapping[str, tuple[str, Callable[[], float]]]:
         found: dict[str, tuple[str, Callable[[], float]]] = {}
         for role, servers in self._engine.backend.servers.items():
-            found[f"parse_{role}_servers_well"] = f"Servers of the {role} model that answer.", servers.count
-        text = "Servers of the target that answer and run the coordinator's adapter."
+            found[f"parse_{role}_servers_well"] = f"Healthy replicas of the {role} model.", servers.count
+        text = "Healthy replicas of the target that run the engine's adapter."
         found["parse_target_servers_judging"] = (
             text,
             partial(self._engine.backend.servers["target"].count, judging=True),
@@ -63,7 +63,7 @@ class LoopRunner(TokenizerService):
             events = self._engine.events(job.prompt, job.settings, draft, alone=job.alone, watched=job.watched)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
-        with _told_when_gone():
+        with _unavailable_as_503():
             async with self._room, aclosing(events):
                 async for event in events:
                     yield Moment(event, time.perf_counter())
@@ -71,7 +71,7 @@ class LoopRunner(TokenizerService):
     async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
         self._engine.running += 1
         try:
-            with _told_when_gone():
+            with _unavailable_as_503():
                 async with self._room, aclosing(self._engine.backend.relay(fields)) as pieces:
                     async for piece in pieces:
                         yield piece
@@ -81,20 +81,20 @@ class LoopRunner(TokenizerService):
             self._engine.running -= 1
 
     def close(self) -> None:
-        """No jobs follow; servers that were started for this end."""
+        """Close the engine and stop the servers that it started."""
         super().close()
         self._engine.close()
 
 
 @contextmanager
-def _told_when_gone() -> Iterator[None]:
-    """A target without any server is no fault of the request: 503, and when to try again."""
+def _unavailable_as_503() -> Iterator[None]:
+    """Answer 503 with Retry-After if no target server is available."""
     try:
         yield
     except Failing:
         raise
     except Unavailable as error:
         log.error("no answer: %s", error)
-        message = f"no server of this model answers at the moment: try again in {_RETRY_AFTER_S} s"
+        message = f"no server of this model is available: try again in {_RETRY_AFTER_S} s"
         headers = {"Retry-After": str(_RETRY_AFTER_S)}
         raise ApiError(503, message, "target_unavailable", headers=headers) from error

@@ -1,4 +1,4 @@
-"""What Prometheus is told."""
+"""Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -17,60 +17,57 @@ _SHARES = tuple(i / 20 for i in range(1, 21))
 
 
 class Metrics:
-    """Counts of one server, in a registry of its own."""
+    """Metrics of one server, in its own registry."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter("parse_requests", "HTTP requests.", ["path", "status"], registry=registry)
         self.request_s = Histogram(
-            "parse_request_seconds", "HTTP requests.", ["path"], buckets=_LONG, registry=registry
+            "parse_request_seconds", "Duration of HTTP requests.", ["path"], buckets=_LONG, registry=registry
         )
         self.answers = Counter("parse_answers", "Complete answers.", ["finish_reason"], registry=registry)
-        self.broken = Counter("parse_answers_broken", "Answers that did not end.", registry=registry)
+        self.broken = Counter("parse_answers_broken", "Cancelled or failed answers.", registry=registry)
         self.relayed = Counter(
-            "parse_answers_relayed", "Answers of the target's own server: tools, structured output.", registry=registry
+            "parse_answers_relayed", "Answers passed through: tools, structured output.", registry=registry
         )
-        self.prompt_tokens = Counter("parse_prompt_tokens", "Tokens of prompts.", registry=registry)
-        self.tokens = Counter("parse_tokens", "Tokens of answers, by author.", ["author"], registry=registry)
-        self.draft_tokens = Counter("parse_draft_tokens", "Tokens that were drafted.", ["fate"], registry=registry)
+        self.prompt_tokens = Counter("parse_prompt_tokens", "Prompt tokens.", registry=registry)
+        self.tokens = Counter("parse_tokens", "Answer tokens, by author.", ["author"], registry=registry)
+        self.draft_tokens = Counter("parse_draft_tokens", "Draft tokens, by fate.", ["fate"], registry=registry)
         self.decisions = Counter(
             "parse_decisions",
-            "Adaptive answers that got a draft, and that the target wrote alone.",
+            "Adaptive answers, with a draft or by the target alone.",
             ["decision"],
             registry=registry,
         )
         self.fallbacks = Counter(
-            "parse_fallbacks",
-            "Answers that the target wrote without the draft that was wanted.",
-            ["reason"],
-            registry=registry,
+            "parse_fallbacks", "Answers by the target without the requested draft.", ["reason"], registry=registry
         )
-        self.kept = Histogram("parse_acceptance", "Kept share of drafts.", buckets=_SHARES, registry=registry)
+        self.kept = Histogram("parse_acceptance", "Accepted share of drafts.", buckets=_SHARES, registry=registry)
         self.validity = Histogram("parse_validity", "Validity at the cuts.", buckets=_SHARES, registry=registry)
         self.forwards = Counter("parse_forwards", "Forwards of the models.", ["model"], registry=registry)
         self.pass_s = Histogram(
-            "parse_verification_pass_seconds", "Verification passes.", buckets=_SHORT, registry=registry
+            "parse_verification_pass_seconds", "Duration of verification passes.", buckets=_SHORT, registry=registry
         )
-        self.waiting_s = Histogram("parse_waiting_seconds", "In the queue.", buckets=_LONG, registry=registry)
+        self.waiting_s = Histogram("parse_waiting_seconds", "Time in the queue.", buckets=_LONG, registry=registry)
         self.first_text_s = Histogram(
-            "parse_time_to_first_token_seconds", "From request to first text.", buckets=_LONG, registry=registry
+            "parse_time_to_first_token_seconds", "Time from request to first text.", buckets=_LONG, registry=registry
         )
         self.between_s = Histogram(
-            "parse_inter_token_seconds", "Between two pieces of text.", buckets=_SHORT, registry=registry
+            "parse_inter_token_seconds", "Time between two pieces of text.", buckets=_SHORT, registry=registry
         )
         self.audited = Counter(
             "parse_audited", "Answers compared with the target's own.", ["risk", "result"], registry=registry
         )
         self.evidence = Gauge(
-            "parse_promise_evidence", "Against the promise; 1 at the start.", ["risk"], registry=registry
+            "parse_promise_evidence", "Evidence against the promise; 1 at the start.", ["risk"], registry=registry
         )
         self.implausible = Gauge(
             "parse_promise_implausible", "1: answers differ more often than promised.", ["risk"], registry=registry
         )
-        self.answer_s = Histogram("parse_answer_seconds", "Writing of an answer.", buckets=_LONG, registry=registry)
+        self.answer_s = Histogram("parse_answer_seconds", "Time to write an answer.", buckets=_LONG, registry=registry)
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """A gauge that is read when it is asked for."""
+        """Register a gauge whose value is read on each scrape."""
         Gauge(name, text, registry=self.registry).set_function(value)
 
     def meter(self, choice: ChoiceState) -> Meter:

@@ -1,4 +1,4 @@
-"""What every HTTP request passes: API key, size of the body, a number, the log and the counts."""
+"""Middleware of every HTTP request: API key, body size, request id, log and metrics."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from parse_infer.serve.logs import request_id
 from parse_infer.serve.metrics import Metrics
 
 log = logging.getLogger("parse_infer.serve")
-OPEN = ("/", "/page.js", "/page.css", "/health")  # need no key
-_DISCARDED = 64 << 20  # bytes of a body too large that are read before the connection is given up
+OPEN = ("/", "/page.js", "/page.css", "/health")  # paths that need no key
+_DISCARDED = 64 << 20  # largest number of bytes read of an oversized body before the connection is dropped
 
 
-class Gate:
+class RequestMiddleware:
     """Middleware around the whole application."""
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, body_bytes: int, metrics: Metrics) -> None:
@@ -37,7 +37,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         number, begin, status = uuid.uuid4().hex, time.perf_counter(), GONE
-        request_id.set(number)  # in a context of its own: the server runs each request in one
+        request_id.set(number)  # the server runs each request in its own context
 
         async def numbered(message: Message) -> None:
             nonlocal status
@@ -48,16 +48,16 @@ class Gate:
 
         try:
             headers = Headers(scope=scope)
-            if not self._knows(scope["path"], headers):
-                message = "this server needs its API key, in the header Authorization: Bearer …"
+            if not self._authorized(scope["path"], headers):
+                message = "this server needs an API key in the header Authorization: Bearer …"
                 wrong = ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
                 await wrong.response()(scope, receive, numbered)
-            elif _announced(headers) > self._body_bytes:
+            elif _content_length(headers) > self._body_bytes:
                 await _discard(receive)
                 await self._too_large().response()(scope, receive, numbered)
             else:
                 await self._app(scope, self._measured(receive), numbered)
-        except Exception:  # it goes no further: others would quote it in logs and traces
+        except Exception:  # stop the error here: outer layers would quote its message in logs and traces
             log.exception("failure")
             if status != GONE:  # the answer has begun
                 raise failure() from None
@@ -75,15 +75,15 @@ class Gate:
             }
             log.info("request", extra={"fields": fields})
 
-    def _knows(self, path: str, headers: Headers) -> bool:
+    def _authorized(self, path: str, headers: Headers) -> bool:
         if self._key is None or path in OPEN:
             return True
         kind, _, given = headers.get("authorization", "").partition(" ")
-        # In constant time: how long it takes says nothing of the key.
+        # Constant time, so that the duration reveals nothing about the key.
         return hmac.compare_digest(given.strip().encode("latin-1"), self._key) and kind.lower() == "bearer"
 
     def _measured(self, receive: Receive) -> Receive:
-        """`receive` for a body that does not say how long it is."""
+        """Wrap `receive` to limit a body without Content-Length."""
         size = 0
 
         async def measured() -> Message:
@@ -98,16 +98,16 @@ class Gate:
         return measured
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body has more than the {self._body_bytes} bytes allowed here", "body_too_large")
+        return ApiError(413, f"the body has more than the allowed {self._body_bytes} bytes", "body_too_large")
 
 
-def _announced(headers: Headers) -> int:
+def _content_length(headers: Headers) -> int:
     length = headers.get("content-length", "")
     return int(length) if length.isdecimal() and len(length) < 19 else 0
 
 
 async def _discard(receive: Receive) -> None:
-    """Read the rest of a body: a client that is still sending would not see the answer."""
+    """Read the rest of a body; a client that still sends would miss the response."""
     size = 0
     while size < _DISCARDED:
         message = await receive()

@@ -1,4 +1,4 @@
-"""Tools and structured output: the target's own server answers alone, and the answer says so."""
+"""Pass-through of tools and structured output to the target's server; the answer reports that no draft was used."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ log = logging.getLogger("parse_infer.serve")
 
 async def relayed(
     backend: Runner,
-    line: AdmissionQueue,
+    queue: AdmissionQueue,
     metrics: Metrics,
     body: ChatBody,
     fields: dict[str, Any],
     model: str,
     note: Callable[[Mapping[str, Any]], None],
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """One completion, or with `stream` its chunks.
+    """Yield one completion, or its chunks with `stream`.
 
     Args:
-        fields: of the request to the target's server.
-        model: the name under which the target is served here.
-        note: told what the log is told.
+        fields: fields of the request to the target's server.
+        model: served name of the target.
+        note: called with the fields of the log record.
 
-    Raises ApiError: what the backend or its server refuses, or fails on.
+    Raises ApiError if the backend or its server rejects the request or fails.
     """
     assert body.form is not None
     asked_at, usage = time.perf_counter(), None
     alone = TargetAlone(because=body.form)
-    async with line.place(body.choices):
+    async with queue.place(body.choices):
         with api_errors():
             async with aclosing(backend.relay(fields)) as pieces:
                 async for piece in pieces:
@@ -61,7 +61,7 @@ async def relayed(
 
 
 def _whole(answer: dict[str, Any], alone: TargetAlone, model: str) -> dict[str, Any]:
-    """Servers add fields of their own; here are those that our schema knows."""
+    """Keep only the fields of our schema; servers add their own."""
     choices = [
         ChatChoice(
             index=choice["index"],

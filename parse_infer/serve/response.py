@@ -1,4 +1,4 @@
-"""How answers are written out: one JSON object, or a stream of server-sent events."""
+"""Responses: one JSON object, or a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Answers = AsyncGenerator[Told, None]
 
 
 class Shape(Protocol):
-    """How one of the two APIs writes its answers out."""
+    """JSON shape of the answers of one API."""
 
     prefix: str
     chunk_object: str
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The first entry of a choice in a stream, if there is one."""
+        """First entry of a choice in a stream, if the API has one."""
         ...
 
     def piece(self, index: int, text: str) -> dict[str, Any]: ...
@@ -44,13 +44,13 @@ class Shape(Protocol):
 
 
 class AnswerWriter:
-    """Writes the answer to one request.
+    """Writes the response to one request.
 
     Args:
-        model: the name under which it was asked for.
-        warnings: for the header of the response.
-        unpromised: why the server's promise does not cover the answer, where it does not.
-        note: told what the log is told.
+        model: served model name.
+        warnings: texts of the response's warning header.
+        unpromised: why the server's promise does not cover the answer; None: it does.
+        note: called with the fields of the log record.
     """
 
     def __init__(
@@ -70,17 +70,17 @@ class AnswerWriter:
         self._note = note
         self._per_prompt = body.choices
         self._alone = body.alone
-        self._tells_usage = options is not None and bool(options.include_usage)
-        self._tells_usage_often = self._tells_usage and options is not None and bool(options.continuous_usage_stats)
-        self._tells_events = body.parse is not None and body.parse.events
+        self._include_usage = options is not None and bool(options.include_usage)
+        self._continuous_usage = self._include_usage and options is not None and bool(options.continuous_usage_stats)
+        self._include_events = body.parse is not None and body.parse.events
         self._name = shape.prefix + request_id.get()
         self._created = int(time.time())
-        self._heard: dict[int, ChoiceState] = {}
+        self._seen: dict[int, ChoiceState] = {}
 
     async def whole(self, events: Answers, send: Send) -> None:
         async with aclosing(events):
             async for choice, _, _ in events:
-                self._hear(choice)
+                self._register(choice)
         answer = self._shape.whole(self._name, self._created, self._model, self._choices, self._usage())
         self._log()
         await write_whole(send, answer.model_dump_json().encode(), self._warnings)
@@ -92,16 +92,16 @@ class AnswerWriter:
         async with aclosing(events):
             async for choice, event, text in events:
                 yield b"".join(map(event_line, self._chunks(choice, event, text)))
-        if self._tells_usage:
+        if self._include_usage:
             yield event_line({**self._chunk([]), "usage": self._usage().model_dump()})
         self._log()
 
     def _chunks(self, choice: ChoiceState, event: Event, text: str) -> Iterator[dict[str, Any]]:
-        if self._hear(choice):
+        if self._register(choice):
             opening = self._shape.opening(choice.index)
             if opening is not None:
                 yield self._chunk([opening], choice, opens=True)
-        told = event_body(event) if self._tells_events else None
+        told = event_body(event) if self._include_events else None
         if text or told is not None:
             piece = self._shape.piece(choice.index, text)
             yield self._chunk([piece if told is None else {**piece, "parse": told}], choice)
@@ -119,28 +119,28 @@ class AnswerWriter:
             "model": self._model,
             "choices": choices,
         }
-        if not self._tells_usage:
+        if not self._include_usage:
             return chunk
-        if choice is None or not self._tells_usage_often:
+        if choice is None or not self._continuous_usage:
             return {**chunk, "usage": None}
         return {**chunk, "usage": usage_so_far(choice, 0 if opens else choice.tokens_so_far).model_dump()}
 
-    def _hear(self, choice: ChoiceState) -> bool:
-        """Whether this is the first that is heard of the choice."""
-        new = choice.index not in self._heard
+    def _register(self, choice: ChoiceState) -> bool:
+        """Register the choice; True for its first event."""
+        new = choice.index not in self._seen
         choice.unpromised = self._unpromised
-        self._heard[choice.index] = choice
+        self._seen[choice.index] = choice
         return new
 
     @property
     def _choices(self) -> list[ChoiceState]:
-        return [self._heard[index] for index in sorted(self._heard)]
+        return [self._seen[index] for index in sorted(self._seen)]
 
     def _usage(self) -> Usage:
         return usage_of(self._choices, self._per_prompt)
 
     def _log(self) -> None:
-        """Numbers and decisions only: prompts and answers are nobody else's business."""
+        """Log numbers and decisions only, never text of prompts or answers."""
         usage, choices = self._usage(), self._choices
         drafted = sum(choice.drafted for choice in choices)
         fields = {
@@ -171,7 +171,7 @@ async def write_whole(send: Send, body: bytes, warnings: Sequence[str] = ()) -> 
 
 
 async def write_events(send: Send, events: AsyncGenerator[bytes, None], warnings: Sequence[str] = ()) -> None:
-    """A stream of server-sent events. Errors before the first have a status of their own, later ones are an event."""
+    """Send server-sent events. An error before the first event sets the HTTP status; a later one becomes an event."""
     begun = False
     try:
         async with aclosing(events):
@@ -192,7 +192,7 @@ async def write_events(send: Send, events: AsyncGenerator[bytes, None], warnings
 
 
 def warning_header(warnings: Sequence[str]) -> dict[str, str]:
-    """ASCII without line breaks, whatever a request calls its fields."""
+    """Warning header in ASCII without line breaks, also for odd field names."""
     return {"x-parse-warning": ascii("; ".join(warnings))[1:-1]} if warnings else {}
 
 

@@ -1,4 +1,4 @@
-"""Does a promise still hold? On a small share of the requests the target alone answers too, afterwards."""
+"""Audit of risk promises: the target alone also answers a small share of the requests, afterwards."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ log = logging.getLogger("parse_infer.serve")
 
 @dataclass(frozen=True)
 class RiskMonitor:
-    """What a server promises, and how closely it is watched."""
+    """The default risk of a server, and its audit rate."""
 
     risk: float | None = None
-    """Of the requests that name none, where the calibration covers them."""
+    """Default risk of requests that the calibration covers."""
     audit: float = 0.0
-    """Share of the answers under a promise that are compared with the target's own."""
+    """Share of the answers under a risk promise that are compared with the target's own."""
     same: Callable[[str, str], bool] = operator.eq
     """Whether two texts give the same final answer."""
 
     @property
     def expected(self) -> GenerationSettings:
-        """Of a request that names nothing, with room for an answer of any length."""
+        """Settings of a request with all defaults and no token limit."""
         return GenerationSettings(1 << 31, risk=self.risk)
 
 
 class Audit:
-    """Compares final answers with the target's own, and raises the alarm when they differ more often than promised.
+    """Compares final answers with the target's own, and warns when they differ more often than promised.
 
-    Nobody tells here whether an answer is right; that it is not the target's own can be seen, and the calibration
-    knows how often that may be. One audit runs at a time; what would have to wait is not audited.
+    A server cannot know whether an answer is right, only whether it differs from the target's. The calibration gives
+    the allowed rate of differences. One audit runs at a time; an answer that ends meanwhile is not audited.
 
     Raises:
-        ValueError: a share that is none, or no calibration.
+        ValueError: an invalid share, or no calibration.
     """
 
     def __init__(self, backend: Runner, metrics: Metrics, promises: RiskMonitor) -> None:
@@ -52,7 +52,7 @@ class Audit:
         if not 0 < promises.audit <= 1:
             raise ValueError(f"--audit is {promises.audit}; give a share of the requests, such as 0.01")
         if calibration is None:
-            raise ValueError("--audit watches the promises of a calibration, and there is none: give --calibration")
+            raise ValueError("--audit needs a calibration: give --calibration")
         self._backend = backend
         self._metrics = metrics
         self._calibration = calibration
@@ -65,8 +65,8 @@ class Audit:
         self._task: asyncio.Task[None] | None = None
 
     def consider(self, choice: ChoiceState) -> None:
-        """An answer has ended."""
-        risk = None if choice.answer.fallback else choice.job.settings.risk  # the target's own is no evidence
+        """Audit a complete answer at random."""
+        risk = None if choice.answer.fallback else choice.job.settings.risk  # a fallback is the target's own answer
         if risk not in self._tests or (self._task is not None and not self._task.done()):
             return
         if random.random() < self._promises.audit:
@@ -97,4 +97,4 @@ class Audit:
                 "allowed": self._calibration.disagreement(risk),
                 "confidence": self._calibration.confidence,
             }
-            log.warning("promise implausible: calibrate on requests of today", extra={"fields": fields})
+            log.warning("promise implausible: calibrate again on current requests", extra={"fields": fields})

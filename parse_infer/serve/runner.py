@@ -1,4 +1,4 @@
-"""What the server needs of whatever answers: the local engine, or another backend with the same few questions."""
+"""Interface between the API server and an engine with either backend."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from parse_infer.settings import GenerationSettings
 
 @dataclass(frozen=True)
 class TokenPrompt:
-    """Token ids of the target that an answer continues as they stand."""
+    """Token ids of the target that the answer continues unchanged."""
 
     ids: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One answer that somebody wants.
+    """One requested answer.
 
     Attributes:
-        alone: by the target, without a draft.
-        watched: somebody reads it as it is written; otherwise its events may come all at once at the end.
+        alone: the target answers without a draft.
+        watched: the client streams; else all events may come at the end.
     """
 
     prompt: Prompt
@@ -45,38 +45,38 @@ class Moment:
 
 
 class InvalidRequest(ValueError):
-    """The backend cannot answer this; the sentence says why."""
+    """The backend cannot answer the request; the message says why."""
 
 
 class Runner(Protocol):
-    """Asked from the event loop's thread only."""
+    """Answers jobs with one engine. Call its methods only from the event loop's thread."""
 
     name: str
-    """The target's."""
+    """Name of the target."""
     parallel: int
-    """Answers that it writes at the same time."""
+    """Number of concurrent answers."""
     window: int
-    """Tokens that prompt and answer may have together."""
+    """Context window in tokens, for prompt and answer."""
     threshold: float
-    """The one that is used where none is given."""
+    """Default threshold."""
     default_sampling: Sampling
-    """What the target's generation config asks for."""
+    """Sampling of the target's generation config."""
 
     calibration: Calibration | None
-    """What `risk` goes by."""
+    """Source of the settings for a `risk`."""
 
     def check_calibration(self) -> None:
-        """Raises ValueError where it was made with other models."""
+        """Raise ValueError if the calibration was made with other models."""
         ...
 
     @property
     def running(self) -> int:
-        """Answers that are being written now."""
+        """Number of answers in progress."""
         ...
 
     @property
     def gauges(self) -> Mapping[str, tuple[str, Callable[[], float]]]:
-        """More metrics of this backend, by name: what they tell, and their value."""
+        """Extra metrics of this backend: name to description and value."""
         ...
 
     async def encode(self, text: str, special_tokens: bool) -> list[int]: ...
@@ -88,28 +88,28 @@ class Runner(Protocol):
     async def token_texts(self, ids: Sequence[int]) -> list[str]: ...
 
     async def render(self, prompt: Prompt | TokenPrompt, drafted: bool = False) -> tuple[RenderedPrompt, list[int]]:
-        """The prompt, which knows its tokens now, and those of the target; `drafted`: for the draft model too.
+        """Render a prompt; return it with the target's token ids. `drafted`: also tokenize for the draft model.
 
-        Raises InvalidRequest where it is empty, too long, outside the vocabulary or refused by the chat template.
+        Raises InvalidRequest if the prompt is empty, too long, outside the vocabulary or invalid for the template.
         """
         ...
 
     def tokenizer_info(self) -> dict[str, Any]: ...
 
     def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
-        """What happens while the job's answer is written, `Done` last. Closing the generator ends the work at once.
+        """Yield the events of the job's answer, `Done` last. Closing the generator cancels the job at once.
 
-        Raises InvalidRequest before the first event, and any other error whenever it happens.
+        Raises InvalidRequest before the first event, and other errors at any time.
         """
         ...
 
     def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """What the target's own server answers to a chat request with these fields: a completion, or its chunks.
+        """Pass a chat request through to the target's server; yield its completion or chunks.
 
-        Raises InvalidRequest before anything is answered.
+        Raises InvalidRequest before the first item.
         """
         ...
 
     def close(self) -> None:
-        """No jobs follow."""
+        """Stop the runner after its last job."""
         ...

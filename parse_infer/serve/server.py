@@ -1,4 +1,4 @@
-"""The process: a socket, the signals, and an end that leaves nobody without an answer."""
+"""The server process: listening socket, signals and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from parse_infer.serve.logs import log_settings
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises ValueError with one sentence where that is not possible."""
+    """Open a listening socket. Raises ValueError with one sentence on failure."""
     try:
-        # With the protocol named: asyncio turns Nagle's delay (40 ms) off only where a socket says that it is TCP.
+        # proto is explicit: asyncio turns Nagle's delay (40 ms) off only for sockets marked as TCP.
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
         family, kind, protocol, _, address = found[0]
         listening = socket.socket(family, kind, protocol)
@@ -32,7 +32,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Serves `app` until a signal; then every accepted request ends, or gets an error after the time of grace."""
+    """Serves `app` until a signal. Accepted requests then complete, or get an error after the grace period."""
 
     def __init__(self, app: FastAPI, limits: Limits) -> None:
         super().__init__(
@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 ws="none",
                 server_header=False,
-                timeout_graceful_shutdown=math.ceil(limits.grace_s) + 2,  # ours comes first
+                timeout_graceful_shutdown=math.ceil(limits.grace_s) + 2,  # later than our own limit
             )
         )
         self._line = app.state.line

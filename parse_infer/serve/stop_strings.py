@@ -1,4 +1,4 @@
-"""Stop strings as OpenAI's API has them: the answer ends before the first of them, and no part of one is ever sent."""
+"""Stop strings as in OpenAI's API: the answer ends before the first, and no part of a stop string is sent."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Text that grows, released without stop strings. The engine ends its text right behind the first one.
+    """Releases growing text without stop strings. The engine ends its text right after the first stop string.
 
     Attributes:
-        text: all that was released.
+        text: all released text.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -18,16 +18,16 @@ class StopStrings:
         self._held = ""
 
     def add(self, text: str) -> str:
-        """Take more text; return what cannot be part of a stop string."""
+        """Add text; return the text that cannot be part of a stop string."""
         text = self._held + text
-        begun = 0  # the longest end of the text that a stop string begins with
+        begun = 0  # length of the longest suffix of the text that begins a stop string
         for string in self._strings:
             sizes = range(min(len(string), len(text)), begun, -1)
             begun = next((size for size in sizes if text.endswith(string[:size])), begun)
         return self._release(text, begun)
 
     def finish(self, stopped: bool) -> str:
-        """The rest; without the stop string at its end, if the answer was `stopped` by one."""
+        """Release the rest, without the stop string at its end if a stop string ended the answer (`stopped`)."""
         ends = (len(string) for string in self._strings if stopped and self._held.endswith(string))
         return self._release(self._held, max(ends, default=0))
 

@@ -1,4 +1,4 @@
-"""The local engine behind the server: one thread owns it, and answers one job after the other."""
+"""Runner over the local backend: one thread owns the engine and answers one job at a time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from parse_infer.serve.tokenizer_service import TokenizerService
 
 
 class ThreadRunner(TokenizerService):
-    """A `Runner` for one `ParseEngine`, which nobody else may use from now on.
+    """A `Runner` with exclusive use of one `ParseEngine`.
 
     Args:
-        engine: the engine, or what loads it. Then that happens in the thread that uses it: OpenMP keeps threads for
-            each thread that has computed something, and more of them than there are cores slow all of them down.
+        engine: the engine, or a function that loads it in the worker thread. OpenMP keeps a thread pool for each
+            thread that computes, and more OpenMP threads than cores slow all of them down.
 
     Attributes:
-        parallel: 1, as the engine answers one request at a time.
+        parallel: 1: the engine answers one request at a time.
     """
 
     parallel = 1
@@ -54,7 +54,7 @@ class ThreadRunner(TokenizerService):
             except ValueError as error:
                 done.set_exception(error)
 
-        self._runs.put(check)  # weights are compared
+        self._runs.put(check)  # the check reads the engine's weights
         done.result()
 
     async def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
@@ -72,7 +72,7 @@ class ThreadRunner(TokenizerService):
             run.unwanted = True
 
     def close(self) -> None:
-        """No jobs follow; the thread ends behind those that it has."""
+        """Accept no more jobs; the thread ends after its queued jobs."""
         self._runs.put(None)
         super().close()
 
@@ -96,7 +96,7 @@ class ThreadRunner(TokenizerService):
                 run.post()
             except Interrupted:
                 pass
-            except BaseException as error:  # whatever it was, the next job is another one
+            except BaseException as error:  # report it and go on with the next job
                 run.post(error)
             finally:
                 self._running = 0
@@ -111,9 +111,9 @@ class ThreadRunner(TokenizerService):
 
 
 class _Run:
-    """A job on its way through the worker thread; `inbox` belongs to the event loop.
+    """A job in the worker thread; `inbox` belongs to the event loop.
 
-    The loop is woken as seldom as can be: where cores are few, each time costs the model's threads milliseconds.
+    Posts wake the loop as seldom as possible: with few cores, each wake-up costs the model's threads milliseconds.
     """
 
     def __init__(self, job: Job, loop: asyncio.AbstractEventLoop) -> None:
@@ -125,14 +125,14 @@ class _Run:
         self._woken = False
 
     def post(self, *what: Moment | BaseException, now: bool = True) -> None:
-        """Called by the worker. With `now` all that was posted so far is on its way."""
+        """Post from the worker thread. `now`: deliver all posts so far."""
         self._posted.extend(what)
         if now and not self._woken:
             self._woken = True
-            with suppress(RuntimeError):  # the loop has ended, and nobody listens any more
+            with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._woken = False  # before the last look: what comes later wakes the loop again
+        self._woken = False  # reset before reading, so that later posts wake the loop again
         while self._posted:
             self.inbox.put_nowait(self._posted.popleft())

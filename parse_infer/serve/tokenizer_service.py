@@ -1,4 +1,4 @@
-"""The part of a backend that needs tokenizers only."""
+"""The part of a runner that needs only tokenizers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from parse_infer.serve.runner import InvalidRequest, TokenPrompt
 
 Result = TypeVar("Result")
 _NO_FORMS = (
-    "tools and structured output are not offered here: the local engine cannot hold an answer to a form, but "
-    "`parse-infer serve --backend vllm` has it done by vLLM"
+    "the local backend does not support tools and structured output: use `parse-infer serve --backend vllm`, which "
+    "passes them to vLLM"
 )
 
 
 class TokenizerService:
-    """Text to tokens and back, in a thread of its own: a long text stops neither the event loop nor the engine, and
-    copies of the tokenizers are used, since tokenizers are not made for two threads.
+    """Tokenizes and detokenizes in its own thread, so that long texts block neither the event loop nor the engine.
+
+    It copies the tokenizers, which are not thread-safe.
 
     Args:
-        draft: the draft model, which reads a prompt by its own chat template.
+        draft: tokenizer and chat template of the draft model.
     """
 
     def __init__(self, target: TokenizerSpec, draft: TokenizerSpec | None = None) -> None:
@@ -74,13 +75,13 @@ class TokenizerService:
 
     async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
         raise InvalidRequest(_NO_FORMS)
-        yield  # an asynchronous generator, as those of other backends
+        yield  # makes this an asynchronous generator
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
 
     async def ask(self, question: Callable[[TokenizerSpec], Result]) -> Result:
-        """Run something in the thread of the tokenizers, with the target's copy. A ValueError becomes Refused."""
+        """Call `question` with the target's copy in the tokenizer thread. A ValueError becomes InvalidRequest."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, question, self._own)
         except ValueError as error:
@@ -97,7 +98,7 @@ class TokenizerService:
         rendered.remember(self._target, ids)
         draft = self._own_draft if drafted else None
         if draft is None or (self._shares_tokens and reads_alike(draft, own, rendered)):
-            return rendered, ids  # a draft model that reads alike takes these
+            return rendered, ids  # the draft model takes the same tokens
         theirs = rendered if self._shares_tokens else rendered.as_text
         theirs.remember(self._draft, draft.encode(theirs.prompt))
         return rendered, ids

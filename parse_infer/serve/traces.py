@@ -1,4 +1,4 @@
-"""A span of OpenTelemetry for every request, where `parse-infer serve --trace` asks for them."""
+"""OpenTelemetry spans of requests, for `parse-infer serve --trace`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanProcessor
 from opentelemetry.trace import get_current_span
 
-QUIET = "health,metrics"  # asked every few seconds by machines
+QUIET = "health,metrics"  # polled every few seconds
 
 
 class Traces:
-    """Tells what became of a request; `note` is for the numbers that the log has too, never for texts.
+    """Reports requests as spans; `note` adds the numbers of the log, never text.
 
     Args:
-        processor: what takes the spans; default: OTLP over HTTP, in the background, to where OpenTelemetry's own
-            variables say (OTEL_EXPORTER_OTLP_ENDPOINT and the others).
+        processor: span processor; default: OTLP over HTTP in the background, configured by OpenTelemetry's
+            environment variables (such as OTEL_EXPORTER_OTLP_ENDPOINT).
     """
 
     def __init__(self, processor: SpanProcessor | None = None) -> None:
@@ -38,5 +38,5 @@ class Traces:
         get_current_span().set_attributes({f"parse.{name}": value for name, value in fields.items()})
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()

@@ -1,5 +1,5 @@
-"""PARSE inside vLLM: the target's server answers plain requests as ever, and requests that ask for validities.
+"""vLLM plugin of PARSE: the target's server answers plain requests unchanged, and validity requests.
 
-`options.engine_options` says how to start such a server, `questions` what to ask it; neither imports vLLM. The other
-modules run in the server, where `plugin` registers them.
+`options.engine_options` gives the options of such a server, `validity_requests` the request bodies; neither imports
+vLLM. The other modules run in the server, where `plugin` registers them.
 """

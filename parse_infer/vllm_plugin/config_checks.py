@@ -1,4 +1,4 @@
-"""What a server with the plugin cannot be combined with is refused before anything is loaded."""
+"""Configuration checks of a server with the plugin, before it loads any weights."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from parse_infer.vllm_plugin.probe_ids import ProbeIds
 _KEYS = ("adapter", "vocab_size", "end_ids", "reference", "fingerprint")
 
 
-class Refusals:
-    """vLLM shows these classes the engine's configuration, by the model's architecture."""
+class ConfigChecks:
+    """Hook that vLLM calls with the engine's configuration, by the model's architecture."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
@@ -26,7 +26,7 @@ class Refusals:
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Raises ValueError or FileNotFoundError for what the plugin cannot do, or cannot do exactly."""
+        """Raise ValueError or FileNotFoundError for a configuration that the plugin does not support exactly."""
         config = vllm_config.model_config.hf_config
         settings = getattr(config, SETTINGS, None)
         if not isinstance(settings, dict) or any(key not in settings for key in _KEYS):
@@ -62,11 +62,11 @@ class Refusals:
         window = getattr(config, "sliding_window", None)
         if judge.token_rank and window and window < vllm_config.model_config.max_model_len:
             raise ValueError(
-                f"the target forgets what is more than {window} tokens back, and token doubt may need that: "
+                f"the target has a sliding window of {window} tokens, and token doubt may need earlier tokens: "
                 f"set max_model_len to at most {window}"
             )
         if current_platform.is_cuda_alike():
-            # A full graph would pass over what a step with probes does in Python.
+            # A full CUDA graph would skip the Python code of a step with probes.
             mode = vllm_config.compilation_config.cudagraph_mode
             if mode is None or mode.has_full_cudagraphs():
                 vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
@@ -77,7 +77,7 @@ def _check_adapter(settings: dict[str, Any], config: Any) -> ValidityConfig:
     files = read_adapter(name)
     if files.fingerprint != settings["fingerprint"]:
         raise ValueError(
-            f"the adapter {name} was replaced since the command of this server was made: it has the fingerprint "
+            f"the adapter {name} has changed since this server's command was printed: its fingerprint is "
             f"{files.fingerprint} and not {settings['fingerprint']}; print the command again"
         )
     judge = ValidityConfig.from_dict(files.validity_config)

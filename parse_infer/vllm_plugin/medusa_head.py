@@ -1,7 +1,7 @@
-"""A Medusa head in the form that vLLM 0.32 runs; EAGLE-3 and parallel heads it loads as they are.
+"""Convert a Medusa head to the form that vLLM 0.32 runs. vLLM loads EAGLE-3 and parallel heads unchanged.
 
-vLLM wants heads over the whole vocabulary, the probe's ids included, and takes any key with "num" and "layers" in its
-name for the number of layers.
+vLLM needs heads over the whole vocabulary, including the probe's ids. It reads any key with "num" and "layers" in its
+name as the number of layers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from parse_infer.speculation.head_files import CONFIG, WEIGHTS, read_config, rea
 
 
 def convert(head: str | Path, folder: str | Path, vocab_size: int) -> Path:
-    """Write `head` anew, with a row for each token: those that it does not know get the logit 0.
+    """Write `head` with a row for each token of the vocabulary; tokens outside its token map get the logit 0.
 
     Args:
-        vocab_size: as the server counts, `options["hf_overrides"]["vocab_size"]`.
+        vocab_size: the server's vocabulary size, `options["hf_overrides"]["vocab_size"]`.
 
     Raises:
-        FileNotFoundError, ValueError: as for any head that is not complete.
+        FileNotFoundError, ValueError: the head is incomplete.
     """
     config, weights = read_config(Path(head)), read_weights(Path(head))
     known = weights.pop("token_map", torch.arange(config["vocab_size"]))

@@ -1,8 +1,8 @@
-"""vLLM's models with a judge in them: one class for each architecture, all by one mixin.
+"""vLLM models with a judge: one class per architecture, all from `ValidityMixin`.
 
-A request whose prompt ends with the ids of `ProbeIds` gets validities instead of a next token. In a step that holds
-such ids, the rows of their tokens get the adapter's update, and the state of such a prompt's last token is replaced by
-a reference to what the judge says. All other rows, and all other steps, are the base class's.
+A request whose prompt ends with the ids of `ProbeIds` gets validities instead of a next token. In a step with such
+ids, the adapter's update applies to their rows. A reference to the judge's output replaces the hidden state of such a
+prompt's last token. All other rows and steps run the base class unchanged.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from parse_infer.vllm_plugin.token_doubt import SlotStates
 
 check_version(vllm.__version__)
 
-_MARK = 4096.0  # first entry of a row that refers to an answer; exact in every number type
-_BASE = 256  # of the number of that answer, in the entries behind it: so are whole numbers up to here
+_MARK = 4096.0  # first entry of a row that refers to a judge output; exact in every dtype
+_BASE = 256  # base of the output's number in the next two entries; every dtype holds integers up to 256 exactly
 
 
 class _Judge:
-    """The adapter as this server uses it. No module: vLLM would look for its weights in the target's files.
+    """The adapter in this server. Not an nn.Module: vLLM would look for its weights in the target's files.
 
     Attributes:
-        files: as read; dropped once they are loaded.
-        shape: the target as transformers builds it, to whose layers the files refer, without weights; dropped too.
+        files: the adapter's files; dropped after loading.
+        shape: the target in transformers' layer names, without weights; dropped after loading.
     """
 
     def __init__(self, settings: dict[str, Any], config: Any) -> None:
@@ -64,9 +64,9 @@ class _Judge:
 
 
 class ValidityMixin:
-    """Mixin before a `…ForCausalLM` of vLLM. What it needs stands in the model's configuration (`engine_options`)."""
+    """Mixin before a `…ForCausalLM` of vLLM, with settings from the model's configuration (`engine_options`)."""
 
-    # The base class's.
+    # Attributes of the base class.
     model: Any
     lm_head: Any
     logits_processor: Any
@@ -81,16 +81,16 @@ class ValidityMixin:
             self._judge = _Judge(settings, config)
         self._extra_ids = extra
         self._cache_config = vllm_config.cache_config
-        self._told: Tensor | None = None  # for each prompt that this step answers, what `_answer` says
+        self._told: Tensor | None = None  # output of `_answer` for the prompts that end in this step
         self._embed = _with_probe_ids(self.model.embed_tokens, self._judge.ids)
         self._attention: str = self.model.layers[0].self_attn.attn.layer_name
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """As the base class's; raises ValueError unless they are the weights that the adapter was trained on."""
+        """Load the target's weights; raise ValueError if the adapter was trained on other weights."""
         judge = self._judge
         if judge.files is None or judge.shape is None:
             raise ValueError(
-                "an adapter belongs to the weights it was trained on: start another server for other ones"
+                "an adapter works only with the weights it was trained on: start another server for other weights"
             )
         sampled: dict[str, Tensor | None] = dict.fromkeys(fingerprinted(judge.shape))
 
@@ -121,27 +121,27 @@ class ValidityMixin:
         inputs_embeds: Tensor | None = None,
     ) -> Any:
         judge, context = self._judge, get_forward_context()
-        step = context.attn_metadata and context.attn_metadata[self._attention]  # None: vLLM measures or warms up
+        step = context.attn_metadata and context.attn_metadata[self._attention]  # None: profiling or warm-up run
         probed = None
         if step and input_ids is not None:
-            # Beyond the actual tokens stand padding and what was there before.
+            # The rest of the buffer is padding and stale ids.
             found = (input_ids[: step.num_actual_tokens] >= judge.ids.vocab_size).nonzero()[:, 0]
             probed = found if len(found) else None
         if probed is not None and judge.config.probe_ids:
-            context.skip_compiled = True  # compiled without probes: the update is no part of that graph
+            context.skip_compiled = True  # the compiled graph was traced without the update
             judge.update.rows = probed
         try:
             output = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)  # type: ignore[misc]
         finally:
             judge.update.rows = None
         if step and input_ids is not None:
-            hidden = output[0] if isinstance(output, tuple) else output  # with what an EAGLE-3 head reads
+            hidden = output[0] if isinstance(output, tuple) else output  # a tuple also has an EAGLE-3 head's states
             self._note(step, input_ids, hidden)
             self._told = None if probed is None else self._answer(step, input_ids, positions, hidden, probed)
         return output
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """[n, H] -> [n, V and the probe's ids]: nobody ever writes one of those."""
+        """[n, H] -> [n, V + number of probe ids]; the probe ids get -inf, so the target never generates them."""
         logits = pad(self._base_logits(hidden_states), (0, self._extra_ids), value=-torch.inf)
         if self._told is not None:
             refers = (hidden_states[:, 0] == _MARK) & (hidden_states[:, 3:] == 0).all(-1)
@@ -158,11 +158,11 @@ class ValidityMixin:
         return super().compute_logits(hidden)  # type: ignore[misc]
 
     def _note(self, step: Any, ids: Tensor, hidden: Tensor) -> None:
-        """Keep for later steps what token doubt needs of this one."""
+        """Store this step's states for token doubt in later steps."""
         judge, n = self._judge, step.num_actual_tokens
         if judge.head.tokens is None:
             return
-        if judge.states is None:  # now the cache has its size
+        if judge.states is None:  # the cache size is known only now
             slots = self._cache_config.num_gpu_blocks * self._cache_config.block_size
             judge.states = SlotStates(
                 judge.head.tokens, slots, hidden, self._base_logits, self._embed, judge.part, judge.ids.vocab_size
@@ -170,13 +170,15 @@ class ValidityMixin:
         judge.states.write(step.slot_mapping[:n].long(), ids[:n].long(), hidden[:n])
 
     def _answer(self, step: Any, ids: Tensor, positions: Tensor, hidden: Tensor, probed: Tensor) -> Tensor | None:
-        """What the judge says to the prompts that end in this step, if any: for each of the K prefixes of each of n
-        prompts the log-probabilities of both answers (of which the softmax over all takes log K); float32
-        [n, most, 2], -inf for those that others have more. The states of their last tokens come to refer to it."""
+        """Judge the n prompts that end in this step, if any, and make their last hidden states refer to the result.
+
+        Returns log-probabilities of both answers for each of a prompt's K prefixes, float32 [n, most, 2], padded with
+        -inf. The later softmax over all of them subtracts log K.
+        """
         judge = self._judge
         rows = probed[ids[probed] >= judge.ids.closing]
         if judge.states is not None:
-            # The last one of each request. Where nothing else is left to read, vLLM puts room for guesses behind it.
+            # Take the last row of each request. vLLM may append slots for speculative tokens to it.
             asks = torch.searchsorted(step.query_start_loc[1:].long(), rows, right=True)
             is_last = asks != pad(asks[1:], (0, 1), value=-1)
             rows, asks = rows[is_last], asks[is_last]
@@ -197,18 +199,18 @@ class ValidityMixin:
     def _doubt(
         self, states: SlotStates, step: Any, asks: Tensor, closing: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """How many prefixes each of n prompts asks about, and token doubt about all of these.
+        """Number of prefixes in each of n prompts, and token doubt of all prefixes.
 
         Args:
-            asks: int64 [n], their requests in this step.
-            closing, positions: int64 [n], id and position of the last token of each.
+            asks: int64 [n], index of each prompt's request in this step.
+            closing, positions: int64 [n], id and position of each prompt's last token.
         """
         ids, size = self._judge.ids, self._cache_config.block_size
 
         def slots(request: Tensor, position: Tensor) -> Tensor:
             return step.block_table[request, position // size].long() * size + position % size
 
-        # The ids before the last one may have been read in an earlier step.
+        # An earlier step may have read the ids before the last one.
         back = torch.arange(ids.together, device=asks.device)
         before = (positions[:, None] - back).clamp_min(0)
         said = states.ids(slots(asks[:, None], before))
@@ -218,9 +220,9 @@ class ValidityMixin:
         said = said[prompt, (sizes - 1)[prompt] - place] - ids.closing  # the shortest prefix first
 
         kinds = 1 + len(ids.end_ids)
-        # A made-up prompt may be shorter than the probe, or count more tokens than there are.
-        behind = (positions - (sizes - 1) - max(len(ids.probe) - 1, 0)).clamp_min(0)  # the longest prefix
-        start = (behind - (closing - ids.closing) // kinds).clamp_min(0)  # of the draft
+        # An invalid prompt may be shorter than the probe, or count more draft tokens than it holds.
+        behind = (positions - (sizes - 1) - max(len(ids.probe) - 1, 0)).clamp_min(0)  # end of the longest prefix
+        start = (behind - (closing - ids.closing) // kinds).clamp_min(0)  # start of the draft
         drafted, end = (said // kinds).minimum((behind - start)[prompt]), said % kinds
         counts = drafted + (end > 0)
         which = torch.repeat_interleave(counts)
@@ -235,14 +237,16 @@ class ValidityMixin:
 
 
 def _places(sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Row and column of each entry of rows of these sizes."""
+    """Row and column of each entry of ragged rows with these sizes."""
     row = torch.repeat_interleave(sizes)
     return row, torch.arange(len(row), device=sizes.device) - (sizes.cumsum(0) - sizes)[row]
 
 
 def _output_rows(layer: Any, ids: Tensor) -> Tensor:
-    """[n, H], those of tokens [n] of an output layer that may be shared out among ranks. Copied when the weights are
-    loaded, because a CPU's layers may repack theirs later."""
+    """Copy rows [n, H] of tokens [n] from an output layer that may be split among ranks.
+
+    Copied at load time, because layers on a CPU may repack their weights later.
+    """
     weight, first = layer.weight.detach(), layer.shard_indices.org_vocab_start_index
     here = ((ids >= first) & (ids < layer.shard_indices.org_vocab_end_index))[:, None]
     return cast(Tensor, tensor_model_parallel_all_reduce(torch.where(here, weight[(ids - first) * here[:, 0]], 0)))
@@ -250,7 +254,7 @@ def _output_rows(layer: Any, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _own_vocabulary(config: Any, size: int) -> Iterator[None]:
-    """Within the `with`, the configuration says how many tokens the target itself has."""
+    """Set the configuration's vocab_size to the target's own within the `with`."""
     extended = config.vocab_size
     config.vocab_size = size
     try:
@@ -260,7 +264,7 @@ def _own_vocabulary(config: Any, size: int) -> Iterator[None]:
 
 
 def _with_probe_ids(embedding: nn.Module, ids: ProbeIds) -> Any:
-    """Let an embedding (which a token drafter may share) know the probe's ids; returns how it was before."""
+    """Map the probe's ids in an embedding, which an EAGLE head may share; return the original forward."""
     before = embedding.forward
     embedding.register_buffer("probe", torch.tensor(ids.probe or (0,)), persistent=False)
     last = max(len(ids.probe) - 1, 0)

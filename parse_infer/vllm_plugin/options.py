@@ -1,4 +1,4 @@
-"""How to start a vLLM server that judges drafts: options for `vllm.LLM(**options)` or `vllm serve`.
+"""Options of a vLLM server that judges drafts, for `vllm.LLM(**options)` or `vllm serve`.
 
 python -m parse_infer.vllm_plugin.options TARGET ADAPTER      # prints the command
 """
@@ -26,47 +26,46 @@ from parse_infer.vllm_plugin.compatibility import ARCHITECTURES
 from parse_infer.vllm_plugin.probe_ids import ProbeIds
 from parse_infer.vllm_plugin.reference import Reference, measure
 
-MAX_DRAFT = 4096  # tokens; with token doubt each takes an id beyond the vocabulary
-SETTINGS = "parse"  # the key of ours in the model's configuration
-PLUGIN = "parse"  # the name of the entry point
+MAX_DRAFT = 4096  # tokens; with token doubt, each needs an id beyond the vocabulary
+SETTINGS = "parse"  # key of the plugin's settings in the model's configuration
+PLUGIN = "parse"  # name of the entry point
 VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-"""What the environment of a server with the plugin must hold: the plugin refuses vLLM's default on GPUs."""
-PORT = 8001  # of the printed command; `parse-infer serve` has 8000
+"""Required environment variables of a server with the plugin, which does not support vLLM's default on GPUs."""
+PORT = 8001  # of the printed command; `parse-infer serve` uses 8000
 REJECTED_DRAFTS = {
     "method": "custom_class",
     "model": "parse_infer.vllm_plugin.rejected_drafts.RejectedDrafts",
     "num_speculative_tokens": TOKENS,
 }
-"""For vLLM's `speculative_config`: what was rejected of a draft guesses what the target writes instead."""
+"""`speculative_config` for vLLM: a rejected draft proposes the target's next tokens."""
 
 
 def engine_options(
     target: str | Path, adapter: str | Path, *, max_draft: int = MAX_DRAFT, reference: Reference | None = None
 ) -> dict[str, Any]:
-    """Options of a vLLM engine that runs `target` with the plugin; any others may be added.
+    """Options of a vLLM engine that runs `target` with the plugin; the caller may add others.
 
-    The number type is the one that the target is kept in, as in the local engine: vLLM by itself would round float32.
-    What is rejected of a draft guesses what the target writes instead (`speculative_config`); leave that out, or give
-    another, as you like.
+    The dtype is the checkpoint's, as in the local backend; vLLM's default would round float32. `speculative_config`
+    proposes tokens from rejected drafts; the caller may drop or replace it.
 
     Args:
-        target: a folder, Hugging Face id or embedded model ("zoo:target"), or a GGUF file.
-        adapter: its validity adapter.
+        target: a folder, Hugging Face id, embedded model ("zoo:target") or GGUF file.
+        adapter: the target's validity adapter.
         max_draft: tokens of the longest draft.
-        reference: what the server's validities are compared with when it starts, from an earlier call; None: measured
-            now, by loading the target once.
+        reference: validities for the server's self-check, from an earlier call; None: load the target once and
+            measure them.
 
     Raises:
-        FileNotFoundError: target or adapter, or a part of one, does not exist.
-        ValueError: they do not belong together, or the plugin has no class for the target's architecture.
+        FileNotFoundError: target or adapter, or one of their files, does not exist.
+        ValueError: target and adapter do not fit, or the plugin has no class for the target's architecture.
     """
     folder, config = weights_folder(target), load_config(target)
     config._name_or_path = str(target)
     architecture = next(iter(config.architectures or ["none"]))
     if architecture not in ARCHITECTURES:
         raise ValueError(
-            f"{str(target)!r} is of the architecture {architecture}, and the PARSE plugin for vLLM knows "
-            f"{', '.join(sorted(ARCHITECTURES))} only: use the local engine for it"
+            f"{str(target)!r} has the architecture {architecture}, but the PARSE plugin for vLLM supports only "
+            f"{', '.join(sorted(ARCHITECTURES))}: use the local backend"
         )
     files = read_adapter(resolve(adapter))
     judge = ValidityConfig.from_dict(files.validity_config)
@@ -95,23 +94,25 @@ def engine_options(
             SETTINGS: settings,
         },
     }
-    # The smallest blocks of CPU attention (its default is 128): what K probes share ends at a block.
+    # CPU attention's smallest block size (default 128): K probes share only whole blocks.
     return options if torch.cuda.is_available() else options | {"block_size": 32}
 
 
 def judge_name(fingerprint: str) -> str:
-    """The name under which a server with this adapter serves its target too. Who asks for a judgement by this name is
-    refused by a server with another adapter, also by one that has just taken the place of the right one."""
+    """Second served model name of a server with this adapter.
+
+    Validity requests use this name, so a server with another adapter rejects them, even right after a replacement.
+    """
     return f"parse-adapter-{fingerprint}"
 
 
 def end_tokens_of(target: str | Path) -> list[int]:
-    """Every token that ends an answer of the target, rising: `LanguageModel.eos_ids` without the weights."""
+    """All end tokens of the target, ascending: `LanguageModel.eos_ids` without loading the weights."""
     return sorted(load_served_model(target).eos_ids)
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:
-    """The options as arguments of `vllm serve`, or of `python -m vllm.entrypoints.openai.api_server`; None: none."""
+    """Convert options to arguments of `vllm serve` or its module; options that are None are left out."""
     words: list[str] = []
     for name, value in options.items():
         if value is None:

@@ -1,6 +1,6 @@
-"""What the local engine says about one short draft, for the server to be compared with when it starts.
+"""Validities of one short draft by the local backend, for the server's self-check at start-up.
 
-Where a server goes wrong, it goes wrong silently: a compiled graph without the adapter's update gives validities too.
+Wrong validities are silent: a compiled graph without the adapter's update still returns numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from parse_infer.models.names import resolve
 
 PROMPT = "A boy has 17 pencils. His brother has 25 pencils. How many pencils do they have together?"
 DRAFT = "The boy has 17 pencils and his brother has 25.\nTogether they have 17 + 25 = 52 pencils.\nThe answer is 52."
-_LIMIT = 8.0  # of compared logits: float32 knows validities beyond them to no more digits
+_LIMIT = 8.0  # clips compared logits: float32 has no more digits for validities beyond
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Reference:
     """A draft and its validities.
 
     Attributes:
-        context_ids, draft_ids, cuts: what is judged.
-        validity: one for each cut.
+        context_ids, draft_ids, cuts: the judged draft.
+        validity: one validity per cut.
     """
 
     context_ids: Sequence[int]
@@ -36,12 +36,12 @@ class Reference:
     validity: Sequence[float]
 
     def difference(self, found: Sequence[float]) -> float:
-        """The greatest one to other validities of the same cuts, in the logit."""
+        """Largest difference in the logit to other validities of the same cuts."""
         return max(abs(_logit(a) - _logit(b)) for a, b in zip(self.validity, found, strict=True))
 
 
 def measure(target: str | Path, adapter: str | Path) -> Reference:
-    """Load both and judge `DRAFT`, in the number type that the target is kept in. Raises as loading them does."""
+    """Load target and adapter and judge `DRAFT` in the checkpoint's dtype. Raises as loading them does."""
     lm = load_language_model(target, role="target", device="cpu")
     judge = ValidityAdapter.from_pretrained(resolve(adapter), lm.model)
     context = lm.render(PROMPT)

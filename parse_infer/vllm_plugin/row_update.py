@@ -1,6 +1,6 @@
-"""The adapter's low-rank update on the linear layers of a vLLM model, added to some rows of a step and to no other.
+"""The adapter's low-rank update on linear layers of a vLLM model, for selected rows of a step only.
 
-With tensor parallelism a layer has a part of its inputs or outputs only, and so has its update.
+With tensor parallelism, a layer and its update hold only a part of the inputs or outputs.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from parse_infer.models.low_rank import LowRankUpdate, low_rank_updates
 
 
 class RowUpdate:
-    """Patches layers so that they add their update to the rows `rows` of what they are given.
+    """Patches layers to add their update to the rows `rows` of their input.
 
     Attributes:
-        rows: int64 [n], of the step that is running; None: there are none, and the layers are as before.
+        rows: int64 [n], rows of the current step; None: the layers run unchanged.
     """
 
     def __init__(self) -> None:
         self.rows: Tensor | None = None
 
     def patch(self, model: nn.Module, files: AdapterFiles, shape: PreTrainedModel, packed: Mapping[str, Any]) -> None:
-        """
+        """Patch the layers that the adapter updates.
+
         Args:
-            model: vLLM's.
-            shape: the same model as transformers builds it, on the meta device.
-            packed: the layers of `shape` that one layer of `model` stands for, by name ("qkv_proj": ["q_proj", …]).
+            model: vLLM's model.
+            shape: the same model in transformers, on the meta device.
+            packed: layers of `shape` that one layer of `model` combines, by name ("qkv_proj": ["q_proj", …]).
 
         Raises:
-            ValueError: as `low_rank_updates` does, or a layer of which an update is not supported.
+            ValueError: as `low_rank_updates` does, or for a layer without support for updates.
         """
         updates = {update.path: update for update in low_rank_updates(files.peft_config, files.tensors, shape)}
         for path, layer in model.named_modules():
@@ -46,10 +47,10 @@ class RowUpdate:
                 widths = [cast(nn.Linear, shape.get_submodule(part)).out_features for part in parts]
                 layer.forward = self._with_update(layer.forward, *_part(layer, *_stacked(found, widths), widths))
         if updates:
-            raise ValueError(f"the adapter changes {min(updates)}, which is no layer that the plugin can update")
+            raise ValueError(f"the adapter changes {min(updates)}, a layer that the plugin cannot update")
 
     def _with_update(self, forward: Callable[..., Any], a: Tensor, b: Tensor, split: bool) -> Callable[..., Any]:
-        """`split`: `a` is for a part of the inputs, and other ranks have the others."""
+        """Wrap a layer's forward. `split`: `a` covers only this rank's part of the inputs."""
 
         def adapted(x: Tensor) -> Any:
             result = forward(x)
@@ -64,14 +65,14 @@ class RowUpdate:
 
 
 def _place(layer: nn.Module) -> Tensor:
-    """An empty tensor where and as the update of a layer is computed: small products in 16 bits are slow on a CPU."""
+    """An empty tensor with device and dtype of a layer's update. A CPU is slow at small 16-bit products: float32."""
     weight: Any = layer.weight
     dtype = weight.dtype if weight.is_floating_point() and weight.element_size() > 1 else torch.get_default_dtype()
     return torch.empty(0, device=weight.device, dtype=torch.float32 if weight.device.type == "cpu" else dtype)
 
 
 def _stacked(updates: Sequence[LowRankUpdate | None], widths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """One update for layers whose outputs lie side by side: all A [Σr, in] in a pile, all B [Σout, Σr] in blocks."""
+    """One update for layers with concatenated outputs: A [Σr, in] concatenated, B [Σout, Σr] block-diagonal."""
     present = [update for update in updates if update is not None]
     blocks = [
         torch.zeros(width, 0) if update is None else update.b.float()
@@ -81,7 +82,7 @@ def _stacked(updates: Sequence[LowRankUpdate | None], widths: Sequence[int]) -> 
 
 
 def _part(layer: Any, a: Tensor, b: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor, bool]:
-    """What this rank needs of an update for layers that are `widths` wide, and whether its inputs are split."""
+    """This rank's part of an update for layers of these widths, and whether the inputs are split among ranks."""
     rank, ranks = layer.tp_rank, layer.tp_size
     n_inputs = getattr(layer, "input_size_per_partition", a.shape[1])
     split = n_inputs < a.shape[1]
@@ -89,7 +90,7 @@ def _part(layer: Any, a: Tensor, b: Tensor, widths: Sequence[int]) -> tuple[Tens
         a = a[:, rank * n_inputs : (rank + 1) * n_inputs]
     rows = []
     for own, size, whole in zip(b.split(list(widths)), layer.output_partition_sizes, widths, strict=True):
-        alike = size * ranks // whole  # ranks that have the same part, such as few heads of keys and values
+        alike = size * ranks // whole  # ranks that share the same part, such as replicated KV heads
         rows.append(own[rank // alike * size :][:size])
     place = _place(layer)
     return a.to(place).contiguous(), torch.cat(rows).to(place), split

@@ -1,7 +1,7 @@
-"""A server that would give other validities than the local engine does not start.
+"""Start-up self-check: a server with other validities than the local backend does not start.
 
-When an engine is complete, and before it takes requests, it is asked about the reference draft, through its own
-scheduler, cache and graphs: once with an empty cache, once with what the first time left there.
+A complete engine judges the reference draft through its own scheduler, cache and graphs, before it takes requests.
+The first run has an empty cache; the second run reuses its blocks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from parse_infer.vllm_plugin.reference import Reference
 from parse_infer.vllm_plugin.validity_requests import LogProbabilities, TrainedQuestions, ValidityRequest, validity_of
 
 LIMITS = {"float32": 1e-3}
-"""How far a logit may be off, by the engine's number type."""
+"""Largest allowed difference of a logit, by dtype; other dtypes: LIMIT."""
 LIMIT = 0.3
 
 
 def install() -> None:
-    """Have every engine with a judge checked at the end of its `__init__`, where vLLM calls nobody: the method that
-    sizes the cache tells which engine it is, the function that is called last that it is complete."""
+    """Check every engine with a judge at the end of its `__init__`, where vLLM has no hook.
+
+    A patch of the method that sizes the cache captures the engine; a patch of the last function call runs the check.
+    """
     size_cache, finish = core.EngineCore._initialize_kv_caches, core.enable_envs_cache
     starting: list[Any] = []
 
@@ -44,7 +46,7 @@ def install() -> None:
 
 
 def check(engine: Any) -> None:
-    """ValueError if a `vllm.v1.engine.core.EngineCore` has a judge and judges otherwise than its reference says."""
+    """Raise ValueError if the judge of a `vllm.v1.engine.core.EngineCore` differs from its reference."""
     model = engine.vllm_config.model_config
     if not set(model.architectures) & set(ARCHITECTURES.values()):
         return
@@ -61,8 +63,8 @@ def check(engine: Any) -> None:
         difference = reference.difference(found)
         if not difference <= limit:
             raise ValueError(
-                f"this server judges drafts otherwise than the local engine, so it does not start: with {cache} it is "
-                f"off by {difference:.2g} in the logit, and at most {limit:g} is right for {model.dtype}"
+                f"this server judges drafts differently from the local backend, so it does not start: with {cache} "
+                f"the logit differs by {difference:.2g}, and the limit for {model.dtype} is {limit:g}"
             )
 
 

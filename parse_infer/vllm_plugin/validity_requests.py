@@ -1,7 +1,7 @@
-"""What to ask a server about a draft, and how to read its answer.
+"""Validity requests to a server, and parsing of its answers.
 
-Without a probe one prompt asks about all cuts. With one, or with a question in words, there are K prompts for K cuts,
-which share the prefix's blocks in the server's cache with one another and with the request that goes on from a cut.
+Without a probe, one prompt covers all cuts. With a probe or a zero-shot question, K cuts need K prompts. These share
+the prefix's KV cache blocks with one another and with the request that resumes from a cut.
 
     questions = TrainedQuestions.of(config, end_ids)            # for a server with the plugin
     asked = questions.about(context_ids, draft_ids, cuts)
@@ -22,21 +22,21 @@ from parse_infer.judge.zero_shot import QUESTION, chat_suffix
 from parse_infer.vllm_plugin.probe_ids import ProbeIds, answer_ids
 
 LogProbabilities = Mapping[int, float]
-"""Of the likeliest next tokens of one prompt, by id."""
+"""Log-probabilities of the most likely next tokens of one prompt, by token id."""
 
 MAX_PROMPTS = 256
-"""Prompts about one draft, at most: each takes one of the server's sequences, of which vLLM runs 256 at a time."""
+"""Largest number of prompts per draft: each is a sequence, and vLLM runs 256 sequences at a time."""
 MAX_IDS = 2**20
-"""Token ids in all prompts about one draft, at most: about 6 MB of JSON."""
+"""Largest number of token ids in all prompts per draft: about 6 MB of JSON."""
 
 
 @dataclass(frozen=True)
 class ValidityRequest:
-    """Prompts that ask about a draft.
+    """Prompts of one draft's validity request.
 
     Attributes:
         prompts: token ids.
-        sizes: how many of the cuts each is about.
+        sizes: number of cuts in each prompt.
     """
 
     questions: Questions
@@ -45,7 +45,7 @@ class ValidityRequest:
 
     @property
     def top(self) -> int:
-        """How many log-probabilities to ask for."""
+        """Number of log-probabilities to request."""
         return self.questions.top * max(self.sizes)
 
     def request(self, model: str) -> dict[str, Any]:
@@ -60,30 +60,30 @@ class ValidityRequest:
         }
 
     def validities(self, answer: Any) -> list[float]:
-        """What the JSON object that a server sends back says about each cut.
+        """Read the validity at each cut from the server's JSON answer.
 
         Raises:
-            ValueError: it is not complete, or no answer to the question.
+            ValueError: the answer is incomplete or holds no validities.
         """
         found = read_completion(answer, len(self.prompts), self.questions.words)
         return [validity_of(logit) for logit in self.logits(found)]
 
     def logits(self, found: Sequence[LogProbabilities]) -> list[float]:
-        """Of each cut, from the log-probabilities in the answer to each prompt. Raises as `validities` does."""
+        """Logit of each cut, from the log-probabilities of each prompt. Raises as `validities` does."""
         pairs = zip(found, self.sizes, strict=True)
         return [logit for one, size in pairs for logit in self.questions.logits(one, size)]
 
 
 @dataclass(frozen=True)
 class Questions:
-    """What both kinds of judge have in common.
+    """Common base of both kinds of judge.
 
     Attributes:
         end_ids: the target's end tokens.
-        closes_turn: the suffix itself ends the turn, so a draft's own end token is not shown before it.
-        answers: for each cut that a prompt may be about, the token that says valid and the one that says not valid.
-        top: how many log-probabilities to ask for, for each cut in a prompt.
-        words: texts of the answer tokens, for servers that list tokens by text.
+        closes_turn: the suffix itself ends the turn, so prompts omit the draft's own end token.
+        answers: the tokens for valid and for not valid, for each cut that a prompt may hold.
+        top: number of log-probabilities to request per cut in a prompt.
+        words: ids of the answer tokens by text, for servers that list tokens by text.
     """
 
     end_ids: tuple[int, ...]
@@ -95,18 +95,19 @@ class Questions:
     def about(
         self, context_ids: Sequence[int], draft_ids: Sequence[int], cuts: Sequence[int], window: int | None = None
     ) -> ValidityRequest:
-        """
+        """Build the validity request of a draft.
+
         Args:
             context_ids: at least one token.
             cuts: at least one; strictly increasing offsets in 0..len(draft_ids).
-            window: tokens that the server takes, one for its answer included. A draft that fills it is asked about in
-                more prompts.
+            window: the server's context window, including one token for its answer. A draft that fills the window
+                needs more prompts.
 
         Raises:
             ValueError: cuts out of order or range, or an empty context.
         """
         if not context_ids:
-            raise ValueError("a draft is judged in its context, which is empty")
+            raise ValueError("the context of the draft is empty")
         if any(not 0 <= c <= len(draft_ids) for c in cuts) or any(
             b <= a for a, b in zip(cuts, cuts[1:], strict=False)
         ):
@@ -126,14 +127,14 @@ class Questions:
     def affordable(
         self, n_context: int, cuts: Sequence[int], window: int | None = None, *, singly: bool = False
     ) -> list[int]:
-        """The cuts of a draft that are asked about: all, or every second, fourth, … one, until the prompts keep
-        within `MAX_PROMPTS` and `MAX_IDS`. The last cut always stays. A longer draft keeps none that a shorter one
-        has left out.
+        """Thin out the cuts of a draft: keep every second, fourth, … cut until `MAX_PROMPTS` and `MAX_IDS` hold.
+
+        The last cut always stays. A longer draft keeps no cut that a shorter one dropped.
 
         Args:
             n_context: tokens before the draft.
-            cuts: all of them, as for `about`.
-            singly: the cuts will be asked about one by one, while the draft grows.
+            cuts: all cuts, as for `about`.
+            singly: the cuts are judged one by one, while the draft grows.
         """
         kept, step = list(cuts), 1
         while len(kept) > 1 and not self._fits(n_context, kept, window, singly):
@@ -150,41 +151,43 @@ class Questions:
     def _groups(
         self, n_context: int, n_draft: int, cuts: Sequence[int], window: int | None
     ) -> Sequence[Sequence[int]]:
-        """The cuts that each prompt is about."""
+        """The cuts of each prompt."""
         together = len(self.answers)
         if window is not None:
             together = max(1, min(together, window - 1 - n_context - n_draft))
         return [cuts[i : i + together] for i in range(0, len(cuts), together)]
 
     def suffix(self, draft_tokens: int, end: int | None) -> Sequence[int]:
-        """What follows a prefix whose last `draft_tokens` tokens are the draft's, and a hidden `end` token."""
+        """Tokens after a prefix with `draft_tokens` draft tokens and an omitted `end` token."""
         raise NotImplementedError
 
     @property
     def probe_tokens(self) -> int:
-        """Tokens of the judge's probe, 0 without one: what a cut costs, as in the local engine."""
+        """Number of the judge's probe tokens, the cost of a cut; 0 without a probe."""
         raise NotImplementedError
 
     def logits(self, found: LogProbabilities, n: int) -> list[float]:
-        """Of the `n` cuts that a prompt was about, from the log-probabilities in its answer.
+        """Logits of a prompt's `n` cuts, from the log-probabilities in its answer.
 
         Raises:
-            ValueError: the server gave no answer to the question.
+            ValueError: the log-probabilities hold neither answer token of a cut.
         """
-        lowest = min(found.values())  # one that is not listed is no likelier
+        lowest = min(found.values())  # upper bound for tokens that are not listed
         for yes, no in self.answers[:n]:
             if yes not in found and no not in found:
-                raise ValueError(f"the server's log-probabilities hold neither answer ({yes} or {no}): ask for more")
+                raise ValueError(
+                    f"the server's log-probabilities hold neither answer ({yes} or {no}): request more of them"
+                )
         return [found.get(yes, lowest) - found.get(no, lowest) for yes, no in self.answers[:n]]
 
 
 @dataclass(frozen=True)
 class TrainedQuestions(Questions):
-    """For a server with the plugin: the probe of an adapter.
+    """Validity requests to a server with the plugin, with an adapter's probe.
 
     Attributes:
-        ids: the probe's.
-        scale, shift: of the logit (`ValidityConfig.probability`).
+        ids: ids of the probe.
+        scale, shift: calibration of the logit (`ValidityConfig.probability`).
     """
 
     ids: ProbeIds = field(kw_only=True)
@@ -193,9 +196,10 @@ class TrainedQuestions(Questions):
 
     @classmethod
     def of(cls, config: ValidityConfig, end_ids: Sequence[int]) -> TrainedQuestions:
-        """
+        """The requests of an adapter.
+
         Args:
-            config: of the adapter that the server has.
+            config: configuration of the server's adapter.
             end_ids: the target's end tokens, as in the server's options (`end_tokens_of`).
         """
         ends = tuple(end_ids)
@@ -214,16 +218,16 @@ class TrainedQuestions(Questions):
     def logits(self, found: LogProbabilities, n: int) -> list[float]:
         sums = [sum(math.exp(found.get(token, -math.inf)) for token in pair) for pair in self.answers[:n]]
         if not all(abs(n * one - 1) <= 1e-3 for one in sums):
-            raise ValueError("the server's answer is no validity: it runs without the PARSE plugin or another target")
+            raise ValueError("the server's answer holds no validity: it lacks the PARSE plugin or runs another target")
         return [logit * self.scale + self.shift for logit in super().logits(found, n)]
 
 
 @dataclass(frozen=True)
 class ZeroShotQuestions(Questions):
-    """For any server that gives log-probabilities: the target itself is asked in words (`ZeroShotJudge`).
+    """Validity requests to any server with log-probabilities, as a question to the target (`ZeroShotJudge`).
 
     Attributes:
-        asked: the suffix.
+        asked: tokens of the question.
     """
 
     asked: tuple[int, ...] = field(kw_only=True)
@@ -237,9 +241,10 @@ class ZeroShotQuestions(Questions):
         words: tuple[str, str] = ("Correct", "Incorrect"),
         top: int = 5,
     ) -> ZeroShotQuestions:
-        """
+        """The requests for a target's tokenizer.
+
         Args:
-            top: more than OpenAI's 5 where the server gives more (vLLM: 20).
+            top: number of log-probabilities; OpenAI allows 5, vLLM 20.
 
         Raises:
             ValueError: as `ZeroShotJudge` does.
@@ -264,14 +269,14 @@ def validity_of(logit: float) -> float:
 
 
 def read_completion(answer: Any, n: int, words: Mapping[str, int] | None = None) -> list[LogProbabilities]:
-    """Log-probabilities in the answer to `n` prompts, in their order.
+    """Read the log-probabilities in the answer to `n` prompts, in their order.
 
     Args:
         answer: the JSON object.
-        words: ids by text, for a server that does not know `return_tokens_as_token_ids`.
+        words: ids by text, for a server without `return_tokens_as_token_ids`.
 
     Raises:
-        ValueError: the answer is not complete.
+        ValueError: the answer is incomplete.
     """
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -281,11 +286,11 @@ def read_completion(answer: Any, n: int, words: Mapping[str, int] | None = None)
         return [_by_id(one, words or {}) for one in found]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"the server's answer does not hold the log-probabilities of {n} tokens ({type(error).__name__})"
+            f"the server's answer lacks the log-probabilities of {n} tokens ({type(error).__name__})"
         ) from error
 
 
 def _by_id(found: Mapping[str, float], words: Mapping[str, int]) -> LogProbabilities:
-    """Tokens that have a text only, which is none of `words`, get ids below 0: their values are bounds for others."""
+    """Map token texts to ids. Unknown texts get ids below 0, since their values still bound those of other tokens."""
     ids = {text: int(text.removeprefix("token_id:")) for text in found if text.startswith("token_id:")} or words
     return {ids.get(text, -1 - i): value for i, (text, value) in enumerate(found.items())}

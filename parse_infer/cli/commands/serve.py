@@ -33,8 +33,7 @@ def serve(
         bool, typer.Option("--strict", help="Reject requests with unknown fields; default: warn.")
     ] = False,
     generation_config: Annotated[
-        bool,
-        typer.Option(help="Take sampling defaults from the target's generation_config.json; off: greedy."),
+        bool, typer.Option(help="Take sampling defaults from the target's generation_config.json; off: greedy.")
     ] = True,
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Largest number of waiting requests; more get 429 and Retry-After.")

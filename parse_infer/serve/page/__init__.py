@@ -1,4 +1,4 @@
-"""The page at `/`: three files, sent as they are."""
+"""The demo page at `/`: three static files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from fastapi import Response
 
 _TYPES = {"page.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
-# Nothing from elsewhere, no script but page.js: should text of a model ever become markup, it still could do nothing.
+# No resources of other hosts and no script but page.js: model text that became markup could not run code.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -18,6 +18,6 @@ _HEADERS = {
 
 
 def page_file(name: str) -> Response:
-    """One of the three files."""
+    """Response with one of the three files."""
     content = (Path(__file__).parent / name).read_bytes()
     return Response(content, media_type=_TYPES[name], headers=_HEADERS)

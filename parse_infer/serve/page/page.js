@@ -1,5 +1,5 @@
 "use strict";
-// Everything a model writes goes into the page by textContent: it is text, whatever it looks like.
+// Model text enters the page only through textContent, never as markup.
 const $ = (id) => document.getElementById(id);
 let running = null;
 
@@ -16,7 +16,7 @@ function stretch(text, kind, validity) {
   return span;
 }
 
-// What the events of one answer add up to, as the terminal shows it too (parse_infer/cli/live.py).
+// Shows the events of one answer, like the terminal (parse_infer/cli/rich_view.py).
 class Answer {
   constructor(place) {
     this.place = place;
@@ -56,7 +56,7 @@ class Answer {
   }
 }
 
-// The data of server-sent events, one after the other.
+// Yields the data of server-sent events.
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: what is asked, and how it is answered."""
+"""Request and response of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from parse_infer.serve.choice_state import ChoiceState, ParseStatistics
 from parse_infer.serve.protocol.fields import AnswerBody, AtMost1024, AtMost4096, Body, Text, ignored, neutral
 from parse_infer.serve.protocol.usage import Usage
 
-_OLD_TOOLS = "OpenAI's older form of tools, which is not offered: use tools"
-_FORM = "The target answers alone, where its server holds answers to a form (vLLM)."
-REST_OF_WINDOW = 1 << 31  # tokens, more than any window has: it is what ends the answer
+_OLD_TOOLS = "OpenAI's deprecated form of tools is not supported: use tools"
+_FORM = "The target answers alone; needs the vllm backend."
+REST_OF_WINDOW = 1 << 31  # tokens; more than any window, so the window ends the answer
 
-# What the target's own server is told of a request that asks for a form.
+# Fields that are passed through with tools and structured output.
 _RELAYED = {
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template_kwargs"),
     *("n", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "seed", "stream", "stream_options"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p"),
 }
-_ROLES = {"developer": "system"}  # OpenAI's newer name; chat templates know the older one
+_ROLES = {"developer": "system"}  # OpenAI's newer name; chat templates use the older one
 
 
 class TextPart(Body):
@@ -34,11 +34,11 @@ class TextPart(Body):
 
 
 class ChatMessage(Body):
-    """A message of the conversation; only text."""
+    """A text message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | AtMost1024[TextPart] | None = None
-    reasoning_content: Text | None = Field(None, description="What the assistant thought, for the chat template.")
+    reasoning_content: Text | None = Field(None, description="The assistant's reasoning, for the chat template.")
     reasoning: Text | None = Field(None, description="vLLM's newer name of reasoning_content.")
     tool_calls: AtMost1024[dict[str, Any]] | None = Field(None, description=_FORM)
     tool_call_id: Text | None = None
@@ -57,7 +57,7 @@ class ChatMessage(Body):
 
     @property
     def of_tools(self) -> str | None:
-        """The field that only a conversation with tools has."""
+        """The field that marks a tool message, if any."""
         return "role" if self.role == "tool" else "tool_calls" if self.tool_calls else None
 
     @property
@@ -65,7 +65,7 @@ class ChatMessage(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
     def plain(self) -> dict[str, str]:
-        """As chat templates know it; some read what the assistant thought by one name, some by the other."""
+        """The message for a chat template, with the reasoning under both names in use."""
         message = {"role": _ROLES.get(self.role, self.role), "content": self.text}
         thought = self.reasoning_content if self.reasoning is None else self.reasoning
         if self.role == "assistant" and thought is not None:
@@ -74,7 +74,7 @@ class ChatMessage(Body):
 
 
 class Prediction(Body):
-    """What the answer will probably be: a draft."""
+    """OpenAI's predicted output, used as the draft."""
 
     type: Literal["content"]
     content: Text | AtMost1024[TextPart]
@@ -87,13 +87,13 @@ class Prediction(Body):
 class ChatBody(AnswerBody):
     messages: AtMost4096[ChatMessage] = Field(min_length=1)
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Switches of the chat template, such as enable_thinking."
+        None, description="Variables of the chat template, such as enable_thinking."
     )
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 31)
     continue_final_message: bool | None = Field(
-        None, description="The answer continues the last message. Default: if that is the assistant's."
+        None, description="Continue the last message. Default: if its role is assistant."
     )
-    prediction: Prediction | None = Field(None, description="A draft, checked instead of the draft model's.")
+    prediction: Prediction | None = Field(None, description="A draft that replaces the draft model's.")
 
     tools: AtMost1024[dict[str, Any]] | None = Field(None, description=_FORM)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = Field(None, description=_FORM)
@@ -102,15 +102,15 @@ class ChatBody(AnswerBody):
     functions: Any = neutral(_OLD_TOOLS, [])
     function_call: Any = neutral(_OLD_TOOLS, "none", "auto")
     logprobs: Any = neutral(
-        "not offered here: the tokens of an answer come from two models, and what was kept has no logprob of its own",
+        "not supported: an answer has tokens of two models, and accepted draft tokens have no logprobs of the target",
         False,
     )
-    top_logprobs: Any = neutral("logprobs are not offered here", 0)
+    top_logprobs: Any = neutral("logprobs are not supported", 0)
     modalities: Any = neutral("only text", ["text"])
     audio: Any = neutral("only text")
-    reasoning_effort: Any = neutral("not offered here")
-    verbosity: Any = neutral("not offered here", "medium")
-    web_search_options: Any = neutral("not offered here")
+    reasoning_effort: Any = neutral("not supported")
+    verbosity: Any = neutral("not supported", "medium")
+    web_search_options: Any = neutral("not supported")
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatBody:
@@ -125,14 +125,14 @@ class ChatBody(AnswerBody):
                 "sentence", "continue_final_message: an answer to the assistant's own message can only continue it"
             )
         if self.prediction is not None and (self.alone or (self.parse and self.parse.draft_text is not None)):
-            raise PydanticCustomError("sentence", "prediction: parse asks for another draft, or for none")
+            raise PydanticCustomError("sentence", "prediction: parse sets another draft, or mode target")
         if self.prediction is not None and not self.prediction.text.strip():
             raise PydanticCustomError("sentence", "prediction: give some text")
         return self
 
     @property
     def form(self) -> str | None:
-        """The field that asks for tools or structured output, if one does."""
+        """The field that requests tools or structured output, if any."""
         if self.tools:
             return "tools"
         if self.tool_choice not in (None, "none", "auto"):
@@ -142,21 +142,21 @@ class ChatBody(AnswerBody):
         return next((f"messages.{i}.{m.of_tools}" for i, m in enumerate(self.messages) if m.of_tools), None)
 
     def relayed(self, defaults: Sampling) -> dict[str, Any]:
-        """The request as the target's own server is asked for it: without what is PARSE's, and with our defaults."""
+        """Request body for the target's server, without PARSE's fields and with our sampling defaults."""
         fields = self.model_dump(include=_RELAYED, exclude_none=True)
         messages = fields["messages"]
         fields["messages"] = [message | {"role": _ROLES.get(message["role"], message["role"])} for message in messages]
         sampling = self.sampling(defaults)
         fields |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         if (asked := self.max_completion_tokens or self.max_tokens) is not None:
-            fields["max_tokens"] = asked  # without, the server knows best how much room is left
+            fields["max_tokens"] = asked  # default: the rest of the server's window
         if self.messages[-1].role == "assistant":
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         return fields
 
     @property
     def prompts(self) -> list[Chat]:
-        """One."""
+        """The conversation, as the only prompt."""
         return [Chat([message.plain() for message in self.messages], self.chat_template_kwargs or {})]
 
     @property
@@ -179,11 +179,11 @@ class Reply(BaseModel):
 
 
 class TargetAlone(BaseModel):
-    """Where tools or structured output were asked for: no draft was used."""
+    """`parse` field of a passed-through answer: no draft was used."""
 
     model_config = ConfigDict(extra="forbid")
     mode: Literal["target"] = "target"
-    because: str = Field(description="The field that asked for it.")
+    because: str = Field(description="The request field that needs tools or structured output.")
 
 
 class ChatChoice(BaseModel):
@@ -208,7 +208,7 @@ class ChatCompletion(BaseModel):
 
 
 class ChatShape:
-    """How chat answers are written out."""
+    """JSON shape of chat answers."""
 
     prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"

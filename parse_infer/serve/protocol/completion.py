@@ -1,4 +1,4 @@
-"""`/v1/completions`: text or tokens that are continued as they stand."""
+"""Request and response of `/v1/completions`, which continues text or tokens without a chat template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parse_infer.serve.runner import TokenPrompt
 
 
 def _form(prompt: Any) -> str | None:
-    """Which of its forms a prompt has, by its first item. One is tried then, not all of them."""
+    """Type tag of a prompt, by its first item, so that pydantic tries only one type."""
     if isinstance(prompt, str):
         return "str"
     first = prompt[0] if isinstance(prompt, list) and prompt else None
@@ -38,16 +38,16 @@ Prompts = Annotated[
 
 class CompletionBody(AnswerBody):
     prompt: Prompts = Field(description="Text or token ids, or a list of either; no chat template is used.")
-    best_of: Any = neutral("not offered here; only 1", 1)
-    echo: Any = neutral("not offered here", False)
-    suffix: Any = neutral("not offered here", "")
+    best_of: Any = neutral("not supported; only 1", 1)
+    echo: Any = neutral("not supported", False)
+    suffix: Any = neutral("not supported", "")
     logprobs: Any = neutral(
-        "not offered here: the tokens of an answer come from two models, and what was kept has no logprob of its own"
+        "not supported: an answer has tokens of two models, and accepted draft tokens have no logprobs of the target"
     )
 
     @property
     def prompts(self) -> list[Verbatim | TokenPrompt]:
-        """One entry per answer that is asked for, but for `n`."""
+        """The prompts, each with `n` answers."""
         prompt: Any = self.prompt
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
         return [
@@ -60,7 +60,7 @@ class CompletionBody(AnswerBody):
 
     @property
     def max_new_tokens(self) -> int:
-        return self.max_tokens or 16  # as OpenAI has it
+        return self.max_tokens or 16  # OpenAI's default
 
 
 class CompletionChoice(BaseModel):
@@ -85,7 +85,7 @@ class Completion(BaseModel):
 
 
 class CompletionShape:
-    """How plain completions are written out."""
+    """JSON shape of plain completions."""
 
     prefix = "cmpl-"
     chunk_object = "text_completion"

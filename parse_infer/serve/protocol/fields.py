@@ -1,4 +1,4 @@
-"""What the bodies of chat and plain completions have in common: OpenAI's fields, and PARSE's own."""
+"""Common fields of chat and plain completion requests: OpenAI's and PARSE's."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from pydantic_core import PydanticCustomError
 
 from parse_infer.acceptance import Acceptance
 from parse_infer.models.sampling import Sampling, seed_of
-from parse_infer.serve.errors import refusals
+from parse_infer.serve.errors import value_errors_as_400
 from parse_infer.settings import GenerationSettings, Resume
 
 LONGEST_STOP = 1000  # characters
 MOST_CHOICES = 16
-MOST_UNKNOWN = 8  # unknown fields of an object that are named
+MOST_UNKNOWN = 8  # largest number of unknown fields that a warning names
 
 Item = TypeVar("Item")
-# Without fail_fast, pydantic collects an error for each item of a list. Their number is checked first.
+# Without fail_fast, pydantic collects an error for each item of a list. It checks max_length first.
 AtMost16 = Annotated[list[Item], Field(max_length=16, fail_fast=True)]
 AtMost1024 = Annotated[list[Item], Field(max_length=1024, fail_fast=True)]
 AtMost4096 = Annotated[list[Item], Field(max_length=4096, fail_fast=True)]
@@ -39,7 +39,7 @@ Tokens = Annotated[list[StrictInt], Field(max_length=1 << 20, fail_fast=True)]  
 def _unicode(text: str) -> str:
     try:
         text.encode()
-    except UnicodeEncodeError:  # JSON can write half of a character, "\\ud800"; tokenizers cannot read it
+    except UnicodeEncodeError:  # JSON allows lone surrogates such as "\\ud800"; tokenizers cannot encode them
         raise PydanticCustomError("string_unicode", "not Unicode") from None
     return text
 
@@ -48,17 +48,17 @@ Text = Annotated[str, AfterValidator(_unicode)]
 
 
 def neutral(why: str, *values: Any) -> Any:
-    """A field of OpenAI's that is understood, but offered only where it asks for nothing: null, or one of `values`."""
+    """An OpenAI field that is supported only with neutral values: null or one of `values`."""
     return Field(default=None, description=why, json_schema_extra={"enum": [None, *values]})
 
 
 def ignored() -> Any:
-    """A field of OpenAI's without influence on the answer; it is not relayed either."""
+    """An OpenAI field without influence on the answer; it is not passed through."""
     return Field(default=None, description="Accepted and ignored.", exclude=True)
 
 
 class Body(BaseModel):
-    """A JSON object with values of exactly these types. Other fields are ignored; `unknown` names them."""
+    """A JSON object with strict types. Other fields are ignored; `unknown` names them."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
     _unknown: tuple[str, ...] = PrivateAttr(())
@@ -73,7 +73,7 @@ class Body(BaseModel):
         return body
 
     def unknown(self, at: str = "") -> Iterator[str]:
-        """The unknown fields here and within, as paths such as `messages.0.mood`."""
+        """Unknown fields, also of nested objects, as paths such as `messages.0.mood`."""
         yield from (at + name for name in self._unknown)
         for name in type(self).model_fields:
             value = getattr(self, name)
@@ -93,71 +93,69 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    include_usage: bool | None = Field(None, description="End with a chunk that has the usage.")
+    include_usage: bool | None = Field(None, description="End with a usage chunk.")
     continuous_usage_stats: bool | None = Field(
-        None, description="With include_usage: each chunk has the usage of its choice so far."
+        None, description="With include_usage: each chunk has its choice's usage so far."
     )
     include_obfuscation: Any = ignored()
 
 
 class ParseOptions(Body):
-    """How PARSE answers; what is left out is the engine's default. Who writes these knows them: none is ignored."""
+    """Generation settings of PARSE, with the engine's defaults. Unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid")
 
-    threshold: float | None = Field(None, ge=0, description="Keep a prefix whose validity is at least this.")
+    threshold: float | None = Field(None, ge=0, description="Accept a prefix whose validity is at least this.")
     risk: float | None = Field(
-        None, gt=0, lt=1, description="Instead of a threshold: keep this promise of the calibration."
+        None, gt=0, lt=1, description="Largest share of lost requests, by the calibration; replaces threshold."
     )
     mode: Literal["validity", "exact", "target"] | None = Field(
         None,
-        description="validity: what the judge finds right is kept; exact: what the target would have written itself; "
-        "target: the target alone, without a draft.",
+        description="validity: accept by the judge; exact: accept the target's greedy tokens; target: no draft, the "
+        "target answers alone.",
     )
-    resume: Resume | None = Field(None, description="What the target writes after a rejected draft.")
-    acceptance: Acceptance | None = Field(None, description="Up to the first failing cut, or to the last valid one.")
-    exact_tail: bool | None = Field(None, description="Use draft tokens that equal the target's choice.")
-    max_rounds: int | None = Field(None, ge=1, le=1000, description="Most drafts of one answer, with hand_back.")
-    adaptive: bool | None = Field(None, description="The target answers alone while that is measured to be faster.")
+    resume: Resume | None = Field(None, description="After a rejected draft, the target writes the rest or a segment.")
+    acceptance: Acceptance | None = Field(None, description="Accept up to the first failing or the last valid cut.")
+    exact_tail: bool | None = Field(None, description="Also use draft tokens that equal the target's greedy choice.")
+    max_rounds: int | None = Field(None, ge=1, le=1000, description="Draft limit of one answer, with hand_back.")
+    adaptive: bool | None = Field(None, description="Let the target answer alone while that measures faster.")
     draft_temperature: float | None = Field(None, ge=0, le=2, description="Default: temperature.")
-    draft_text: Text | None = Field(None, min_length=1, description="Check this draft instead of the draft model's.")
-    events: bool = Field(False, description="Streams also tell what is drafted, verified and rejected.")
+    draft_text: Text | None = Field(None, min_length=1, description="Verify this draft instead of the draft model's.")
+    events: bool = Field(False, description="Streams also report drafted, verified and rejected text.")
 
 
 class AnswerBody(Body):
-    """The fields that both kinds of completion have."""
+    """The common fields of both kinds of completion."""
 
-    model: Text | None = Field(None, description="Default: the model that is served.")
+    model: Text | None = Field(None, description="Default: the served model.")
     max_tokens: int | None = Field(None, ge=1, le=1 << 31)
     temperature: float | None = Field(
-        None, ge=0, le=2, description="Default: that of the model's generation config, else 0, the most likely token."
+        None, ge=0, le=2, description="Default: from the model's generation config, else 0 (greedy)."
     )
     top_p: float | None = Field(None, ge=0.001, le=1)
     top_k: int | None = Field(None, ge=-1, le=1 << 31, description="0 and -1 keep all tokens.")
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     stop: Text | AtMost16[Text] | None = Field(None, description="The answer ends before the first of these texts.")
-    stop_token_ids: AtMost1024[StrictInt] | None = Field(None, description="Tokens that end the answer as well.")
+    stop_token_ids: AtMost1024[StrictInt] | None = Field(None, description="More tokens that end the answer.")
     ignore_eos: bool | None = Field(None, description="The model's own end tokens do not end the answer.")
-    min_tokens: int | None = Field(
-        None, ge=0, le=1 << 31, description="The answer does not end within its first tokens, this many."
-    )
+    min_tokens: int | None = Field(None, ge=0, le=1 << 31, description="Least number of tokens of the answer.")
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     parse: ParseOptions | None = None
 
-    frequency_penalty: Any = neutral("no penalties here; only 0", 0)
-    presence_penalty: Any = neutral("no penalties here; only 0", 0)
-    repetition_penalty: Any = neutral("no penalties here; only 1", 1)
-    min_p: Any = neutral("not offered here; only 0", 0)
-    logit_bias: Any = neutral("not offered here", {})
-    bad_words: Any = neutral("not offered here", [])
-    allowed_token_ids: Any = neutral("not offered here")
-    structured_outputs: Any = neutral("not offered here: use response_format")
-    include_stop_str_in_output: Any = neutral("not offered here", False)
-    skip_special_tokens: Any = neutral("special tokens have no text here", True)
-    use_beam_search: Any = neutral("not offered here", False)
-    prompt_logprobs: Any = neutral("not offered here")
+    frequency_penalty: Any = neutral("penalties are not supported; only 0", 0)
+    presence_penalty: Any = neutral("penalties are not supported; only 0", 0)
+    repetition_penalty: Any = neutral("penalties are not supported; only 1", 1)
+    min_p: Any = neutral("not supported; only 0", 0)
+    logit_bias: Any = neutral("not supported", {})
+    bad_words: Any = neutral("not supported", [])
+    allowed_token_ids: Any = neutral("not supported")
+    structured_outputs: Any = neutral("not supported: use response_format")
+    include_stop_str_in_output: Any = neutral("not supported", False)
+    skip_special_tokens: Any = neutral("special tokens are always skipped", True)
+    use_beam_search: Any = neutral("not supported", False)
+    prompt_logprobs: Any = neutral("not supported")
 
     user: Any = ignored()
     metadata: Any = ignored()
@@ -196,7 +194,7 @@ class AnswerBody(Body):
 
     @property
     def wants_greedy(self) -> bool:
-        """Whether it asks for what only greedy answers have."""
+        """Whether the request needs greedy decoding: mode exact or a risk."""
         return self.parse is not None and (self.parse.mode == "exact" or self.parse.risk is not None)
 
     @property
@@ -204,7 +202,7 @@ class AnswerBody(Body):
         return self.parse is not None and self.parse.adaptive is not None
 
     def sampling(self, defaults: Sampling) -> Sampling:
-        """As it is given, and where it is not, by these defaults."""
+        """Sampling of the request, completed by the defaults."""
         if self.wants_greedy:
             defaults = Sampling()
         return Sampling(
@@ -215,10 +213,10 @@ class AnswerBody(Body):
         )
 
     def settings(self, max_new_tokens: int, choice: int, defaults: Sampling) -> GenerationSettings:
-        """For one of the `n` answers; the first one has the seed as it is given. Raises ApiError.
+        """Settings of one of the `n` answers; the first one uses the given seed. Raises ApiError.
 
         Args:
-            defaults: for what the body leaves out; their seed is not used.
+            defaults: defaults of missing sampling fields; their seed is not used.
         """
         options = self.parse or ParseOptions.model_validate({})
         sampling = self.sampling(defaults)
@@ -227,7 +225,7 @@ class AnswerBody(Body):
         drafts = sampling.temperature if options.draft_temperature is None else options.draft_temperature
         kept = ("threshold", "risk", "mode", "resume", "acceptance", "exact_tail", "max_rounds", "adaptive")
         given = {name: value for name in kept if (value := getattr(options, name)) not in (None, "target")}
-        with refusals():
+        with value_errors_as_400():
             return GenerationSettings(
                 max_new_tokens=max_new_tokens,
                 stop=self.stop_strings,

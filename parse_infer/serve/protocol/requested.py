@@ -1,4 +1,4 @@
-"""What one request asks for, before any of it is rendered."""
+"""The answers that one request needs, before its prompts are rendered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parse_infer.settings import GenerationSettings
 
 @dataclass(frozen=True)
 class RequestedAnswers:
-    """An answer to each of the prompts with each of the settings. The other fields are those of `Job`."""
+    """One answer to each prompt with each of the settings. The other fields are those of `Job`."""
 
     prompts: Sequence[Prompt | TokenPrompt]
     settings: Sequence[GenerationSettings]
@@ -25,7 +25,7 @@ class RequestedAnswers:
         return len(self.prompts) * len(self.settings)
 
     async def jobs(self, backend: Runner) -> list[tuple[Job, int]]:
-        """Each with the number of tokens of its prompt, which is rendered once. Raises ApiError."""
+        """Render each prompt once; return the jobs with their numbers of prompt tokens. Raises ApiError."""
         found = []
         for prompt in self.prompts:
             try:

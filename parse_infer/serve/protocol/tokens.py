@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, as vLLM has them."""
+"""Requests and responses of `/tokenize` and `/detokenize`, compatible with vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TokenizeBody(Body):
     model: Text | None = None
     prompt: Text | None = None
     messages: AtMost4096[ChatMessage] | None = Field(
-        None, min_length=1, description="Instead of prompt; by the template."
+        None, min_length=1, description="Instead of prompt; rendered with the chat template."
     )
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
@@ -27,7 +27,7 @@ class TokenizeBody(Body):
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("sentence", "prompt: give either prompt or messages")
         if any(message.of_tools for message in self.messages or ()):
-            raise PydanticCustomError("sentence", "messages: those of tools have no tokens here")
+            raise PydanticCustomError("sentence", "messages: tool messages are not supported")
         return self
 
     @property
@@ -54,7 +54,7 @@ class DetokenizeAnswer(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """OpenAI's fields, and the window as vLLM calls it."""
+    """OpenAI's fields, and the context window under vLLM's name."""
 
     id: str
     object: str = "model"

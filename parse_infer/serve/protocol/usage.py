@@ -1,4 +1,4 @@
-"""Tokens that a request has cost, as OpenAI counts them."""
+"""Token usage of a request, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parse_infer.serve.choice_state import ChoiceState
 
 
 class CompletionDetails(BaseModel):
-    """OpenAI's words for what became of a draft."""
+    """Accepted and rejected draft tokens, under OpenAI's names."""
 
     model_config = ConfigDict(extra="forbid")
     accepted_prediction_tokens: int
@@ -26,13 +26,13 @@ class Usage(BaseModel):
 
 
 def usage_so_far(choice: ChoiceState, completion_tokens: int) -> Usage:
-    """Of one choice while it is written; what became of its drafts is told at the end."""
+    """Usage of an unfinished choice, without its draft tokens."""
     total = choice.prompt_tokens + completion_tokens
     return Usage(prompt_tokens=choice.prompt_tokens, completion_tokens=completion_tokens, total_tokens=total)
 
 
 def usage_of(choices: Sequence[ChoiceState], per_prompt: int) -> Usage:
-    """`per_prompt` choices in a row answer the same prompt, which counts once."""
+    """Usage of a request. Each run of `per_prompt` choices shares a prompt, which counts once."""
     prompt = sum(choice.prompt_tokens for choice in choices[::per_prompt])
     completion = sum(choice.tokens for choice in choices)
     stats = [choice.answer.stats for choice in choices]

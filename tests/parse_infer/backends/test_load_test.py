@@ -133,7 +133,7 @@ def test_answers_without_a_draft_are_not_taken_for_answers_with_one(engine, conn
         )  # fmt: skip
 
 
-def test_ways_are_checked():
+def test_modes_are_checked():
     with pytest.raises(ValueError, match="unknown mode 'eagle'"):
         check_modes(["eagle"], "zoo:target")
     with pytest.raises(ValueError, match="unknown mode 'target\\+ngram:tokens=0'"):
@@ -142,7 +142,7 @@ def test_ways_are_checked():
     speculation = {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 5}
     assert server_of("target+ngram:tokens=5") == (True, {"speculative_config": speculation})
     assert server_of("target") == (True, {}) and server_of("parse:adaptive") == (False, {})
-    with pytest.raises(ValueError, match="no head of 'zoo:smollm2'"):
+    with pytest.raises(ValueError, match="does not fit 'zoo:smollm2'"):
         check_modes(["target+eagle3"], "zoo:smollm2")
     with pytest.raises(ValueError, match="needs a server of its own"):
         check_modes(["target+ngram"], "zoo:target", starts=False)

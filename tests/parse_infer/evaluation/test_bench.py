@@ -263,8 +263,11 @@ def test_modes_in_words():
         "target + draft model (tokens 12, confidence 0.3), lossless speculation"
     )
     assert title("assisted:tokens=8") == "transformers' assisted generation (tokens 8)"
-    assert title("parse+none+parallel") == "PARSE, nobody guesses for the target, parallel guesses for the draft model"
-    assert describe("parse+none") == "PARSE with the trained adapter, the target's tokens guessed by nobody"
+    assert (
+        title("parse+none+parallel")
+        == "PARSE, no token proposer for the target, parallel proposes for the draft model"
+    )
+    assert describe("parse+none") == "PARSE with the trained adapter, no token proposer for the target"
     assert set(DEFAULT_MODES) - set(MODES) == {"target+draft"}
 
 
@@ -284,7 +287,7 @@ def test_a_mode_may_say_what_follows_a_rejected_draft(engine):
     assert rounds["parse"] == rounds["parse:finish"] == 1
     assert rounds["parse:hand_back"] == rounds["parse:hand_back+none"] > 1
     assert title("parse:hand_back") == "**PARSE** (resume hand_back)"
-    assert title("parse:hand_back+none") == "PARSE (resume hand_back), nobody guesses for the target"
+    assert title("parse:hand_back+none") == "PARSE (resume hand_back), no token proposer for the target"
     with pytest.raises(ValueError, match="unknown mode 'parse:hand_bak'"):
         check_modes(["parse:hand_bak"])
 

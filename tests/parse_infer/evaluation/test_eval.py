@@ -119,7 +119,7 @@ def test_groups_have_one_row_and_lm_evals_average(make_engine, monkeypatch, tmp_
     assert row[0] == "fruit, 7" and not all(same)
     assert metric["target"] == pytest.approx((5 + sum(same[:2])) / 7)
     assert metric["parse"] == pytest.approx((sum(same) + 2) / 7) and metric["difference_ci"] is not None
-    with pytest.raises(ValueError, match="task 'apples', part of 'apples', was named already"):
+    with pytest.raises(ValueError, match="task 'apples', part of 'apples', is given twice"):
         load_tasks(["fruit", "apples"])
 
 
@@ -148,7 +148,7 @@ def test_log_likelihoods_are_refused(make_engine, tmp_path, apples):
     loaded = apples([""] * 5).tasks["apples"]
     loaded.build_all_requests(limit=1)
     for ask in (lm.loglikelihood, lm.loglikelihood_rolling):
-        with pytest.raises(ValueError, match="'apples' asks for log-likelihoods"):
+        with pytest.raises(ValueError, match="'apples' needs log-likelihoods"):
             ask(loaded.instances)
 
 
@@ -198,7 +198,7 @@ def error(capsys, tmp_path, monkeypatch):
     ("arguments", "sentence"),
     [
         (["--tasks", "gsm8"], "unknown task 'gsm8'; did you mean 'gsm8k'?"),
-        (["--tasks", ","], "no task is named"),
+        (["--tasks", ","], "--tasks is empty"),
         (["--tasks", "arc_easy"], "task 'arc_easy' is scored by log-likelihoods (multiple_choice)"),
         (["--tasks", "humaneval_64"], "samples its answers (temperature 0.2)"),
         (["--tasks", "humaneval_plus"], "give --confirm-run-unsafe-code"),
@@ -211,9 +211,9 @@ def error(capsys, tmp_path, monkeypatch):
         (["--tasks", "gsm8k", "--data", "gsm8k:train=problems.jsonl"], "add gsm8k=FILE, its split 'test'"),
         (
             ["--tasks", "gsm8k", "--data", "gsm8k=problems.jsonl"],
-            "shows 5 examples from its split 'train': add --data",
+            "needs 5 few-shot examples from its split 'train': add --data",
         ),
-        (["--tasks", "mmlu", "--data", "mmlu=problems.jsonl"], "'mmlu' is several tasks: name one, such as"),
+        (["--tasks", "mmlu", "--data", "mmlu=problems.jsonl"], "'mmlu' has several tasks: give one, such as"),
         (
             ["--tasks", "mt_bench", "--data", "mt_bench=problems.jsonl"],
             "the columns of HuggingFaceH4/mt_bench_prompts ('prompt'",
@@ -230,7 +230,7 @@ def test_a_download_that_fails_is_one_sentence(error, monkeypatch):
 
     monkeypatch.setattr("datasets.load_dataset", unreachable)
     assert error("--tasks", "gpqa") == (
-        "error: task 'gpqa' cannot be loaded with its data set Idavidrein/gpqa: check the connection, or give --data "
+        "error: task 'gpqa' cannot be loaded with its dataset Idavidrein/gpqa: check the connection, or give --data "
         "gpqa=FILE (Couldn't reach the Hub.)\n"
     )
 

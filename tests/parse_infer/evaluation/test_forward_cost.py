@@ -66,13 +66,13 @@ def test_the_command_prints_a_table(capsys):
 def test_weights_beyond_the_memory_are_refused(monkeypatch, capsys):
     monkeypatch.setattr("parse_infer.evaluation.forward_cost.free_memory", lambda: 2**20)
     assert main(["cost", "--target", "zoo:target", "--draft", "zoo:draft", "--device", "cpu"]) == 2
-    assert "GiB of weights in float32, and 0.0 GiB are free on cpu" in capsys.readouterr().err
+    assert "GiB of weights in float32, but only 0.0 GiB are free on cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--context 600 --draft-tokens 16", "600 tokens of context and 16 of draft do not fit the context windows"),
+        ("--context 600 --draft-tokens 16", "600 context tokens and 16 draft tokens exceed the context windows"),
         ("--dtype int8", "unknown dtype 'int8'"),
         ("--target zoo:targe", "did you mean 'zoo:target'"),
         ("--rounds 0", "rounds"),

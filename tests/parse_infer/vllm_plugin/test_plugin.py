@@ -322,12 +322,12 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(run, tmp_path, tokeniz
         ({"pipeline_parallel_size": 2}, "pipeline parallelism of 2 is not supported"),
         ({"enable_lora": True}, "vLLM's own LoRA .* cannot be used together"),
         ({"hf_overrides": {"architectures": ["ParseLlamaForCausalLM"]}}, "start the server with the options"),
-        ({"hf_overrides": another}, "was replaced since the command of this server was made: .* and not another;"),
+        ({"hf_overrides": another}, "has changed since this server's command was printed: .* and not another;"),
     ):
         with pytest.raises(ValueError, match=message):
             start(**options | changes)
     wrong = {**own["reference"], "validity": [0.5 for _ in own["reference"]["validity"]]}
-    with pytest.raises(ValueError, match="judges drafts otherwise than the local engine, so it does not start"):
+    with pytest.raises(ValueError, match="judges drafts differently from the local backend, so it does not start"):
         with run(**options | {"hf_overrides": {**options["hf_overrides"], "parse": {**own, "reference": wrong}}}):
             pass
     randomise(lm.model, 4).save_pretrained(target)

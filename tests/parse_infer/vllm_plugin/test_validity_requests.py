@@ -69,7 +69,7 @@ def test_without_a_probe_one_prompt_asks_about_all_cuts_as_far_as_the_window_has
     assert asked.logits([told(0.9, 0.5, 0.2)]) == pytest.approx([math.log(9), 0, math.log(0.25)])
     assert narrow.logits([told(0.9, 0.5), told(0.2)]) == pytest.approx([math.log(9), 0, math.log(0.25)])
     for wrong in (told(0.9, 0.5), told(0.9, 0.5, 0.2, 0.7)):
-        with pytest.raises(ValueError, match="without the PARSE plugin"):
+        with pytest.raises(ValueError, match="lacks the PARSE plugin"):
             asked.logits([wrong])
 
 
@@ -82,7 +82,7 @@ def test_validity_is_read_from_the_two_answers_and_becomes_a_probability_as_in_t
     assert validity_of(math.log(4)) == pytest.approx(0.8) and validity_of(-1e9) < 1e-200
     fitted = TrainedQuestions.of(config(adapter, probability={"scale": 2.0, "shift": -1.0}), [4])
     assert fitted.logits(found, 1) == pytest.approx([2 * math.log(4) - 1])
-    with pytest.raises(ValueError, match="without the PARSE plugin"):
+    with pytest.raises(ValueError, match="lacks the PARSE plugin"):
         fitted.logits({0: math.log(0.3), 1: math.log(0.2)}, 1)
     assert TrainedQuestions.of(adapter.config, [0, 1, 3]).answers == [(2, 4)]
 
@@ -109,11 +109,11 @@ def test_answers_over_http_are_read_by_index_and_refused_where_they_are_not_comp
     }
     assert read_completion(answer, 2, {"Yes": 4}) == [{4: -0.5, -2: -3.0}, {7: -1.0, 9: -2.0}]
     for wrong in ({}, [], None, {"choices": answer["choices"][:1]}, {"choices": [{"index": 0, "logprobs": None}] * 2}):
-        with pytest.raises(ValueError, match="does not hold the log-probabilities"):
+        with pytest.raises(ValueError, match="lacks the log-probabilities"):
             read_completion(wrong, 2)
 
 
 def test_an_unknown_vllm_is_refused():
     check_version("0.32.1+cpu")
-    with pytest.raises(ValueError, match=r"vLLM 0\.40\.0.*knows vLLM 0\.32 only"):
+    with pytest.raises(ValueError, match=r"vLLM 0\.40\.0.*supports only vLLM 0\.32"):
         check_version("0.40.0")
