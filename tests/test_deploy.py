@@ -129,7 +129,8 @@ def test_programs_take_their_command_lines(where: str):
 def test_the_targets_server_gets_the_command_of_the_plugin_and_the_options_behind_it(tmp_path: Path):
     words = server_options(tmp_path, "compose")["target"]
     settings = json.loads(words[words.index("--hf-overrides") + 1])["parse"]
-    assert settings["reference"]["validity"] and Path(settings["adapter"]) == ROOT / "zoo" / "parse_zoo" / "models" / "adapter"
+    adapter = ROOT / "zoo" / "parse_zoo" / "models" / "adapter"
+    assert settings["reference"]["validity"] and Path(settings["adapter"]) == adapter
     assert words[-4:] == ["--port", "8000", "--gpu-memory-utilization", "0.85"]
 
 

@@ -29,6 +29,7 @@ from parse_infer.evaluation.tables import format_times
 from parse_infer.events import Accepted, Done, Resumed
 from parse_infer.files import atomic_write, write_json, write_text
 from parse_infer.models.environment import describe_run
+from parse_infer.models.names import resolve
 from parse_infer.record_store import RecordStore
 from parse_infer.settings import GenerationSettings
 
@@ -96,7 +97,10 @@ def server_of(name: str) -> tuple[bool, dict[str, Any]]:
     if base not in _SPECULATION:
         return not base.startswith("parse"), {}
     tokens = int(name.partition("=")[2] or _TOKENS)
-    return True, {"speculative_config": {**_SPECULATION[base], "num_speculative_tokens": tokens}}
+    speculation = {**_SPECULATION[base], "num_speculative_tokens": tokens}
+    if "model" in speculation:
+        speculation["model"] = str(resolve(speculation["model"]))
+    return True, {"speculative_config": speculation}
 
 
 def _base(name: str) -> str:

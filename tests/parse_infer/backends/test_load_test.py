@@ -12,6 +12,7 @@ from PIL import Image
 
 from parse_infer.backends.retries import Unavailable
 from parse_infer.evaluation.load_test import check_modes, run_clients, server_of
+from parse_infer.models.names import collection_folder
 from parse_infer.settings import GenerationSettings
 
 
@@ -141,6 +142,8 @@ def test_modes_are_checked():
     check_modes(["target+ngram:tokens=5", "target+parallel:tokens=4"], "zoo:target")
     speculation = {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 5}
     assert server_of("target+ngram:tokens=5") == (True, {"speculative_config": speculation})
+    head = server_of("target+eagle3")[1]["speculative_config"]["model"]
+    assert head == str(collection_folder() / "eagle3")  # a folder, as vLLM wants it
     assert server_of("target") == (True, {}) and server_of("parse:adaptive") == (False, {})
     with pytest.raises(ValueError, match="does not fit 'zoo:smollm2'"):
         check_modes(["target+eagle3"], "zoo:smollm2")
