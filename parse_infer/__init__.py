@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parse_infer.acceptance import maximal_valid_prefix
     from parse_infer.engine import Coordinator, ParseEngine
+    from parse_infer.errors import ParseError
     from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
     from parse_infer.judge.cuts import CutPolicy, Segmenter
     from parse_infer.judge.verifier import Verification, Verifier
@@ -32,6 +33,7 @@ _MODULES = {
     "Generation": "output",
     "GenerationSettings": "settings",
     "ParseEngine": "engine",
+    "ParseError": "errors",
     "Sampling": "models.sampling",
     "Score": "output",
     "Segmenter": "judge.cuts",
@@ -53,6 +55,7 @@ __all__ = [
     "Generation",
     "GenerationSettings",
     "ParseEngine",
+    "ParseError",
     "Sampling",
     "Score",
     "Segmenter",

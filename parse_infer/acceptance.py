@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Literal, get_args
 
+from parse_infer.errors import SettingsError
+
 Acceptance = Literal["first_failure", "longest"]
 ACCEPT_NOTHING = 1 + 2.0**-20
 """A threshold above every validity, in float32 too."""
@@ -30,7 +32,7 @@ def maximal_valid_prefix(validity: Sequence[float], threshold: float, rule: Acce
         return passes.index(False) if False in passes else len(passes)
     if rule == "longest":
         return max((k + 1 for k, ok in enumerate(passes) if ok), default=0)
-    raise ValueError(f"unknown acceptance rule {rule!r}: choose one of {', '.join(get_args(Acceptance))}")
+    raise SettingsError(f"unknown acceptance rule {rule!r}: choose one of {', '.join(get_args(Acceptance))}")
 
 
 def reachable_prefixes(validity: Sequence[float], rule: Acceptance = "first_failure") -> list[int]:
@@ -62,9 +64,9 @@ def check_threshold(threshold: float) -> float:
         ValueError: any other value.
     """
     if isinstance(threshold, bool) or not isinstance(threshold, Real):
-        raise ValueError(f"the threshold must be a number, not {threshold!r}")
+        raise SettingsError(f"the threshold must be a number, not {threshold!r}")
     if not math.isfinite(threshold) or threshold < 0:
-        raise ValueError(
+        raise SettingsError(
             f"the threshold must be a finite number of at least 0 (above 1 accepts nothing), not {threshold}"
         )
     return float(threshold)
@@ -73,5 +75,5 @@ def check_threshold(threshold: float) -> float:
 def check_share(value: float, name: str) -> float:
     """Return `value` if it is a number between 0 and 1, both excluded. Otherwise raise a ValueError about `name`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a number between 0 and 1, such as 0.05")
+        raise SettingsError(f"{name} is {value!r}; it must be a number between 0 and 1, such as 0.05")
     return float(value)

@@ -21,6 +21,7 @@ from parse_infer.answer import Answer
 from parse_infer.backends.base import Backend
 from parse_infer.calibration.schema import Calibration, resolve_risk
 from parse_infer.drafters.text import TextDrafter
+from parse_infer.errors import PromptError, SettingsError
 from parse_infer.events import Done, Event
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.loop import PairWrapper, identity, segments_of
@@ -117,7 +118,7 @@ class ParseEngine:
                 connect_backend(target, draft, adapter, calibration=calibration, **options), threshold=threshold
             )
         if backend != "local":
-            raise ValueError(f"backend is {backend!r}; it must be one of: {', '.join(BACKENDS)}.")
+            raise SettingsError(f"backend is {backend!r}; it must be one of: {', '.join(BACKENDS)}.")
         from parse_infer.backends.local import load_backend
 
         engine = cls(load_backend(target, draft, adapter, calibration=calibration, **options), threshold=threshold)
@@ -223,7 +224,7 @@ class ParseEngine:
         With `speculate` the draft model's token proposer proposes tokens.
         """
         if self.draft is None:
-            raise ValueError("This engine has no draft model: pass draft=… to from_pretrained.")
+            raise SettingsError("This engine has no draft model: pass draft=… to from_pretrained.")
         batch, is_list = as_batch(prompts)
         settings = (settings or GenerationSettings()).override(**overrides)
         requests = [Request(prompt, self.draft, settings, settings.draft_sampling) for prompt in batch]
@@ -337,13 +338,13 @@ class ParseEngine:
         """
         self.backend.require_judge()
         if not isinstance(response, str) or not response.strip():
-            raise ValueError(f"The response is {response!r}; give the text to score.")
+            raise PromptError(f"The response is {response!r}; give the text to score.")
         target = self.target
         prompt_ids = target.render(prompt)
         draft = TextDrafter(response, target, prompt, finished).propose([], sys.maxsize).ids
         needed = len(prompt_ids) + len(draft) + self.backend.probe_tokens
         if needed > target.window:
-            raise ValueError(
+            raise PromptError(
                 f"Prompt, response and probe have {needed} tokens, beyond the context window of {target.name!r} "
                 f"({target.window}): shorten the response."
             )
@@ -368,7 +369,9 @@ class ParseEngine:
     def _request(self, prompt: Prompt, settings: GenerationSettings, has_draft_text: bool) -> Request:
         """Resolve the settings and check the prompt; raise ValueError for an invalid request."""
         if settings.risk is not None and has_draft_text:
-            raise ValueError("risk and draft_text were both given: a calibration covers only the draft model's drafts")
+            raise SettingsError(
+                "risk and draft_text were both given: a calibration covers only the draft model's drafts"
+            )
         self.backend.check(settings, self.calibration)
         if settings.risk is not None:
             self.check_calibration()

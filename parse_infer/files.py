@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parse_infer.errors import ParseError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -89,9 +91,9 @@ def read_json(path: Path, way_out: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # also UnicodeDecodeError
-        raise ValueError(f"{path} is damaged, it is no valid JSON ({error}): {way_out}") from error
+        raise ParseError(f"{path} is damaged, it is no valid JSON ({error}): {way_out}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged, it holds no JSON object: {way_out}")
+        raise ParseError(f"{path} is damaged, it holds no JSON object: {way_out}")
     return content
 
 
@@ -103,7 +105,7 @@ def read_tensors(path: Path, way_out: str) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}): {way_out}") from error
+        raise ParseError(f"{path} is damaged ({error}): {way_out}") from error
 
 
 def read_jsonl(source: str | Path, required: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -125,15 +127,15 @@ def read_jsonl(source: str | Path, required: Sequence[str] = ()) -> Iterator[tup
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{place}: not complete JSON ({error})") from error
+                raise ParseError(f"{place}: not complete JSON ({error})") from error
             if not isinstance(row, dict):
-                raise ValueError(f"{place}: a row must be a JSON object, not {line.strip()[:40]!r}")
+                raise ParseError(f"{place}: a row must be a JSON object, not {line.strip()[:40]!r}")
             missing = [key for key in required if key not in row]
             if missing:
-                raise ValueError(f"{place}: no key {missing[0]!r}; every row needs {', '.join(required)}")
+                raise ParseError(f"{place}: no key {missing[0]!r}; every row needs {', '.join(required)}")
             yield place, row
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not a text file in UTF-8: {error.reason} at byte {error.start}") from error
+        raise ParseError(f"{name} is not a text file in UTF-8: {error.reason} at byte {error.start}") from error
     finally:
         if lines is not sys.stdin:
             lines.close()
@@ -156,7 +158,7 @@ def locate(name: str | Path, files: Sequence[str], what: str) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise ValueError(f"{text} is a file: give the folder of the {what}")
+        raise ParseError(f"{text} is a file: give the folder of the {what}")
     if isinstance(name, Path) or text.startswith((".", "/", "~")) or text.count("/") != 1:
         raise FileNotFoundError(f"there is no {what} folder {text}")
     try:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol, TypeVar
 
+from parse_infer.errors import CalibrationError
+
 
 class HasPrompt(Protocol):
     """A problem of any task."""
@@ -57,7 +59,7 @@ def leave_out_learnt(problems: Sequence[P], learnt: Collection[str]) -> list[P]:
         f"{known[0].id})"
     )
     if 2 * len(known) > len(problems):
-        raise ValueError(f"{found}, which biases the results: choose another split or seed")
+        raise CalibrationError(f"{found}, which biases the results: choose another split or seed")
     print(f"note: {found}; they are left out", file=sys.stderr)
     left_out = {problem.id for problem in known}
     return [problem for problem in problems if problem.id not in left_out]

@@ -12,6 +12,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+from parse_infer.errors import ParseError
 from parse_infer.files import read_json, write_json
 
 
@@ -51,7 +52,7 @@ class RecordStore(Generic[R]):
         if config_path.exists():
             self._check_same(read_json(config_path, f"choose another folder for the {what}"), config)
         elif self._path.exists():
-            raise ValueError(f"{self.folder} has records.jsonl but no config.json: choose another folder")
+            raise ParseError(f"{self.folder} has records.jsonl but no config.json: choose another folder")
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(config_path, config)
@@ -75,7 +76,7 @@ class RecordStore(Generic[R]):
                 row = json.loads(line)
                 record = self._kind(**{key: value for key, value in row.items() if key in names})
             except (ValueError, TypeError, AttributeError) as error:
-                raise ValueError(
+                raise ParseError(
                     f"{self._path}, line {number} is damaged ({error}): delete the line to measure that answer again"
                 ) from error
             self.records[record.key] = record
@@ -83,7 +84,7 @@ class RecordStore(Generic[R]):
     def _check_same(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
         for key in [*wanted, *found]:
             if found.get(key) != wanted.get(key):
-                raise ValueError(
+                raise ParseError(
                     f"{self.folder} holds a {self._what} with {key} {_short(found.get(key))} and this one has "
                     f"{_short(wanted.get(key))}: give another folder with --out, or delete that one"
                 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from parse_infer.acceptance import Acceptance, check_share, check_threshold
+from parse_infer.errors import SettingsError
 from parse_infer.models.sampling import Sampling
 from parse_infer.suggest import suggestion
 
@@ -61,51 +62,51 @@ class GenerationSettings:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         if not isinstance(stop, Iterable):
-            raise ValueError(f"stop is {stop!r}; it must be a text or a list of texts.")
+            raise SettingsError(f"stop is {stop!r}; it must be a text or a list of texts.")
         object.__setattr__(self, "stop", tuple(stop))
         for name in ("max_new_tokens", "max_rounds"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+                raise SettingsError(f"{name} is {value!r}; it must be a whole number of at least 1.")
         self._check_ends()
         for name, choice in (("mode", Mode), ("acceptance", Acceptance), ("resume", Resume)):
             value, allowed = getattr(self, name), get_args(choice)
             if value not in allowed:
-                raise ValueError(f"{name} is {value!r}; it must be one of: {', '.join(allowed)}.")
+                raise SettingsError(f"{name} is {value!r}; it must be one of: {', '.join(allowed)}.")
         for name in ("draft_sampling", "resume_sampling"):
             if not isinstance(getattr(self, name), Sampling):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a Sampling(temperature=…, …).")
+                raise SettingsError(f"{name} is {getattr(self, name)!r}; it must be a Sampling(temperature=…, …).")
         for string in self.stop:
             if not isinstance(string, str) or not string:
-                raise ValueError(f"stop contains {string!r}; a stop string is a text of at least 1 character.")
+                raise SettingsError(f"stop contains {string!r}; a stop string is a text of at least 1 character.")
         if self.threshold is not None:
             check_threshold(self.threshold)
         if self.risk is not None:
             check_share(self.risk, "risk")
         if self.mode == "exact" and not self.resume_sampling.greedy:
-            raise ValueError(
+            raise SettingsError(
                 f"mode 'exact' compares with the target's greedy choice, but resume_sampling.temperature is "
                 f"{self.resume_sampling.temperature}; set it to 0 or use mode 'validity'."
             )
 
     def _check_ends(self) -> None:
         if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Iterable):
-            raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids.")
+            raise SettingsError(f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids.")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
             if isinstance(token, bool) or not isinstance(token, int):
-                raise ValueError(f"stop_token_ids contains {token!r}; a token id is a whole number.")
+                raise SettingsError(f"stop_token_ids contains {token!r}; a token id is a whole number.")
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False.")
+            raise SettingsError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False.")
         if isinstance(self.min_tokens, bool) or not isinstance(self.min_tokens, int) or self.min_tokens < 0:
-            raise ValueError(f"min_tokens is {self.min_tokens!r}; it must be a whole number of at least 0.")
+            raise SettingsError(f"min_tokens is {self.min_tokens!r}; it must be a whole number of at least 0.")
         if self.min_tokens > self.max_new_tokens:
-            raise ValueError(f"min_tokens is {self.min_tokens}, but max_new_tokens is {self.max_new_tokens}.")
+            raise SettingsError(f"min_tokens is {self.min_tokens}, but max_new_tokens is {self.max_new_tokens}.")
 
     def override(self, **changes: Any) -> GenerationSettings:
         """Return a copy with some fields changed. Raise ValueError for an unknown field and suggest the closest."""
         known = [f.name for f in fields(self)]
         for name in changes:
             if name not in known:
-                raise ValueError(f"{name!r} is not a generation setting; {suggestion(name, known)}")
+                raise SettingsError(f"{name!r} is not a generation setting; {suggestion(name, known)}")
         return replace(self, **changes)

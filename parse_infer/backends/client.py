@@ -10,6 +10,8 @@ from typing import Any
 
 import aiohttp
 
+from parse_infer.errors import ServerError
+
 KEEP_ALIVE_S = 3.0  # of an idle connection; vLLM closes it after 5 s and could lose a request
 _CONNECT_S = 5.0
 _SILENCE_S = 600.0  # a request may queue that long
@@ -19,7 +21,7 @@ class TransientServerError(Exception):
     """The server sent no complete answer; a retry may help. The message goes into logs, so it quotes no response."""
 
 
-class RequestRejected(ValueError):
+class RequestRejected(ServerError):
     """The server rejects the request, and a retry would not help.
 
     Attributes:

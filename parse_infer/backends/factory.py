@@ -16,6 +16,7 @@ from parse_infer.backends.replicas import PATIENCE_S, ReplicaPool
 from parse_infer.backends.server_pair import Target
 from parse_infer.backends.supervisor import READY_S, Supervisor
 from parse_infer.calibration.schema import Calibration, resolve_risk, shipped_calibration
+from parse_infer.errors import SettingsError
 from parse_infer.judge.adapter import ValidityConfig, check_target
 from parse_infer.judge.adapter_files import AdapterFiles, read_adapter
 from parse_infer.judge.cuts import CutPolicy
@@ -85,18 +86,18 @@ def find_parts(
     target_urls, draft_urls = ([urls] if isinstance(urls, str) else list(urls) for urls in (target_url, draft_url))
     for url in (*target_urls, *draft_urls):
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} is not a server address: it must begin with http:// or https://")
+            raise SettingsError(f"{url!r} is not a server address: it must begin with http:// or https://")
     if local_draft and draft is None:
-        raise ValueError("local_draft was given without a draft model: give draft")
+        raise SettingsError("local_draft was given without a draft model: give draft")
     if local_draft and (draft_urls or draft_options):
-        raise ValueError(
+        raise SettingsError(
             f"local_draft and {'draft_url' if draft_urls else 'draft_options'} were both given: choose one"
         )
     language = load_served_model(target, template_options=template_options)
     if adapter is None and not zero_shot:
-        raise ValueError("the engine needs a judge: give an adapter, or zero_shot=True")
+        raise SettingsError("the engine needs a judge: give an adapter, or zero_shot=True")
     if adapter is not None and zero_shot:
-        raise ValueError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
+        raise SettingsError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
     files = None if adapter is None else read_adapter(resolve(adapter))
     questions, own_cuts, threshold = _judge(target, files, language)
     if local_draft is None:
@@ -171,9 +172,9 @@ def find_parts(
 def check_servable(settings: GenerationSettings, calibration: Calibration | None) -> None:
     """Raise ValueError for settings that servers cannot serve."""
     if settings.mode == "exact":
-        raise ValueError("mode 'exact' needs the target's own choice for every token, which servers do not return")
+        raise SettingsError("mode 'exact' needs the target's own choice for every token, which servers do not return")
     if settings.risk is not None and calibration is None:
-        raise ValueError(
+        raise SettingsError(
             f"risk is {settings.risk}, but no calibration for --backend vllm was given: run `parse-infer calibrate "
             "--backend vllm` and pass its calibration.json"
         )

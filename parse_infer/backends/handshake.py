@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from parse_infer.backends.client import Client, RequestRejected, TransientServerError
 from parse_infer.backends.health import Server
 from parse_infer.backends.retries import Unavailable
+from parse_infer.errors import ServerError
 
 log = logging.getLogger("parse_infer.backends")
 
@@ -59,7 +60,7 @@ class Identity:
                 self._away(server, error)
         names = sorted({card.names[0] for card in cards.values()})
         if len(names) > 1:
-            raise ValueError(f"the {self.role} servers serve different models: {' and '.join(names)}")
+            raise ServerError(f"the {self.role} servers serve different models: {' and '.join(names)}")
         if cards:
             self.model, self.window = names[0], min(card.window for card in cards.values())
         judged = self.judge is None or any(self.judge in card.names for card in cards.values())
@@ -74,7 +75,7 @@ class Identity:
         if not any(server.healthy for server in members):
             raise Unavailable(self._hint(members[0]))
         if not judged:
-            raise ValueError(
+            raise ServerError(
                 f"the {self.role} server {next(iter(cards)).url} does not serve the adapter {self.judge}: start it "
                 "with the command that python -m parse_infer.vllm_plugin.options prints for this adapter"
             )
@@ -94,7 +95,7 @@ class Identity:
         except (TransientServerError, RequestRejected, KeyError, TypeError):  # only vLLM has this path
             return
         if found != tokenizer.encode(_SAMPLE, add_special_tokens=False):
-            raise ValueError(
+            raise ServerError(
                 f"the {self.role} server {server.url} has other tokens than {name!r}: give the address of a "
                 "server with that model"
             )
@@ -108,21 +109,21 @@ class Identity:
         except RequestRejected:
             raise
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"the {self.role} server {server.url} is not OpenAI-compatible") from error
+            raise ServerError(f"the {self.role} server {server.url} is not OpenAI-compatible") from error
 
     def _compare(self, server: Server, card: Card) -> None:
         """Raise ValueError unless the server serves the right model; record whether it has the adapter."""
         judges = self.judge is None or self.judge in card.names
         if card.names[0] != self.model:
-            raise ValueError(f"the {self.role} server {server.url} serves {card.names[0]!r} and not {self.model!r}")
+            raise ServerError(f"the {self.role} server {server.url} serves {card.names[0]!r} and not {self.model!r}")
         moved = server.root is not None and card.root != server.root
         if moved and not (judges and self.judge):  # the adapter's name identifies the target's weights too
-            raise ValueError(
+            raise ServerError(
                 f"the {self.role} server {server.url} now serves {card.root!r}, before {server.root!r}: "
                 "restart PARSE if this is intended"
             )
         if card.window < self.window:
-            raise ValueError(
+            raise ServerError(
                 f"the {self.role} server {server.url} now has a window of {card.window} tokens, before {self.window}: "
                 "restart PARSE if this is intended"
             )

@@ -15,6 +15,7 @@ from parse_infer.calibration.schema import Calibration, shipped_calibration
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.drafters.source import DraftSource
 from parse_infer.drafters.text import TextDrafter
+from parse_infer.errors import SettingsError
 from parse_infer.events import Event, Interrupted, Resumed
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.cuts import CutPolicy, Segmenter
@@ -74,7 +75,7 @@ def load_backend(
     Raises ValueError or OSError with one sentence for missing, damaged or mismatched files.
     """
     if zero_shot and adapter is not None:
-        raise ValueError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
+        raise SettingsError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
     promises = None if calibration is None else Calibration.load(calibration)
     if gguf_file is not None:
         target = target / gguf_file if isinstance(target, Path) else f"{target.rstrip('/')}/{gguf_file}"
@@ -84,7 +85,7 @@ def load_backend(
     if adapter is not None:
         adapter = resolve(adapter)
     if draft_drafter is not None and draft is None:
-        raise ValueError(f"draft_drafter is {draft_drafter!r}, but the engine has no draft model: pass draft=…")
+        raise SettingsError(f"draft_drafter is {draft_drafter!r}, but the engine has no draft model: pass draft=…")
     if target_drafter not in (None, AUTO):
         check_token_drafter("target_drafter", target_drafter, str(target), has_draft=draft is not None)
     if draft_drafter is not None:
@@ -189,7 +190,7 @@ class LocalBackend:
 
     def require_judge(self) -> Judge:
         if self.judge is None:
-            raise ValueError(
+            raise SettingsError(
                 "This engine has no judge: pass adapter=… or zero_shot=True to from_pretrained, "
                 "or generate with mode='exact'."
             )
@@ -199,7 +200,9 @@ class LocalBackend:
         if request.settings.mode == "validity":
             self.require_judge()
         if draft_text is None and self.drafter is None:
-            raise ValueError("This engine has no draft model: pass draft=… to from_pretrained, or give a draft_text.")
+            raise SettingsError(
+                "This engine has no draft model: pass draft=… to from_pretrained, or give a draft_text."
+            )
         if isinstance(draft_text, str):
             draft_text = TextDrafter(draft_text, self.target, request.prompt)
         drafter = self.drafter if draft_text is None else draft_text

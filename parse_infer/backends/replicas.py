@@ -17,6 +17,7 @@ from parse_infer.backends.client import Client, RequestRejected, TransientServer
 from parse_infer.backends.handshake import Identity
 from parse_infer.backends.health import HealthChecks, Server
 from parse_infer.backends.retries import FailedAttempts, Failing, Lease, Replaced, Unavailable
+from parse_infer.errors import ServerError
 
 PATIENCE_S = 120.0  # while no replica is healthy
 _PULSE_S = 0.5
@@ -53,7 +54,7 @@ class ReplicaPool:
         judge: str | None = None,
     ) -> None:
         if not urls:
-            raise ValueError(f"the {role} needs the address of a server")
+            raise ServerError(f"the {role} needs the address of a server")
         self.role = role
         self.members = [Server(url) for url in urls]
         self.identity = Identity(role, client, judge)

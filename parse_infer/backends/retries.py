@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parse_infer.backends.health import Server
+from parse_infer.errors import ServerError
 
 ATTEMPTS = 4  # per request
 
@@ -15,7 +16,7 @@ class Failing(Unavailable):
     """Servers answer, but this request failed on each attempt."""
 
 
-class Replaced(ValueError):
+class Replaced(ServerError):
     """Servers answer, but none runs the judge's adapter."""
 
 

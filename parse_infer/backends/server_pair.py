@@ -23,6 +23,7 @@ from parse_infer.backends.retries import Failing, Lease, Replaced, Unavailable
 from parse_infer.backends.streaming_verifier import StreamingVerifier
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStream
 from parse_infer.drafters.text import TextDrafter
+from parse_infer.errors import ServerError
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.loop import may_hand_back
 from parse_infer.models.sampling import Sampling, seed_of
@@ -97,7 +98,7 @@ class Target:
         try:
             asked.validities(await self.servers.ask_one(server, asked.request(self.servers.judging_model)))
         except ValueError as error:
-            raise ValueError(
+            raise ServerError(
                 f"the target server {server.url} cannot judge drafts for {self.language.name!r}: {error}"
             ) from error
 

@@ -24,6 +24,7 @@ from parse_infer.calibration.schema import Calibration
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
 from parse_infer.drafters.draft_model import share_tokens
 from parse_infer.drafters.text import TextDrafter
+from parse_infer.errors import ServerError
 from parse_infer.events import Event, Resumed
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.loop import PairWrapper, identity, speculate
@@ -214,7 +215,7 @@ class VLLMBackend:
 
     def require_judge(self) -> Any:
         if self._target.questions is None:
-            raise ValueError("This engine has no judge: pass adapter=… or zero_shot=True.")
+            raise ServerError("This engine has no judge: pass adapter=… or zero_shot=True.")
         return self._target.questions
 
     def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> Drafts:
@@ -223,7 +224,7 @@ class VLLMBackend:
         if draft_text is not None:
             return TextDrafter(draft_text, self.target, request.prompt)
         if self._drafts is None:
-            raise ValueError("the engine has no draft model: give draft=… or a draft_text")
+            raise ServerError("the engine has no draft model: give draft=… or a draft_text")
         servers, language = self._drafts
         stop = request.settings.stop
         return servers, CrossTokenizerDraft(language, self.target, self._shares_tokens, request.prompt, stop)
@@ -268,7 +269,7 @@ class VLLMBackend:
                         return
 
     def draft_alone(self, request: Request, speculate: bool) -> AsyncGenerator[Event, None]:
-        raise ValueError("generate_draft needs the local backend: send the request to the draft server instead")
+        raise ServerError("generate_draft needs the local backend: send the request to the draft server instead")
 
     async def judge_text(self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int] | None) -> Scores:
         cuts = self._target.segmenter.cuts(draft) if cuts is None else cuts

@@ -8,6 +8,7 @@ from typing import get_args
 
 from parse_infer.acceptance import ACCEPT_NOTHING, Acceptance
 from parse_infer.calibration.schema import OperatingPoint
+from parse_infer.errors import CalibrationError
 from parse_infer.settings import GenerationSettings, Resume
 
 # Fixed before any problem is seen. Evenly spaced in log-odds, because validities concentrate near 1.
@@ -24,5 +25,5 @@ def candidates(
     """
     unknown = [resume for resume in resumes if resume not in RESUMES]
     if unknown or not resumes:
-        raise ValueError(f"resume is {', '.join(unknown) or 'empty'}; choose among {', '.join(RESUMES)}")
+        raise CalibrationError(f"resume is {', '.join(unknown) or 'empty'}; choose among {', '.join(RESUMES)}")
     return [[OperatingPoint(t, resume, acceptance) for t in THRESHOLDS] for resume in dict.fromkeys(resumes)]

@@ -21,6 +21,7 @@ from parse_infer.calibration.candidates import RESUMES, candidates
 from parse_infer.calibration.replay import Replay, ReplayedEngine
 from parse_infer.calibration.risk import least_problems, n_passing, p_value, upper_bound
 from parse_infer.calibration.schema import LOSSES, Calibration, Loss, OperatingPoint, TestedPoint, risks
+from parse_infer.errors import CalibrationError
 from parse_infer.held_out import leave_out_learnt
 from parse_infer.models.environment import describe_run
 from parse_infer.models.prompts import Prompt
@@ -88,13 +89,13 @@ class CalibrationSettings:
         object.__setattr__(self, "resumes", tuple(dict.fromkeys(self.resumes)))
         check_share(self.confidence, "confidence")
         if self.loss not in get_args(Loss):
-            raise ValueError(f"loss is {self.loss!r}; choose one of {', '.join(get_args(Loss))}")
+            raise CalibrationError(f"loss is {self.loss!r}; choose one of {', '.join(get_args(Loss))}")
         if self.samples and (self.samples < 3 or self.loss != "disagreement"):
-            raise ValueError(
+            raise CalibrationError(
                 f"samples is {self.samples}: a majority takes at least 3, and only loss disagreement uses a majority"
             )
         if self.timed < 1:
-            raise ValueError(f"timed is {self.timed}: without a timed problem no speedup is known")
+            raise CalibrationError(f"timed is {self.timed}: without a timed problem no speedup is known")
         candidates(self.resumes, self.acceptance)  # raises for an unknown value
         self.generation()
 
@@ -161,7 +162,7 @@ def calibrate(
     check_problems(problems, settings)
     models = engine.describe()
     if not (models.get("draft") and models.get("adapter")):
-        raise ValueError("a calibration needs a draft model, and a judge: an adapter, or zero_shot=True")
+        raise CalibrationError("a calibration needs a draft model, and a judge: an adapter, or zero_shot=True")
     digest = hashlib.sha256(json.dumps([[p.id, p.prompt] for p in problems]).encode()).hexdigest()[:16]
     config = {
         **{name: getattr(settings, name) for name in ("loss", "resumes", "acceptance", "max_new_tokens", "samples")},
@@ -212,21 +213,21 @@ def speedup(outcomes: Sequence[Outcome], i: int, j: int) -> float:
     """Speedup of operating point j in sequence i over the target alone. Raise ValueError without timed outcomes."""
     timed = [(o.target_seconds, o.seconds[i][j]) for o in outcomes if o.target_seconds is not None]
     if not timed:
-        raise ValueError("none of these problems was timed: calibrate in a new folder with a larger --timed")
+        raise CalibrationError("none of these problems was timed: calibrate in a new folder with a larger --timed")
     return sum(alone for alone, _ in timed) / sum(seconds for _, seconds in timed)
 
 
 def check_problems(problems: Sequence[CalibrationProblem], settings: CalibrationSettings) -> None:
     """Raise ValueError unless the problems suffice for the smallest risk level."""
     if not problems:
-        raise ValueError("a calibration needs problems: choose another task, split or limit")
+        raise CalibrationError("a calibration needs problems: choose another task, split or limit")
     name, count = Counter(p.id for p in problems).most_common(1)[0]
     if count > 1:
-        raise ValueError(f"{count} problems have the id {name!r}: give each its own")
+        raise CalibrationError(f"{count} problems have the id {name!r}: give each its own")
     needed = least_problems(settings.risks[0], settings.level)
     if len(problems) < needed:
         shared = " (the ways to resume share the error budget)" if len(settings.resumes) > 1 else ""
-        raise ValueError(
+        raise CalibrationError(
             f"risk {settings.risks[0]} at confidence {settings.confidence} takes at least {needed} problems{shared}, "
             f"and there are {len(problems)}: give more, or a larger risk"
         )
@@ -280,7 +281,7 @@ def _outcome(
             alone, _ = replay.answer(problem.prompt, plain.override(threshold=ACCEPT_NOTHING, resume="finish"))
         right = check(problem, alone.text)
         if right is None and settings.loss == "accuracy":
-            raise ValueError(
+            raise CalibrationError(
                 f"the checker cannot decide on an answer to problem {problem.id}: calibrate with --loss disagreement"
             )
         for order in settings.orders:
@@ -319,7 +320,7 @@ def _check_feasible(outcomes: Sequence[Outcome], n_problems: int, settings: Cali
     """Raise ValueError as soon as no outcome of the remaining problems can support a promise."""
     if settings.loss == "accuracy" and len(outcomes) >= min(_MIN_TARGET_PROBLEMS, n_problems):
         if not any(outcome.target_right for outcome in outcomes):
-            raise ValueError(
+            raise CalibrationError(
                 f"the target answers none of the first {len(outcomes)} problems right, so it has nothing to lose and "
                 "a promise would say nothing: check task, chat template and checker"
             )
@@ -328,7 +329,7 @@ def _check_feasible(outcomes: Sequence[Outcome], n_problems: int, settings: Cali
         best = [*lost, *[0.0] * (n_problems - len(lost))]
         if p_value(best, settings.risks[-1]) <= settings.level:
             return
-    raise ValueError(
+    raise CalibrationError(
         f"even where nothing of a draft is accepted, {sum(lost):g} of {len(lost)} problems count as lost "
         f"({LOSSES[settings.loss]}), so no risk up to {settings.risks[-1]} can be promised for this pair on "
         f"{n_problems} problems: in bfloat16 the target's own answers differ from run to run; use float32, more "

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
 from parse_infer.acceptance import reachable_prefixes
+from parse_infer.errors import CalibrationError
 from parse_infer.loop import ModelPair, PairWrapper, V
 from parse_infer.models.prompts import Prompt
 from parse_infer.output import Generation
@@ -85,7 +86,7 @@ class Replay:
         Raises ValueError for settings that sample, because two runs of one part would differ.
         """
         if not (settings.draft_sampling.greedy and settings.resume_sampling.greedy):
-            raise ValueError("a calibration replays greedy answers only: set both temperatures to 0")
+            raise CalibrationError("a calibration replays greedy answers only: set both temperatures to 0")
         self.memory.spared_s = 0.0
         started = time.perf_counter()
         generation = self.engine.generate(prompt, settings)

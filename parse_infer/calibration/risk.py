@@ -16,12 +16,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import binom, binomtest
 
+from parse_infer.errors import CalibrationError
+
 
 def p_value(losses: ArrayLike, risk: float) -> float:
     """Exact binomial p-value of the hypothesis that the true risk is above `risk`; losses [n], each 0 or 1."""
     values = np.asarray(losses, dtype=np.float64)
     if values.size == 0 or not np.isin(values, (0.0, 1.0)).all():
-        raise ValueError("losses must be a non-empty list of 0 or 1")
+        raise CalibrationError("losses must be a non-empty list of 0 or 1")
     return float(binom.cdf(int(values.sum()), values.size, risk))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parse_infer.acceptance import Acceptance, check_share
+from parse_infer.errors import CalibrationError
 from parse_infer.files import locate, read_json, write_json
 from parse_infer.settings import GenerationSettings, Resume
 
@@ -96,10 +97,12 @@ class Calibration:
             return self.tried[place]
         shown = [r for r, where in self.promises.items() if where is not None]
         if not shown:
-            raise ValueError(f"risk is {risk}, but the calibration shows no promise: {_WAY_OUT} on more problems")
+            raise CalibrationError(
+                f"risk is {risk}, but the calibration shows no promise: {_WAY_OUT} on more problems"
+            )
         nearest = min(shown, key=lambda r: abs(r - risk))
         what = "no setting was shown to keep it" if risk in self.promises else "it was not tested"
-        raise ValueError(
+        raise CalibrationError(
             f"risk is {risk}, but {what}; the nearest promise is {nearest}. For others {_WAY_OUT} with --risk {risk}"
         )
 
@@ -115,7 +118,7 @@ class Calibration:
         for part in ("backend", "target", "draft", "adapter", "dtype", "cut_policy", "template_options"):
             mine, theirs = self.backend if part == "backend" else self.models.get(part), known.get(part)
             if _weights(mine) != _weights(theirs):
-                raise ValueError(
+                raise CalibrationError(
                     f"the calibration was made with another {part} ({_name(mine)}) than is loaded ({_name(theirs)}), "
                     f"so its promises do not hold here: {_WAY_OUT}"
                 )
@@ -133,7 +136,7 @@ class Calibration:
             raise FileNotFoundError(f"there is no calibration {path}: make one with `parse-infer calibrate`")
         content = read_json(path, _WAY_OUT)
         if content.pop("schema_version", None) != SCHEMA_VERSION:
-            raise ValueError(f"{path} is of another version than this parse-engine reads: {_WAY_OUT}")
+            raise CalibrationError(f"{path} is of another version than this parse-engine reads: {_WAY_OUT}")
         try:
             content["tried"] = [TestedPoint(OperatingPoint(**row.pop("setting")), **row) for row in content["tried"]]
             content["promises"] = {float(risk): place for risk, place in content["promises"].items()}
@@ -141,7 +144,7 @@ class Calibration:
             for place in calibration.promises.values():
                 assert place is None or calibration.tried[place]
         except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            raise ValueError(f"{path} is damaged ({error}): {_WAY_OUT}") from error
+            raise CalibrationError(f"{path} is damaged ({error}): {_WAY_OUT}") from error
         return calibration
 
 
@@ -163,20 +166,22 @@ def resolve_risk(settings: GenerationSettings, calibration: Calibration | None) 
     if risk is None:
         return settings
     if calibration is None:
-        raise ValueError(
+        raise CalibrationError(
             f"risk is {risk}, but this engine has no calibration: run `parse-infer calibrate`, "
             "and name its calibration.json"
         )
     for name in (*(f.name for f in fields(OperatingPoint)), "mode", "exact_tail"):
         if getattr(settings, name) != getattr(GenerationSettings(), name):
-            raise ValueError(f"risk and {name} were both given: a promise chooses its own {name}")
+            raise CalibrationError(f"risk and {name} were both given: a promise chooses its own {name}")
     if not (settings.draft_sampling.greedy and settings.resume_sampling.greedy):
-        raise ValueError(f"risk is {risk}, but the calibration covers greedy answers only: set temperatures to 0")
+        raise CalibrationError(
+            f"risk is {risk}, but the calibration covers greedy answers only: set temperatures to 0"
+        )
     if settings.ignore_eos or settings.min_tokens:
         given = "ignore_eos" if settings.ignore_eos else "min_tokens"
-        raise ValueError(f"risk is {risk}, but the calibration does not cover {given}: omit {given}")
+        raise CalibrationError(f"risk is {risk}, but the calibration does not cover {given}: omit {given}")
     if settings.max_new_tokens < calibration.max_new_tokens:
-        raise ValueError(
+        raise CalibrationError(
             f"risk is {risk}, but the calibration covers answers of up to {calibration.max_new_tokens} tokens and "
             f"max_new_tokens is {settings.max_new_tokens}"
         )
@@ -202,7 +207,7 @@ def risks(values: Sequence[float]) -> tuple[float, ...]:
     for value in values:
         check_share(value, "risk")
     if not values:
-        raise ValueError("name at least one risk, such as 0.05")
+        raise CalibrationError("name at least one risk, such as 0.05")
     return tuple(sorted(set(map(float, values))))
 
 

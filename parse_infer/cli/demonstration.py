@@ -15,6 +15,7 @@ from rich.text import Text
 
 from parse_infer.cli.rich_view import AnswerView, legend
 from parse_infer.engine import ParseEngine
+from parse_infer.errors import ParseError
 from parse_infer.evaluation.modes import BenchProblem, Mode, clear_caches, make_modes, timed
 from parse_infer.events import Done, Resumed
 from parse_infer.models.prompts import Prompt, Verbatim, content_of
@@ -61,7 +62,7 @@ def run_demo(
         ValueError: no problems, or an engine without draft model or judge.
     """
     if not problems:
-        raise ValueError("there are no problems to show: choose another limit")
+        raise ParseError("there are no problems to show: choose another limit")
     settings = GenerationSettings(max_new_tokens)
     modes = make_modes(engine, ("target", "draft"), settings)
     engine.generate(problems[0].prompt, settings)  # warm-up

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from parse_infer.cli.options import Device, Dtype, check_device, check_dtype, read_pairs
+from parse_infer.errors import ParseError
 from parse_infer.suggest import suggestion
 
 if TYPE_CHECKING:
@@ -104,14 +105,14 @@ class ModelOptions:
     def draft_name(self) -> str:
         """Raises ValueError without a given or embedded draft model."""
         if self.draft is None and self.target_name not in PAIRS:
-            raise ValueError(f"the target {self.target!r} needs a draft model of its own: give one with --draft")
+            raise ParseError(f"the target {self.target!r} needs a draft model of its own: give one with --draft")
         return self.draft or PAIRS[self.target_name][0]
 
     @property
     def adapter_name(self) -> str:
         """Raises ValueError without a given or embedded adapter."""
         if self.adapter is None and self.target_name not in PAIRS:
-            raise ValueError(
+            raise ParseError(
                 f"the target {self.target!r} needs an adapter of its own: give one with --adapter, or work without "
                 "adapter (--zero-shot, --mode exact, or other --modes of bench)"
             )
@@ -169,11 +170,11 @@ class ModelOptions:
         """Options of `connect_backend`. Raises ValueError for options of the local backend."""
         for drafter, option in ((self.target_drafter, "--target-drafter"), (self.draft_drafter, "--draft-drafter")):
             if drafter not in (None, "auto", NO_DRAFTER):
-                raise ValueError(f"{option} needs --backend local: configure speculative_config on the vLLM server")
+                raise ParseError(f"{option} needs --backend local: configure speculative_config on the vLLM server")
         if self.device is not None or self.dtype != "auto":
-            raise ValueError("--device and --dtype need --backend local: servers choose their own")
+            raise ParseError("--device and --dtype need --backend local: servers choose their own")
         if self.trust_remote_code:
-            raise ValueError("--trust-remote-code needs --backend local: vLLM has its own model implementations")
+            raise ParseError("--trust-remote-code needs --backend local: vLLM has its own model implementations")
         return {
             "zero_shot": self.zero_shot or (not needs_judge and self.adapter is None),
             "target_url": self.target_url or (),
@@ -214,11 +215,11 @@ class ModelOptions:
     def served(self) -> bool:
         """Whether the backend is vllm. Raises ValueError for an unknown backend or for unused server options."""
         if self.backend not in ("local", "vllm"):
-            raise ValueError(f"--backend is {self.backend!r}; choose local or vllm")
+            raise ParseError(f"--backend is {self.backend!r}; choose local or vllm")
         if self.backend == "local" and (self.target_url or self.draft_url):
-            raise ValueError("--target-url and --draft-url need --backend vllm")
+            raise ParseError("--target-url and --draft-url need --backend vllm")
         if self.backend == "local" and self.local_draft is not None:
-            raise ValueError("--local-draft and --draft-server need --backend vllm")
+            raise ParseError("--local-draft and --draft-server need --backend vllm")
         return self.backend == "vllm"
 
 
@@ -253,9 +254,9 @@ def of_pair(models: ModelOptions, pair: str) -> ModelOptions:
     Raises ValueError for another name, or if `models` names a target too.
     """
     if pair not in PAIR_NAMES:
-        raise ValueError(f"unknown pair {pair!r}; {suggestion(pair, PAIR_NAMES)}")
+        raise ParseError(f"unknown pair {pair!r}; {suggestion(pair, PAIR_NAMES)}")
     if models.target is not None:
-        raise ValueError(f"--pair {pair} and --target {models.target} were both given: choose one")
+        raise ParseError(f"--pair {pair} and --target {models.target} were both given: choose one")
     return replace(models, target=PAIR_NAMES[pair])
 
 

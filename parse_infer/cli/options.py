@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from parse_infer.errors import ParseError
+
 if TYPE_CHECKING:
     import torch
 
@@ -51,7 +53,7 @@ def read_pairs(pairs: Sequence[str] | None, option: str) -> dict[str, Any]:
     for pair in pairs or ():
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
-            raise ValueError(f"{option} {pair!r} is not KEY=VALUE")
+            raise ParseError(f"{option} {pair!r} is not KEY=VALUE")
         try:
             values[key.strip()] = json.loads(value)
         except ValueError:
@@ -66,7 +68,7 @@ def read_numbers(text: str, option: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"{option} is {text!r}; give numbers separated by commas, or none") from None
+        raise ParseError(f"{option} is {text!r}; give numbers separated by commas, or none") from None
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -87,7 +89,7 @@ def placement(device: str | None, dtype: str) -> tuple[torch.device, torch.dtype
 
 def check_dtype(dtype: str) -> None:
     if dtype not in _DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; choose one of {', '.join(_DTYPES)}")
+        raise ParseError(f"unknown dtype {dtype!r}; choose one of {', '.join(_DTYPES)}")
 
 
 def check_device(device: str | None) -> str | None:
@@ -98,9 +100,9 @@ def check_device(device: str | None) -> str | None:
     try:
         kind = torch.device(device).type
     except RuntimeError:
-        raise ValueError(f"unknown device {device!r}; for example cpu, cuda or cuda:1") from None
+        raise ParseError(f"unknown device {device!r}; for example cpu, cuda or cuda:1") from None
     if kind == "meta":
-        raise ValueError("device 'meta' holds no weights; choose cpu, cuda or cuda:1, for example")
+        raise ParseError("device 'meta' holds no weights; choose cpu, cuda or cuda:1, for example")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} is not available: PyTorch finds no GPU; use --device cpu")
+        raise ParseError(f"device {device!r} is not available: PyTorch finds no GPU; use --device cpu")
     return device

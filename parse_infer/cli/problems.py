@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from parse_infer.cli.options import read_pairs
+from parse_infer.errors import ParseError
 
 
 def open_task(name: str, task_options: Sequence[str] | None = None) -> Any:
@@ -27,7 +28,7 @@ def take_problems(task: Any, split: str, seed: int, limit: int) -> list[Any]:
     check_split(split)
     problems = list(islice(task.problems(split, seed=seed, limit=limit), limit))
     if not problems:
-        raise ValueError(f"task {task.name} has no {split} problems")
+        raise ParseError(f"task {task.name} has no {split} problems")
     if len(problems) < limit:
         print(f"note: task {task.name} has only {len(problems)} {split} problems, not {limit}", file=sys.stderr)
     return problems

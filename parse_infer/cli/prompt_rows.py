@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from parse_infer.errors import ParseError
 from parse_infer.files import STDIN, read_jsonl
 from parse_infer.models.prompts import Prompt
 
@@ -36,7 +37,7 @@ class PromptRow:
         try:
             yield
         except ValueError as error:
-            raise ValueError(f"{self.place}: {error}" if self.place else str(error)) from error
+            raise ParseError(f"{self.place}: {error}" if self.place else str(error)) from error
 
 
 def read_prompt_rows(source: str, required: Sequence[str] = ("prompt",)) -> list[PromptRow]:
@@ -52,7 +53,7 @@ def read_prompt_rows(source: str, required: Sequence[str] = ("prompt",)) -> list
         _check_types(place, row)
         rows.append(PromptRow(place, row["prompt"], row.get("id"), row.get("draft"), row.get("response")))
     if not rows:
-        raise ValueError(f"{name} has no rows: write one JSON object per line")
+        raise ParseError(f"{name} has no rows: write one JSON object per line")
     return rows
 
 
@@ -67,7 +68,7 @@ def _check_types(place: str, row: dict[str, Any]) -> None:
     prompt = row["prompt"]
     messages = isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
     if not isinstance(prompt, str) and not messages:
-        raise ValueError(f"{place}: 'prompt' must be a text or a list of chat messages, not {str(prompt)[:40]!r}")
+        raise ParseError(f"{place}: 'prompt' must be a text or a list of chat messages, not {str(prompt)[:40]!r}")
     for key in ("draft", "response"):
         if row.get(key) is not None and not isinstance(row[key], str):
-            raise ValueError(f"{place}: {key!r} must be a text, not {str(row[key])[:40]!r}")
+            raise ParseError(f"{place}: {key!r} must be a text, not {str(row[key])[:40]!r}")

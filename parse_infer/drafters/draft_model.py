@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStream
 from parse_infer.drafters.source import Draft
+from parse_infer.errors import PromptError
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.models.loading import LanguageModel, same_tokenizer
 from parse_infer.models.prompts import Prompt
@@ -51,7 +52,7 @@ class ModelDrafter:
 
     def propose(self, answer_ids: Sequence[int], max_new_tokens: int) -> Draft:
         if self._translation is None:
-            raise ValueError("the drafter has no prompt: call reset() first")
+            raise PromptError("the drafter has no prompt: call reset() first")
         self._round += 1
         writing = self._translation.begin(answer_ids, max_new_tokens)
         if writing is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parse_infer.drafters.source import Draft
+from parse_infer.errors import PromptError
 from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.prompts import Prompt, open_turn
 from parse_infer.models.sampling import Sampling
@@ -25,7 +26,7 @@ class TextDrafter:
 
     def __init__(self, text: str, target: TokenizerSpec, prompt: Prompt, finished: bool = True) -> None:
         if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"The draft text is {text!r}; give a non-empty text, or omit it to use the draft model.")
+            raise PromptError(f"The draft text is {text!r}; give a non-empty text, or omit it to use the draft model.")
         ids = encode_continuation(target.tokenizer, open_turn(prompt), text)
         end = target.end_token if finished else None
         self._draft = Draft(ids) if end is None else Draft([*ids, end], finished=True)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from parse_infer.errors import ParseError
 from parse_infer.evaluation.target_vocabulary import in_target_vocabulary
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.prompts import Prompt
@@ -50,7 +51,7 @@ class AssistantSettings:
             elif key == "schedule" and value in get_args(Schedule):
                 found[key] = value
             else:
-                raise ValueError(
+                raise ParseError(
                     f"{part!r} in mode {name!r} is none of: tokens=NUMBER, confidence=0 to 1, "
                     f"schedule={' or '.join(get_args(Schedule))}"
                 )

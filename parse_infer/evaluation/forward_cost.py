@@ -17,6 +17,7 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, Qwen3Config
 
+from parse_infer.errors import ParseError
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
 from parse_infer.judge.cuts import Segmenter
 from parse_infer.judge.head import ValidityHead
@@ -87,7 +88,7 @@ def _check_memory(shapes: Sequence[str], device: torch.device, dtype: torch.dtyp
         needed += sum(p.numel() * p.element_size() for p in model.parameters())
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
     if free is not None and needed > free:
-        raise ValueError(
+        raise ParseError(
             f"{' and '.join(shapes)} have {needed / 2**30:.1f} GiB of weights in {str(dtype).removeprefix('torch.')}, "
             f"but only {free / 2**30:.1f} GiB are free on {device}: choose smaller shapes or a smaller --dtype"
         )
@@ -196,7 +197,7 @@ def forward_costs(
     _check_memory((target, draft), device, dtype)
     pair = [random_model(shape, device, dtype) for shape in (target, draft)]
     if context + drafted + _PROBE > min(lm.window for lm in pair):
-        raise ValueError(
+        raise ParseError(
             f"{context} context tokens and {drafted} draft tokens exceed the context windows "
             f"{[lm.window for lm in pair]}: choose fewer"
         )

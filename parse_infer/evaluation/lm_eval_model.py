@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from parse_infer.engine import ParseEngine
+from parse_infer.errors import ParseError
 from parse_infer.evaluation.modes import Mode, timed
 from parse_infer.models.prompts import Prompt, Verbatim
 from parse_infer.output import Generation
@@ -105,7 +106,7 @@ class ParseLM(LM):
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Raise ValueError: answers of two models have no log-likelihood."""
-        raise ValueError(
+        raise ParseError(
             f"task {requests[0].task_name!r} needs log-likelihoods, which answers of two models do not have: choose a "
             "task that generates its answers"
         )
@@ -150,7 +151,7 @@ class ParseLM(LM):
                     model.render(request.prompt)
                 except ValueError as error:
                     where = f"problem {request.problem} of {request.task} (fewer examples: --num-fewshot)"
-                    raise ValueError(f"{where}: {error}") from error
+                    raise ParseError(f"{where}: {error}") from error
         if not pending:
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -12,6 +12,7 @@ from lm_eval.evaluator import evaluate
 from rich.console import Console
 
 from parse_infer.engine import ParseEngine
+from parse_infer.errors import ParseError
 from parse_infer.evaluation.lm_eval_model import MODES, ParseLM, Record
 from parse_infer.evaluation.lm_eval_tables import markdown
 from parse_infer.evaluation.lm_eval_tasks import Row, Tasks
@@ -43,7 +44,7 @@ class EvalSettings:
     def __post_init__(self) -> None:
         self.generation()  # validates
         if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit is {self.limit}; it must be at least 1")
+            raise ParseError(f"limit is {self.limit}; it must be at least 1")
 
     def generation(self) -> GenerationSettings:
         return GenerationSettings(max_new_tokens=self.max_new_tokens or 256, resume=self.resume)
@@ -81,7 +82,7 @@ def run_eval(
     has_template = engine.target.tokenizer.chat_template is not None
     chat = has_template if settings.apply_chat_template is None else settings.apply_chat_template
     if chat and not has_template:
-        raise ValueError(
+        raise ParseError(
             f"the tokenizer of {engine.target.name!r} has no chat template: give --no-apply-chat-template"
         )
     environment = {
@@ -107,7 +108,7 @@ def run_eval(
         )
         asked.append(lm.asked)
     if asked[0] != asked[1]:
-        raise ValueError("the prompts of a task differ between the two evaluations, so it cannot be compared")
+        raise ParseError("the prompts of a task differ between the two evaluations, so it cannot be compared")
     environment |= {"limit": settings.limit, "max_new_tokens": settings.max_new_tokens, "chat_template": chat}
     answers = {task: [[store.records[key, mode] for key in keys] for mode in MODES] for task, keys in asked[0].items()}
     results = {

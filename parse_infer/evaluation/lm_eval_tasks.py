@@ -16,6 +16,7 @@ import numpy as np
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
+from parse_infer.errors import ParseError
 from parse_infer.files import first_sentence
 from parse_infer.suggest import suggestion
 
@@ -82,9 +83,9 @@ def read_data(entries: Sequence[str], tasks: Sequence[str]) -> dict[str, Files]:
         place, equals, path = entry.partition("=")
         name, _, split = place.partition(":")
         if not equals or not name or not path:
-            raise ValueError(f"--data {entry!r} is not TASK=FILE or TASK:SPLIT=FILE")
+            raise ParseError(f"--data {entry!r} is not TASK=FILE or TASK:SPLIT=FILE")
         if name not in tasks:
-            raise ValueError(f"--data {entry!r}: the task is not among --tasks; {suggestion(name, tasks)}")
+            raise ParseError(f"--data {entry!r}: the task is not among --tasks; {suggestion(name, tasks)}")
         if not Path(path).is_file():
             raise FileNotFoundError(f"--data {entry!r}: no file {path}; give the path of a jsonl file")
         data.setdefault(name, {})[split or None] = Path(path)
@@ -110,9 +111,9 @@ def load_tasks(
             not generate, that samples, or that executes code without the opt-in.
     """
     if not names:
-        raise ValueError("--tasks is empty: give for example --tasks gsm8k,minerva_math")
+        raise ParseError("--tasks is empty: give for example --tasks gsm8k,minerva_math")
     if num_fewshot is not None and num_fewshot < 0:
-        raise ValueError(f"num_fewshot is {num_fewshot}; it must be at least 0")
+        raise ParseError(f"num_fewshot is {num_fewshot}; it must be at least 0")
     catalogue, data = Catalogue(), data or {}
     specs = {}
     for name in dict.fromkeys(names):
@@ -128,14 +129,14 @@ def load_tasks(
         try:
             found = catalogue.manager.load([spec])
         except Exception as error:  # from the Hub, datasets or the task's own code
-            raise ValueError(
+            raise ParseError(
                 f"task {name!r} cannot be loaded with {_source(name, catalogue, data)} ({first_sentence(error)})"
             ) from error
         for task in found["tasks"].values():
             shots = _shots(task.config.num_fewshot, num_fewshot)
             task.set_config(key="num_fewshot", value=shots)
             if task.task_name in loaded.tasks:
-                raise ValueError(f"task {task.task_name!r}, part of {name!r}, is given twice: leave one out")
+                raise ParseError(f"task {task.task_name!r}, part of {name!r}, is given twice: leave one out")
             loaded.tasks[task.task_name] = task
         group = found["groups"].get(GENERATIVE.get(name, name)) if name not in data else None
         if group is not None:
@@ -160,7 +161,7 @@ class Catalogue:
         if name == "mt_bench":
             yield MT_BENCH
         elif known not in self._index:
-            raise ValueError(f"unknown task {name!r}; {suggestion(name, ['mt_bench', *self.manager.all_tasks])}")
+            raise ParseError(f"unknown task {name!r}; {suggestion(name, ['mt_bench', *self.manager.all_tasks])}")
         else:
             yield from self._members(known)
 
@@ -171,7 +172,7 @@ class Catalogue:
             return MT_BENCH if own else GENERATIVE.get(name, name)
         config, *others = self.configs(name)
         if others:
-            raise ValueError(
+            raise ParseError(
                 f"{name!r} has several tasks: give one, such as {config['task']!r}, in --tasks and --data"
             )
         local = _from_files(name, config, files, num_fewshot)
@@ -206,22 +207,22 @@ def _check_answerable(name: str, config: Mapping[str, Any], confirm_run_unsafe_c
     what = f"task {name!r}" if task == name else f"task {task!r}, part of {name!r},"
     kind = config.get("output_type", "generate_until")
     if kind != "generate_until":
-        raise ValueError(
+        raise ParseError(
             f"{what} is scored by log-likelihoods ({kind}), which answers of two models do not have: choose a task "
             "that generates its answers, or a generative variant of this one"
         )
     generation = config.get("generation_kwargs") or {}
     temperature = float(generation.get("temperature", 1.0 if generation.get("do_sample") else 0.0))
     if generation.get("do_sample") is not False and temperature > 0:
-        raise ValueError(
+        raise ParseError(
             f"{what} samples its answers (temperature {temperature:g}), but this command compares greedy answers"
         )
     if not config.get("unsafe_code"):
         return
     if not confirm_run_unsafe_code:
-        raise ValueError(f"{what} executes code of the models: use a sandbox, and give --confirm-run-unsafe-code")
+        raise ParseError(f"{what} executes code of the models: use a sandbox, and give --confirm-run-unsafe-code")
     if os.environ.get("HF_ALLOW_CODE_EVAL") != "1":
-        raise ValueError(f"{what} uses Hugging Face's code_eval, which also needs HF_ALLOW_CODE_EVAL=1")
+        raise ParseError(f"{what} uses Hugging Face's code_eval, which also needs HF_ALLOW_CODE_EVAL=1")
 
 
 def _from_files(name: str, config: Mapping[str, Any], files: Files, num_fewshot: int | None) -> dict[str, Any]:
@@ -231,15 +232,15 @@ def _from_files(name: str, config: Mapping[str, Any], files: Files, num_fewshot:
     own = [config.get(key) for key in _SPLITS]
     strange = next((split for split in paths if split not in own), None)
     if strange is not None:
-        raise ValueError(
+        raise ParseError(
             f"--data {name}:{strange}: the task has no such split; {suggestion(strange, filter(None, own))}"
         )
     if evaluated not in paths:
-        raise ValueError(f"--data gives no problems of task {name!r}: add {name}=FILE, its split {evaluated!r}")
+        raise ParseError(f"--data gives no problems of task {name!r}: add {name}=FILE, its split {evaluated!r}")
     shots = _shots(config.get("num_fewshot"), num_fewshot)
     examples = config.get("fewshot_split") or config.get("training_split") or "train"
     if shots and examples not in paths and "samples" not in (config.get("fewshot_config") or {}):
-        raise ValueError(
+        raise ParseError(
             f"task {name!r} needs {shots} few-shot examples from its split {examples!r}: add "
             f"--data {name}:{examples}=FILE, or give --num-fewshot 0"
         )

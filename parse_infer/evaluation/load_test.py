@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from parse_infer.engine import ParseEngine
+from parse_infer.errors import ParseError
 from parse_infer.evaluation.figure import plain
 from parse_infer.evaluation.mode_names import is_adaptive, resume_of
 from parse_infer.evaluation.modes import BenchProblem, problems_digest
@@ -84,11 +85,11 @@ def check_modes(names: Sequence[str], target: str, starts: bool = True) -> None:
     for name in names:
         base = _base(name)
         if base not in MODES or (name != base and not re.fullmatch(r":tokens=[1-9]\d*", name.removeprefix(base))):
-            raise ValueError(f"unknown mode {name!r} for --backend vllm; choose from {', '.join(MODES)}")
+            raise ParseError(f"unknown mode {name!r} for --backend vllm; choose from {', '.join(MODES)}")
         if base in _SPECULATION and not starts:
-            raise ValueError(f"{name} needs a server of its own: leave --target-url out")
+            raise ParseError(f"{name} needs a server of its own: leave --target-url out")
         if base in _OWN_HEADS and target != "zoo:target":
-            raise ValueError(f"{name} uses the embedded head of zoo:target, which does not fit {target!r}")
+            raise ParseError(f"{name} uses the embedded head of zoo:target, which does not fit {target!r}")
 
 
 def server_of(name: str) -> tuple[bool, dict[str, Any]]:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
+from parse_infer.errors import ParseError
 from parse_infer.evaluation.assisted import AssistantSettings
 from parse_infer.settings import Resume
 from parse_infer.speculation.registry import check_token_drafter, split_name
@@ -87,9 +88,9 @@ def check_modes(names: Iterable[str]) -> tuple[str, ...]:
             AssistantSettings.parse(name)
         elif drafters or base not in MODES:
             known = [*MODES, *(f"{mode}:{variant}" for mode in SWEPT for variant in (*get_args(Resume), ADAPTIVE))]
-            raise ValueError(f"unknown mode {name!r}; {suggestion(name, known)}")
+            raise ParseError(f"unknown mode {name!r}; {suggestion(name, known)}")
     if not chosen:
-        raise ValueError(f"no mode to run; modes: {', '.join(MODES)}")
+        raise ParseError(f"no mode to run; modes: {', '.join(MODES)}")
     return chosen
 
 

@@ -13,6 +13,7 @@ import torch
 
 from parse_infer.acceptance import check_threshold
 from parse_infer.engine import ParseEngine
+from parse_infer.errors import ParseError
 from parse_infer.evaluation.assisted import AssistantSettings, TransformersGeneration
 from parse_infer.evaluation.mode_names import (
     NO_DRAFTER,
@@ -102,9 +103,9 @@ def make_modes(
     for name in names:
         draft, adapter = needs([name])
         if draft and engine.draft is None:
-            raise ValueError(f"mode {name!r} needs a draft model: give one, or leave the mode out")
+            raise ParseError(f"mode {name!r} needs a draft model: give one, or leave the mode out")
         if adapter and engine.backend.judge is None:
-            raise ValueError(f"mode {name!r} needs an adapter: give one, or leave the mode out")
+            raise ParseError(f"mode {name!r} needs an adapter: give one, or leave the mode out")
     check_guides(names, engine.target.name, engine.draft.name if engine.draft else None)
     for value in (*thresholds, *([] if zero_shot_threshold is None else [zero_shot_threshold])):
         check_threshold(value)

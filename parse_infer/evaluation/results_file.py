@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from parse_infer.errors import ParseError
 from parse_infer.evaluation.records import Record
 from parse_infer.files import read_json, write_text
 
@@ -70,7 +71,7 @@ def read_results(path: Path, needed: Sequence[str] = ("environment", "modes", "s
     results = read_json(path, "write it again with parse-infer bench")
     missing = [key for key in needed if key not in results]
     if missing:
-        raise ValueError(f"{path} has no key {missing[0]!r}: give the results.json of parse-infer bench")
+        raise ParseError(f"{path} has no key {missing[0]!r}: give the results.json of parse-infer bench")
     return results
 
 

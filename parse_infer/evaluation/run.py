@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from parse_infer.acceptance import check_threshold
 from parse_infer.engine import ParseEngine
+from parse_infer.errors import ParseError
 from parse_infer.evaluation.figure import draw_figure
 from parse_infer.evaluation.mode_names import DEFAULT_MODES, DRAFTING, SWEPT, check_modes
 from parse_infer.evaluation.modes import BenchProblem, Mode, make_modes, problems_digest, read_draft, timed
@@ -59,9 +60,9 @@ class BenchSettings:
         object.__setattr__(self, "thresholds", tuple(sorted({float(t) for t in self.thresholds})))
         self.generation()  # validates
         if self.repeats < 1:
-            raise ValueError(f"repeats is {self.repeats}; it must be at least 1")
+            raise ParseError(f"repeats is {self.repeats}; it must be at least 1")
         if self.sweep_limit < 0:
-            raise ValueError(f"sweep_limit is {self.sweep_limit}; it must be at least 0")
+            raise ParseError(f"sweep_limit is {self.sweep_limit}; it must be at least 0")
         for value in (*self.thresholds, self.zero_shot_threshold):
             if value is not None:
                 check_threshold(value)
@@ -100,13 +101,13 @@ def run_bench(
     """
     settings = settings or BenchSettings()
     if not problems:
-        raise ValueError("there are no problems to run: choose another task, split or limit")
+        raise ParseError("there are no problems to run: choose another task, split or limit")
     name, count = Counter(p.id for p in problems).most_common(1)[0]
     if count > 1:
-        raise ValueError(f"{count} problems have the id {name!r}: ids must be unique")
+        raise ParseError(f"{count} problems have the id {name!r}: ids must be unique")
     problems = leave_out_learnt(problems, engine.train_problems)
     if len({check(problem, "") is None for problem in problems}) > 1:
-        raise ValueError("some problems have references and others have none: run them as two benchmarks")
+        raise ParseError("some problems have references and others have none: run them as two benchmarks")
     modes = make_modes(
         engine,
         settings.modes,

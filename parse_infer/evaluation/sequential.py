@@ -11,6 +11,7 @@ import sys
 
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
+from parse_infer.errors import ParseError
 from parse_infer.settings import GenerationSettings
 
 
@@ -21,7 +22,7 @@ def sequential_engine(engine: ParseEngine) -> ParseEngine:
         ValueError: the engine has no draft model or no judge.
     """
     if engine.draft is None or engine.backend.judge is None:
-        raise ValueError("sequential verification needs a draft model and an adapter: give both")
+        raise ParseError("sequential verification needs a draft model and an adapter: give both")
     policy = engine.backend.segmenter.policy
     return ParseEngine.from_models(
         engine.target,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from parse_infer.errors import ModelError
 from parse_infer.judge.adapter_files import judge_fingerprint, read_adapter, write_adapter
 from parse_infer.judge.head import Probe, ValidityHead
 from parse_infer.judge.probe_lora import ProbeLoRA
@@ -74,17 +75,17 @@ class ValidityConfig:
         """Build a config and ignore unknown keys. Raise ValueError for another schema version or a missing key."""
         version = values.get("schema_version")
         if version != SCHEMA_VERSION:
-            raise ValueError(
+            raise ModelError(
                 f"validity_config.json has schema version {version}, this parse-engine reads {SCHEMA_VERSION}: "
                 "install the version that wrote it, or export the adapter again"
             )
         needed = ("target",) if values.get("probe_ids") == [] and values.get("token_rank") else _NEEDED
         missing = [key for key in needed if not values.get(key)]
         if missing:
-            raise ValueError(f"validity_config.json has no {missing[0]}: the export of the adapter is incomplete")
+            raise ModelError(f"validity_config.json has no {missing[0]}: the export of the adapter is incomplete")
         scaled = values.get("probability")
         if scaled is not None and not (set(scaled) == {"scale", "shift"} and scaled["scale"] > 0):
-            raise ValueError(f"validity_config.json has probability {scaled}: it needs a scale above 0 and a shift")
+            raise ModelError(f"validity_config.json has probability {scaled}: it needs a scale above 0 and a shift")
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
 
@@ -126,7 +127,7 @@ class ValidityAdapter:
             ValueError: the adapter lacks its LoRA weights, or `folder` exists and is no adapter folder.
         """
         if self.config.probe_ids and not (self.peft_config and self.tensors):
-            raise ValueError("an adapter without its peft configuration and weights cannot be saved")
+            raise ModelError("an adapter without its peft configuration and weights cannot be saved")
         peft_config = dict(self.peft_config)
         if peft_config:
             peft_config["base_model_name_or_path"] = self.config.target.get("name")
@@ -166,7 +167,7 @@ def read_head(adapter: str, config: ValidityConfig, tensors: Mapping[str, Tensor
     head = ValidityHead(config.target["hidden_size"], config.token_rank, vocabulary, bool(config.probe_ids)).float()
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     if shapes != {key: tuple(tensor.shape) for key, tensor in head.state_dict().items()}:
-        raise ValueError(f"the validity head of {adapter} holds {shapes}, which does not match validity_config.json")
+        raise ModelError(f"the validity head of {adapter} holds {shapes}, which does not match validity_config.json")
     head.load_state_dict(tensors)
     _check_tokens("probe", config.probe_ids, config.target["vocab_size"])
     if head.tokens is not None and head.tokens.vocabulary is not None:
@@ -184,12 +185,12 @@ def check_target(adapter: str, expected: Mapping[str, Any], found: Mapping[str, 
     wrong = [key for key in shape if expected.get(key) != found[key]]
     if wrong:
         differs = ", ".join(f"{key} {expected.get(key)}, not {found[key]}" for key in wrong)
-        raise ValueError(
+        raise ModelError(
             f"the adapter {adapter} was trained for the target {expected.get('name')!r} and does not fit "
             f"{found['name']!r}: it expects {differs}"
         )
     if "fingerprint" in found and not same_weights(str(expected.get("fingerprint")), found["fingerprint"]):
-        raise ValueError(
+        raise ModelError(
             f"the adapter {adapter} was trained for the target {expected.get('name')!r}; {found['name']!r} has the "
             "same shape but other weights: load the target it was trained on, or train an adapter for this one"
         )
@@ -198,4 +199,4 @@ def check_target(adapter: str, expected: Mapping[str, Any], found: Mapping[str, 
 def _check_tokens(what: str, ids: Sequence[int], size: int) -> None:
     wrong = [i for i in ids if not (isinstance(i, int) and 0 <= i < size)]
     if wrong:
-        raise ValueError(f"the adapter's {what} has tokens outside the target's vocabulary of {size}: {wrong[:5]}")
+        raise ModelError(f"the adapter's {what} has tokens outside the target's vocabulary of {size}: {wrong[:5]}")

@@ -12,6 +12,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from parse_infer.errors import ModelError
 from parse_infer.files import locate, read_json, read_tensors, replacing_folder
 
 PEFT_CONFIG = "adapter_config.json"
@@ -107,7 +108,7 @@ def write_adapter(
     """
     folder = folder.expanduser().absolute()
     if folder.exists() and not ((folder / CONFIG).is_file() or (folder.is_dir() and not any(folder.iterdir()))):
-        raise ValueError(f"{folder} exists and is no adapter folder: choose another folder, or empty it first")
+        raise ModelError(f"{folder} exists and is no adapter folder: choose another folder, or empty it first")
     with replacing_folder(folder) as beside:
         contents = {CONFIG: validity_config}
         if tensors:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+from parse_infer.errors import SettingsError
+
 CutKind = Literal["step", "sentence", "tokens"]
 
 # An end mark, optional closing quotes or brackets, then whitespace. "3.5" and "e.g.," do not match.
@@ -37,11 +39,11 @@ class CutPolicy:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(CutKind):
-            raise ValueError(f"unknown cut policy {self.kind!r}: choose one of {', '.join(get_args(CutKind))}")
+            raise SettingsError(f"unknown cut policy {self.kind!r}: choose one of {', '.join(get_args(CutKind))}")
         for name in ("every", "max_cuts"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"the cut policy's {name} must be a whole number of at least 1, not {value!r}")
+                raise SettingsError(f"the cut policy's {name} must be a whole number of at least 1, not {value!r}")
 
     def even_subset(self, cuts: Sequence[int]) -> list[int]:
         """Return at most `max_cuts` of the cuts, evenly spread, including the last cut."""
@@ -55,7 +57,7 @@ class CutPolicy:
     def from_dict(cls, values: dict[str, Any]) -> CutPolicy:
         unknown = sorted(set(values) - {"kind", "every", "max_cuts"})
         if unknown:
-            raise ValueError(f"unknown cut policy key {unknown[0]!r}: the keys are kind, every and max_cuts")
+            raise SettingsError(f"unknown cut policy key {unknown[0]!r}: the keys are kind, every and max_cuts")
         return cls(**values)
 
 

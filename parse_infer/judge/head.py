@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 from transformers import PreTrainedModel
 
+from parse_infer.errors import ModelError
 from parse_infer.models.architecture import output_layer
 
 
@@ -194,7 +195,7 @@ class ValidityHead(nn.Module):
     ) -> None:
         super().__init__()
         if not (probe or token_rank):
-            raise ValueError("a validity head needs a probe or token doubt")
+            raise ModelError("a validity head needs a probe or token doubt")
         self.hidden_size = hidden_size
         self.weight = nn.Parameter(torch.zeros(hidden_size)) if probe else None
         self.bias = nn.Parameter(torch.zeros(()))
@@ -219,7 +220,7 @@ class ValidityHead(nn.Module):
             ValueError: both tokens are the same.
         """
         if yes_id == no_id:
-            raise ValueError(f"the two verbalizer tokens must differ, both are {yes_id}: choose other words")
+            raise ModelError(f"the two verbalizer tokens must differ, both are {yes_id}: choose other words")
         output, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
         head = cls(output.weight.shape[1], token_rank, vocabulary).to(output.weight.device)
@@ -243,5 +244,5 @@ def verbalizer_ids(tokenizer: Any, probe_text: str, words: Sequence[str]) -> tup
         continues = joined[: len(probe)] == probe and len(joined) > len(probe)
         ids.append(joined[len(probe)] if continues else tokenizer.encode(word, add_special_tokens=False)[0])
     if len(set(ids)) < len(ids):
-        raise ValueError(f"the verbalizer words {' and '.join(words)} begin with the same token: choose other words")
+        raise ModelError(f"the verbalizer words {' and '.join(words)} begin with the same token: choose other words")
     return tuple(ids)

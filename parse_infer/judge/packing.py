@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from parse_infer.errors import ModelError
 from parse_infer.models.decoder import Trailing
 
 
@@ -31,9 +32,9 @@ def probes(probe_ids: Sequence[int], visible: Sequence[int], n_keys: int, device
         ValueError: the probe is empty, or an entry of `visible` is outside 1..n_keys.
     """
     if not probe_ids:
-        raise ValueError("a probe needs at least one token")
+        raise ModelError("a probe needs at least one token")
     if any(not 0 < v <= n_keys for v in visible):
-        raise ValueError(f"a probe must see between 1 and {n_keys} tokens, not {list(visible)}")
+        raise ModelError(f"a probe must see between 1 and {n_keys} tokens, not {list(visible)}")
     cuts, p = torch.tensor([list(visible)], device=device), len(probe_ids)
     positions = probe_positions(cuts, p)[0]
     return Trailing([*probe_ids] * len(visible), positions, lambda window: probe_mask(cuts, p, n_keys, window))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from parse_infer.errors import ModelError
 from parse_infer.models.low_rank import check_options, low_rank_updates
 
 
@@ -37,7 +38,7 @@ class ProbeLoRA:
                 or a tensor whose shape does not match the layer.
         """
         if config.get("peft_type") == "LORA" and not config.get("alora_invocation_tokens"):
-            raise ValueError(
+            raise ModelError(
                 "adapter_config.json has no alora_invocation_tokens: an ordinary LoRA, active on the whole text, "
                 "cannot be applied to the probes alone"
             )
@@ -46,9 +47,9 @@ class ProbeLoRA:
         for update in low_rank_updates(config, tensors, model):
             layer = update.layer
             if not isinstance(layer, nn.Linear):
-                raise ValueError(f"the adapter changes {update.path}, which is no Linear layer")
+                raise ModelError(f"the adapter changes {update.path}, which is no Linear layer")
             if layer is model.get_output_embeddings():
-                raise ValueError(f"the adapter changes the output layer {update.path}, which a probe never reaches")
+                raise ModelError(f"the adapter changes the output layer {update.path}, which a probe never reaches")
             device = layer.weight.device
             # On a CPU, small bfloat16 products are slower than float32.
             dtype = torch.float32 if device.type == "cpu" else _compute_dtype(layer.weight.dtype, model.dtype)
@@ -63,7 +64,7 @@ class ProbeLoRA:
             n: number of trailing positions, at least 1.
         """
         if n < 1:
-            raise ValueError(f"the adapter applies to at least one position, not {n}")
+            raise ModelError(f"the adapter applies to at least one position, not {n}")
         before = [module.__dict__.get("forward") for module, _, _ in self._updates]
         try:
             for module, a, b in self._updates:
@@ -86,7 +87,7 @@ def _compute_dtype(*candidates: torch.dtype) -> torch.dtype:
 def _with_update(forward: Callable[[Tensor], Tensor], a: Tensor, b: Tensor, n: int) -> Callable[[Tensor], Tensor]:
     def adapted(x: Tensor) -> Tensor:
         if x.ndim < 3:
-            raise ValueError(
+            raise ModelError(
                 "an adapted layer receives tokens without their order (as in mixture-of-experts layers), so the probe "
                 "tokens cannot be identified: adapt the attention layers only"
             )

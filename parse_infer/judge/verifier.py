@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
+from parse_infer.errors import ModelError
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.cuts import Segmenter
 from parse_infer.judge.head import Probe, ReducedLMHead, TokenDoubt, ValidityHead, surprise
@@ -112,10 +113,10 @@ class Verifier:
         """
         cuts = self.segmenter.cuts(draft_ids) if cuts is None else list(cuts)
         if any(not 0 <= c <= len(draft_ids) for c in cuts) or any(b <= a for a, b in pairwise(cuts)):
-            raise ValueError(f"cuts must increase strictly within 0..{len(draft_ids)}, not {cuts}")
+            raise ModelError(f"cuts must increase strictly within 0..{len(draft_ids)}, not {cuts}")
         judge = self.judge
         if judge is None and cuts:
-            raise ValueError("this verifier has no judge, so it can verify drafts without cuts only")
+            raise ModelError("this verifier has no judge, so it can verify drafts without cuts only")
         if not draft_ids and not cuts:
             return Verification([], [], self._embeddings.weight.new_empty(0, self._embeddings.weight.shape[1]))
         start = len(self.decoder.ids)
@@ -210,7 +211,7 @@ def _check_packed_pass(model: PreTrainedModel) -> None:
     for ours, own in pairs:
         difference = (ours.float() - own.float()).norm() / own.float().norm().clamp_min(1e-6)
         if not difference <= limit:
-            raise ValueError(
+            raise ModelError(
                 f"{type(model).__name__} gives other results for packed probes than for separate ones (relative "
                 f"difference {difference:.1e}): its positions do not follow position_ids; choose another target"
             )

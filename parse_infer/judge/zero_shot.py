@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
+from parse_infer.errors import ModelError
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.adapter_files import judge_fingerprint
 from parse_infer.judge.cuts import CutPolicy
@@ -85,8 +86,8 @@ def chat_suffix(tokenizer: Any, question: str) -> str:
             enable_thinking=False,  # the answer word must come first; templates without this option ignore it
         )
     except TemplateError as error:
-        raise ValueError(f"the chat template cannot render a question after an answer ({error})") from error
+        raise ModelError(f"the chat template cannot render a question after an answer ({error})") from error
     _, marker, suffix = text.rpartition(_MARKER)
     if not marker or question not in suffix:
-        raise ValueError("the chat template drops earlier turns, so the zero-shot judge cannot ask about a draft")
+        raise ModelError("the chat template drops earlier turns, so the zero-shot judge cannot ask about a draft")
     return suffix

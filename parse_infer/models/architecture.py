@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from parse_infer.errors import ModelError
+
 
 def text_config(model: PreTrainedModel) -> Any:
     """Return the configuration of the language model itself, which multi-part models nest."""
@@ -25,26 +27,26 @@ def layer_windows(model: PreTrainedModel) -> dict[str, int | None]:
     """
     name, config = type(model).__name__, text_config(model)
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder: PARSE needs a decoder-only language model")
+        raise ModelError(f"{name} is an encoder-decoder: PARSE needs a decoder-only language model")
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
-        raise ValueError(f"{name} attends in both directions: PARSE needs a causal language model")
+        raise ModelError(f"{name} attends in both directions: PARSE needs a causal language model")
     if getattr(config, "num_kv_shared_layers", 0):
-        raise ValueError(f"{name} shares keys and values between layers, which is not supported: choose another model")
+        raise ModelError(f"{name} shares keys and values between layers, which is not supported: choose another model")
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(
+            raise ModelError(
                 f"{name} has {kind} layers, whose cache cannot be cropped to a cut exactly: choose a model with full "
                 "or sliding-window attention"
             )
     if getattr(model, "_is_stateful", False):
-        raise ValueError(f"{name} keeps a recurrent state, which cannot be cropped to a cut: choose another model")
+        raise ModelError(f"{name} keeps a recurrent state, which cannot be cropped to a cut: choose another model")
     windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
     for module in model.modules():
         own = getattr(module, "sliding_window", None)
         if isinstance(own, int) and own not in windows.values():
-            raise ValueError(f"{name} has a layer with window {own}, but its configuration lists {windows}")
+            raise ModelError(f"{name} has a layer with window {own}, but its configuration lists {windows}")
     return windows
 
 
@@ -58,7 +60,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     for module in getattr(model, model.base_model_prefix).modules():
         if isinstance(module, nn.ModuleList) and len(module) == n:
             return module
-    raise ValueError(f"{type(model).__name__} has no ModuleList of {n} layers: choose another model")
+    raise ModelError(f"{type(model).__name__} has no ModuleList of {n} layers: choose another model")
 
 
 def output_layer(model: PreTrainedModel, tokens: Tensor | None = None) -> Callable[[Tensor], Tensor]:

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from parse_infer.errors import ModelError
 from parse_infer.models.architecture import layer_windows, text_config
 
 SPLIT_ATTENTION = "parse_split"
@@ -46,7 +47,7 @@ def split_attention_forward(
         ([B, T, heads, D], None).
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        raise ValueError(f"{type(module).__name__} needs soft-capping or sinks: split attention has neither")
+        raise ModelError(f"{type(module).__name__} needs soft-capping or sinks: split attention has neither")
     n_queries, n_keys = query.shape[2], key.shape[2]
     if attention_mask is None or attention_mask.shape[-2] == n_queries:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -188,14 +189,14 @@ def enable_split_attention(model: PreTrainedModel) -> None:
     name, config = type(model).__name__, text_config(model)
     layer_windows(model)
     if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise ValueError(
+        raise ModelError(
             f"{name} caps its attention scores (attn_logit_softcapping), which PyTorch's fused attention cannot do: "
             "choose a target without it (Gemma 3 instead of Gemma 2)"
         )
     if any(hasattr(module, "sinks") for module in model.modules()):
-        raise ValueError(f"{name} uses attention sinks, which split attention does not support: choose another target")
+        raise ModelError(f"{name} uses attention sinks, which split attention does not support: choose another target")
     if not getattr(model, "_supports_attention_backend", False):
-        raise ValueError(
+        raise ModelError(
             f"{name} does not take attention functions from transformers' AttentionInterface: choose a target that "
             "does (Llama, Qwen, Mistral, Gemma 3, …)"
         )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from parse_infer.errors import ModelError
 from parse_infer.models.architecture import layer_windows, output_layer
 from parse_infer.models.attention import layer_masks
 from parse_infer.models.batched_kv_cache import BatchedKVCache, KVLayer
@@ -155,7 +156,7 @@ class BatchDecoder:
         fast: FastBackbone | None = None,
     ) -> None:
         if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+            raise ModelError(f"batch_size is {batch_size}; it must be at least 1")
         self.model = model
         self.eos_ids = frozenset(eos_ids)
         self.batch_size = batch_size
@@ -175,7 +176,7 @@ class BatchDecoder:
         """Prefill every sequence once. Padding is on the right, where causal attention cannot see it."""
         ids = [list(sequence) for sequence in sequences]
         if not all(ids):
-            raise ValueError("a context needs at least one token")
+            raise ModelError("a context needs at least one token")
         kv: BatchedKVCache | None = None
         for group in self._groups(ids):
             cache = DynamicCache()  # without a config every layer keeps all tokens; windows come from the mask
@@ -232,7 +233,7 @@ class BatchDecoder:
         """Prepare a row for `Batch.add`. Raise ValueError for an invalid prefix, or a sampled row without seed."""
         ids = contexts.ids[row.context]
         if not 1 <= row.length <= len(ids):
-            raise ValueError(f"a row must start after 1 to {len(ids)} tokens of its context, not {row.length}")
+            raise ModelError(f"a row must start after 1 to {len(ids)} tokens of its context, not {row.length}")
         # The last token runs again, for its logits.
         start = row.length - 1
         uniform = uniform_numbers(row.sampling, row.max_new_tokens)

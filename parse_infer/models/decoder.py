@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from parse_infer.errors import ModelError
 from parse_infer.models.architecture import decoder_layers, layer_windows, output_layer, text_config
 from parse_infer.models.attention import SPLIT_ATTENTION, layer_masks
 from parse_infer.models.cpu.fast_backbone import FastBackbone
@@ -275,7 +276,7 @@ class Decoder:
         deepest = len(self._layers)
         wrong = [layer for layer in layers if not 0 <= layer <= deepest]
         if wrong:
-            raise ValueError(f"{type(self.model).__name__} has layers 0 to {deepest}, so there is no layer {wrong[0]}")
+            raise ModelError(f"{type(self.model).__name__} has layers 0 to {deepest}, so there is no layer {wrong[0]}")
         self.seek([])
         capture = HiddenCapture(layers)
         self._captures.add(capture)
@@ -311,9 +312,9 @@ class Decoder:
             [1 + extra + n, H]: the states of the last context token, of the extra and of the trailing tokens.
         """
         if not self.ids:
-            raise ValueError("the context is empty: seek() to a prompt of at least one token first")
+            raise ModelError("the context is empty: seek() to a prompt of at least one token first")
         if trailing is not None and text_config(self.model)._attn_implementation != SPLIT_ATTENTION:
-            raise ValueError("probes and trees need split attention: call enable_split_attention(model) first")
+            raise ModelError("probes and trees need split attention: call enable_split_attention(model) first")
         if self.cached >= len(self.ids):
             self._crop(len(self.ids) - 1)  # the caller needs the last context token's hidden state
         past, text = self.cached, [*self.ids[self.cached :], *extra_ids]
@@ -410,7 +411,7 @@ class Decoder:
             self.fast = None  # transformers' own forward differs
         tolerance = 1e-4 if own.dtype == torch.float32 else 1e-2
         if own.shape != ours.shape or not torch.allclose(own.float(), ours.float(), rtol=tolerance, atol=tolerance):
-            raise ValueError(
+            raise ModelError(
                 f"{type(self.model).__name__} computes its logits in an unsupported way (not as lm_head of the final "
                 "hidden state): choose another model"
             )

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from parse_infer.errors import ModelError
 from parse_infer.files import first_sentence, read_json, replacing_folder, write_json
 from parse_infer.optional_dependencies import EXTRAS, install
 
@@ -52,7 +53,7 @@ def dequantised(file: Path) -> Path:
     """
     with open(file, "rb") as content:
         if content.read(4) != b"GGUF":
-            raise ValueError(f"{file} is no GGUF file, or is incomplete: download it again")
+            raise ModelError(f"{file} is no GGUF file, or is incomplete: download it again")
     cache, name = cache_folder(), re.sub(r"[^\w.-]", "_", file.stem)[:80]
     folder = cache / f"{name}-{_digest(file)}"
     if folder.is_dir():
@@ -100,13 +101,13 @@ def _check(file: Path) -> int:
         what, n_files = kind.contents() if kind else "model", parts.contents() if parts else 1
         n_weights = sum(tensor.n_elements for tensor in reader.tensors)
     except Exception as error:  # the reader may raise any exception for missing bytes
-        raise ValueError(
+        raise ModelError(
             f"{file} is damaged or incomplete ({first_sentence(error).rstrip('.')}): download it again"
         ) from error
     if what != "model":
-        raise ValueError(f"{file} holds a GGUF {what}, which is no language model on its own")
+        raise ModelError(f"{file} holds a GGUF {what}, which is no language model on its own")
     if n_files > 1:
-        raise ValueError(f"{file} is one of {n_files} parts of a model: join them with llama-gguf-split --merge first")
+        raise ModelError(f"{file} is one of {n_files} parts of a model: join them with llama-gguf-split --merge first")
     return n_weights
 
 
@@ -142,13 +143,13 @@ def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             output_loading_info=True,
         )
     except Exception as error:  # transformers may raise any exception for an unusual file
-        raise ValueError(f"The model {file} cannot be loaded: {first_sentence(error)}") from error
+        raise ModelError(f"The model {file} cannot be loaded: {first_sentence(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
     model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
-        raise ValueError(f"{file} is incomplete: {len(missing)} tensors are missing, the first is {missing[0]!r}")
+        raise ModelError(f"{file} is incomplete: {len(missing)} tensors are missing, the first is {missing[0]!r}")
     return _unquantised(model), tokenizer
 
 

@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.utils import is_accelerate_available, logging
 
+from parse_infer.errors import ModelError
 from parse_infer.files import first_sentence, replacing_folder
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.cpu.prepacked_linear import pack_linears
@@ -197,7 +198,7 @@ def find_model(name: str | Path) -> tuple[Path | str, list[Lora]]:
     place, loras = resolve(name), list[Lora]()
     while isinstance(place, Path) and is_lora(place):
         if any(lora.folder.samefile(place) for lora in loras):
-            raise ValueError(f"The LoRA {place} names itself as its base: its adapter_config.json must name a model.")
+            raise ModelError(f"The LoRA {place} names itself as its base: its adapter_config.json must name a model.")
         loras.append(read_lora(place))
         place = resolve(loras[-1].base)
     return place, loras
@@ -247,7 +248,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch raises AssertionError if built without the device
-        raise ValueError(
+        raise ModelError(
             f"The device {str(device)!r} is not available here: use 'cpu', or 'cuda' with a GPU."
         ) from error
 
@@ -257,7 +258,7 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
         return dtype
     found = getattr(torch, str(dtype), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype is {dtype!r}; it must be 'auto', 'float32', 'bfloat16' or 'float16'.")
+        raise ModelError(f"dtype is {dtype!r}; it must be 'auto', 'float32', 'bfloat16' or 'float16'.")
     return found
 
 
@@ -313,7 +314,7 @@ def _check_folder(folder: Path | str) -> None:
     try:
         json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{str(config)!r} is not valid JSON ({error}): save or download the model again.") from error
+        raise ModelError(f"{str(config)!r} is not valid JSON ({error}): save or download the model again.") from error
 
 
 def _tokenizer(source: _Source, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -370,7 +371,7 @@ def _base_weights(
             output_loading_info=True,
         )
     except SafetensorError as error:
-        raise ValueError(
+        raise ModelError(
             f"The weights of {source.shown} are damaged or incomplete ({first_sentence(error)}) "
             f"Delete the files and download or save the model again."
         ) from error
@@ -380,10 +381,10 @@ def _base_weights(
         logging.set_verbosity(verbosity)
     model, report = loaded
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise ValueError(f"{source.name!r} is a LoRA on the Hugging Face Hub: download it and name its folder.")
+        raise ModelError(f"{source.name!r} is a LoRA on the Hugging Face Hub: download it and name its folder.")
     missing = sorted(report["missing_keys"])
     if missing:
-        raise ValueError(
+        raise ModelError(
             f"The weights of {source.shown} are incomplete: {len(missing)} tensors are missing, the first is "
             f"{missing[0]!r}; download or save the model again."
         )

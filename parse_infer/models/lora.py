@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from parse_infer.errors import ModelError
 from parse_infer.files import read_json, read_tensors, write_json
 from parse_infer.models.fingerprint import describe_target, fingerprint, same_weights
 from parse_infer.models.low_rank import check_options, low_rank_updates
@@ -59,17 +60,17 @@ class Lora:
         try:
             updates = low_rank_updates(self.config, self.tensors(), model)
         except ValueError as error:
-            raise ValueError(f"The LoRA {self.folder} does not fit its base {self.base!r}: {error}.") from error
+            raise ModelError(f"The LoRA {self.folder} does not fit its base {self.base!r}: {error}.") from error
         embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
         tied = output is not None and output.weight is embedding.weight
         for update in updates:
             weight = update.layer.weight
             if not weight.is_floating_point() or weight.element_size() < 2:
-                raise ValueError(
+                raise ModelError(
                     f"The weights of {self.base!r} are quantised: the LoRA {self.folder} cannot be merged."
                 )
             if update.layer is output and tied:
-                raise ValueError(
+                raise ModelError(
                     f"The LoRA {self.folder} changes {update.path}, which {self.base!r} shares with its embedding: "
                     f"merging would change both."
                 )
@@ -83,7 +84,7 @@ class Lora:
         """Raise ValueError if the LoRA was trained on weights with another fingerprint than `weights`."""
         base = self._base_description()
         if base and not same_weights(base["fingerprint"], weights):
-            raise ValueError(
+            raise ModelError(
                 f"The LoRA {self.folder} was trained on {base.get('name')!r}, and {name!r} has other weights."
             )
 
@@ -94,7 +95,7 @@ class Lora:
         path = self.folder / _BASE
         content = read_json(path, _WAY_OUT) if path.is_file() else {}
         if content and not isinstance(content.get("fingerprint"), str):
-            raise ValueError(f"{path} is damaged, it holds no fingerprint: {_WAY_OUT}")
+            raise ModelError(f"{path} is damaged, it holds no fingerprint: {_WAY_OUT}")
         return content
 
 
@@ -110,14 +111,14 @@ def read_lora(folder: Path) -> Lora:
         ValueError: a damaged file, a validity adapter, or a LoRA that cannot be merged.
     """
     if (folder / _VALIDITY_CONFIG).is_file():
-        raise ValueError(f"{folder} is a validity adapter, not a language model: pass it as the adapter.")
+        raise ModelError(f"{folder} is a validity adapter, not a language model: pass it as the adapter.")
     config = read_json(folder / _CONFIG, _WAY_OUT)
     try:
         check_options(config, also=("alora_invocation_tokens",))
     except ValueError as error:
-        raise ValueError(f"The LoRA {folder} cannot be merged into its base: {error}.") from error
+        raise ModelError(f"The LoRA {folder} cannot be merged into its base: {error}.") from error
     if not isinstance(config.get("base_model_name_or_path"), str) or not config["base_model_name_or_path"]:
-        raise ValueError(f"{folder / _CONFIG} does not name the LoRA's base model (base_model_name_or_path)")
+        raise ModelError(f"{folder / _CONFIG} does not name the LoRA's base model (base_model_name_or_path)")
     if not (folder / _WEIGHTS).is_file():
         raise FileNotFoundError(f"The LoRA {folder} is not complete: {_WEIGHTS} is missing (an interrupted export?).")
     return Lora(folder, config)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from parse_infer.errors import ModelError
+
 _PREFIX = "base_model.model."
 # peft options that change the update; a LoRA with one of them is rejected.
 _UNSUPPORTED = (
@@ -48,12 +50,12 @@ def check_options(config: Mapping[str, Any], also: tuple[str, ...] = ()) -> None
         also: further unsupported options.
     """
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"adapter_config.json describes a {config.get('peft_type')} adapter: only LORA can be loaded")
+        raise ModelError(f"adapter_config.json describes a {config.get('peft_type')} adapter: only LORA can be loaded")
     used = [key for key in (*_UNSUPPORTED, *also) if config.get(key)]
     used += ["bias"] if config.get("bias", "none") != "none" else []
     used += ["init_lora_weights"] if isinstance(config.get("init_lora_weights"), str) and _mutates_base(config) else []
     if used:
-        raise ValueError(f"adapter_config.json sets {used[0]}={config[used[0]]!r}, which is not supported")
+        raise ModelError(f"adapter_config.json sets {used[0]}={config[used[0]]!r}, which is not supported")
 
 
 def low_rank_updates(
@@ -70,10 +72,10 @@ def low_rank_updates(
     paths = _adapted_paths(tensors)
     for path in paths:
         if path not in layers:
-            raise ValueError(f"the adapter has weights for {path}, which is no linear layer of {name}")
+            raise ModelError(f"the adapter has weights for {path}, which is no linear layer of {name}")
     missing = sorted(_targeted(config, layers) - set(paths))
     if missing:
-        raise ValueError(f"the adapter has no weights for {missing[0]} ({len(missing)} of its layers are missing)")
+        raise ModelError(f"the adapter has no weights for {missing[0]} ({len(missing)} of its layers are missing)")
     updates = []
     for path in paths:
         layer = layers[path]
@@ -81,7 +83,7 @@ def low_rank_updates(
         a, b = (tensors[f"{_PREFIX}{path}.lora_{part}.weight"] for part in "AB")
         fits = a.ndim == b.ndim == 2 and a.shape[0] == b.shape[1]
         if not fits or (b.shape[0], a.shape[1]) != (n_out, n_in):
-            raise ValueError(
+            raise ModelError(
                 f"the adapter's weights for {path} have shapes {tuple(a.shape)} and {tuple(b.shape)}, but the "
                 f"{name}'s layer maps {n_in} to {n_out}"
             )
@@ -100,13 +102,13 @@ def _adapted_paths(tensors: Mapping[str, Tensor]) -> list[str]:
     for key in tensors:
         match = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])\.weight", key)
         if match is None:
-            raise ValueError(f"the adapter holds {key!r}, which is no weight of a plain LoRA")
+            raise ModelError(f"the adapter holds {key!r}, which is no weight of a plain LoRA")
         parts.setdefault(match[1], set()).add(match[2])
     if not parts:
-        raise ValueError("the adapter holds no weights")
+        raise ModelError("the adapter holds no weights")
     for path, present in parts.items():
         if present != {"A", "B"}:
-            raise ValueError(f"the adapter has only one of the two matrices of {path}")
+            raise ModelError(f"the adapter has only one of the two matrices of {path}")
     return list(parts)
 
 

@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
+from parse_infer.errors import ModelError
 from parse_infer.optional_dependencies import install
 from parse_infer.suggest import suggestion
 
@@ -82,7 +83,7 @@ def _in_collection(collection: str, part: str) -> Path:
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("_"))
     if part not in names:
         name, known = f"{collection}:{part}", [f"{collection}:{each}" for each in names]
-        raise ValueError(f"{name!r} is not an embedded model; {suggestion(name, known)}")
+        raise ModelError(f"{name!r} is not an embedded model; {suggestion(name, known)}")
     return folder / part
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from parse_infer.errors import PromptError
 from parse_infer.models.detokenizer import decode
 
 Message = Mapping[str, str]
@@ -92,7 +93,7 @@ def with_drafts(prompts: Sequence[Prompt], is_list: bool, draft_text: str | Sequ
     """Return one draft text or None for each prompt of `as_batch`. Raise ValueError if the numbers differ."""
     drafts: Any = [None] * len(prompts) if draft_text is None else draft_text if is_list else [draft_text]
     if isinstance(drafts, str) or len(drafts) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts need as many draft texts, one each, or none.")
+        raise PromptError(f"{len(prompts)} prompts need as many draft texts, one each, or none.")
     return list(drafts)
 
 
@@ -136,12 +137,12 @@ def render_prompt(
     if isinstance(prompt, Verbatim):
         ids = list(tokenizer(prompt.text).input_ids) if prompt.ids is None else list(prompt.ids)
         if not ids:
-            raise ValueError("The prompt is empty: give some text or at least one token.")
+            raise PromptError("The prompt is empty: give some text or at least one token.")
         return ids
     _check(prompt)
     if tokenizer.chat_template is None:
         if not isinstance(prompt, str):
-            raise ValueError(
+            raise PromptError(
                 f"The tokenizer of {tokenizer.name_or_path!r} has no chat template: give the prompt as plain text."
             )
         return list(tokenizer(prompt).input_ids)
@@ -156,7 +157,7 @@ def render_prompt(
             **(template_options or {}),
         )
     except (TemplateError, TypeError) as error:  # templates reject unknown roles, orders and options
-        raise ValueError(f"The chat template of {tokenizer.name_or_path!r} refuses the prompt: {error}.") from error
+        raise PromptError(f"The chat template of {tokenizer.name_or_path!r} refuses the prompt: {error}.") from error
     return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has added special tokens
 
 
@@ -177,7 +178,7 @@ def _check_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any
     taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     for name in options:
         if name in taken:
-            raise ValueError(f"{name!r} is no option of the chat template that a prompt may set.")
+            raise PromptError(f"{name!r} is no option of the chat template that a prompt may set.")
 
 
 def _check(prompt: Any) -> None:
@@ -186,11 +187,11 @@ def _check(prompt: Any) -> None:
     elif isinstance(prompt, Sequence):
         for message in prompt:
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-                raise ValueError(f"{message!r} is not a chat message: it needs the keys 'role' and 'content'.")
+                raise PromptError(f"{message!r} is not a chat message: it needs the keys 'role' and 'content'.")
             if not isinstance(message["content"], str):
-                raise ValueError(f"The content of a chat message is {message['content']!r}; it must be a text.")
+                raise PromptError(f"The content of a chat message is {message['content']!r}; it must be a text.")
         contents = [message["content"] for message in prompt]
     else:
-        raise ValueError(f"A prompt is a text or a list of chat messages, not {prompt!r}.")
+        raise PromptError(f"A prompt is a text or a list of chat messages, not {prompt!r}.")
     if not any(content.strip() for content in contents):
-        raise ValueError("The prompt is empty: give a text, or chat messages with some content.")
+        raise PromptError("The prompt is empty: give a text, or chat messages with some content.")

@@ -11,6 +11,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from parse_infer.errors import SettingsError
+
 _GREEDY = 1e-5  # lower temperatures would overflow the logits
 
 
@@ -49,17 +51,17 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not _is_finite(self.temperature) or self.temperature < 0:
-            raise ValueError(
+            raise SettingsError(
                 f"temperature must be a finite number of at least 0 (0 is greedy), not {self.temperature!r}"
             )
         if not _is_finite(self.top_p) or not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be a number above 0 and at most 1, not {self.top_p!r}")
+            raise SettingsError(f"top_p must be a number above 0 and at most 1, not {self.top_p!r}")
         if not _is_whole(self.top_k) or self.top_k < 0:
-            raise ValueError(f"top_k must be a whole number of at least 0 (0 keeps all tokens), not {self.top_k!r}")
+            raise SettingsError(f"top_k must be a whole number of at least 0 (0 keeps all tokens), not {self.top_k!r}")
         object.__setattr__(self, "top_k", int(self.top_k))
         if self.seed is not None:
             if not _is_whole(self.seed) or not -(2**63) <= self.seed < 2**63:
-                raise ValueError(f"seed must be a whole number of at most 63 bits or None, not {self.seed!r}")
+                raise SettingsError(f"seed must be a whole number of at most 63 bits or None, not {self.seed!r}")
             object.__setattr__(self, "seed", int(self.seed))
 
     @property
@@ -121,7 +123,7 @@ def uniform_numbers(sampling: Sampling, n: int) -> list[float]:
     if sampling.greedy:
         return []
     if sampling.seed is None:
-        raise ValueError("a sampled row needs a seed of its own: Sampling(temperature=…, seed=…)")
+        raise SettingsError("a sampled row needs a seed of its own: Sampling(temperature=…, seed=…)")
     return torch.rand(n, generator=torch.Generator().manual_seed(sampling.seed)).tolist()
 
 

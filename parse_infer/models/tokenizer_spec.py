@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from parse_infer.errors import PromptError
 from parse_infer.models.prompts import Prompt, RenderedPrompt, Verbatim, end_of_turn, render_prompt
 from parse_infer.models.sampling import Sampling
 
@@ -67,7 +68,7 @@ class TokenizerSpec(ABC):
         """
         ids = self.encode(prompt)
         if len(ids) >= self.window:
-            raise ValueError(
+            raise PromptError(
                 f"The prompt has {len(ids)} tokens for {self.name!r}, whose context window is {self.window}: "
                 f"shorten the prompt or use a model with a longer window."
             )
@@ -88,7 +89,7 @@ class TokenizerSpec(ABC):
         size = self.n_embeddings
         unknown = next((token for token in ids if not 0 <= token < size), None)
         if unknown is not None:
-            raise ValueError(f"{unknown} is no token of {self.name!r}, which has tokens 0 to {size - 1}.")
+            raise PromptError(f"{unknown} is no token of {self.name!r}, which has tokens 0 to {size - 1}.")
 
 
 def reads_alike(a: TokenizerSpec, b: TokenizerSpec, prompt: Prompt) -> bool:
@@ -108,7 +109,7 @@ def check_vocabulary(language: TokenizerSpec) -> None:
     """Raise ValueError if the tokenizer can produce a token without embedding."""
     highest = max(language.tokenizer.get_vocab().values(), default=0)
     if highest >= language.n_embeddings:
-        raise ValueError(
+        raise PromptError(
             f"The tokenizer of {language.name!r} goes up to token {highest}, but the model embeds only "
             f"{language.n_embeddings} tokens: tokenizer and model do not match."
         )

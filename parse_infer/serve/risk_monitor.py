@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from parse_infer.errors import ParseError
 from parse_infer.events import Done
 from parse_infer.serve.choice_state import ChoiceState
 from parse_infer.serve.drift import DriftTest
@@ -50,9 +51,9 @@ class Audit:
     def __init__(self, backend: Runner, metrics: Metrics, promises: RiskMonitor) -> None:
         calibration = backend.calibration
         if not 0 < promises.audit <= 1:
-            raise ValueError(f"--audit is {promises.audit}; give a share of the requests, such as 0.01")
+            raise ParseError(f"--audit is {promises.audit}; give a share of the requests, such as 0.01")
         if calibration is None:
-            raise ValueError("--audit needs a calibration: give --calibration")
+            raise ParseError("--audit needs a calibration: give --calibration")
         self._backend = backend
         self._metrics = metrics
         self._calibration = calibration

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from parse_infer.calibration.schema import Calibration
+from parse_infer.errors import ParseError
 from parse_infer.events import Event
 from parse_infer.models.prompts import Prompt, RenderedPrompt
 from parse_infer.models.sampling import Sampling
@@ -44,7 +45,7 @@ class Moment:
     at: float
 
 
-class InvalidRequest(ValueError):
+class InvalidRequest(ParseError):
     """The backend cannot answer the request; the message says why."""
 
 

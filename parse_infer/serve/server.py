@@ -10,6 +10,7 @@ import socket
 import uvicorn
 from fastapi import FastAPI
 
+from parse_infer.errors import ParseError
 from parse_infer.serve.admission import Limits
 from parse_infer.serve.logs import log_settings
 
@@ -26,8 +27,8 @@ def listen(host: str, port: int) -> socket.socket:
         listening.listen(2048)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ValueError(f"port {port} of {host} is in use: choose another one with --port") from error
-        raise ValueError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
+            raise ParseError(f"port {port} of {host} is in use: choose another one with --port") from error
+        raise ParseError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
     return listening
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from parse_infer.errors import ModelError
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import Sampling, distribution, draw
 from parse_infer.models.token_map import TokenMap, TranslatedContext, token_map
@@ -32,16 +33,16 @@ class DraftModelProposer:
     def __init__(self, draft: LanguageModel, model: LanguageModel, tokens: int = 32, confidence: float = 0.4) -> None:
         shared = token_map(draft.tokenizer, model.tokenizer)
         if shared is None:
-            raise ValueError(
+            raise ModelError(
                 f"{draft.name!r} cannot propose tokens for {model.name!r}: their tokenizers differ; token-level "
                 "speculation needs a draft model with the same tokenizer or a reduced vocabulary of it"
             )
         if draft.decoder is model.decoder:
-            raise ValueError("draft model and target must not share a decoder: pass dataclasses.replace(draft)")
+            raise ModelError("draft model and target must not share a decoder: pass dataclasses.replace(draft)")
         if tokens < 1:
-            raise ValueError(f"a chain needs at least 1 token, not {tokens}")
+            raise ModelError(f"a chain needs at least 1 token, not {tokens}")
         if not 0 <= confidence <= 1:
-            raise ValueError(f"confidence is a probability, not {confidence}")
+            raise ModelError(f"confidence is a probability, not {confidence}")
         self.draft, self.tokens, self.confidence = draft, tokens, confidence
         self.forwards = 0
         self._vocabularies = _Vocabularies(shared, draft, model)

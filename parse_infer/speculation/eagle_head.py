@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from parse_infer.errors import ModelError
 from parse_infer.models.loading import LanguageModel
 from parse_infer.speculation.head_files import (
     check_shape,
@@ -59,12 +60,12 @@ class EagleConfig:
     def __post_init__(self) -> None:
         self.eagle_aux_hidden_state_layer_ids = tuple(self.eagle_aux_hidden_state_layer_ids)
         if self.parallel_drafting and self.ptd_token_id is None:
-            raise ValueError("a parallel EAGLE head needs ptd_token_id, the mask token for future positions")
+            raise ModelError("a parallel EAGLE head needs ptd_token_id, the mask token for future positions")
         for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "draft_vocab_size"):
             if getattr(self, key) < 1:
-                raise ValueError(f"{key} of an EAGLE head is {getattr(self, key)}; it must be at least 1")
+                raise ModelError(f"{key} of an EAGLE head is {getattr(self, key)}; it must be at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
+            raise ModelError(
                 f"num_attention_heads is {self.num_attention_heads}, no multiple of num_key_value_heads, "
                 f"{self.num_key_value_heads}"
             )
@@ -91,7 +92,7 @@ class EagleConfig:
         try:
             return cls(**known)
         except TypeError as error:
-            raise ValueError(f"config.json of an EAGLE-3 head is incomplete: {error}") from error
+            raise ModelError(f"config.json of an EAGLE-3 head is incomplete: {error}") from error
 
 
 class _Attention(nn.Module):
@@ -169,7 +170,7 @@ class EagleHead(nn.Module):
     def set_vocabulary(self, tokens: Sequence[int]) -> None:
         """Set the head's vocabulary: draft_vocab_size ascending tokens of the model's vocabulary."""
         if len(tokens) != self.config.draft_vocab_size or list(tokens) != sorted(set(tokens)):
-            raise ValueError(f"the head's vocabulary must be {self.config.draft_vocab_size} ascending tokens")
+            raise ModelError(f"the head's vocabulary must be {self.config.draft_vocab_size} ascending tokens")
         ids = torch.tensor(list(tokens), device=self.d2t.device)
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.zero_()[ids] = True
@@ -232,7 +233,7 @@ class EagleHead(nn.Module):
         state = read_weights(folder)
         state.pop("embed_tokens.weight", None)  # use the model's embedding instead
         if config.draft_vocab_size < config.vocab_size and "d2t" not in state:
-            raise ValueError(
+            raise ModelError(
                 f"the EAGLE-3 head {folder} proposes {config.draft_vocab_size} of {config.vocab_size} tokens, but has "
                 "no d2t map to the model's tokens: export the head again with the map"
             )
@@ -246,7 +247,7 @@ def _check_model(name: str, config: EagleConfig, model: LanguageModel) -> None:
     layers = model.model.config.get_text_config(decoder=True).num_hidden_layers
     for layer in config.eagle_aux_hidden_state_layer_ids:
         if not 0 <= layer <= layers:
-            raise ValueError(
+            raise ModelError(
                 f"the EAGLE-3 head {name} reads layer {layer}, but {model.name!r} has {layers} layers: "
                 "use a head trained for it"
             )

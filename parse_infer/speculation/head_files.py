@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from parse_infer.errors import ModelError
 from parse_infer.files import atomic_write, read_json, read_tensors, write_json
 from parse_infer.models.loading import LanguageModel
 
@@ -67,7 +68,7 @@ def known_fields(values: Mapping[str, Any], kind: type, fixed: Mapping[str, Any]
         if key in names or key in IGNORED_KEYS or not value or (key in fixed and fixed[key] == value):
             continue
         wanted = f"; only {fixed[key]!r} is" if key in fixed else ""
-        raise ValueError(f"config.json of the head sets {key} to {value!r}, which is not supported{wanted}")
+        raise ModelError(f"config.json of the head sets {key} to {value!r}, which is not supported{wanted}")
     return {key: value for key, value in values.items() if key in names}
 
 
@@ -81,7 +82,7 @@ def check_shape(name: str, config: Any, model: LanguageModel) -> None:
     keys = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "target_num_hidden_layers": "num_hidden_layers"}
     for key, own_key in keys.items():
         if getattr(config, key) not in (None, getattr(own, own_key)):
-            raise ValueError(
+            raise ModelError(
                 f"the head {name} was trained for a model with {own_key} {getattr(config, key)}; "
                 f"{model.name!r} has {getattr(own, own_key)}: use a head trained for it"
             )
@@ -93,10 +94,10 @@ def load_state(head: Any, state: Mapping[str, Tensor], name: str, model: Languag
         head.load_state_dict(dict(state))
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
-        raise ValueError(f"the weights of the head {name} do not fit its config.json: {reason}") from error
+        raise ModelError(f"the weights of the head {name} do not fit its config.json: {reason}") from error
     least, most = head.token_ids.aminmax()
     if least < 0 or most >= head.config.vocab_size:
-        raise ValueError(
+        raise ModelError(
             f"the head {name} maps to token {int(least if least < 0 else most)}, but there are "
             f"{head.config.vocab_size}: its token map is damaged"
         )
@@ -108,10 +109,10 @@ def check_sizes(model: LanguageModel, tokens: int, top_k: int, tree_tokens: int)
     """Raise ValueError for a size below 1, and for more proposed tokens than the context window holds."""
     for key, value in (("tokens", tokens), ("top_k", top_k), ("tree_tokens", tree_tokens)):
         if value < 1:
-            raise ValueError(f"{key} of a token drafter must be at least 1, not {value}")
+            raise ModelError(f"{key} of a token drafter must be at least 1, not {value}")
     size = max(tokens, tree_tokens if top_k > 1 else 0)
     if size >= model.window:
-        raise ValueError(
+        raise ModelError(
             f"{size} proposed tokens do not fit the context window of {model.name!r} ({model.window}): "
             "choose fewer tokens or tree_tokens"
         )

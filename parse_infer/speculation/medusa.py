@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from parse_infer.errors import ModelError
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import Sampling
@@ -65,7 +66,7 @@ class MedusaConfig:
         try:
             return cls(**known)
         except TypeError as error:
-            raise ValueError(f"config.json of Medusa heads is incomplete: {error}") from error
+            raise ModelError(f"config.json of Medusa heads is incomplete: {error}") from error
 
 
 class _Block(nn.Module):
@@ -154,7 +155,7 @@ class MedusaDrafter:
         self.tokens = n_heads if tokens is None else tokens
         check_sizes(model, self.tokens, top_k, tree_tokens)
         if self.tokens > n_heads:
-            raise ValueError(f"{n_heads} Medusa heads propose at most {n_heads} tokens, not {tokens}")
+            raise ModelError(f"{n_heads} Medusa heads propose at most {n_heads} tokens, not {tokens}")
         if top_k > 1:
             enable_split_attention(model.model)  # trees need it
         self.head, self.model, self.top_k, self.tree_tokens = head, model, top_k, tree_tokens

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from parse_infer.errors import ModelError
 from parse_infer.models.decoder import common_prefix
 from parse_infer.models.sampling import Sampling
 from parse_infer.speculation.proposer import TokenTree
@@ -26,7 +27,7 @@ class PromptLookupDrafter:
 
     def __init__(self, tokens: int = 6, max_ngram: int = 4, min_ngram: int = 2) -> None:
         if min(tokens, min_ngram) < 1 or max_ngram < min_ngram:
-            raise ValueError(
+            raise ModelError(
                 f"lookup needs tokens >= 1 and 1 <= min_ngram <= max_ngram, not tokens={tokens}, "
                 f"min_ngram={min_ngram}, max_ngram={max_ngram}"
             )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from parse_infer.errors import ModelError
 from parse_infer.files import locate
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.names import collection_folder
@@ -46,7 +47,7 @@ def split_name(name: str) -> tuple[str, dict[str, float]]:
     for part in parts[first:]:
         key, _, value = part.partition("=")
         if not re.fullmatch(r"\d+(\.\d+)?", value):
-            raise ValueError(f"{part!r} in the token drafter {name!r} is not KEY=NUMBER")
+            raise ModelError(f"{part!r} in the token drafter {name!r} is not KEY=NUMBER")
         sizes[key] = float(value) if "." in value else int(value)
     return ":".join(parts[:first]), sizes
 
@@ -66,13 +67,13 @@ def check_token_drafter(role: str, name: str, model: str, has_draft: bool) -> No
     if kind in NAMES:
         _fit(_CLASSES[kind], sizes, name)
     if kind == "draft" and not has_draft:
-        raise ValueError(f"{role} is 'draft', which needs a draft model")
+        raise ModelError(f"{role} is 'draft', which needs a draft model")
     if kind in ("lookup", "draft") or kind in _EMBEDDED.get(model, ()):
         return
     if kind in NAMES:
-        raise ValueError(f"{role} is {kind!r}, and no such head is embedded for {model!r}: give the folder of a head")
+        raise ModelError(f"{role} is {kind!r}, and no such head is embedded for {model!r}: give the folder of a head")
     if not _is_folder_or_id(kind):
-        raise ValueError(f"{role} is {kind!r}; {suggestion(kind, [*NAMES, 'or the folder of a head'])}")
+        raise ModelError(f"{role} is {kind!r}; {suggestion(kind, [*NAMES, 'or the folder of a head'])}")
 
 
 def load_token_drafter(name: str, model: LanguageModel, draft: LanguageModel | None = None) -> TokenProposer:
@@ -97,7 +98,7 @@ def load_token_drafter(name: str, model: LanguageModel, draft: LanguageModel | N
         options = _fit(EagleDrafter, sizes, name)
         return EagleDrafter(eagle_head.EagleHead.from_pretrained(folder, model), model, **options)
     known = ", ".join(eagle_head.ARCHITECTURES + medusa.ARCHITECTURES)
-    raise ValueError(f"{folder} is no EAGLE-3 or Medusa head: its architecture is {architecture}, not one of {known}")
+    raise ModelError(f"{folder} is no EAGLE-3 or Medusa head: its architecture is {architecture}, not one of {known}")
 
 
 def _fit(kind: Callable[..., object], sizes: Mapping[str, float], name: str) -> Mapping[str, Any]:
@@ -105,9 +106,9 @@ def _fit(kind: Callable[..., object], sizes: Mapping[str, float], name: str) -> 
     known = {k: p for k, p in inspect.signature(kind).parameters.items() if k not in ("head", "model", "draft")}
     for key, value in sizes.items():
         if key not in known:
-            raise ValueError(f"{key!r} is no size of the token drafter {name!r}; it has: {', '.join(known)}")
+            raise ModelError(f"{key!r} is no size of the token drafter {name!r}; it has: {', '.join(known)}")
         if isinstance(value, float) and known[key].annotation != "float":
-            raise ValueError(f"{key} of the token drafter {name!r} must be a whole number, not {value}")
+            raise ModelError(f"{key} of the token drafter {name!r} must be a whole number, not {value}")
     return sizes
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from parse_infer.errors import ServerError
+
 VERSIONS = ("0.32",)
 ARCHITECTURES = {f"{name}ForCausalLM": f"Parse{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 """Class in `models` for each architecture name of transformers."""
@@ -15,7 +17,7 @@ def is_known(version: str) -> bool:
 def check_version(version: str) -> None:
     """Raise ValueError unless `is_known`."""
     if not is_known(version):
-        raise ValueError(
+        raise ServerError(
             f"this is vLLM {version}, but the PARSE plugin supports only vLLM {' and '.join(VERSIONS)}: install "
             "that version, for example with constraints-vllm.txt"
         )

@@ -7,6 +7,7 @@ from typing import Any
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
+from parse_infer.errors import ModelError
 from parse_infer.judge.adapter import ValidityConfig, check_target, read_head
 from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.models.fingerprint import describe_config
@@ -30,7 +31,7 @@ class ConfigChecks:
         config = vllm_config.model_config.hf_config
         settings = getattr(config, SETTINGS, None)
         if not isinstance(settings, dict) or any(key not in settings for key in _KEYS):
-            raise ValueError(
+            raise ModelError(
                 f"the model's configuration lacks {SETTINGS!r} with {', '.join(_KEYS)}: start the server with the "
                 "options that parse_infer.vllm_plugin.options.engine_options gives"
             )
@@ -40,7 +41,7 @@ class ConfigChecks:
             ("decode context", parallel.decode_context_parallel_size),
         ):
             if size > 1:
-                raise ValueError(
+                raise ModelError(
                     f"{what} parallelism of {size} is not supported by the PARSE plugin: set it to 1, and use several "
                     "servers (data parallelism) for more requests"
                 )
@@ -53,15 +54,15 @@ class ConfigChecks:
         }
         for what, used in unsupported.items():
             if used:
-                raise ValueError(f"{what} cannot be used together with the PARSE plugin")
+                raise ModelError(f"{what} cannot be used together with the PARSE plugin")
         judge = _check_adapter(settings, config)
         wanted = ProbeIds.of(judge, settings["end_ids"]).log_probabilities
         allowed = vllm_config.model_config.max_logprobs
         if 0 <= allowed < wanted:
-            raise ValueError(f"max_logprobs is {allowed}: set it to {wanted}, which a draft with many cuts may need")
+            raise ModelError(f"max_logprobs is {allowed}: set it to {wanted}, which a draft with many cuts may need")
         window = getattr(config, "sliding_window", None)
         if judge.token_rank and window and window < vllm_config.model_config.max_model_len:
-            raise ValueError(
+            raise ModelError(
                 f"the target has a sliding window of {window} tokens, and token doubt may need earlier tokens: "
                 f"set max_model_len to at most {window}"
             )
@@ -76,7 +77,7 @@ def _check_adapter(settings: dict[str, Any], config: Any) -> ValidityConfig:
     name = settings["adapter"]
     files = read_adapter(name)
     if files.fingerprint != settings["fingerprint"]:
-        raise ValueError(
+        raise ModelError(
             f"the adapter {name} has changed since this server's command was printed: its fingerprint is "
             f"{files.fingerprint} and not {settings['fingerprint']}; print the command again"
         )

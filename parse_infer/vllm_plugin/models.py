@@ -23,6 +23,7 @@ from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
+from parse_infer.errors import ServerError
 from parse_infer.judge.adapter import ValidityConfig, check_target, read_head
 from parse_infer.judge.adapter_files import AdapterFiles, read_adapter
 from parse_infer.judge.head import ReducedLMHead, ValidityHead
@@ -89,7 +90,7 @@ class ValidityMixin:
         """Load the target's weights; raise ValueError if the adapter was trained on other weights."""
         judge = self._judge
         if judge.files is None or judge.shape is None:
-            raise ValueError(
+            raise ServerError(
                 "an adapter works only with the weights it was trained on: start another server for other weights"
             )
         sampled: dict[str, Tensor | None] = dict.fromkeys(fingerprinted(judge.shape))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from parse_infer.errors import ModelError
 from parse_infer.files import first_sentence
 from parse_infer.judge.adapter import ValidityConfig, check_target, read_head
 from parse_infer.judge.adapter_files import read_adapter
@@ -63,7 +64,7 @@ def engine_options(
     config._name_or_path = str(target)
     architecture = next(iter(config.architectures or ["none"]))
     if architecture not in ARCHITECTURES:
-        raise ValueError(
+        raise ModelError(
             f"{str(target)!r} has the architecture {architecture}, but the PARSE plugin for vLLM supports only "
             f"{', '.join(sorted(ARCHITECTURES))}: use the local backend"
         )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from vllm.distributed import tensor_model_parallel_all_reduce
 
+from parse_infer.errors import ServerError
 from parse_infer.judge.adapter_files import AdapterFiles
 from parse_infer.models.low_rank import LowRankUpdate, low_rank_updates
 
@@ -47,7 +48,7 @@ class RowUpdate:
                 widths = [cast(nn.Linear, shape.get_submodule(part)).out_features for part in parts]
                 layer.forward = self._with_update(layer.forward, *_part(layer, *_stacked(found, widths), widths))
         if updates:
-            raise ValueError(f"the adapter changes {min(updates)}, a layer that the plugin cannot update")
+            raise ServerError(f"the adapter changes {min(updates)}, a layer that the plugin cannot update")
 
     def _with_update(self, forward: Callable[..., Any], a: Tensor, b: Tensor, split: bool) -> Callable[..., Any]:
         """Wrap a layer's forward. `split`: `a` covers only this rank's part of the inputs."""

@@ -12,6 +12,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, core
 
+from parse_infer.errors import ServerError
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.vllm_plugin.compatibility import ARCHITECTURES
@@ -56,13 +57,15 @@ def check(engine: Any) -> None:
     questions = TrainedQuestions.of(config, settings["end_ids"])
     asked = questions.about(reference.context_ids, reference.draft_ids, reference.cuts)
     if max(map(len, asked.prompts)) >= model.max_model_len:
-        raise ValueError(f"max_model_len is {model.max_model_len}: too short for the draft of the plugin's self-check")
+        raise ServerError(
+            f"max_model_len is {model.max_model_len}: too short for the draft of the plugin's self-check"
+        )
     limit = LIMITS.get(str(model.dtype).removeprefix("torch."), LIMIT)
     for cache in ("an empty cache", "a cache that has the draft"):
         found = [validity_of(logit) for logit in asked.logits(_ask(engine, asked))]
         difference = reference.difference(found)
         if not difference <= limit:
-            raise ValueError(
+            raise ServerError(
                 f"this server judges drafts differently from the local backend, so it does not start: with {cache} "
                 f"the logit differs by {difference:.2g}, and the limit for {model.dtype} is {limit:g}"
             )

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from parse_infer.errors import ServerError
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.head import verbalizer_ids
 from parse_infer.judge.zero_shot import QUESTION, chat_suffix
@@ -107,11 +108,11 @@ class Questions:
             ValueError: cuts out of order or range, or an empty context.
         """
         if not context_ids:
-            raise ValueError("the context of the draft is empty")
+            raise ServerError("the context of the draft is empty")
         if any(not 0 <= c <= len(draft_ids) for c in cuts) or any(
             b <= a for a, b in zip(cuts, cuts[1:], strict=False)
         ):
-            raise ValueError(f"cuts must increase strictly within 0..{len(draft_ids)}, not {list(cuts)}")
+            raise ServerError(f"cuts must increase strictly within 0..{len(draft_ids)}, not {list(cuts)}")
         prompts, sizes = [], []
         for some in self._groups(len(context_ids), len(draft_ids), cuts, window):
             shown = 0
@@ -175,7 +176,7 @@ class Questions:
         lowest = min(found.values())  # upper bound for tokens that are not listed
         for yes, no in self.answers[:n]:
             if yes not in found and no not in found:
-                raise ValueError(
+                raise ServerError(
                     f"the server's log-probabilities hold neither answer ({yes} or {no}): request more of them"
                 )
         return [found.get(yes, lowest) - found.get(no, lowest) for yes, no in self.answers[:n]]
@@ -218,7 +219,9 @@ class TrainedQuestions(Questions):
     def logits(self, found: LogProbabilities, n: int) -> list[float]:
         sums = [sum(math.exp(found.get(token, -math.inf)) for token in pair) for pair in self.answers[:n]]
         if not all(abs(n * one - 1) <= 1e-3 for one in sums):
-            raise ValueError("the server's answer holds no validity: it lacks the PARSE plugin or runs another target")
+            raise ServerError(
+                "the server's answer holds no validity: it lacks the PARSE plugin or runs another target"
+            )
         return [logit * self.scale + self.shift for logit in super().logits(found, n)]
 
 
@@ -281,11 +284,11 @@ def read_completion(answer: Any, n: int, words: Mapping[str, int] | None = None)
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(n)):
-            raise ValueError(f"{len(choices)} choices")
+            raise ServerError(f"{len(choices)} choices")
         found = [choice["logprobs"]["top_logprobs"][0] for choice in choices]
         return [_by_id(one, words or {}) for one in found]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
+        raise ServerError(
             f"the server's answer lacks the log-probabilities of {n} tokens ({type(error).__name__})"
         ) from error
 

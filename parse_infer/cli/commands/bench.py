@@ -14,6 +14,7 @@ from parse_infer.cli import options
 from parse_infer.cli.model_options import NO_DRAFTER, ModelOptions, progress, with_models
 from parse_infer.cli.options import given, read_numbers
 from parse_infer.cli.problems import open_task, take_problems
+from parse_infer.errors import ParseError
 
 if TYPE_CHECKING:
     from parse_infer.engine import ParseEngine
@@ -95,7 +96,7 @@ def bench(
     names = None if modes is None else tuple(name.strip() for name in modes.split(","))
     if models.served:
         if thresholds is not None or zero_shot_threshold is not None or sweep_limit != 100:
-            raise ValueError("--thresholds, --sweep-limit and --zero-shot-threshold are for --backend local")
+            raise ParseError("--thresholds, --sweep-limit and --zero-shot-threshold are for --backend local")
         problems = take_problems(loaded_task, split, seed, limit)
         name = f"{' '.join([task, *(task_option or ())])}, {split} split, seed {seed}"
         load_modes = names or ("target", "parse", "parse:adaptive")
@@ -107,7 +108,7 @@ def bench(
         )
         return
     if clients is not None:
-        raise ValueError("--clients needs --backend vllm: the local backend answers one request at a time")
+        raise ParseError("--clients needs --backend vllm: the local backend answers one request at a time")
     from parse_infer.evaluation.mode_names import DEFAULT_MODES, base_of, check_guides, needs
     from parse_infer.evaluation.run import THRESHOLDS, BenchSettings, run_bench
     from parse_infer.evaluation.tables import acceptance_note, terminal_tables
@@ -125,7 +126,7 @@ def bench(
     )
     needs_draft, needs_judge = needs(settings.modes)
     if zero_shot_threshold is not None and "parse-zero-shot" not in map(base_of, settings.modes):
-        raise ValueError("--zero-shot-threshold is for the mode parse-zero-shot: name it in --modes")
+        raise ParseError("--zero-shot-threshold is for the mode parse-zero-shot: name it in --modes")
     check_guides(settings.modes, models.target_name, models.draft_name if needs_draft else None)
     problems = take_problems(loaded_task, split, seed, limit)
     engine = models.load(needs_draft=needs_draft, needs_judge=needs_judge)
@@ -164,7 +165,7 @@ def _bench_clients(
 
     parts = [part.strip() for part in clients.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"--clients is {clients!r}; give whole numbers of at least 1, such as 1,4,16")
+        raise ParseError(f"--clients is {clients!r}; give whole numbers of at least 1, such as 1,4,16")
     check_modes(modes, models.target_name, starts=not models.target_url)
     if any(mode.startswith("parse") for mode in modes):
         problems = leave_out_learnt(problems, models.train_problems)

@@ -10,6 +10,7 @@ import typer
 from parse_infer.cli import options
 from parse_infer.cli.model_options import ModelOptions, with_models
 from parse_infer.cli.options import given
+from parse_infer.errors import ParseError
 
 if TYPE_CHECKING:
     from parse_infer.cli.prompt_rows import PromptRow
@@ -91,11 +92,11 @@ def generate(
         **given(resume=resume, max_rounds=max_rounds),
     )
     if out is not None and (file is None or stream):
-        raise ValueError("--out is for the answers to a --file, without --stream")
+        raise ParseError("--out is for the answers to a --file, without --stream")
     if out is not None and as_json:
-        raise ValueError("--out and --json were both given: records.jsonl in --out has the answers as JSON already")
+        raise ParseError("--out and --json were both given: records.jsonl in --out has the answers as JSON already")
     if risk is not None and models.threshold is not None:
-        raise ValueError("--risk and --threshold were both given: the calibration gives the threshold of a risk")
+        raise ParseError("--risk and --threshold were both given: the calibration gives the threshold of a risk")
     needs_draft = any(row.draft is None for row in rows)
     needs_judge = models.served or mode == "validity"  # the vllm backend rejects mode "exact"
     with models.load(needs_draft=needs_draft, needs_judge=needs_judge, expected=settings) as engine:
@@ -113,12 +114,12 @@ def _prompt_rows(prompt: str | None, file: str | None, draft_text: str | None) -
 
     if file is not None:
         if prompt is not None or draft_text is not None:
-            raise ValueError("give a prompt or --file, not both; a file has its drafts under the key 'draft'")
+            raise ParseError("give a prompt or --file, not both; a file has its drafts under the key 'draft'")
         return read_prompt_rows(file)
     if prompt is None:
         if sys.stdin.isatty():
-            raise ValueError("give a prompt, --file FILE, or text on standard input")
+            raise ParseError("give a prompt, --file FILE, or text on standard input")
         prompt = sys.stdin.read().removesuffix("\n")
     if not prompt.strip():
-        raise ValueError("the prompt is empty: give some text")
+        raise ParseError("the prompt is empty: give some text")
     return [PromptRow("", prompt, draft=draft_text)]

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from parse_infer.cli.model_options import LOCAL_ONLY, NO_DRAFTER, ModelOptions, with_models
 from parse_infer.cli.options import given, print_json
+from parse_infer.errors import ParseError
 
 if TYPE_CHECKING:
     from parse_infer.cli.prompt_rows import PromptRow
@@ -44,7 +45,7 @@ def score(
     from parse_infer.judge.cuts import CutPolicy
 
     if every is not None and cuts != "tokens":
-        raise ValueError("--every needs --cuts tokens")
+        raise ParseError("--every needs --cuts tokens")
     policy = CutPolicy(cuts, **given(every=every)) if cuts is not None else None  # type: ignore[arg-type]
     rows = _response_rows(prompt, response, file)
     engine = models.load(needs_draft=False)
@@ -65,8 +66,8 @@ def _response_rows(prompt: str | None, response: str | None, file: str | None) -
 
     if file is not None:
         if prompt is not None:
-            raise ValueError("give a prompt and a response, or --file, not both")
+            raise ParseError("give a prompt and a response, or --file, not both")
         return read_prompt_rows(file, ("prompt", "response"))
     if prompt is None or response is None:
-        raise ValueError("score needs a prompt and a response, or --file FILE")
+        raise ParseError("score needs a prompt and a response, or --file FILE")
     return [PromptRow("", prompt, response=response)]

@@ -8,6 +8,7 @@ import typer
 
 from parse_infer.cli import options
 from parse_infer.cli.model_options import ModelOptions, with_models
+from parse_infer.errors import ParseError
 
 
 @with_models()
@@ -59,7 +60,7 @@ def serve(
     """
     api_key = None if api_key is None else api_key.strip()  # secret files end with a line break
     if api_key is not None and not (api_key and api_key.isascii()):
-        raise ValueError("--api-key must be non-empty ASCII text, or be left out")
+        raise ParseError("--api-key must be non-empty ASCII text, or be left out")
     from data_tools.tasks.checkers import same_answer
     from parse_infer.serve.admission import Limits
     from parse_infer.serve.app import create_app

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from parse_infer.errors import ModelError
+
 SMALL = 16 * 2**20  # bytes of linear weights; smaller models fit in CPU caches, where the ordinary layout is faster
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -45,7 +47,7 @@ class PrepackedLinear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PrepackedLinear:
         moved = fn(torch.empty(0, dtype=self.packed.dtype))
         if moved.device.type != "cpu" or moved.dtype != self.packed.dtype:
-            raise ValueError("this model was prepacked for the CPU: load it again with the device and dtype you want")
+            raise ModelError("this model was prepacked for the CPU: load it again with the device and dtype you want")
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
