@@ -1,6 +1,6 @@
 """Errors that PARSE raises itself: one sentence each, which names the value and the way out.
 
-All are ValueErrors, so that `except ValueError` catches them too. A missing file or server is an OSError, as elsewhere.
+All are ValueErrors, so that `except ValueError` catches them too. A missing file or server remains an OSError.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     try:
         yield beside
         _to_disk(beside)
-        os.replace(beside, path)
+        beside.replace(path)
         _to_disk(path.parent)
     finally:
         beside.unlink(missing_ok=True)
@@ -118,7 +118,7 @@ def read_jsonl(source: str | Path, required: Sequence[str] = ()) -> Iterator[tup
     name = "standard input" if source == STDIN else str(source)
     if source != STDIN and not Path(source).is_file():
         raise FileNotFoundError(f"no file {source}: give the path of a jsonl file")
-    lines = sys.stdin if source == STDIN else open(source, encoding="utf-8")
+    lines = sys.stdin if source == STDIN else Path(source).open(encoding="utf-8")  # noqa: SIM115  (closed below)
     try:
         for number, line in enumerate(lines, 1):
             if not line.strip():

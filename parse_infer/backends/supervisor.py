@@ -60,7 +60,7 @@ class Process:
             "--port",
             str(self.port),
         ]
-        with open(self.log, "ab") as log:
+        with self.log.open("ab") as log:
             self.guard = subprocess.Popen(
                 words,
                 stdin=subprocess.PIPE,

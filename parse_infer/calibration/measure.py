@@ -318,12 +318,12 @@ def _majority(
 
 def _check_feasible(outcomes: Sequence[Outcome], n_problems: int, settings: CalibrationSettings) -> None:
     """Raise ValueError as soon as no outcome of the remaining problems can support a promise."""
-    if settings.loss == "accuracy" and len(outcomes) >= min(_MIN_TARGET_PROBLEMS, n_problems):
-        if not any(outcome.target_right for outcome in outcomes):
-            raise CalibrationError(
-                f"the target answers none of the first {len(outcomes)} problems right, so it has nothing to lose and "
-                "a promise would say nothing: check task, chat template and checker"
-            )
+    some = len(outcomes) >= min(_MIN_TARGET_PROBLEMS, n_problems)
+    if settings.loss == "accuracy" and some and not any(outcome.target_right for outcome in outcomes):
+        raise CalibrationError(
+            f"the target answers none of the first {len(outcomes)} problems right, so it has nothing to lose and "
+            "a promise would say nothing: check task, chat template and checker"
+        )
     for i in range(len(settings.resumes)):
         lost = [outcome.losses[i][0] for outcome in outcomes]
         best = [*lost, *[0.0] * (n_problems - len(lost))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import typer
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:  # the reader (head, less) closed the pipe
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = Path(os.devnull).open("w")
         return 0
     except _ClickException as error:
         return _complain(error.format_message())  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ class Row:
     context: int
     length: int
     max_new_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def dequantised(file: Path) -> Path:
         ValueError: the file is damaged or incomplete, or transformers cannot read it.
         OSError: a package is missing, or the copy cannot be written.
     """
-    with open(file, "rb") as content:
+    with file.open("rb") as content:
         if content.read(4) != b"GGUF":
             raise ModelError(f"{file} is no GGUF file, or is incomplete: download it again")
     cache, name = cache_folder(), re.sub(r"[^\w.-]", "_", file.stem)[:80]
@@ -85,7 +85,7 @@ def dequantised(file: Path) -> Path:
 
 def _digest(file: Path) -> str:
     """Hash the whole content, at half a gigabyte per second; the copy to be read next is several times as large."""
-    with open(file, "rb") as content:
+    with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256")
     digest.update(f"{_FORMAT} transformers {transformers.__version__}".encode())
     return digest.hexdigest()[:16]

@@ -11,6 +11,7 @@ the prefix's KV cache blocks with one another and with the request that resumes 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,9 +110,7 @@ class Questions:
         """
         if not context_ids:
             raise ServerError("the context of the draft is empty")
-        if any(not 0 <= c <= len(draft_ids) for c in cuts) or any(
-            b <= a for a, b in zip(cuts, cuts[1:], strict=False)
-        ):
+        if any(not 0 <= c <= len(draft_ids) for c in cuts) or any(b <= a for a, b in itertools.pairwise(cuts)):
             raise ServerError(f"cuts must increase strictly within 0..{len(draft_ids)}, not {list(cuts)}")
         prompts, sizes = [], []
         for some in self._groups(len(context_ids), len(draft_ids), cuts, window):

@@ -58,7 +58,7 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
         fill(beside, "two")
     monkeypatch.undo()
     assert (folder / "a.txt").read_text() == "one"
-    assert os.listdir(tmp_path) == ["folder"]
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_what_a_killed_process_put_aside_comes_back(tmp_path: Path) -> None:

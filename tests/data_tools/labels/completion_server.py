@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -183,7 +184,5 @@ def _send(
 
 
 def _break(connection: socket.socket) -> None:
-    try:
+    with suppress(OSError):  # closed already
         connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # closed already

@@ -219,7 +219,7 @@ def test_a_prompt_beyond_a_window_is_left_out(
 def test_labels_need_references_in_every_part_of_a_task(make_config: Make, tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text('{"prompt": "ab?"}\n')
     part = {"task": "jsonl", "path": str(tmp_path / "own.jsonl"), "check_with": "none"}
-    with pytest.raises(ValueError, match="cannot tell whether problem 0-prompt-.* is answered right"):
+    with pytest.raises(ValueError, match=r"cannot tell whether problem 0-prompt-.* is answered right"):
         build(make_config(task="mixture", task_options={"parts": [part]}, limit=1))
 
 
@@ -347,7 +347,7 @@ def test_whatever_a_kill_leaves_only_unfinished_groups_are_lost(tmp_path: Path) 
     assert files(folder) == whole
 
     (folder / "data" / "train-000003-000006.jsonl").write_bytes(whole["train-000003-000006.jsonl"][:-9])
-    with pytest.raises(ValueError, match="000006.jsonl, line 3: not complete JSON .*; delete the file"):
+    with pytest.raises(ValueError, match=r"000006.jsonl, line 3: not complete JSON .*; delete the file"):
         GroupFolder(folder, "train").rows(3)
 
 

@@ -73,7 +73,8 @@ def test_a_single_prefix_is_labelled_by_the_answer_if_there_is_one() -> None:
 
 def test_clear_prefixes_take_one_round_and_doubtful_ones_more() -> None:
     rule = SequentialTest(Tally(30, 32), margin=0.25, max_error=0.05, step=4, limit=32)
-    assert run(search := PrefixSearch(3, rule, own_answer=None), [32, 32, 0]) <= 16
+    search = PrefixSearch(3, rule, own_answer=None)
+    assert run(search, [32, 32, 0]) <= 16
     assert labels(search) == [True, True, False]
     result = search.result()
     assert all(c >= 0.95 for c in result.confidence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -112,7 +113,7 @@ def test_requests_with_a_common_prefix_go_to_one_server_next_to_each_other(make:
         seen.append(set(problems))
         at_once = problems[problems.index(problems[0], 4) :]  # behind the questions alone
         assert len(at_once) > 2 * len(set(at_once))
-        assert sum(a != b for a, b in zip(at_once, at_once[1:], strict=False)) == len(set(at_once)) - 1
+        assert sum(a != b for a, b in itertools.pairwise(at_once)) == len(set(at_once)) - 1
         for one, after in zip(texts[-len(at_once) :], texts[-len(at_once) + 1 :], strict=False):
             assert not (one.startswith(after) and one != after)  # the shorter first
     assert not seen[0] & seen[1] and all(seen)

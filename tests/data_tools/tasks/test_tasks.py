@@ -196,7 +196,7 @@ def test_reasoning_gym_generators_take_turns_and_score_themselves():
         assert not task.check(p, "I do not know")
     (strict,) = load_task("reasoning_gym", names=["prime_factorization"]).problems("train", limit=1)
     assert task.check(strict, strict.reference) and not task.check(strict, "I do not know")
-    with pytest.raises(ValueError, match="no generator 'chain_sun'; .*chain_sum"):
+    with pytest.raises(ValueError, match=r"no generator 'chain_sun'; .*chain_sum"):
         next(load_task("reasoning_gym", names=["chain_sun"]).problems("train"))
     with pytest.raises(ValueError, match="seed is 65536; for task reasoning_gym"):
         next(load_task("reasoning_gym", names=["chain_sum"]).problems("train", seed=65536))

@@ -100,7 +100,7 @@ def soon(coordinator: ParseEngine, condition: Callable[[], bool]) -> bool:
 
     async def wait() -> bool:
         async with asyncio.timeout(WAIT_S):
-            while not condition():
+            while not condition():  # noqa: ASYNC110  (any condition)
                 await asyncio.sleep(0.01)
         return True
 

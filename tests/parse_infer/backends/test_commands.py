@@ -19,7 +19,7 @@ PROMPTS = [f"Tom has {n} apples. How many are left?" for n in range(6)]
 
 @pytest.fixture
 def coordinated(engine, connect, monkeypatch):
-    coordinator, targets, draft = connect(engine)
+    coordinator, targets, _draft = connect(engine)
     monkeypatch.setattr(coordinator, "close", lambda: None)  # for one command after the other
     monkeypatch.setattr(ModelOptions, "load", lambda self, **_: coordinator)
     return engine, targets[0]
@@ -113,7 +113,7 @@ def test_what_cannot_work_is_said_before_anything_is_loaded_or_started(arguments
 
 @pytest.mark.parametrize("by", ["option", "variable"])
 def test_the_key_of_the_servers_reaches_them(by, engine, connect, monkeypatch, capsys):
-    coordinator, (target,), draft = connect(engine, keys=("secret", "secret"))
+    _coordinator, (target,), draft = connect(engine, keys=("secret", "secret"))
     addresses = ["--target-url", target.url, "--draft-url", draft.url, "--backend", "vllm"]
     if by == "variable":
         monkeypatch.setenv("VLLM_API_KEY", "secret")

@@ -50,7 +50,7 @@ def same(ours: Generation, theirs: Generation) -> bool:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("options", [{}, {"resume": "hand_back"}, {"acceptance": "longest"}, {"stop": ("e",)}])
 def test_answers_are_those_of_the_local_engine(engine, connect, overlap, options, local_rows):
-    coordinator, (target,), draft = connect(engine, overlap=overlap, local_rows=local_rows)
+    coordinator, (_target,), draft = connect(engine, overlap=overlap, local_rows=local_rows)
     for threshold in (0.0, partial_threshold(engine), 1.01):
         settings = {"max_new_tokens": 40, "threshold": threshold, **options}
         found = coordinator.generate(PROMPTS, **settings)
@@ -290,12 +290,12 @@ def test_one_server_of_several_may_be_away_at_the_start(engine, connect, caplog)
 def test_servers_that_stay_away_end_in_one_sentence(engine, connect):
     coordinator, (target,), _ = connect(engine, patience_s=0.3)
     target.faults.extend(["nonsense"] * 100)
-    with pytest.raises(Unavailable, match="the target servers failed 4 times: .* incomplete JSON"):
+    with pytest.raises(Unavailable, match=r"the target servers failed 4 times: .* incomplete JSON"):
         coordinator.generate(PROMPT, max_new_tokens=20)
     target.faults.clear()
     assert coordinator.generate(PROMPT, max_new_tokens=20).text
     coordinator.backend._target.servers.members[0].url = "http://127.0.0.1:9"
-    with pytest.raises(Unavailable, match="no target server answers: .* does not answer"):
+    with pytest.raises(Unavailable, match=r"no target server answers: .* does not answer"):
         coordinator.generate(PROMPT, max_new_tokens=20)
 
 
@@ -310,10 +310,10 @@ def test_bad_requests_and_servers_are_refused_in_one_sentence(engine, connect):
             coordinator.generate(PROMPT, **settings)
     with pytest.raises(ValueError, match="empty"):
         coordinator.generate(["fine", " "])
-    with pytest.raises(ValueError, match="does not serve the adapter parse-adapter-.*: start it with the command"):
+    with pytest.raises(ValueError, match=r"does not serve the adapter parse-adapter-.*: start it with the command"):
         connect(engine, plugin=False)
     target.questions = None
-    with pytest.raises(ValueError, match="cannot judge drafts for 'target': .* out of vocabulary"):
+    with pytest.raises(ValueError, match=r"cannot judge drafts for 'target': .* out of vocabulary"):
         coordinator.backend.run(coordinator.backend.handshake())
 
 
@@ -329,7 +329,7 @@ def test_a_server_with_other_tokens_is_refused(engine, connect, make_model):
     coordinator, _, draft = connect(engine)
     words = word_tokenizer()
     draft.lm = language_model(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words, "o")
-    with pytest.raises(ValueError, match="the draft server .* has other tokens than 'draft'"):
+    with pytest.raises(ValueError, match=r"the draft server .* has other tokens than 'draft'"):
         coordinator.backend.run(coordinator.backend.handshake())
 
 

@@ -114,7 +114,7 @@ def test_after_a_failure_the_rest_of_an_answer_stays_with_the_other_server(engin
 def test_servers_that_are_gone_are_an_error_of_its_own(engine, connect):
     coordinator, (target,), _ = connect(engine, patience_s=0.2)
     target.away = True
-    with pytest.raises(Unavailable, match="no target server answers: .* does not answer") as raised:
+    with pytest.raises(Unavailable, match=r"no target server answers: .* does not answer") as raised:
         coordinator.generate_target(PROMPT, max_new_tokens=8)
     assert not isinstance(raised.value, Failing)
 
@@ -122,7 +122,7 @@ def test_servers_that_are_gone_are_an_error_of_its_own(engine, connect):
 def test_no_request_goes_into_a_connection_that_its_server_is_about_to_close(engine, connect, monkeypatch):
     """vLLM is served by uvicorn, which closes a connection after 5 s without a request."""
     assert inspect.signature(uvicorn.Config).parameters["timeout_keep_alive"].default > client.KEEP_ALIVE_S
-    coordinator, (target,), _ = connect(engine)
+    _coordinator, (target,), _ = connect(engine)
     for keep_alive_s, reused in ((5.0, True), (0.05, False)):
         monkeypatch.setattr(client, "KEEP_ALIVE_S", keep_alive_s)
 

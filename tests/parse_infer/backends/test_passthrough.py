@@ -110,7 +110,7 @@ def test_switches_of_the_chat_template_are_passed_on(engine, connect, monkeypatc
 
 
 def test_what_the_targets_server_refuses_is_told_in_its_words(relaying):
-    served, targets = relaying
+    served, _targets = relaying
     with served.client as client, pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model=served.backend.name, messages=USER, tools=TOOLS, tool_choice="auto")
     assert refused.value.body["message"] == '"auto" tool choice requires --enable-auto-tool-choice'

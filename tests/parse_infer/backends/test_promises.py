@@ -64,7 +64,7 @@ def test_what_one_problem_has_read_is_not_there_for_the_next(engine, connect):
 
 def test_a_calibration_over_servers_is_kept_by_them_and_by_nobody_else(make_engine, connect, tmp_path: Path):
     engine = make_engine(noise=0.15)
-    coordinator, (target,), _ = connect(engine)
+    coordinator, (_target,), _ = connect(engine)
     problems = [Problem(f"p{i}", f"{PROMPTS[i % 3]} {i}") for i in range(6)]
     coordinator.adaptive = True  # its default; but what is calibrated is what drafts lose, so each answer has one
     coordinator.controller.answering = lambda running: pytest.fail("an answer of the calibration was adaptive")

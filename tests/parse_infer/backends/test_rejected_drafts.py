@@ -52,10 +52,10 @@ def test_what_goes_on_from_a_cut_is_guessed_from_the_rest_of_the_draft():
     # Accepted up to 2, the target writes as the draft does at first, then something else, then as the draft again.
     row = CONTEXT + DRAFT[:2]
     assert batch.step((row, [12])) == [[13, 14, 15]]
-    assert batch.step((row + [12], [13, 14, 50])) == [[]]
-    assert batch.step((row + [12, 13, 14, 50], [15, 16])) == [[]], "the draft ends there"
-    assert batch.step((row + [12, 13, 14, 50, 15, 16], [13])) == [[]], "a token alone says nothing"
-    assert batch.step((row + [12, 13, 14, 50, 15, 16, 13], [14])) == [[15, 16]]
+    assert batch.step(([*row, 12], [13, 14, 50])) == [[]]
+    assert batch.step(([*row, 12, 13, 14, 50], [15, 16])) == [[]], "the draft ends there"
+    assert batch.step(([*row, 12, 13, 14, 50, 15, 16], [13])) == [[]], "a token alone says nothing"
+    assert batch.step(([*row, 12, 13, 14, 50, 15, 16, 13], [14])) == [[15, 16]]
 
 
 def test_requests_may_change_places_and_wait():
@@ -65,8 +65,8 @@ def test_requests_may_change_places_and_wait():
     mine, theirs = CONTEXT + DRAFT[:1], CONTEXT + other[:2]
     assert batch.step((mine, [11]), (theirs, [22])) == [[12, 13, 14], [23, 24, 25]]
     plain = ([5, 6, 7], [8])
-    assert batch.step(plain, (theirs + [22], [23]), (mine + [11], [12])) == [[], [24, 25, 26], [13, 14, 15]]
-    assert batch.step((mine + [11, 12], [13]), ([5, 6, 7, 8, 9], [])) == [[14, 15, 16], []]
+    assert batch.step(plain, ([*theirs, 22], [23]), ([*mine, 11], [12])) == [[], [24, 25, 26], [13, 14, 15]]
+    assert batch.step(([*mine, 11, 12], [13]), ([5, 6, 7, 8, 9], [])) == [[14, 15, 16], []]
 
 
 def test_a_step_that_vllm_leaves_out_ends_no_guesses():
@@ -74,7 +74,7 @@ def test_a_step_that_vllm_leaves_out_ends_no_guesses():
     batch.step(verification(7))
     row = CONTEXT + DRAFT[:1]
     assert batch.step((row, [11])) == [[12, 13, 14]]
-    assert batch.step((row + [11, 12, 13], [14])) == [[15, 16]]
+    assert batch.step(([*row, 11, 12, 13], [14])) == [[15, 16]]
 
 
 def test_only_a_request_that_goes_on_from_a_cut_is_guessed_for():
@@ -96,7 +96,7 @@ def test_of_a_draft_that_grows_the_longest_part_counts_and_few_are_kept(monkeypa
         batch.step(verification(cut))
     assert len(batch.proposer._read) == 1
     batch.step(verification(3, [30, 31, 32]), verification(3, [40, 41, 42]))
-    assert batch.step((CONTEXT + [10], [11]), (CONTEXT + [30], [31])) == [[], [32]], "the first of three is forgotten"
+    assert batch.step(([*CONTEXT, 10], [11]), ([*CONTEXT, 30], [31])) == [[], [32]], "the first of three is forgotten"
     now = rejected_drafts.time.monotonic()
     monkeypatch.setattr(rejected_drafts.time, "monotonic", lambda: now + 60)
-    assert batch.step((CONTEXT + [40], [41])) == [[]], "and so is what is old"
+    assert batch.step(([*CONTEXT, 40], [41])) == [[]], "and so is what is old"

@@ -86,7 +86,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
     fails = [sys.executable, "-c", "raise MemoryError('no room for the cache')"]
     lasts = [sys.executable, "-c", SERVER, str(tmp_path / "pids")]
     servers = Supervisor([("draft", lasts, {}), ("target", fails, {})], logs=tmp_path / "logs")
-    with pytest.raises(OSError, match="the target server ended before it was ready: MemoryError: no room .*log"):
+    with pytest.raises(OSError, match=r"the target server ended before it was ready: MemoryError: no room .*log"):
         servers.start()
     assert soon(lambda: not any(map(running, workers(tmp_path / "pids"))))
     sleeps = [sys.executable, "-c", "print('loading', flush=True); import time; time.sleep(600)"]

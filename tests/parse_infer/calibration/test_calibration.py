@@ -358,7 +358,7 @@ def test_requests_go_by_the_promise(engine: ParseEngine, make_engine, tmp_path: 
     tried = engine.calibration.setting(0.5)
     wanted = engine.generate(PROMPTS[0], threshold=tried.setting.threshold, resume=tried.setting.resume)
     assert engine.generate(PROMPTS[0], risk=0.5).token_ids == wanted.token_ids
-    with pytest.raises(ValueError, match="risk is 0.03, but it was not tested; the nearest promise is 0.2"):
+    with pytest.raises(ValueError, match=r"risk is 0.03, but it was not tested; the nearest promise is 0.2"):
         engine.generate(PROMPTS[0], risk=0.03)
     for changes, message in [
         ({"threshold": 0.5}, "risk and threshold were both given"),
@@ -409,7 +409,7 @@ def test_a_damaged_calibration_is_one_sentence(tmp_path: Path):
     shown = replace(
         nothing, tried=[TestedPoint(OperatingPoint(2.0), 0, 0.01, 1.0, 0.01)], promises={0.01: None, 0.1: 0}
     )
-    with pytest.raises(ValueError, match="no setting was shown to keep it; the nearest promise is 0.1"):
+    with pytest.raises(ValueError, match=r"no setting was shown to keep it; the nearest promise is 0.1"):
         shown.setting(0.01)
 
 

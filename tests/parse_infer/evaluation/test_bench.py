@@ -374,7 +374,7 @@ def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_p
     assert (tmp_path / "records.jsonl").stat().st_size == size
     with pytest.raises(ValueError, match=r"holds a benchmark with max_new_tokens 6 and this one has 13"):
         run_bench(engine, PROBLEMS[:2], check, tmp_path, BenchSettings(ALL_MODES, 13, repeats=2))
-    with pytest.raises(ValueError, match="digest|problems"):
+    with pytest.raises(ValueError, match=r"digest|problems"):
         run_bench(engine, PROBLEMS[1:3], check, tmp_path, settings)
 
 
@@ -455,7 +455,7 @@ def test_a_damaged_record_is_named_with_its_line(tmp_path: Path):
     store.append(record("a", "target", 1.0, 10))
     with (tmp_path / "records.jsonl").open("a") as file:
         file.write("{}\n")
-    with pytest.raises(ValueError, match="records.jsonl, line 2 is damaged"):
+    with pytest.raises(ValueError, match=r"records.jsonl, line 2 is damaged"):
         RecordStore(tmp_path, {"seed": 0}, Record)
     with pytest.raises(ValueError, match="seed 0 and this one has 1"):
         RecordStore(tmp_path, {"seed": 1}, Record)

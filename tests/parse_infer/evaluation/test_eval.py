@@ -95,7 +95,7 @@ def test_an_evaluation_goes_on_where_it_stopped(make_engine, apples, tmp_path):
     before = engine.target.decoder.forwards, path.read_text()
     again = run_eval(engine, loaded, tmp_path / "out", PLAIN)
     assert again["tasks"] == results["tasks"] and before == (engine.target.decoder.forwards, path.read_text())
-    with pytest.raises(ValueError, match="holds a measurement with threshold 0.5 and this one has 0.9"):
+    with pytest.raises(ValueError, match=r"holds a measurement with threshold 0.5 and this one has 0.9"):
         run_eval(make_engine(threshold=0.9), loaded, tmp_path / "out", PLAIN)
     guided = make_engine()
     guided.backend.target_drafter = PromptLookupDrafter()

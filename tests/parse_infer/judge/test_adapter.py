@@ -140,7 +140,7 @@ def test_an_unknown_hub_id(target, monkeypatch):
 def test_a_target_of_another_shape_is_refused_by_name(make_model, folder):
     other = make_model("qwen3")
     other.config._name_or_path = "Acme/Other-8B"
-    with pytest.raises(ValueError, match="'LlamaForCausalLM' and does not fit 'Acme/Other-8B'.*model_type llama"):
+    with pytest.raises(ValueError, match=r"'LlamaForCausalLM' and does not fit 'Acme/Other-8B'.*model_type llama"):
         ValidityAdapter.from_pretrained(folder, other)
 
 

@@ -282,7 +282,7 @@ def test_cut_zero_judges_the_bare_prompt(model, make_verifier, random_ids):
 def test_cuts_out_of_order_or_range_are_named(make_model, make_verifier, random_ids, cuts):
     verifier = make_verifier(make_model("llama"))
     verifier.decoder.seek(random_ids(5))
-    with pytest.raises(ValueError, match="strictly within 0..6"):
+    with pytest.raises(ValueError, match=r"strictly within 0..6"):
         verifier.verify(random_ids(6), cuts=cuts)
 
 

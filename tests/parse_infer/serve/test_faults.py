@@ -221,7 +221,7 @@ def test_a_request_that_takes_too_long_ends_with_an_error(served):
         assert response.status_code == 504 and error_of(response)["code"] == "timeout"
         stream = hurried.chat(max_tokens=LONG, stream=True, parse={"mode": "target"})
         assert stream.status_code == 200 and '"code":"timeout"' in stream.text and "[DONE]" not in stream.text
-        with hurried.client as client, pytest.raises(openai.APIError, match="more than 0.3 s"):
+        with hurried.client as client, pytest.raises(openai.APIError, match=r"more than 0.3 s"):
             list(client.chat.completions.create(
                 model="tiny", messages=USER, stream=True, max_tokens=LONG, extra_body={"parse": {"mode": "target"}}
             ))  # fmt: skip
@@ -268,7 +268,7 @@ def test_the_log_tells_where_a_request_failed_and_no_text(make_engine, capfd, mo
     for response, function in zip(failed, ("propose", "propose", "decode"), strict=True):
         mine = [line for line in lines if line["id"] == response.headers["x-request-id"]]
         (failure,) = [line for line in mine if line["event"] == "failure"]
-        assert [line for line in mine if line["event"] == "request"][0]["status"] == response.status_code
+        assert next(line for line in mine if line["event"] == "request")["status"] == response.status_code
         assert failure["errors"][0]["class"] == "builtins.RuntimeError", failure
         assert failure["errors"][0]["frames"][-1].endswith(f" {function}")
         assert [error["class"] for error in failure["errors"][1:]] == ["builtins.ValueError"] * (function == "propose")

@@ -44,5 +44,5 @@ def test_evidence_starts_at_one_and_the_alarm_stays():
     for _ in range(200):
         test.see(False)
     assert test.evidence < 1 and test.implausible
-    with pytest.raises(ValueError, match="rate is 1.0"):
+    with pytest.raises(ValueError, match=r"rate is 1.0"):
         DriftTest(1.0, 0.1)

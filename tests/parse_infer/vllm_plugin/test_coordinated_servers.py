@@ -166,7 +166,7 @@ def test_the_target_alone_runs_on_a_stock_server(local):
 def test_a_server_that_cannot_start_says_why():
     from parse_infer.engine import ParseEngine
 
-    with pytest.raises(OSError, match="the target server ended before it was ready: .*max_model_len"):
+    with pytest.raises(OSError, match=r"the target server ended before it was ready: .*max_model_len"):
         ParseEngine.from_pretrained(
             "zoo:target", "zoo:draft", "zoo:adapter", backend="vllm", target_options={**EAGER, "max_model_len": 10**7}
         )

@@ -73,7 +73,7 @@ def judged(lm: LanguageModel, judge: Any, prompts: Sequence[str], seed: int = 0)
         ids = greedy(lm, context, 90)
         if choose.random() < 0.8:
             ids[choose.randrange(len(ids) - 1)] = choose.randrange(3, 256)
-        cuts = sorted(choose.sample(range(1, len(ids)), 5)) + [len(ids)]
+        cuts = [*sorted(choose.sample(range(1, len(ids)), 5)), len(ids)]
         lm.decoder.seek(context)
         found = verifier.verify(ids, cuts)
         draft = Draft(context, ids, cuts, found.validity, [])
@@ -312,7 +312,7 @@ def start(**options: Any) -> Any:
 
 
 def test_what_cannot_be_served_is_refused_in_one_sentence(run, tmp_path, tokenizer, random_adapter):
-    target, folder, lm, judge = tiny(tmp_path, tokenizer, random_adapter, LlamaConfig(**SHAPE))
+    target, folder, lm, _judge = tiny(tmp_path, tokenizer, random_adapter, LlamaConfig(**SHAPE))
     options = engine_options(target, folder)
     assert options["max_logprobs"] == 20, "as many as without the plugin"
     own = options["hf_overrides"]["parse"]
@@ -327,15 +327,18 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(run, tmp_path, tokeniz
         with pytest.raises(ValueError, match=message):
             start(**options | changes)
     wrong = {**own["reference"], "validity": [0.5 for _ in own["reference"]["validity"]]}
-    with pytest.raises(ValueError, match="judges drafts differently from the local backend, so it does not start"):
-        with run(**options | {"hf_overrides": {**options["hf_overrides"], "parse": {**own, "reference": wrong}}}):
-            pass
+    overrides = {**options["hf_overrides"], "parse": {**own, "reference": wrong}}
+    different = pytest.raises(
+        ValueError, match="judges drafts differently from the local backend, so it does not start"
+    )
+    with different, run(**options | {"hf_overrides": overrides}):
+        pass
     randomise(lm.model, 4).save_pretrained(target)
     with pytest.raises(ValueError, match="same shape but other weights"), run(**options):
         pass
     (folder / "validity_head.safetensors").unlink()
     for begin in (lambda: engine_options(target, folder), lambda: start(**options)):
-        with pytest.raises((OSError, ValueError), match="no complete validity adapter: validity_head.* is missing"):
+        with pytest.raises((OSError, ValueError), match=r"no complete validity adapter: validity_head.* is missing"):
             begin()
 
 
@@ -388,7 +391,7 @@ def serving(words: list[str], log: Path) -> Iterator[Any]:
         address = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, "--port", str(address)]
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with open(log, "w") as output:
+    with log.open("w") as output:
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
 
     def call(path: str, body: Any = None) -> Any:

@@ -45,7 +45,7 @@ def test_a_draft_is_asked_about_at_each_cut_without_an_end_token_that_the_probe_
     assert asked.prompts == [[1, 2, 3, 5, 260, 265], [1, 2, 3, 5, 260, 266]]
     assert asked.top == 2
     for context, cuts in (([], [1]), ([1], [2, 2]), ([1], [4])):
-        with pytest.raises(ValueError, match="cuts must increase|context"):
+        with pytest.raises(ValueError, match=r"cuts must increase|context"):
             plain.about(context, [3, 5, 4], cuts)
 
 

@@ -71,7 +71,7 @@ def test_missing_data_is_said(source: str) -> None:
 
 
 def test_an_empty_folder_is_said(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="holds no .jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"holds no .jsonl"):
         list_rows(str(tmp_path))
 
 
@@ -250,5 +250,5 @@ def test_a_build_says_how_it_was_made(make_model: Callable[..., Any], tmp_path: 
     with pytest.raises(ValueError, match="here was labelled by rollouts of"):
         info.check_target(make_model("llama", seed=1), "here")
     (tmp_path / "build.json").write_text("{")
-    with pytest.raises(ValueError, match="build.json is damaged"):
+    with pytest.raises(ValueError, match=r"build.json is damaged"):
         read_build_info(str(tmp_path))

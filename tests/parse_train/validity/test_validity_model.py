@@ -362,7 +362,7 @@ def test_the_state_is_adapter_and_head(make_model: Callable[..., PreTrainedModel
         torch.testing.assert_close(
             other.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"], expected
         )
-    with pytest.raises(RuntimeError, match="head.weight"):
+    with pytest.raises(RuntimeError, match=r"head.weight"):
         other.load_state_dict({name: value for name, value in state.items() if name != "head.weight"})
 
 

@@ -332,7 +332,7 @@ def test_a_lora_keeps_most_of_its_energy_in_fewer_bytes(tokenizer_folder, tmp_pa
     assert full.keys() == reduced.keys() and sizes[1] < 0.9 * sizes[0]
     lost = [float((full[n] - reduced[n]).square().sum() / full[n].square().sum()) for n in full]
     assert 0.005 < max(lost) < 0.06, f"at most 5 % was to be lost, and a little by rounding: {max(lost):.3f}"
-    with pytest.raises(ValueError, match="lora_energy is 1.5; it must be above 0 and at most 1"):
+    with pytest.raises(ValueError, match=r"lora_energy is 1.5; it must be above 0 and at most 1"):
         config(str(tokenizer_folder), tmp_path, **fields, lora_energy=1.5)
 
 
