@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:  # the reader (head, less) closed the pipe
-        sys.stdout = Path(os.devnull).open("w")
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
         return 0
     except _ClickException as error:
         return _complain(error.format_message())  # type: ignore[attr-defined]

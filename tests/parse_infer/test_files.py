@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         beside.write_text("tw")
         raise RuntimeError
     assert path.read_text() == "one"
-    assert os.listdir(path.parent) == ["file.txt"]
+    assert [file.name for file in path.parent.iterdir()] == ["file.txt"]
 
 
 def test_files_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
