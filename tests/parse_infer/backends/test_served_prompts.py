@@ -78,7 +78,7 @@ def test_a_draft_of_the_clients_is_read_by_another_thread(engine, connect, monke
         found = served.chat(PROMPT, max_tokens=20, parse={"draft_text": text, "threshold": 0}).json()
         assert found["choices"][0]["message"]["content"] == own.text and not draft.bodies
         empty = served.chat(PROMPT, parse={"draft_text": " "})
-        assert empty.status_code == 400 and "give some text" in empty.json()["error"]["message"]
+        assert empty.status_code == 400 and "give a non-empty text" in empty.json()["error"]["message"]
     assert threads and all(name.startswith("parse-tokenizer") for name in threads), threads
 
 
