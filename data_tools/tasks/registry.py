@@ -1,4 +1,4 @@
-"""Tasks by name, and several of them as one."""
+"""Registry of tasks by name, and the mixture of several tasks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from parse_infer.suggest import suggestion
 
 @dataclass
 class Mixture:
-    """One problem of each part in turn; a part that has no more drops out.
+    """Alternates between the problems of several tasks; a task without further problems drops out.
 
     Args:
-        parts: a mapping for each part: `task`, its name, and the options of that task.
+        parts: one mapping per part: the task's name under `task`, and the options of that task.
     """
 
     parts: list[dict[str, Any]] = field(default_factory=list)
@@ -64,11 +64,11 @@ TASKS: dict[str, Any] = {
 
 
 def load_task(name: str, **options: Any) -> Task:
-    """The task called `name` with `options`.
+    """Return the task called `name` with `options`.
 
-    Packages add tasks by entry points of the group "parse_engine.tasks": a dataclass with the methods of `Task`.
+    Packages add tasks through entry points of the group "parse_engine.tasks": a dataclass with the methods of `Task`.
 
-    Raises ValueError for an unknown name, with the closest known one, and for an unknown or unfit option.
+    Raises ValueError for an unknown name (names the closest known name), an unknown option or a wrong type.
     """
     added = {point.name: point for point in entry_points(group="parse_engine.tasks")}
     if name not in TASKS and name not in added:
@@ -91,7 +91,7 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def _fits(value: object, wanted: Any) -> bool:
-    """Whether a value has the type of an option."""
+    """Whether a value has the type `wanted`."""
     inside = get_args(wanted)
     if get_origin(wanted) is UnionType:
         return any(_fits(value, one) for one in inside)

@@ -1,4 +1,4 @@
-"""What a task is: a source of problems with a checker."""
+"""Interface of a task: a source of problems with a checker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: `prompt` is plain text or chat messages, `reference` what `Task.check` compares with."""
+    """One problem: `prompt` is plain text or chat messages, `reference` the right answer for `Task.check`."""
 
     id: str
     prompt: str | list[dict[str, str]]
@@ -33,12 +33,12 @@ class Task(Protocol):
         ...
 
     def check(self, problem: Problem, completion: str) -> bool | None:
-        """Whether `completion` answers `problem` correctly; None where nothing tells."""
+        """Whether `completion` answers `problem` correctly; None where the task does not check answers."""
         ...
 
 
 def prompt_id(prompt: Any) -> str:
-    """Identifies a problem that has no id of its own, in whichever file it stands."""
+    """Return an id, derived from the prompt alone, for a problem without id."""
     return f"prompt-{prompt_hash(prompt)}"
 
 
