@@ -1,6 +1,6 @@
 """Train Medusa heads (arXiv 2401.10774): `accelerate launch recipes/medusa.yaml`.
 
-"Medusa-1": the model stays as it is. Every head starts as a copy of the model's output layer, and learns the model's
+"Medusa-1": the model is frozen. Every head starts as a copy of the model's output layer, and learns the model's
 distribution for a token further ahead.
 """
 
@@ -19,7 +19,7 @@ from parse_train.heads.training import HeadModel, HeadTrainingConfig, train_head
 
 @dataclass
 class MedusaTrainingConfig(HeadTrainingConfig):
-    """Fields of Medusa heads; `steps` is their number."""
+    """Fields of Medusa heads; `steps` is the number of heads."""
 
     head_layers: int = field(default=1, metadata={"help": "Residual blocks in each head."})
 
@@ -30,15 +30,15 @@ class MedusaTrainingConfig(HeadTrainingConfig):
 
 
 class MedusaModel(HeadModel):
-    """Guesses of Medusa heads behind every token."""
+    """Trains Medusa heads on every token."""
 
-    def guesses(self, states: Sequence[Tensor], embeddings: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def propose(self, states: Sequence[Tensor], embeddings: Tensor) -> list[tuple[Tensor, Tensor]]:
         anchors = torch.arange(embeddings.shape[1] - 1, device=embeddings.device)
         return [(logits, anchors) for logits in self.head(states[-1][:, :-1].to(embeddings.dtype))]
 
 
 def make_head(lm: LanguageModel, config: MedusaTrainingConfig) -> MedusaHead:
-    """Fresh heads of the model's shape, whose residual blocks change nothing."""
+    """Return new heads of the model's shape, with residual blocks initialised to the identity."""
     own = lm.model.config.get_text_config(decoder=True)
     head = MedusaHead(
         MedusaConfig(
