@@ -23,7 +23,7 @@ from parse_infer.files import atomic_write, read_json, read_jsonl, write_json
 from parse_infer.models.fingerprint import same_weights
 
 FORMAT = 2
-_WAY_OUT = "choose another folder"
+_REMEDY = "choose another folder"
 # Values of keys that older folders do not record.
 _OLD_VALUES = {"backend": "local", "wire": "ids", "max_rollouts": 1, "max_label_error": 0.05}
 
@@ -95,7 +95,7 @@ class GroupFolder:
             lock = FileLock(self.folder / ".build" / "lock").acquire(timeout=0)
         except Timeout:
             raise ValueError(
-                f"another build is writing to {self.folder}: wait until that build ends, or {_WAY_OUT}"
+                f"another build is writing to {self.folder}: wait until that build ends, or {_REMEDY}"
             ) from None
         with lock:
             check_identity(self.folder, identity)
@@ -116,12 +116,11 @@ class GroupFolder:
             ValueError: the folder was begun with other weights.
         """
         path = self.folder / "build.json"
-        content = read_json(path, _WAY_OUT)
+        content = read_json(path, _REMEDY)
         for role, before in content.get("models", {}).items():
             if role in models and not same_weights(before["fingerprint"], models[role]["fingerprint"]):
                 raise ValueError(
-                    f"{self.folder} was begun with other weights of the {role} model {models[role]['name']}; "
-                    f"{_WAY_OUT}"
+                    f"{self.folder} was begun with other weights of the {role} model {models[role]['name']}; {_REMEDY}"
                 )
         write_json(path, content | {"models": {role: dict(model) for role, model in models.items()}})
 
@@ -155,12 +154,12 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
         if folder.is_dir() and any(not p.name.startswith(".") for p in folder.iterdir()):
             raise ValueError(f"output_dir {folder} holds other files: choose a new or empty folder")
         return
-    content = read_json(path, _WAY_OUT)
+    content = read_json(path, _REMEDY)
     if content.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {content.get('format')}, not {FORMAT}: {_WAY_OUT}")
+        raise ValueError(f"{path} has format {content.get('format')}, not {FORMAT}: {_REMEDY}")
     before = content.get("config")
     if not isinstance(before, dict):
-        raise ValueError(f"{path} is damaged, it has no config: {_WAY_OUT}")
+        raise ValueError(f"{path} is damaged, it has no config: {_REMEDY}")
     for key, value in json.loads(json.dumps(dict(identity))).items():
         if (begun := before.get(key, _OLD_VALUES.get(key))) != value:
-            raise ValueError(f"{folder} was begun with {key} {begun!r}, not {value!r}; set {key} back, or {_WAY_OUT}")
+            raise ValueError(f"{folder} was begun with {key} {begun!r}, not {value!r}; set {key} back, or {_REMEDY}")

@@ -154,7 +154,7 @@ def load_datasets(
         train_rows = [row for row in rows if row.prompt_key not in held_out]
     train, dropped = encode_rows(train_rows, encoder, config.max_length)
     evaluation, dropped_eval = encode_rows(eval_rows, encoder, config.max_length)
-    for name, examples in (("to learn from", train), ("to evaluate on", evaluation)):
+    for name, examples in (("for training", train), ("for evaluation", evaluation)):
         if not examples:
             raise ValueError(
                 f"{config.data} leaves no draft {name}: {len(rows)} rows, {dropped + dropped_eval} of them empty or "

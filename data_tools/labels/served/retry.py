@@ -12,7 +12,7 @@ _TRANSIENT = (408, 409, *_NOT_NOW)
 _NOT_REACHED = ("ConnectError", "ConnectTimeout")  # by name: versions of the client use different HTTP libraries
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0  # seconds, as in the openai client
 _LONGEST_RETRY_AFTER = 60.0  # seconds
-_GO_ON = "the same command continues where it stopped"
+_RESUME_HINT = "the same command continues where it stopped"
 
 
 class RetryPolicy:
@@ -41,16 +41,16 @@ class RetryPolicy:
             if now - self._away_since > self.max_outage:
                 raise ConnectionError(
                     f"the server at {url} has been unavailable for more than max_outage, {self.max_outage:g} s "
-                    f"({reason(error)}): restart the server; {_GO_ON}"
+                    f"({reason(error)}): restart the server; {_RESUME_HINT}"
                 ) from None
         elif isinstance(error, APIStatusError) and error.status_code < 500 and error.status_code not in _TRANSIENT:
-            raise ValueError(f"the server at {url} rejects a request ({reason(error)}); {_GO_ON}") from None
+            raise ValueError(f"the server at {url} rejects a request ({reason(error)}); {_RESUME_HINT}") from None
         else:
             self._failures, self._away_since = self._failures + 1, None
             if self._failures > self.retries:
                 raise ValueError(
                     f"the server at {url} failed the same request {self._failures} times ({reason(error)}): repair "
-                    f"the server, or raise retries; {_GO_ON}"
+                    f"the server, or raise retries; {_RESUME_HINT}"
                 ) from None
         self._attempts += 1
         return max(self._backoff(), min(_retry_after(error), _LONGEST_RETRY_AFTER))
