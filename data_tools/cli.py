@@ -11,20 +11,21 @@ from typing import Annotated
 import typer
 
 from data_tools.labels.build_config import BuildConfig
+from parse_infer.errors import ParseError
 from parse_infer.optional_dependencies import missing_package
 
 app = typer.Typer(
-    help="Labelled data for PARSE: drafts of one model, cut into prefixes, labelled by rollouts of another.",
-    epilog="PARSE_TRACEBACK=1 shows where an error arose.",
+    help="Build training data for PARSE: drafts of one model, cut into prefixes, labelled by rollouts of another.",
+    epilog="PARSE_TRACEBACK=1 prints the traceback of an error.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# Not exported by typer; its module has moved between versions.
+# typer does not export ClickException, and its module has moved between versions.
 _ClickException: type[Exception] = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 
-_BUILD_HELP = f"""Build a data set, or go on with one that was interrupted.
+_BUILD_HELP = f"""Build a data set, or resume an interrupted build.
 
 \b
 Examples:
@@ -34,12 +35,12 @@ Examples:
       --draft-base-url http://localhost:8001/v1
   parse-data build recipes/data.yaml --temperatures 0.5 1.0 --task_options '{{max_number: 100}}'
 
-Keys of the recipe, each also an option that overrides it:
+Keys of the recipe; the option of the same name overrides the key:
 
 \b
 {chr(10).join(f"  --{f.name:<24}{f.metadata['help']}" for f in fields(BuildConfig))}"""
 
-_INSPECT_HELP = """Print class balance, where the errors are, and examples in colour.
+_INSPECT_HELP = """Print class balance, positions of first errors, and coloured examples.
 
 \b
 Examples:
@@ -68,7 +69,7 @@ def build(
     from data_tools.recipe_parser import parse_recipe
 
     if recipe.startswith("-"):
-        raise ValueError("name the recipe first: parse-data build recipes/data.yaml [--key value ...]")
+        raise ParseError("name the recipe first: parse-data build recipes/data.yaml [--key value ...]")
     (config,) = parse_recipe(recipe, context.args, [BuildConfig], "parse-data build")
     summary = run_build(config)
     Console().print(counts_table(summary, config.output_dir))
@@ -76,9 +77,9 @@ def build(
 
 @app.command(help=_INSPECT_HELP)
 def inspect(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The output_dir of a build, or other rows.")],
-    examples: Annotated[int, typer.Option(min=0, help="Number of drafts shown.")] = 3,
-    seed: Annotated[int, typer.Option(help="Which drafts are shown.")] = 0,
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="output_dir of a build, .jsonl file or Hub id.")],
+    examples: Annotated[int, typer.Option(min=0, help="Number of drafts to show.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of drafts.")] = 0,
     layout: Annotated[
         str, typer.Option(help="Layout of the rows: build, trl, prm800k, math_shepherd or processbench.")
     ] = "build",
@@ -89,7 +90,7 @@ def inspect(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `parse-data`; returns the exit code: 2 for a mistake of the user's, told in one sentence on stderr."""
+    """Run `parse-data` and return the exit code: 2 for a user error, which stderr reports in one sentence."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         result = app(arguments, prog_name="parse-data", standalone_mode=False)

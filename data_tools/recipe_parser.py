@@ -1,7 +1,7 @@
-"""Read a recipe: a YAML file whose keys are the fields of a dataclass, each overridable on the command line.
+"""Read a recipe: a YAML file whose keys are the fields of a dataclass. Command-line options override the keys.
 
-TRL's `TrlParser` does the parsing; this adds errors of one sentence that name the closest known key, complete option
-names only, and types that are checked in the file as they are on the command line.
+TRL's `TrlParser` parses. This module adds one-sentence errors that name the closest known key, rejects abbreviated
+options, and checks the types in the file as argparse checks them on the command line.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any, NoReturn, cast, get_args, get_origin, get_type_hints
 import yaml
 from trl.scripts.utils import TrlParser
 
+from parse_infer.errors import ParseError
 from parse_infer.suggest import suggestion
 
 
 class RecipeParser(TrlParser):
-    """TRL's parser with complete option names, mistakes raised as `ValueError`, and mappings as YAML text."""
+    """TRL's parser without abbreviated options; errors raise `ValueError`, and mappings are YAML text."""
 
     def __init__(self, dataclass_types: Iterable[type], recipe: str | Path, command: str) -> None:
         super().__init__(dataclass_types=cast(Any, dataclass_types), prog=f"{command} {recipe}", allow_abbrev=False)
@@ -30,10 +31,10 @@ class RecipeParser(TrlParser):
                 action.type = mapping
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{self.recipe}: {message}")
+        raise ParseError(f"{self.recipe}: {message}")
 
     def check_values(self, values: dict[str, Any]) -> None:
-        """What argparse checks on the command line only. A single value stands for a list of one (in place)."""
+        """Check recipe values as argparse checks options; replace, in place, a single value by a list where needed."""
         for action in self._actions:
             value = values.get(action.dest)
             if value is None:
@@ -53,7 +54,7 @@ class RecipeParser(TrlParser):
                 self.error(f"{action.dest} is {value!r}; choose one of {', '.join(map(str, action.choices))}")
 
     def _takes(self, action: argparse.Action, kind: type) -> bool:
-        """Whether the field's type allows such a value."""
+        """Whether the type of the action's field allows a value of type `kind`."""
         wanted = self.types.get(action.dest)
         return any((get_origin(each) or each) is kind for each in (wanted, *get_args(wanted)))
 
@@ -62,22 +63,22 @@ class RecipeParser(TrlParser):
 
 
 def parse_recipe(path: str | Path, overrides: Sequence[str], types: Sequence[type], command: str) -> tuple[Any, ...]:
-    """One instance of each of the dataclasses `types`, from the recipe at `path` and `--key value` overrides.
+    """Return one instance of each dataclass in `types`, from the recipe at `path` and `--key value` overrides.
 
-    A mapping under the key `env` sets environment variables, as in TRL. `command` is for the help text.
+    A mapping under the key `env` sets environment variables, as in TRL. `command` appears in the help text.
 
     Raises:
-        FileNotFoundError: no such recipe.
-        ValueError: no YAML mapping, an unknown key (names the closest known one), or a value of the wrong type.
+        FileNotFoundError: the recipe does not exist.
+        ValueError: no YAML mapping, an unknown key (the error names the closest known key), or a wrong type.
     """
     values = read_recipe(path)
-    values.pop("recipe", None)  # which kind of recipe it is; `parse_train` reads it
+    values.pop("recipe", None)  # `parse_train` reads the kind of recipe
     environment = values.pop("env", None) or {}
     if not isinstance(environment, dict):
-        raise ValueError(f"{path}: env must be a mapping of variable names to values, not {environment!r}")
+        raise ParseError(f"{path}: env must be a mapping of variable names to values, not {environment!r}")
     os.environ.update({str(key): str(value) for key, value in environment.items()})
     parser = RecipeParser(types, path, command)
-    # argparse checks the types of texts alone, so numbers go in as text.
+    # argparse checks types of strings only, so numbers are passed as strings.
     as_text = {
         key: str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
         for key, value in values.items()
@@ -89,12 +90,12 @@ def parse_recipe(path: str | Path, overrides: Sequence[str], types: Sequence[typ
     _, rest = parser.parse_known_args(list(overrides))
     _refuse_unknown(parser, "command line", [word.split("=")[0] for word in rest if word.startswith("--")])
     if rest:
-        raise ValueError(f"command line: {rest[0]!r} belongs to no key; write --key value")
+        raise ParseError(f"command line: {rest[0]!r} follows no option; write --key value")
     return parser.parse_args_into_dataclasses(args=list(overrides), look_for_args_file=False)
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The YAML mapping at `path`; FileNotFoundError or ValueError (with the line) if there is none."""
+    """Return the YAML mapping at `path`; raise FileNotFoundError, or ValueError with the line number."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no recipe {path}; the project's own recipes are in the folder recipes/")
     try:
@@ -102,20 +103,20 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark is not None else ""
-        raise ValueError(f"{path} is not valid YAML{where}: {getattr(error, 'problem', error)}") from error
+        raise ParseError(f"{path} is not valid YAML{where}: {getattr(error, 'problem', error)}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} must be a YAML mapping of keys to values, for example `margin: 0.25`")
+        raise ParseError(f"{path} must be a YAML mapping of keys to values, for example `margin: 0.25`")
     return {str(key): value for key, value in values.items()}
 
 
 def _refuse_unknown(parser: RecipeParser, where: str | Path, keys: Sequence[str]) -> None:
     for key in keys:
         name = key.lstrip("-").replace("-", "_")
-        raise ValueError(f"{where}: unknown key {name}; {suggestion(name, parser.known_keys())}")
+        raise ParseError(f"{where}: unknown key {name}; {suggestion(name, parser.known_keys())}")
 
 
 def mapping(text: str) -> dict[str, Any]:
     value = yaml.safe_load(text)
     if not isinstance(value, dict):
-        raise ValueError(text)
+        raise ParseError(text)
     return value

@@ -1,4 +1,4 @@
-"""Find the fastest settings that keep a promise about lost answers, then answer under that promise.
+"""Find the fastest settings that bound the share of lost answers, then answer with these settings.
 
 python examples/calibrate.py --limit 60
 """
@@ -10,7 +10,7 @@ from parse_infer import ParseEngine
 from parse_infer.calibration.measure import CalibrationSettings, calibrate
 from parse_zoo.tasks.gsm_symbolic import GsmSymbolic
 
-RISK = 0.5  # generous, so that few problems do: 0.05 takes about 100, 0.01 about 300
+RISK = 0.5  # high, so that few problems suffice: 0.05 needs about 100, 0.01 about 300
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Answer one question: the draft model writes, the target verifies the meaning of every prefix in one forward pass.
+"""Answer one question: the draft model writes, and the target verifies every prefix in one forward pass.
 
 python examples/generate.py "A box holds 12 pens. How many pens are in 7 boxes?"
 """
@@ -15,12 +15,12 @@ def main() -> None:
     parser.add_argument("question", nargs="?", default=QUESTION)
     arguments = parser.parse_args()
 
-    # Any Hugging Face id or folder works here. The adapter belongs to its target.
+    # Any Hugging Face id or folder works here. An adapter works only with its own target.
     engine = ParseEngine.from_pretrained(target="zoo:target", draft="zoo:draft", adapter="zoo:adapter")
     answer = engine.generate(arguments.question)
     print(answer.text)
     print()
-    for span in answer.spans:  # who wrote what; the validity is the judge's estimate that the prefix still holds
+    for span in answer.spans:  # the author of each span, and the judge's validity of the prefix
         validity = "" if span.validity is None else f"{span.validity:.2f}"
         print(f"{span.source:6} {validity:4} {span.text!r}")
     print(f"{answer.stats.accepted_tokens} of {answer.stats.draft_tokens} draft tokens were accepted")

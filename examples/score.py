@@ -1,4 +1,4 @@
-"""Ask how valid each step of any text is; the text may come from another model, a cache or a person.
+"""Score the validity of each step of a text from any source: another model, a cache or a person.
 
 python examples/score.py
 """
@@ -17,7 +17,7 @@ def main() -> None:
         for segment in score.segments:
             print(f"{segment.validity:.2f}  {segment.text.rstrip()}")
         error = score.first_error
-        print("every step holds" if error is None else f"the first error is in step {error + 1}", end="\n\n")
+        print("every step is valid" if error is None else f"the first error is in step {error + 1}", end="\n\n")
 
 
 if __name__ == "__main__":

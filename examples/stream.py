@@ -1,4 +1,4 @@
-"""Watch an answer while it is written: drafts, verifications, accepted text and the target's own tokens.
+"""Stream the events of an answer: drafts, verifications, accepted text and the target's own tokens.
 
 python examples/stream.py
 """

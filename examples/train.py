@@ -1,8 +1,8 @@
-"""Train a validity head on your own problems: problems, drafts and labels, training, use.
+"""Train a validity head on your own problems: build labelled drafts, train, and print the command to use the head.
 
 python examples/train.py --problems my_problems.jsonl     # rows like {"prompt": "…", "reference": "42"}
 
-Without --problems it takes a few generated ones, to show the steps. Expect useful heads from some thousand problems.
+Without --problems, the example generates a few problems. A useful head needs some thousand problems.
 """
 
 import argparse
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--problems", type=Path, help="jsonl file with prompt and reference (checked as a number)")
     parser.add_argument("--limit", default="32", help="number of problems")
     parser.add_argument("--out", type=Path, default=Path("runs/example"))
-    arguments, training = parser.parse_known_args()  # other options are the training's, for example --max_steps 100
+    arguments, training = parser.parse_known_args()  # e.g. --max_steps 100 goes to the training
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.problems is None:
         arguments.problems = arguments.out / "problems.jsonl"

@@ -1,1 +1,1 @@
-"""Training: the validity head and its activated LoRA, and the small models that ship with the package."""
+"""Training of the validity head with its activated LoRA, and of heads for token-level speculation."""

@@ -1,7 +1,7 @@
 """Run a training recipe: `accelerate launch RECIPE [--key value …]`.
 
-Also `torchrun RECIPE` and `python RECIPE` (see `parse_train.recipe_hook`), `python -m parse_train RECIPE`,
-`accelerate launch -m parse_train RECIPE`, and a recipe as a program: `./RECIPE`.
+Equivalent: `torchrun RECIPE`, `python RECIPE` and `./RECIPE` (see `parse_train.recipe_hook`),
+`python -m parse_train RECIPE`, `accelerate launch -m parse_train RECIPE`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from parse_infer.errors import ParseError
 from parse_infer.optional_dependencies import missing_package
 from parse_train.recipe import load_recipe, recipes
 
@@ -19,19 +20,19 @@ USAGE = f"""usage: accelerate launch RECIPE [--key value ...]
        python -m parse_train RECIPE [--key value ...]
 
 RECIPE is a YAML file whose key `recipe` is one of: {", ".join(recipes())}.
-Its other keys are the fields of that recipe's configuration, and so are the --key options, which override them;
-`python RECIPE --help` lists them all. PARSE_TRACEBACK=1 shows where an error arose."""
+Its other keys are the fields of that recipe's configuration. The option --key overrides the key of the same name.
+`python RECIPE --help` lists all keys. PARSE_TRACEBACK=1 prints the traceback of an error."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the recipe named by the first argument; returns the exit code (2 for a mistake of the user's)."""
+    """Run the recipe named by the first argument, and return the exit code (2 for a user error)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments in (["-h"], ["--help"]):
         print(USAGE)
         return 0
     try:
         if not arguments or arguments[0].startswith("-"):
-            raise ValueError("name a recipe first: accelerate launch recipes/train.yaml [--key value ...]")
+            raise ParseError("name a recipe first: accelerate launch recipes/train.yaml [--key value ...]")
         _before_group()
         run, config = load_recipe(arguments[0], arguments[1:])
         run(config)
@@ -40,32 +41,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("PARSE_TRACEBACK"):
             raise
         sentence = missing_package(error) if isinstance(error, ModuleNotFoundError) else str(error)
-        # Every process of a distributed run says so: the mistake may be visible to one of them alone.
+        # Every process of a distributed run prints its error, because only one process may detect the error.
         rank = os.environ.get("RANK", "0")
         whose = "error" if rank == "0" else f"error (process {rank})"
         print(f"{whose}: {sentence}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command continues where it can", file=sys.stderr, flush=True)
+        print("interrupted; the same command resumes the training", file=sys.stderr, flush=True)
         return 130
     return 0
 
 
 def _before_group() -> None:
-    """Imports, before there is a process group, what would otherwise keep it alive to the end of the process.
+    """Import modules that would keep a process group alive if imported after the group's creation.
 
-    Functions of these modules have the group of the moment they are imported as a default argument, and a
-    group's threads that outlive Python now and then end it with an abort, after all the work is done.
+    Functions of these modules bind the current group as a default argument. Threads of a group that outlives Python
+    sometimes abort the process after all work is done.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        importlib.import_module("torch.distributed.nn.functional")  # torch does with its first DistributedDataParallel
+        importlib.import_module(
+            "torch.distributed.nn.functional"
+        )  # torch imports it with the first DistributedDataParallel
         if importlib.util.find_spec("deepspeed"):
             importlib.import_module("deepspeed.comm.torch")
 
 
 def _leave_group() -> None:
-    """Ends the process group with its threads; a Trainer, which is full of cycles, refers to it until collected."""
-    from torch import distributed  # the recipe has imported it; --help need not
+    """End the process group with its threads, and collect Trainers: their reference cycles refer to the group."""
+    from torch import distributed  # imported here to keep --help fast
 
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

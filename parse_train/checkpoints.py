@@ -1,6 +1,6 @@
-"""Which checkpoint a training continues from: the last complete one, and only of the same recipe.
+"""Resume a training from its last complete checkpoint, if that checkpoint has the same recipe.
 
-A checkpoint carries its recipe in `trainer_state.json`, the file that transformers' Trainer writes last.
+A checkpoint records its recipe in `trainer_state.json`, the file that transformers' Trainer writes last.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from parse_infer.errors import ParseError
 from parse_infer.files import read_json
 from parse_train.training_config import TrainingConfig
 
 STATE = "trainer_state.json"
-# Fields (and, ending in "_", beginnings of their names) that may change from run to run. Whatever else differs makes
-# another training.
+# Fields, and prefixes of fields ending in "_", that may change when a training resumes. A change of any other field
+# starts a different training.
 RESUME_SAFE_FIELDS = (
-    # where things go, and what is shown
+    # paths and logging
     *(
         "output_dir",
         "adapter_dir",
@@ -39,11 +40,11 @@ RESUME_SAFE_FIELDS = (
         "logging_",
     ),
     *("disable_tqdm", "debug", "skip_memory_metrics", "push_to_hub", "push_to_hub_", "hub_"),
-    # when the training is looked at, and what is made of its result
+    # evaluation and export
     *("save_", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_accumulation_steps", "do_"),
     *("per_device_eval_batch_size", "n_eval_problems", "baselines", "draft", "risk_", "calibration_", "cut_policy"),
     *("head_dtype", "adapter_dtype"),
-    # what it runs on
+    # devices and processes
     *("use_cpu", "local_rank", "ddp_", "torch_compile", "torch_compile_", "batch_size", "resume_from_checkpoint"),
     *("enable_jit_", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
     "dataloader_prefetch_factor",
@@ -52,7 +53,7 @@ RESUME_SAFE_FIELDS = (
 
 @dataclass(frozen=True)
 class Start:
-    """Where a training begins: at a checkpoint, or from nothing. One that is `finished` is not trained on."""
+    """Start of a training: a checkpoint, or None. Training is skipped for a `finished` checkpoint."""
 
     recipe: dict[str, Any]
     checkpoint: Path | None = None
@@ -60,31 +61,31 @@ class Start:
 
 
 def prepare(config: TrainingConfig, rows: int | None = None) -> Start:
-    """Decide where the training begins, and clear what is in its way. Every process must call it.
+    """Choose the start of the training, and delete unusable checkpoints. Every process must call this function.
 
     Args:
-        rows: how many rows are learnt from, if that is known.
+        rows: number of training rows, if known.
 
     Raises:
-        ValueError: the checkpoints in `output_dir` come from a different recipe, or the named one is incomplete.
-        FileNotFoundError: the named one does not exist.
+        ValueError: the checkpoints in `output_dir` have a different recipe, or the named checkpoint is incomplete.
+        FileNotFoundError: the named checkpoint does not exist.
     """
     start = _find(config, _recipe(config, rows))
-    with config.main_process_first(local=False):  # the others wait until old checkpoints are gone
+    with config.main_process_first(local=False):  # others wait until old checkpoints are deleted
         if config.process_index == 0:
             for folder in checkpoints(str(config.output_dir)):
                 if config.resume_from_checkpoint == "restart" or incomplete(folder):
                     shutil.rmtree(folder)
             if start.finished:
-                print(f"{start.checkpoint} is the end of the training: it goes on to evaluation and export")
+                print(f"{start.checkpoint} is the end of the training: continuing with evaluation and export")
             else:
                 print(f"resuming from {start.checkpoint}" if start.checkpoint else f"training on {config.device}")
     return start
 
 
 def train(trainer: Trainer, start: Start) -> None:
-    """Train to the end. A finished training gets its weights back and is ready to be evaluated and exported."""
-    if start.checkpoint is not None and start.finished:  # the Trainer would take one step more before it looks
+    """Train to the end, or load the weights of a finished training for evaluation and export."""
+    if start.checkpoint is not None and start.finished:  # the Trainer would take one more step
         trainer.state = TrainerState.load_from_json(str(start.checkpoint / STATE))
         best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
         weights = _weights(Path(best or start.checkpoint))
@@ -92,14 +93,14 @@ def train(trainer: Trainer, start: Start) -> None:
             set_peft_model_state_dict(trainer.model, load_file(weights))
         else:
             load_model(trainer.model, weights)  # type: ignore[arg-type]
-        trainer.is_deepspeed_enabled = False  # it evaluates only what it trains
+        trainer.is_deepspeed_enabled = False  # DeepSpeed evaluates only after training
         return
     trainer.add_callback(RecipeNote(start.recipe))
     trainer.train(resume_from_checkpoint=None if start.checkpoint is None else str(start.checkpoint))
 
 
 class RecipeNote(TrainerCallback, ExportableState):
-    """Puts the recipe into the `trainer_state.json` of every checkpoint."""
+    """Records the recipe in the `trainer_state.json` of every checkpoint."""
 
     def __init__(self, recipe: dict[str, Any]) -> None:
         self.recipe = recipe
@@ -108,17 +109,17 @@ class RecipeNote(TrainerCallback, ExportableState):
         return {"args": {"recipe": self.recipe}, "attributes": {}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        state.stateful_callbacks[type(self).__name__] = self.state()  # that of a named checkpoint may differ
+        state.stateful_callbacks[type(self).__name__] = self.state()  # a named checkpoint may have another recipe
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
-    """Checkpoint folders in `output_dir`, complete or not, in the order of their steps."""
+    """Return all checkpoint folders in `output_dir`, complete or not, in the order of their steps."""
     found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
     return sorted((f for f in found if f.name.split("-")[-1].isdigit()), key=lambda f: int(f.name.split("-")[-1]))
 
 
 def incomplete(folder: Path) -> str | None:
-    """Why a checkpoint cannot be resumed (a half-written file), or None."""
+    """Return why a checkpoint cannot be resumed, or None."""
     try:
         _state(folder)
     except (OSError, ValueError):
@@ -134,7 +135,7 @@ def incomplete(folder: Path) -> str | None:
 
 
 def _weights(folder: Path) -> Path:
-    """The file of a checkpoint's weights: all of them, or those of a LoRA."""
+    """Return the weight file of a checkpoint: the LoRA's file if present, else the model's."""
     return next(
         (path for path in [folder / "adapter_model.safetensors"] if path.is_file()), folder / "model.safetensors"
     )
@@ -149,13 +150,13 @@ def _find(config: TrainingConfig, recipe: dict[str, Any]) -> Start:
         if not named.is_dir():
             raise FileNotFoundError(f"resume_from_checkpoint: there is no folder {wanted}")
         if reason := incomplete(named):
-            raise ValueError(f"the checkpoint {wanted} cannot be resumed: {reason}; name an earlier one")
+            raise ParseError(f"the checkpoint {wanted} cannot be resumed: {reason}; name an earlier checkpoint")
         return Start(recipe, named, _finished(named) and _difference(named, recipe) is None)
     complete = [folder for folder in checkpoints(str(config.output_dir)) if incomplete(folder) is None]
     if not complete:
         return Start(recipe)
     if difference := _difference(complete[-1], recipe):
-        raise ValueError(
+        raise ParseError(
             f"{config.output_dir} holds checkpoints of {difference}: choose another output_dir, or "
             "--resume_from_checkpoint restart to delete them"
         )
@@ -163,28 +164,28 @@ def _find(config: TrainingConfig, recipe: dict[str, Any]) -> Start:
 
 
 def _recipe(config: TrainingConfig, rows: int | None) -> dict[str, Any]:
-    """All that decides about the result, as JSON gives it back."""
-    values = {f.name: getattr(config, f.name) for f in fields(config) if not _harmless(f.name)}
-    deepspeed = getattr(config, "deepspeed_plugin", None) is not None  # its checkpoints are of another kind
+    """Return all settings that affect the result, after a JSON round trip."""
+    values = {f.name: getattr(config, f.name) for f in fields(config) if not _resume_safe(f.name)}
+    deepspeed = getattr(config, "deepspeed_plugin", None) is not None  # DeepSpeed has its own checkpoint format
     values |= {"rows": rows, "world_size": config.world_size, "under_deepspeed": deepspeed}
     return json.loads(json.dumps(values, default=str))
 
 
-def _harmless(name: str) -> bool:
+def _resume_safe(name: str) -> bool:
     return name in RESUME_SAFE_FIELDS or name.startswith(
         tuple(each for each in RESUME_SAFE_FIELDS if each.endswith("_"))
     )
 
 
 def _difference(folder: Path, recipe: dict[str, Any]) -> str | None:
-    """What training a checkpoint belongs to, unless to this one."""
+    """Describe the training of a checkpoint with another recipe; return None for the same recipe."""
     note = _state(folder).get("stateful_callbacks", {}).get(RecipeNote.__name__)
     if note is None:
         return "an unknown training"
     before = note["args"]["recipe"]
     for name, value in recipe.items():
         if name in before and before[name] != value:
-            return f"a training with {name} {before[name]!r}, now it is {value!r}"
+            return f"a training with {name} {before[name]!r} instead of {value!r}"
     return None
 
 

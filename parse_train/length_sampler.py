@@ -1,4 +1,4 @@
-"""Batches of similar length, in an order that a resumed run finds again."""
+"""Sampler of batches with similar lengths, in an order that a resumed run reproduces."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 
 class EpochLengthSampler(Sampler[int]):
-    """Random order in which neighbours have similar lengths; a function of seed and epoch alone.
+    """Random order with rows of similar length in each batch; a function of seed and epoch alone.
 
-    A resumed run asks for the same epoch and skips what it has seen, so it goes on with the same batches. The epoch is
-    asked for when an epoch starts; accelerate does not pass it on to every sampler.
+    A resumed run gets the same order of the epoch and skips the batches already seen. `epoch` is a callable because
+    accelerate does not pass the epoch to every sampler.
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, epoch: Callable[[], int]) -> None:
@@ -22,7 +22,7 @@ class EpochLengthSampler(Sampler[int]):
 
     @classmethod
     def of(cls, trainer: Trainer, lengths: Sequence[int]) -> EpochLengthSampler:
-        """For the training of `trainer`, whose rows have these lengths."""
+        """Return the sampler for `trainer`, whose rows have these lengths."""
         args = trainer.args
         seed = args.seed if args.data_seed is None else args.data_seed
         size = args.train_batch_size * args.world_size
@@ -34,8 +34,8 @@ class EpochLengthSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed * 100_003 + self.epoch())
         order = get_length_grouped_indices(self.lengths, self.batch_size, generator=generator)
-        # Mega-batches run from long to short; shuffled batches keep the mixture of lengths even over time.
+        # Each mega-batch is sorted from long to short, so shuffle the batches to mix lengths over time.
         batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         shuffled = torch.randperm(len(batches) - 1, generator=generator).tolist() if len(batches) > 1 else []
-        for i in [*shuffled, len(batches) - 1]:  # the last batch may be smaller and stays last
+        for i in [*shuffled, len(batches) - 1]:  # the last batch may be smaller, and stays last
             yield from batches[i]

@@ -1,4 +1,4 @@
-"""Which module runs a recipe. Imported whenever Python is asked to run a YAML file, so it imports little itself."""
+"""Registry of recipes and their modules. Python imports this file for every YAML file it runs, so imports are few."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-# Each module has `main(config: ItsConfig)`; the annotation names the dataclass whose fields the recipe may set.
+# Each module has `main(config: ...)`; the annotation names the dataclass whose fields the recipe sets.
 RECIPES = {
     "validity": "parse_train.validity.train",
     "eagle": "parse_train.heads.train_eagle",
@@ -19,17 +19,17 @@ RECIPES = {
 
 
 def recipes() -> dict[str, str]:
-    """Module by recipe kind, those of other packages included (entry points of the group "parse_engine.recipes")."""
+    """Return {kind: module}, including entry points of the group "parse_engine.recipes" in other packages."""
     from importlib.metadata import entry_points
 
     return RECIPES | {point.name: point.value for point in entry_points(group="parse_engine.recipes")}
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str]) -> tuple[Callable[[Any], None], Any]:
-    """The `main` of the recipe at `path` and the configuration to call it with.
+    """Return the `main` function of the recipe at `path` and its configuration.
 
     Raises:
-        FileNotFoundError, ValueError: as `data_tools.recipe_parser.parse_recipe`, or no such kind of recipe.
+        FileNotFoundError, ValueError: as `data_tools.recipe_parser.parse_recipe`, or an unknown kind of recipe.
     """
     from typing import get_type_hints
 

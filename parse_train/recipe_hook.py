@@ -1,23 +1,22 @@
-"""`accelerate launch recipes/train.yaml`: lets Python run a recipe as it runs a zip application.
+"""Path hook that lets Python run a recipe as it runs a zip application: `accelerate launch recipes/train.yaml`.
 
-Given a path to run, Python first asks `sys.path_hooks` whether somebody can import from there (see the documentation
-of `runpy` and of the interpreter's command line). `parse_engine_recipes.pth`, which is installed beside the packages,
-adds a short hook whenever Python starts; only for a path that ends in .yaml or .yml does that import this
-module, which steps aside for whatever is no recipe.
+Given a path to run, Python first tries the importers in `sys.path_hooks` (see the documentation of `runpy` and of the
+interpreter's command line). `parse_engine_recipes.pth`, installed beside the packages, adds a short hook whenever
+Python starts. That hook imports this module for a path that ends in .yaml or .yml; this module rejects other files.
 """
 
 MAIN = "import sys; from parse_train.__main__ import main; sys.exit(main(sys.argv))"
 
 
 def recipe_importer(path: str) -> "RecipeImporter":
-    """The path hook: an importer for a YAML file with a known `recipe:` key, ImportError (as hooks do) otherwise."""
+    """Return an importer for a YAML file with a known `recipe:` key; raise ImportError for any other path."""
     if _is_recipe(path):
         return RecipeImporter(path)
-    raise ImportError(f"{path} is no recipe", path=path)
+    raise ImportError(f"{path} is not a recipe", path=path)
 
 
 class RecipeImporter:
-    """Finder and loader of `__main__`: the recipe, and the command line as it was given, go to `parse_train`."""
+    """Finder and loader of `__main__`, which passes the recipe and the command line to `parse_train`."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -33,9 +32,9 @@ class RecipeImporter:
 
 def _is_recipe(path: str) -> bool:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123  (pathlib would slow every start down)
             lines = [line for line in file if line.startswith("recipe:")]
-    except (OSError, ValueError):  # unreadable, or no text: somebody else's business
+    except (OSError, ValueError):  # unreadable, or not text
         return False
     from parse_train.recipe import recipes
 

@@ -1,4 +1,4 @@
-"""The model's own answers to a task's prompts, which heads for token drafting learn from (EAGLE-3 recommends it)."""
+"""Training data of heads: the model's own answers to a task's prompts, as EAGLE-3 recommends."""
 
 from __future__ import annotations
 
@@ -24,47 +24,49 @@ from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import Sampling
 from parse_train.training_config import IGNORED
 
-_GROUP = 256  # problems answered together, so that the batch stays full, and in one file: what an interruption costs
+_GROUP = 256  # problems per batch and file; an interruption loses at most one group
 
 
 @dataclass
 class AnswerConfig:
-    """Which answers, of which model."""
+    """Fields that select the model, the prompts and the answers."""
 
-    model: str = field(default="", metadata={"help": "The model to guide: Hugging Face id, folder, or zoo:target."})
-    model_dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
+    model: str = field(default="", metadata={"help": "Model to speed up: Hugging Face id, folder, or zoo:target."})
+    model_dtype: str = field(
+        default="auto", metadata={"help": "Dtype of the model: auto, float32, bfloat16 or float16."}
+    )
     template_options: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "Switches of the chat template, for example enable_thinking: false."}
+        default_factory=dict, metadata={"help": "Options of the chat template, for example enable_thinking: false."}
     )
     task: str = field(default="gsm_symbolic", metadata={"help": "Task whose prompts the model answers."})
     task_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "Options of the task."})
-    n_problems: int = field(default=4000, metadata={"help": "Training problems; one answer each."})
-    n_eval_problems: int = field(default=200, metadata={"help": "Validation problems."})
+    n_problems: int = field(default=4000, metadata={"help": "Training problems, with one answer each."})
+    n_eval_problems: int = field(default=200, metadata={"help": "Validation problems, with one answer each."})
     answers: str | None = field(
         default=None,
-        metadata={"help": "Folder of the answers, which heads of one model can share; OUTPUT_DIR/answers by default."},
+        metadata={"help": "Folder of the answers; heads of one model can share it. Default: OUTPUT_DIR/answers."},
     )
     answer_temperature: float = field(default=0.0, metadata={"help": "Temperature of the answers; 0 is greedy."})
-    max_answer_tokens: int = field(default=256, metadata={"help": "Longer answers are cut."})
+    max_answer_tokens: int = field(default=256, metadata={"help": "Maximum length of an answer."})
     batch_size: int = field(default=64, metadata={"help": "Answers decoded at a time."})
 
 
 def write_answers(lm: LanguageModel, config: AnswerConfig, seed: int, split: str, limit: int, folder: Path) -> None:
-    """Answer the first `limit` problems of `split`, except those whose answers `folder` has.
+    """Answer the first `limit` problems of `split`, except problems already answered in `folder`.
 
-    The processes of a distributed run share the groups; every one of them must call it. On return all are answered.
+    The processes of a distributed run share the groups, so every process must call this function.
 
     Raises:
-        ValueError: the folder holds other answers, or another run is writing there.
+        ValueError: the folder holds other answers, or another run is writing to the folder.
     """
     keys = ("model", "task", "task_options", "answer_temperature", "max_answer_tokens", "template_options")
     identity = {key: getattr(config, key) for key in keys} | {"split": split, "seed": seed, "group": _GROUP}
-    check_identity(folder, identity)  # every process says so
+    check_identity(folder, identity)  # raises in every process
     processes = PartialState()
     with GroupFolder(folder, split).held(identity) if processes.is_main_process else nullcontext():
         if processes.is_main_process:
             GroupFolder(folder, split).note_models({"answering": describe_target(lm.model)})
-        processes.wait_for_everyone()  # what an interrupted run left is put away
+        processes.wait_for_everyone()  # the main process has deleted leftovers of an interrupted run
         answers = GroupFolder(folder, split)
         if not all(answers.has(group) for group in _groups(limit)):
             _answer(lm, config, seed, limit, answers, processes)
@@ -74,7 +76,7 @@ def write_answers(lm: LanguageModel, config: AnswerConfig, seed: int, split: str
 def _answer(
     lm: LanguageModel, config: AnswerConfig, seed: int, limit: int, answers: GroupFolder, processes: PartialState
 ) -> None:
-    """This process's share of the groups that are missing."""
+    """Answer this process's share of the missing groups."""
     task = load_task(config.task, **config.task_options)
     problems = list(task.problems(answers.split, seed=seed, limit=limit))  # type: ignore[arg-type]
     mine = _groups(len(problems))[processes.process_index :: processes.num_processes]
@@ -95,7 +97,7 @@ def _groups(n_problems: int) -> list[range]:
 
 
 def read_answers(folder: Path, split: str, limit: int) -> Dataset:
-    """The first `limit` answers, memory-mapped: {"input_ids": prompt and answer, "start": where the answer begins}."""
+    """Return `limit` memory-mapped rows: {"input_ids": prompt and answer, "start": offset of the answer}."""
     files = [str(path) for path in GroupFolder(folder, split).files]
     features = Features({"input_ids": List(Value("int32")), "start": Value("int32")})
     rows = load_dataset("json", data_files=files, split="train", features=features, cache_dir=str(folder / ".cache"))
@@ -103,7 +105,7 @@ def read_answers(folder: Path, split: str, limit: int) -> Dataset:
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """input_ids [B, T] padded on the right with 0, labels [B, T]: the token at answer places, else -100; int64."""
+    """Return int64 input_ids [B, T], padded on the right with 0, and labels [B, T], -100 outside the answer."""
     length = max(len(row["input_ids"]) for row in rows)
     input_ids = torch.zeros(len(rows), length, dtype=torch.long)
     labels = torch.full((len(rows), length), IGNORED)
@@ -115,6 +117,6 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def commonest_tokens(answers: Dataset, vocab_size: int, size: int) -> list[int]:
-    """The `size` tokens of a vocabulary that stand most often in answers, ascending."""
+    """Return the `size` most frequent tokens in the answers, ascending."""
     counts = Counter(token for row in answers for token in row["input_ids"][row["start"] :])
     return sorted(sorted(range(vocab_size), key=lambda token: (-counts[token], token))[:size])

@@ -1,6 +1,6 @@
-"""Weights & Biases: online with a key, offline without; never a prompt, and never the reason a training stops.
+"""Weights & Biases logging: online with an API key, offline without. wandb never prompts and never stops a training.
 
-A training is one run, however often it is interrupted. Files are sent only where `artifacts: upload` asks for it.
+A training is one run, even after interruptions. Only `artifacts: upload` uploads files.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ RUN_ID = "wandb_run_id"  # file in output_dir
 
 
 def start(config: TrackedTrainingConfig, resumed: bool = False) -> None:
-    """Begin a run on the main process if the recipe reports to wandb; transformers' callback then uses it.
+    """Start a run on the main process if the recipe reports to wandb; transformers' callback uses this run.
 
-    What cannot work (no package, no network) is said once and taken out of `config.report_to`.
+    Without the package or the network, print the reason once and remove wandb from `config.report_to`.
 
     Args:
-        resumed: the training continues from a checkpoint, and so does its run.
+        resumed: whether the training resumes from a checkpoint; the run is then resumed too.
     """
     if "wandb" not in _trackers(config):
         return
     try:
         import wandb
     except ImportError:
-        _give_up(config, "wandb is not installed (pip install wandb)")
+        _disable(config, "wandb is not installed (pip install wandb)")
         return
     if config.process_index != 0:
         return
@@ -47,7 +47,7 @@ def start(config: TrackedTrainingConfig, resumed: bool = False) -> None:
         print(f"wandb has no API key: logging offline to {folder}/wandb (`wandb login` sends runs to the server)")
     id = _run_id(folder, resumed)
     for mode in modes:
-        # Offline, wandb's own messages would only repeat the notice.
+        # Offline, wandb's own messages would repeat the notice.
         settings = wandb.Settings(silent=mode != "online", init_timeout=30)
         try:
             wandb.init(
@@ -56,17 +56,17 @@ def start(config: TrackedTrainingConfig, resumed: bool = False) -> None:
                 id=id,
                 resume="allow",
                 dir=folder,
-                mode=mode,  # type: ignore[arg-type]  # one of wandb's words, or the user's own mistake
+                mode=mode,  # type: ignore[arg-type]  # wandb checks the user's value
                 settings=settings,
             )
             return
-        except Exception as error:  # a tracker must never stop a training
+        except Exception as error:  # a tracker must not stop a training
             print(f"wandb could not start {mode}: {error}")
-    _give_up(config, "wandb could not start")
+    _disable(config, "wandb could not start")
 
 
 def has_key() -> bool:
-    """Whether wandb would find an API key without asking: in WANDB_API_KEY, or where `wandb login` puts it."""
+    """Whether wandb finds an API key without a prompt: in WANDB_API_KEY, or in the file of `wandb login`."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -78,12 +78,12 @@ def has_key() -> bool:
 
 
 def runs() -> bool:
-    """Whether this process has a run that is going on."""
+    """Whether this process has an active run."""
     return _run() is not None
 
 
 def log_images(pictures: Mapping[str, bytes], step: int) -> None:
-    """Add pictures (PNG) to the current run, if there is one."""
+    """Log PNG images to the current run, if any."""
     with _current_run("figures") as run:
         if run is None:
             return
@@ -95,8 +95,7 @@ def log_images(pictures: Mapping[str, bytes], step: int) -> None:
 
 
 def log_curve(name: str, columns: tuple[str, str, str, *tuple[str, ...]], rows: Sequence[tuple[Any, ...]]) -> None:
-    """Add a table to the current run, and a chart of its second column over its first, a line for each value of the
-    third."""
+    """Log a table to the current run, with a chart of column 2 over column 1 and a line per value of column 3."""
     with _current_run(name) as run:
         if run is None:
             return
@@ -115,10 +114,10 @@ def log_artifact(
     source: str | Path,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add what was learnt from, or what came of it, to the current run; see `TrackedTrainingConfig.artifacts`.
+    """Log a data set or a trained model to the current run; see `TrackedTrainingConfig.artifacts`.
 
     Args:
-        source: a file, a folder (hidden files are left out), or the Hub id of a data set, always a reference.
+        source: a file, a folder (without hidden files), or the Hub id of a data set, which is always a reference.
     """
     with _current_run(f"the artifact {name}") as run:
         if run is None or config.artifacts == "none":
@@ -136,13 +135,13 @@ def log_artifact(
                     artifact.add_file(str(file), name=str(inside))
                 else:
                     artifact.add_reference(f"file://{file}", name=str(inside))
-        # Offline wandb knows no inputs of a run.
+        # Offline wandb cannot record inputs of a run.
         log = run.use_artifact if kind == "dataset" and not run.offline else run.log_artifact
         log(artifact)
 
 
 def summarise(figures: Mapping[str, float]) -> None:
-    """Put final figures into the summary of the current run."""
+    """Add final figures to the summary of the current run."""
     with _current_run("the summary") as run:
         if run is not None:
             run.summary.update(dict(figures))
@@ -157,7 +156,7 @@ def finish() -> None:
 
 @contextmanager
 def _current_run(what: str) -> Iterator[Any]:
-    """The run of this process, or None. What goes wrong with it is said, and the training goes on."""
+    """Yield the run of this process, or None; print errors of wandb instead of raising them."""
     try:
         yield _run()
     except Exception as error:
@@ -165,7 +164,7 @@ def _current_run(what: str) -> Iterator[Any]:
 
 
 def _run_id(folder: Path, resumed: bool) -> str | None:
-    """The id kept in `folder`; a new one unless a training is `resumed`. None: wandb takes the user's own."""
+    """Return the run id stored in `folder`, or a new id unless `resumed`; None where the user sets WANDB_RUN_ID."""
     if os.environ.get("WANDB_RUN_ID"):
         return None
     kept = folder / RUN_ID
@@ -178,7 +177,7 @@ def _trackers(config: TrainingConfig) -> list[str]:
     return config.report_to if isinstance(config.report_to, list) else []
 
 
-def _run():  # type: ignore[no-untyped-def]  # wandb.Run, where wandb is installed and running
+def _run():  # type: ignore[no-untyped-def]  # wandb.Run or None
     try:
         import wandb
     except ImportError:
@@ -186,7 +185,7 @@ def _run():  # type: ignore[no-untyped-def]  # wandb.Run, where wandb is install
     return wandb.run
 
 
-def _give_up(config: TrainingConfig, reason: str) -> None:
+def _disable(config: TrainingConfig, reason: str) -> None:
     config.report_to = [name for name in _trackers(config) if name != "wandb"]
     if config.process_index == 0:
-        print(f"{reason}: metrics go to the log only")
+        print(f"{reason}: metrics are only printed to the log")

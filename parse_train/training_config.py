@@ -1,4 +1,4 @@
-"""What every training has on top of transformers' `TrainingArguments`."""
+"""Base configurations of all trainings, on top of transformers' `TrainingArguments`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from accelerate.utils import HfDeepSpeedConfig
 from transformers import TrainingArguments
 
+from parse_infer.errors import ParseError
 from parse_infer.models.devices import multiplies_in_16_bits
 
-IGNORED = -100  # a label that says nothing, as transformers' Trainer expects it
+IGNORED = -100  # label that the loss ignores, as in transformers' Trainer
 
 
 @dataclass
@@ -22,39 +23,39 @@ class TrainingConfig(TrainingArguments):
     resume_from_checkpoint: str | None = field(
         default="auto",
         metadata={
-            "help": "auto: the last complete checkpoint in output_dir, if any. restart: delete the checkpoints there "
-            "and start anew. Else the folder of a checkpoint."
+            "help": "auto: the last complete checkpoint in output_dir, if any. restart: delete these checkpoints and "
+            "start again. Any other value: the folder of a checkpoint."
         },
     )
 
     def __post_init__(self) -> None:
         if name := sharding(self.fsdp, self.deepspeed):
-            raise ValueError(
-                f"{name} shards the model's weights, which no training here supports: use plain DDP "
+            raise ParseError(
+                f"{name} shards the model's weights, which parse_train does not support: use plain DDP "
                 "(recipes/accelerate/gpu-ddp.yaml) or DeepSpeed ZeRO-2 (recipes/accelerate/gpu-deepspeed-zero2.yaml)"
             )
-        # transformers refuses bf16 on a machine without an accelerator unless it is told to use the CPU.
+        # Without an accelerator, transformers rejects bf16 unless use_cpu is set.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        if self.use_cpu:  # DeepSpeed (which peft imports wherever it is installed) would guess, and warn
+        if self.use_cpu:  # peft imports an installed DeepSpeed, which would detect the device with a warning
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if self.save_only_model:
-            raise ValueError("save_only_model is not supported here: without the optimiser's state nothing resumes")
+            raise ParseError("save_only_model is not supported: resuming needs the optimiser's state")
         if self.bf16 and self.use_cpu and not multiplies_in_16_bits(torch.device("cpu")):
-            self.bf16 = False  # the same training, at a tenth of the time and less
+            self.bf16 = False  # float32 takes at most a tenth of the time here
             if int(os.environ.get("RANK", 0)) == 0:
-                print("bf16: this CPU has no instructions for it; training in float32, which is faster here")
-        self.remove_unused_columns = False  # the models' own collators know what is used
+                print("bf16: this CPU has no bfloat16 instructions; training in float32, which is faster here")
+        self.remove_unused_columns = False  # the collators of this package select the columns
         super().__post_init__()
         if self.n_gpu > 1:
-            raise ValueError(
-                f"one process has {self.n_gpu} GPUs: start one for each with `accelerate launch`, or name one in "
-                "CUDA_VISIBLE_DEVICES"
+            raise ParseError(
+                f"one process has {self.n_gpu} GPUs: start one process per GPU with `accelerate launch`, or select "
+                "one GPU with CUDA_VISIBLE_DEVICES"
             )
 
 
 def sharding(fsdp: Any, deepspeed: Any) -> str | None:
-    """What would shard the model's weights: "FSDP" or "ZeRO-3", asked for by `TrainingArguments` or by `accelerate
-    launch`, which sets environment variables. None otherwise.
+    """Return "FSDP" or "ZeRO-3" where `TrainingArguments` or the environment variables of `accelerate launch` enable
+    either; else None.
 
     Args:
         fsdp, deepspeed: the fields of `TrainingArguments`; a DeepSpeed configuration is a mapping, a file or its text.
@@ -72,16 +73,16 @@ def sharding(fsdp: Any, deepspeed: Any) -> str | None:
 
 @dataclass
 class TrackedTrainingConfig(TrainingConfig):
-    """Of the trainings that users run."""
+    """Base configuration of trainings with a tracker."""
 
     report_to: None | str | list[str] = field(  # noqa: RUF036  (the parser of TRL needs this order)
-        default="wandb", metadata={"help": "Where metrics go, or none."}
+        default="wandb", metadata={"help": "Tracker of the metrics, or none."}
     )
-    project: str = field(default="parse", metadata={"help": "Project of the tracker."})
+    project: str = field(default="parse", metadata={"help": "Project in the tracker."})
     artifacts: str = field(
         default="reference",
         metadata={
-            "help": "Data set and result in the tracker: reference (their paths and hashes), upload (the files too), "
+            "help": "Data set and trained model in the tracker: reference (paths and hashes), upload (also files) or "
             "none.",
             "choices": ["reference", "upload", "none"],
         },

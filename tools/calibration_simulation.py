@@ -1,10 +1,10 @@
-"""Do promises hold as often as they say? Calibrations with a known truth, many times over.
+"""Simulate calibrations with known risks, and measure how often the calibrated bound is violated.
 
 `python -m tools.calibration_simulation [--rounds 1000] [--out docs/results/calibration-simulation.json]`
 
-A problem has a latent difficulty that decides under which settings it is lost, so that losses of neighbouring settings
-belong together as those of thresholds do. The second part counts drafts instead of problems: several drafts of one
-problem are lost together, and a test that takes them for independent promises too much.
+A latent difficulty of each problem decides under which settings the problem is lost, so losses of neighbouring
+settings are correlated, as with thresholds. The second part counts drafts instead of problems. The drafts of one
+problem are lost together, so a test that assumes independent drafts claims a bound too often.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from parse_infer.models.environment import describe_run
 Floats = NDArray[np.float64]
 SETTINGS = 40
 RISK, LEVEL = 0.05, 0.1
-# True risks from the strictest setting to the laxest.
+# True risks, from the strictest setting to the most permissive.
 SHAPES: dict[str, Floats] = {
     "rises evenly to 20 %": np.linspace(0, 0.2, SETTINGS),
     "jumps from 0 to 30 %": np.repeat([0.0, 0.3], SETTINGS // 2),
@@ -34,15 +34,15 @@ SHAPES: dict[str, Floats] = {
     "rises and falls again": np.concatenate([np.linspace(0, 0.08, 20), np.linspace(0.08, 0.02, 20)]),
 }
 SIZES = (100, 300, 1000, 2000)
-DRAFTS = 4  # of each problem, in the second part
+DRAFTS = 4  # drafts per problem in the second part
 
 
 def broken_share(rates: Floats, n: int, rounds: int, seed: int, drafts: int = 1) -> float:
-    """Share of the calibrations on `n` problems that promise `RISK` for a setting whose true risk is larger.
+    """Return the share of calibrations on `n` problems that certify `RISK` for a setting with a higher true risk.
 
     Args:
         rates: true risks of the settings.
-        drafts: losses of each problem that are counted as if they were problems; all of them are lost together.
+        drafts: drafts per problem, which are lost together but count as independent.
     """
     rng = np.random.default_rng(seed)
     broken = 0
@@ -54,7 +54,7 @@ def broken_share(rates: Floats, n: int, rounds: int, seed: int, drafts: int = 1)
 
 
 def simulate(rounds: int, seed: int = 0) -> dict[str, Any]:
-    """`{"environment", "rows": [{shape, problems, by_problem, by_draft}]}`; shares of broken promises."""
+    """Return `{"environment", "rows": [{shape, problems, by_problem, by_draft}]}` with shares of violated bounds."""
     cases = [(shape, n) for shape in SHAPES for n in SIZES]
     rows = []
     for shape, n in track(cases, "simulate", transient=True):
@@ -68,9 +68,9 @@ def simulate(rounds: int, seed: int = 0) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=1000, help="calibrations of each kind")
+    parser.add_argument("--rounds", type=int, default=1000, help="calibrations per case")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="runs/calibration-simulation.json", help="the result")
+    parser.add_argument("--out", default="runs/calibration-simulation.json", help="result file")
     arguments = parser.parse_args(argv)
     if arguments.rounds < 1:
         parser.error(f"--rounds is {arguments.rounds}; it must be at least 1")

@@ -1,8 +1,8 @@
-"""Are promises kept on problems that they were not made on? Random halves of a finished calibration.
+"""Cross-validate a finished calibration on random halves of its problems.
 
 `python -m tools.calibration_splits runs/calibration [--splits 50] [--out FILE]`
 
-Each time one half chooses the setting for every risk and the other says what it really loses and how fast it is.
+In each split, one half chooses the setting for every risk, and the other half measures its losses and speed-up.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ from parse_infer.models.environment import describe_run
 
 
 def read_outcomes(folder: Path) -> tuple[dict[str, Any], list[Outcome]]:
-    """The configuration and the records of a calibration's folder.
-
-    Raises FileNotFoundError or ValueError where the folder holds none.
-    """
+    """Read configuration and records from a calibration folder; raise FileNotFoundError or ValueError if missing."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no calibration: run `parse-infer calibrate --out {folder}` first")
@@ -40,19 +37,19 @@ def read_outcomes(folder: Path) -> tuple[dict[str, Any], list[Outcome]]:
 def split(
     config: dict[str, Any], outcomes: Sequence[Outcome], settings: CalibrationSettings, n: int
 ) -> dict[str, Any]:
-    """`{"environment", "rows": [{resume, risk, shown, lost, lost_range, above, speedup}]}`.
+    """Return `{"environment", "rows": [{resume, risk, shown, lost, lost_range, above, speedup}]}`.
 
-    - shown: share of the halves that make a promise for the risk;
-    - lost, lost_range, above: what the other half loses on average, in the middle 90 % of the splits, and in how many
-      splits that is more than promised (a half is no large sample: some are, although the promise is kept);
-    - speedup: of the other half, on average. Where nothing is promised the target answers alone.
+    - shown: share of the splits with a certified setting for the risk;
+    - lost, lost_range: mean share of lost problems in the other half, and its middle 90 % over the splits;
+    - above: share of the splits that lose more than the risk (sampling noise exceeds a valid bound in some splits);
+    - speedup: mean speed-up in the other half; 1 without a certified setting, as the target then answers alone.
     """
     order = {resume: i for i, resume in enumerate(config["resumes"])}
     rng = np.random.default_rng(0)
     timed = [k for k, outcome in enumerate(outcomes) if outcome.target_seconds is not None]
     others = [k for k, outcome in enumerate(outcomes) if outcome.target_seconds is None]
     halves = []
-    for _ in range(n):  # half of those that were timed, too
+    for _ in range(n):  # each half gets half of the timed problems
         parts = [np.array_split(rng.permutation(np.array(some, dtype=int)), 2) for some in (timed, others)]
         halves.append([np.concatenate(half) for half in zip(*parts, strict=True)])
     rows = []
@@ -97,9 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="--out of parse-infer calibrate")
     parser.add_argument("--splits", type=int, default=50)
-    parser.add_argument("--risk", default="0.01,0.02,0.05,0.1", help="promises to test")
+    parser.add_argument("--risk", default="0.01,0.02,0.05,0.1", help="risks to test")
     parser.add_argument("--confidence", type=float, default=0.9)
-    parser.add_argument("--out", help="the result; default: splits.json in the folder")
+    parser.add_argument("--out", help="result file; default: splits.json in the folder")
     arguments = parser.parse_args(argv)
     try:
         config, outcomes = read_outcomes(arguments.folder)

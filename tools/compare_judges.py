@@ -1,10 +1,10 @@
-"""Exported adapters and their rivals on the same held-out drafts, for the table that decides the head's form.
+"""Compare exported adapters and baselines on the same held-out drafts.
 
 `python -m tools.compare_judges recipes/train.yaml --adapters FOLDER [FOLDER …] [--key value …]`
 
-Recipe and overrides say which drafts are held out, as in the training of the adapters. Each adapter is read as the
-engine reads it, draft by draft. Rivals are the baselines of the recipe. The result is a JSON file, of which
-`python -m tools.render_docs` makes the table `judges`.
+Recipe and overrides determine the held-out drafts, as in the training of the adapters. Each adapter scores draft by
+draft, as in the engine. The recipe selects the baselines. `python -m tools.render_docs` renders the resulting JSON
+file as the table `judges`.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from tools.measured_command import run_measurement
 
 COMMAND = "python -m tools.compare_judges"
 _PREFILL, _OUTPUT_LAYER = "prefill", "prefill and output layer"
-# What a pass of these costs: they read the target's probabilities of the draft's tokens, and no probe. (The KL judge's
-# other distribution comes with the draft.)
+# Judges without probe, whose pass computes the target's probabilities of the draft's tokens. (The KL judge's second
+# distribution is a by-product of drafting.)
 _BY_TOKEN = (LOG_PROBABILITY, LOWEST_LOG_PROBABILITY, KL_JUDGE, LARGEST_KL, MEAN_KL)
 
 
 @dataclass
 class ComparisonArguments:
-    """What is compared, and where the result goes."""
+    """Options of the comparison."""
 
     adapters: list[str] = field(
         default_factory=list, metadata={"help": "Folders (or Hub ids) of exported adapters for the recipe's target."}
@@ -60,28 +60,28 @@ class ComparisonArguments:
     acceptance: float | None = field(
         default=None,
         metadata={
-            "help": "Share of the draft tokens that every judge keeps where false accepts are compared; by default "
-            "what the first adapter keeps at its own threshold."
+            "help": "Acceptance rate (share of draft tokens) at which to compare false accepts; default: that of the "
+            "first adapter at its own threshold."
         },
     )
     all_drafts: bool = field(
         default=False,
-        metadata={"help": "Compare on all held-out drafts, not only on those sampled as they will be served."},
+        metadata={"help": "Compare on all held-out drafts instead of those sampled at risk_temperature."},
     )
-    cost_drafts: int = field(default=10, metadata={"help": "Held-out drafts on which passes are timed; 0: none."})
-    cost_rounds: int = field(default=5, metadata={"help": "Rounds of timing; judges take turns."})
-    out: str | None = field(default=None, metadata={"help": "Result; by default judges.json in output_dir."})
+    cost_drafts: int = field(default=10, metadata={"help": "Held-out drafts for the timing of passes; 0: none."})
+    cost_rounds: int = field(default=5, metadata={"help": "Rounds of timing; judges alternate."})
+    out: str | None = field(default=None, metadata={"help": "Result file; default: OUTPUT_DIR/judges.json."})
 
 
 def compare(config: ValidityTrainingConfig, how: ComparisonArguments) -> dict[str, Any]:
-    """The content of the result: `{"environment", "acceptance", "oracle_acceptance", "judges": {name: figures}}`.
+    """Return `{"environment", "acceptance", "oracle_acceptance", "judges": {name: figures}}`.
 
-    Figures are those of `compare_judges`; `cost` and `cost_range` are median, lowest and highest time of a pass in
-    plain prefills of the same prompts and drafts (None where it was not timed).
+    Figures are those of `compare_judges`. `cost` and `cost_range` are the median and range of a pass's time relative
+    to a plain prefill of the same prompts and drafts (None without timing).
 
     Raises:
-        ValueError, OSError: no adapter, one that does not belong to the target or to this split of the data, or a
-            first adapter that keeps nothing, while `acceptance` is not given.
+        ValueError, OSError: no adapter, an adapter of another target or data split, or no `acceptance` while the
+            first adapter accepts nothing.
     """
     if not how.adapters:
         raise ValueError("name at least one exported adapter: --adapters runs/validity/adapter")
@@ -112,7 +112,7 @@ def compare(config: ValidityTrainingConfig, how: ComparisonArguments) -> dict[st
         timed = evaluation.examples[:: max(1, len(evaluation) // how.cost_drafts)][: how.cost_drafts]
         cost = pass_costs(lm, {**adapters, **rivals}, timed, how.cost_rounds)
 
-    # Last, because it wraps the target.
+    # Last, because `build_model` wraps the target.
     kl_judge, reason = find_kl_judge(config, build, lm, evaluation) if config.baselines else (None, "")
     if reason:
         print(reason)
@@ -138,7 +138,7 @@ def compare(config: ValidityTrainingConfig, how: ComparisonArguments) -> dict[st
 
 
 def form(adapter: ValidityAdapter) -> str:
-    """What a trained head reads, with the ranks."""
+    """Describe the inputs of a trained head, with the ranks."""
     rank, size = str(adapter.config.token_rank), adapter.config.surprise_vocab_size
     if size:
         rank += f" over {size} tokens"
@@ -151,7 +151,7 @@ def form(adapter: ValidityAdapter) -> str:
 
 
 def score(adapter: ValidityAdapter, lm: LanguageModel, dataset: ValidityDataset, title: str) -> ScoredDrafts:
-    """Validities of all drafts, in one verification pass each."""
+    """Score all drafts, with one verification pass per draft."""
     verifier, found = Verifier(lm.decoder, adapter, Segmenter(lm.tokenizer)), []
     for example in track(dataset.examples, title, transient=True):
         lm.decoder.seek(example.context_ids)
@@ -165,7 +165,7 @@ def pass_costs(
     examples: Sequence[ValidityExample],
     rounds: int,
 ) -> dict[str, tuple[float, list[float]]]:
-    """For each judge the time of a pass from an empty cache, in plain prefills: median of the rounds, and range."""
+    """Time each judge's pass from an empty cache, relative to a plain prefill: {name: (median, range)} of rounds."""
     decoder = lm.decoder
     steps = [
         _step(_PREFILL, decoder, examples, lambda e: decoder.forward(e.draft_ids).hidden.sum().item()),
@@ -187,7 +187,7 @@ def pass_costs(
 def _step(
     name: str, decoder: Decoder, examples: Sequence[ValidityExample], read: Callable[[ValidityExample], Any]
 ) -> Step:
-    """All drafts one after the other, each with its prompt and from an empty cache."""
+    """Return a step that reads all drafts in sequence, each with its prompt and from an empty cache."""
 
     def run() -> None:
         for example in examples:
@@ -212,8 +212,8 @@ def _kept(drafts: ScoredDrafts, threshold: float | None) -> float:
     kept = 0.0 if threshold is None else float(acceptance_curve(drafts, [threshold])[1][0])
     if not kept:
         raise ValueError(
-            "the first adapter keeps nothing at its own threshold: say with --acceptance which share of the draft "
-            "tokens all judges keep where false accepts are compared"
+            "the first adapter accepts nothing at its own threshold: set --acceptance, the acceptance rate at which "
+            "to compare false accepts"
         )
     return round(kept, 4)
 
@@ -221,34 +221,34 @@ def _kept(drafts: ScoredDrafts, threshold: float | None) -> float:
 def _check_split(
     folder: str, provenance: dict[str, Any], config: ValidityTrainingConfig, counts: dict[str, int]
 ) -> None:
-    """Raise ValueError for an adapter that has learnt from other problems than a training by this recipe would."""
+    """Raise ValueError for an adapter whose training problems differ from those of this recipe."""
     if config.eval_data is not None:
         return
     here = {"seed": config.seed, "train_problems": counts["train_problems"], "eval_problems": counts["eval_problems"]}
     for key, value in here.items():
         if provenance.get(key, value) != value:
             raise ValueError(
-                f"{folder} was trained with {key} {provenance[key]}, and this recipe gives {value}: what is held out "
-                "here may be what it learnt from; use its recipe, or eval_data that it has not seen"
+                f"{folder} was trained with {key} {provenance[key]}, but this recipe gives {value}, so its training "
+                "data may contain these held-out drafts; use the adapter's recipe, or other eval_data"
             )
 
 
 def text_table(result: dict[str, Any]) -> str:
-    """The judges, one a line, for the terminal."""
+    """Return a table of the judges for the terminal."""
     heads = {"auroc": "AUROC", "auprc": "AUPRC", "first_error_f1": "first-error F1", "false_accepts": "false accepts"}
     lines = [f"{'judge':<56}" + "".join(f"{head:>16}" for head in (*heads.values(), "cost"))]
     for name, figures in result["judges"].items():
         cells = ["-" if figures[key] is None else f"{figures[key]:.3f}" for key in (*FIGURES, "cost")]
         lines.append(f"{name:<56}" + "".join(f"{cell:>16}" for cell in cells))
     lines.append(
-        f"false accepts: share of the drafts, where each judge keeps {result['acceptance']:.1%} of the tokens (a "
-        f"perfect one keeps {result['oracle_acceptance']:.1%}); cost: of a pass, in plain prefills"
+        f"false accepts: share of drafts, at an acceptance rate of {result['acceptance']:.1%} of the tokens (a "
+        f"perfect judge accepts {result['oracle_acceptance']:.1%}); cost: a pass relative to a plain prefill"
     )
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare, print the table, write the result; returns the exit code."""
+    """Compare, print the table, write the result, and return the exit code."""
 
     def run(config: ValidityTrainingConfig, how: ComparisonArguments, arguments: list[str]) -> None:
         result = compare(config, how)

@@ -1,4 +1,4 @@
-"""Several judges on the same drafts: how well each tells right from wrong, and what it lets through at equal use."""
+"""Comparison of judges on the same drafts: ranking metrics, and false accepts at an equal acceptance rate."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ RESAMPLES = 1000
 def compare_judges(
     judges: Mapping[str, ScoredDrafts], problems: Sequence[str], acceptance: float, seed: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """For each judge `FIGURES`, and as NAME_ci their 95 % intervals (percentile bootstrap over problems).
+    """Return `FIGURES` of each judge, and their 95 % intervals as NAME_ci (percentile bootstrap over problems).
 
-    - auroc, auprc: of all prefixes, the valid ones as positives; None where only one class occurs.
-    - first_error_f1: see `first_error_f1`, at the threshold that is best on these drafts.
-    - false_accepts: share of drafts whose last kept prefix is not valid, where the judge's threshold makes it keep
-      the share `acceptance` of the draft tokens (between two thresholds, by linear interpolation).
+    - auroc, auprc: over all prefixes, with valid prefixes as positives; None for a single class.
+    - first_error_f1: see `first_error_f1`, at the best threshold for these drafts.
+    - false_accepts: share of drafts with an invalid accepted prefix, at the threshold with acceptance rate
+      `acceptance` (linear interpolation between two thresholds).
 
     Args:
         judges: scores of the same drafts on any scale.
-        problems: of each draft; drafts of one problem are resampled together.
+        problems: the problem of each draft; drafts of one problem are resampled together.
     """
     owner = np.unique(np.asarray(problems), return_inverse=True)[1]
     rows_of = [np.flatnonzero(owner == problem) for problem in range(owner.max() + 1)]
@@ -42,16 +42,16 @@ def compare_judges(
 
 
 def oracle_acceptance(drafts: ScoredDrafts) -> float:
-    """Share of the draft tokens that a perfect judge keeps: labels in place of validities."""
+    """Return the share of draft tokens that a perfect judge accepts: labels in place of validities."""
     perfect = ScoredDrafts((drafts.labels == 1).astype(float), drafts.labels, drafts.cuts)
     return float(acceptance_curve(perfect, [0.5])[1][0])
 
 
 def false_accepts_at(drafts: ScoredDrafts, acceptance: float, thresholds: Floats) -> float:
-    """False-accept rate (share of drafts) where the share `acceptance` of the draft tokens is kept.
+    """Return the false-accept rate (share of drafts) at the acceptance rate `acceptance` (share of draft tokens).
 
     Args:
-        thresholds: rising.
+        thresholds: ascending thresholds.
     """
     wrong, kept = acceptance_curve(drafts, thresholds)
     return float(np.interp(acceptance, kept[::-1], wrong[::-1]))

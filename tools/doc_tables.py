@@ -1,25 +1,24 @@
-"""The tables of a benchmark in the documentation; `tools.render_docs` puts them there.
+"""Tables of results for the documentation, which `tools.render_docs` inserts.
 
-- headline: a mode a line, in words, with what matters to a reader; lossless speculation, the rival, comes first;
-- tokens: modes by name, with what token drafters are about;
-- modes: everything, as `results.md` has it;
-- categories: tokens per forward of the target for each kind of prompt.
+For a benchmark (`parse-infer bench`):
 
-Of a benchmark with several clients (`parse-infer bench --backend vllm`):
+- headline: one row per mode with the main figures; lossless speculation, the baseline, comes first;
+- tokens: one row per mode with the figures of token-level drafters;
+- modes: all figures, as in `results.md`;
+- categories: tokens per target forward by category of prompt.
 
-- clients: a mode and number of clients a line.
+For a benchmark with several clients (`parse-infer bench --backend vllm`):
 
-And of a comparison of judges (`tools.compare_judges`):
+- clients: one row per mode and number of clients.
 
-- judges: a judge a line; what could not be worked out is left empty.
+For a comparison of judges (`tools.compare_judges`):
 
-And of simulated calibrations (`tools.calibration_simulation`):
+- judges: one row per judge; missing figures are empty.
 
-- simulation: how often a promise is broken, by shape of the risk and number of problems.
+For calibrations:
 
-And of a calibration in random halves (`tools.calibration_splits`):
-
-- splits: what each promise loses on other problems, and how fast it is.
+- simulation: share of violated bounds by shape of the risk and number of problems (`tools.calibration_simulation`);
+- splits: losses and speed-up on other problems, by risk (`tools.calibration_splits`).
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ _JUDGES = ("judge", "AUROC", "AUPRC", "first-error F1", "false accepts, %", "cos
 
 
 def table(path: Path, kind: str) -> list[str]:
-    """Lines of Markdown from a file of results; the last one says where the table comes from.
+    """Render a result file as lines of Markdown; the last line states the origin of the table.
 
     Raises:
         FileNotFoundError, ValueError: no such file or kind of table, or a file with other results.

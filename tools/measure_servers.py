@@ -1,13 +1,13 @@
-"""What is promised of the coordinator, on a quiet machine: `python -m tools.measure_servers [row …]`.
+"""Measure the coordinator on an idle machine: `python -m tools.measure_servers [row …]`.
 
-Needs vLLM. Starts the servers of a pair (`--pair smollm2` for the larger one), and prints one line for each row:
+Needs vLLM. Starts the servers of a pair (`--pair smollm2` for the larger pair), and prints one line per row:
 
-cpu            the coordinator's own CPU time for a request, 8 at a time
-overlap        an answer with segments verified while the draft is written, against one after the other
-verification   all cuts of a draft, from an empty cache, against one cold prefill of prompt and draft
-killed         1,000 requests, 32 at a time, each server killed once: wrong, lost, and memory before and after
-useless FILE   prompts that the draft model knows nothing about (of jsonl, as MT-Bench's): adaptive from a cold start,
-               and then in turn with the target alone, 32 and 8 at a time
+cpu            CPU time of the coordinator per request, 8 concurrent requests
+overlap        time of an answer with verification during drafting, against verification after drafting
+verification   time of all cuts of a draft from an empty cache, against one cold prefill of prompt and draft
+killed         1,000 requests, 32 concurrent, each server killed once: wrong and lost answers, memory before and after
+useless FILE   prompts outside the draft model's task (jsonl, such as MT-Bench's): adaptive from a cold start, then
+               alternating with the target alone, 32 and 8 concurrent requests
 
 For speed see docs/vllm.md.
 """
@@ -41,19 +41,19 @@ def prompts(n: int) -> list[Any]:
 
 
 def fresh(engine: ParseEngine) -> None:
-    """From here on the servers' caches are empty for us."""
+    """Change the cache salt, so that no prefix cache of the servers applies."""
     engine.backend.fields(cache_salt=uuid.uuid4().hex)
 
 
 def cpu(engine: ParseEngine) -> str:
     engine.backend.parallel = 8
-    asked = prompts(200)  # made beforehand: that takes longer than all the coordinator does
+    asked = prompts(200)  # before the timing, because generating prompts is slow
     list(engine.collect([engine.events(p) for p in asked[:40]]))
     fresh(engine)
     start = time.thread_time()
     list(engine.collect([engine.events(p) for p in asked]))
     seconds = time.thread_time() - start
-    return f"{1000 * seconds / len(asked):.2f} ms of CPU for a request"
+    return f"{1000 * seconds / len(asked):.2f} ms of CPU time per request"
 
 
 def overlap(engine: ParseEngine) -> str:
@@ -121,7 +121,7 @@ def killed(engine: ParseEngine) -> str:
     alive = sum(process.alive for process in processes)
     return (
         f"{len(found)} of {5 * len(asked)} answers, {wrong} wrong, {alive} of {len(processes)} servers up, "
-        f"most memory {before // 1024} then {after // 1024} MB{lost}"
+        f"peak memory {before // 1024} MB before, {after // 1024} MB after{lost}"
     )
 
 
@@ -146,7 +146,7 @@ def useless(engine: ParseEngine, asked: Sequence[Any]) -> str:
         cold = speed(n, alone=False)
         pairs = [(speed(n, alone=False), speed(n, alone=True)) for _ in range(2)]
         adaptive, alone = (" ".join(column) for column in zip(*pairs, strict=True))
-        lines.append(f"{n} at a time: {cold} cold, {adaptive}, the target alone {alone} tokens/s")
+        lines.append(f"{n} concurrent: {cold} cold, {adaptive}, the target alone {alone} tokens/s")
     return "; ".join(lines)
 
 

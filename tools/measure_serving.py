@@ -1,12 +1,12 @@
-"""What is promised of the server, measured on a quiet machine: `python -m tools.measure_serving [row …]`.
+"""Measure the server on an idle machine: `python -m tools.measure_serving [row …]`.
 
-Starts `parse-infer serve` on the embedded models for each row, and prints one line for each:
+Starts `parse-infer serve` on the embedded models for each row, and prints one line per row:
 
-identical   100 prompts, streamed and not, 1 and 16 clients, against `ParseEngine.generate`
-latency     what the server adds to `ParseEngine.generate` in this process, for 100 prompts of one client
-bad         1,000 bad requests: statuses, and memory before and after
-leaving     200 clients that go away in the middle, and how long their work goes on
-signal      SIGTERM under load: how the accepted requests end, and how long the process takes
+identical   equality with `ParseEngine.generate` for 100 prompts, streamed or not, 1 and 16 clients
+latency     latency added to `ParseEngine.generate` in this process, for 100 prompts of one client
+bad         statuses of 1,000 bad requests, and memory before and after
+leaving     time until the server is idle after 200 clients disconnect early
+signal      SIGTERM under load: outcome of accepted requests, and time until the process exits
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def identical() -> str:
 
 
 def latency() -> str:
-    """The engine comes first: beside the server its idle threads would cost both of them time."""
+    """Measure the engine before the server starts, because idle server threads would slow down the engine."""
     engine = ParseEngine.from_pretrained("zoo:target", "zoo:draft", "zoo:adapter")
     asked = prompts(105)
     own = [seconds(lambda prompt=prompt: engine.generate(prompt, max_new_tokens=TOKENS)) for prompt in asked]
@@ -115,7 +115,7 @@ def bad() -> str:
         for i in range(1000):
             path, body, _ = cases[i % len(cases)]
             raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-            if i >= len(cases):  # damaged somewhere
+            if i >= len(cases):  # damage a random position
                 at = random.randrange(len(raw) + 1)
                 raw = raw[:at] + random.randbytes(2) + raw[at + 1 :]
             kind = {"Content-Type": "application/json"}
@@ -144,7 +144,7 @@ def leaving() -> str:
             time.sleep(0.01)
         seconds = time.perf_counter() - begin
         text = ask(url, asked[0])
-    return f"free {seconds:.2f} s after the last of 200 had left; then an answer of {len(text)} characters"
+    return f"idle {seconds:.2f} s after the last of 200 clients left; then an answer of {len(text)} characters"
 
 
 def signal() -> str:
@@ -173,7 +173,7 @@ def signal() -> str:
         seconds = time.perf_counter() - begin
         for thread in threads:
             thread.join()
-    return f"{dict(ends)}; gone after {seconds:.2f} s, with {grace} s of grace"
+    return f"{dict(ends)}; exited after {seconds:.2f} s, with a grace period of {grace} s"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line of a measurement: a recipe, overrides of its keys, and options of the measurement's own."""
+"""Command line of a measurement: a recipe, overrides of its keys, and options of the measurement."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from parse_train.validity.config import ValidityTrainingConfig
 def run_measurement(
     argv: Sequence[str] | None, command: str, example: str, options: type, run: Callable[[Any, Any, list[str]], None]
 ) -> int:
-    """Call `run(recipe, options, arguments)`; returns the exit code, 2 for a mistake of the user's.
+    """Call `run(recipe, options, arguments)` and return the exit code, 2 for a user error.
 
     Args:
-        argv: by default those of the process.
-        command: how it is called, up to the recipe.
-        example: the arguments of a call that works.
-        options: dataclass of the measurement's own options.
+        argv: arguments; None: those of the process.
+        command: the command before the recipe.
+        example: valid arguments, for the error message.
+        options: dataclass of the measurement's options.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:

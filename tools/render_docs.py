@@ -1,13 +1,13 @@
-"""The tables and figures of the documentation, made from committed results: `python -m tools.render_docs`.
+"""Render the tables and figures of the documentation from committed results: `python -m tools.render_docs`.
 
-In README.md and docs/*.md, a table stands between two lines of its own, and a figure is named by one:
+In README.md and docs/*.md, two lines enclose a table, and one line names a figure:
 
     <!-- results: docs/results/NAME.json table=headline -->
     <!-- end -->
     <!-- figure: docs/results/NAME.json docs/NAME.png -->
 
-The file is the `results.json` of a benchmark, a comparison of judges, or what calibrations showed; the tables are
-those of `tools.doc_tables`. What stands between fences (```) is left alone.
+The JSON file holds results of a benchmark, a comparison of judges, or calibrations. `tools.doc_tables` lists the
+tables. Text between fences (```) is unchanged.
 """
 
 from __future__ import annotations
@@ -32,20 +32,19 @@ _END = "<!-- end -->"
 
 
 def update(root: Path, write: bool = True) -> list[str]:
-    """Bring every table and figure below `root` up to date.
+    """Update every table and figure below `root`.
 
     Args:
-        write: False only looks.
+        write: False only checks.
 
     Returns:
-        What was not up to date, as paths below `root`.
+        Paths below `root` of outdated files.
 
     Raises:
-        FileNotFoundError, ValueError: a block without an end, an unknown table, or results that are not there; by file
-            and line.
+        FileNotFoundError, ValueError: a block without end, an unknown table, or missing results (by file and line).
     """
     if not root.is_dir():
-        raise FileNotFoundError(f"there is no folder {root}: give the one with README.md and docs/")
+        raise FileNotFoundError(f"there is no folder {root}: name the folder with README.md and docs/")
     stale = []
     for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
         if not path.is_file():
@@ -66,7 +65,7 @@ def update(root: Path, write: bool = True) -> list[str]:
 
 
 def _rewritten(text: str, root: Path, name: str) -> tuple[str, list[tuple[str, str]]]:
-    """The text with its tables made anew, and the figures that it names with their results."""
+    """Return the text with new tables, and (results, picture) of its figures."""
     lines, figures, out = text.split("\n"), [], []
     number, fenced = 0, False
     while number < len(lines):
@@ -92,8 +91,8 @@ def _rewritten(text: str, root: Path, name: str) -> tuple[str, list[tuple[str, s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 for what `--check` finds out of date, 2 for a mistake, told in one sentence."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description="Make the documentation's tables and figures anew.")
+    """Run the command and return the exit code: 1 if `--check` finds outdated files, 2 for a user error."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description="Render the documentation's tables and figures.")
     parser.add_argument("root", nargs="?", type=Path, default=Path(), help="folder with README.md and docs/")
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if something would change")
     arguments = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""What a training step costs: context cached without gradient, against back-propagating through everything.
+"""Compare training steps with a cached context (no gradient) and with back-propagation through all tokens.
 
 `python -m tools.step_cost recipes/train.yaml [--rounds 12] [--key value …]`
 """
@@ -30,25 +30,25 @@ CACHED, WHOLE = "context cached, no gradient", "back-propagated throughout"
 
 @dataclass
 class StepCostArguments:
-    """How often to measure."""
+    """Options of the measurement."""
 
-    rounds: int = field(default=12, metadata={"help": "Timed steps of each kind, alternating, on the same batches."})
+    rounds: int = field(default=12, metadata={"help": "Timed steps per kind, alternating, on the same batches."})
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of each timed step, by kind and in the order measured; the batches are the same for both kinds."""
+    """Seconds of each timed step by kind, in order; both kinds use the same batches."""
 
     seconds: dict[str, list[float]]
     tokens: list[int]
     """Prompt and draft tokens of each batch, without padding."""
     gradient_gap: float
-    """Largest relative difference between the two kinds' gradients, over all parameters, on the first batch."""
+    """Largest relative difference of the two kinds' gradients over all parameters, on the first batch."""
     peak_bytes: dict[str, int] | None
     """Peak memory on a GPU."""
 
     def table(self) -> str:
-        """A line per kind: median and range of the time per step, tokens per second, memory."""
+        """Return a table by kind: median and range of the time per step, tokens per second, memory."""
         lines = [f"{'training step':<30}{'median ms':>11}{'range ms':>19}{'tokens/s':>10}{'peak GiB':>10}"]
         for kind, seconds in self.seconds.items():
             ms = [1e3 * s for s in seconds]
@@ -71,7 +71,7 @@ def measure(
 ) -> StepCost:
     """Time `step` (forward and backward) in both modes, alternating, `rounds` times each over `batches` in turn.
 
-    Every batch is run once in each mode before, untimed. The order within a pair changes from pair to pair.
+    Every batch first runs once in each mode, untimed. The order within a pair alternates.
     """
     device = batches[0]["input_ids"].device
     seconds: dict[str, list[float]] = {CACHED: [], WHOLE: []}
@@ -111,7 +111,7 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table for a recipe's model, data and batch size; returns the exit code."""
+    """Print the table for a recipe's model, data and batch size, and return the exit code."""
 
     def measure(config: ValidityTrainingConfig, how: StepCostArguments, arguments: list[str]) -> None:
         if how.rounds < 1:
@@ -123,13 +123,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(config: ValidityTrainingConfig, rounds: int) -> str:
-    """Measure with the batches that a training would begin with."""
+    """Measure the first batches of a training."""
     config.report_to = []
     set_seed(config.seed)
     lm = load_target(config)
     train, evaluation, _ = load_datasets(config, encoder_for(config, lm))
     model = build_model(config, lm).train()
-    with torch.no_grad():  # the update starts at zero, and with it half of the gradients
+    with torch.no_grad():  # lora_B is initially zero, and so would be the gradients of lora_A
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.02)

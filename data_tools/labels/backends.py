@@ -1,4 +1,4 @@
-"""Models that write many rows at once, in this process or behind a server. The builder never asks which."""
+"""Backends that generate many rows per call, in this process or through a server, behind one interface."""
 
 from __future__ import annotations
 
@@ -17,41 +17,37 @@ Role = Literal["target", "draft"]
 
 
 class RowDecoder(Protocol):
-    """What a `BatchDecoder` does, wherever the model runs."""
+    """Interface of `BatchDecoder`, for a local or a served model."""
 
     @property
     def eos_ids(self) -> Collection[int]:
-        """Tokens that end a row (they are part of it)."""
+        """Tokens that end a row; a row includes its end token."""
 
     def prefill(self, sequences: Sequence[Sequence[int]]) -> Contexts:
-        """Contexts that rows may start from."""
+        """Return contexts from which rows can start."""
 
     def extend(self, contexts: Contexts, parents: Sequence[int], suffixes: Sequence[Sequence[int]]) -> Contexts:
-        """New contexts: `contexts[parents[i]] + suffixes[i]`."""
+        """Return the new contexts `contexts[parents[i]] + suffixes[i]`."""
 
     def decode(self, contexts: Contexts, rows: Sequence[Row]) -> list[list[int]]:
-        """New tokens of every row, end token included; a row without one has used up its `max_new_tokens`."""
+        """Return the new tokens of every row, end token included. A row without end token has `max_new_tokens`."""
 
 
 class Writer(Protocol):
-    """A model, and the way to let it write."""
+    """A model and a factory of its decoders."""
 
     @property
     def model(self) -> TokenizerSpec: ...
 
     def decoder(self, end_ids: Collection[int]) -> RowDecoder:
-        """A decoder whose rows end with one of `end_ids`."""
+        """Return a decoder whose rows end with one of `end_ids`."""
 
     def describe(self) -> dict[str, Any]:
-        """What `describe_target` says; weights that nobody can look at are left out of the fingerprint."""
+        """Return the result of `describe_target`; the fingerprint of a served model omits the weights."""
 
 
 class LocalWriter:
-    """A model of this process.
-
-    Args:
-        batch_size: rows decoded at a time.
-    """
+    """A model in this process, which decodes `batch_size` rows at a time."""
 
     def __init__(self, model: LanguageModel, batch_size: int) -> None:
         self.model, self.batch_size = model, batch_size
@@ -64,16 +60,16 @@ class LocalWriter:
 
 
 def load_writer(config: BuildConfig, role: Role, note: Callable[[str], None]) -> Writer:
-    """The target or the draft model of a build, ready to write.
+    """Load the target or the draft model of a build.
 
     Args:
-        note: told what the user should know while it writes.
+        note: called with each message for the user.
 
     Raises:
-        ValueError, OSError: one sentence about a model that cannot be loaded, or a server that will not do.
+        ValueError, OSError: the model cannot be loaded, or the server is unusable; the message is one sentence.
     """
     if config.backend == "openai":
-        from data_tools.labels.served.writer import ServedWriter  # its client is an extra
+        from data_tools.labels.served.writer import ServedWriter  # openai is an optional dependency
 
         return ServedWriter.connect(config, role, note)
     model = load_language_model(

@@ -23,31 +23,30 @@ from data_tools.labels.shards import GroupFolder
 from data_tools.labels.summary import Summary, summarise
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem, Split, Task
+from parse_infer.errors import ParseError
 from parse_infer.judge.cuts import Segmenter
 
 __all__ = ["BuildConfig", "Labeller", "build"]
 
 
 def build(config: BuildConfig) -> Summary:
-    """Run the build, or go on with it, and return what the finished data set holds.
+    """Run or resume the build, and return the counts of the finished data set.
 
-    Interrupted at any point (also by kill -9), the same call continues: no row is lost, repeated or different from
-    what an uninterrupted build writes.
+    After an interruption (also by kill -9) the same call resumes the build and writes the same rows as an
+    uninterrupted build, without loss or repetition.
 
     Raises:
-        ValueError, OSError: one sentence about what is wrong with the configuration, a model, the task or the folder.
+        ValueError, OSError: one sentence about an error of the configuration, a model, the task or the folder.
     """
     task = load_task(config.task, **config.task_options)
     if getattr(task, "check_with", None) == "none":
-        raise ValueError(
-            f"task {task.name} with check_with none cannot tell which answers are right: labels need references"
-        )
+        raise ParseError(f"task {task.name} with check_with none does not check answers: labels need references")
     numbered = _groups(task.problems(cast(Split, config.split), config.seed, config.limit), config.problems_per_group)
     groups = GroupFolder(config.output_dir, config.split)
     with groups.held(config.identity(), {"versions": _versions()}):  # before models take minutes to load
         held = max(groups.ends.values(), default=0)
         if config.limit is not None and config.limit < held:
-            raise ValueError(
+            raise ParseError(
                 f"{config.output_dir} already holds {held} problems, more than the limit of {config.limit}; raise the "
                 "limit, or choose another output_dir"
             )
@@ -65,7 +64,7 @@ def build(config: BuildConfig) -> Summary:
                 groups.write(group, rows)
                 progress.advance(groups.n_problems, len(rows), labeller.rollouts)
         if not groups.ends:
-            raise ValueError(f"task {config.task} has no problem in its split {config.split}")
+            raise ParseError(f"task {config.task} has no problem in its split {config.split}")
         summary = summarise(read_rows(groups.folder))
         write_card(groups.folder, config, summary, groups.n_problems)
     return summary
@@ -73,7 +72,7 @@ def build(config: BuildConfig) -> Summary:
 
 @dataclass
 class _Case:
-    """One draft on its way to a row."""
+    """One draft and its label search."""
 
     problem: int
     draft: SampledDraft
@@ -82,22 +81,22 @@ class _Case:
 
     @property
     def open_ids(self) -> list[int]:
-        """The draft up to its last prefix that may need rollouts."""
+        """The draft tokens up to the last prefix that may need rollouts."""
         return self.draft.ids[: self.cuts[self.search.n_open - 1]]
 
 
 class Labeller:
-    """Turns problems into labelled rows, a group at a time.
+    """Turns problems into labelled rows, one group at a time.
 
     Args:
-        config: what to do.
+        config: the configuration of the build.
         task: checks answers.
-        target, draft: the two models, wherever they run.
-        activity: told what is being done.
-        note: told what the user should know.
+        target, draft: the two models, local or served.
+        activity: called with the name of the current step.
+        note: called with each message for the user.
 
     Attributes:
-        rollouts: target rollouts so far.
+        rollouts: number of target rollouts so far.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Labeller:
     def load(
         cls, config: BuildConfig, task: Task, activity: Callable[[str], None], note: Callable[[str], None]
     ) -> Labeller:
-        """With the models that `config` names."""
+        """Load the models that `config` names."""
         activity("loading the target")
         target = load_writer(config, "target", note)
         activity("loading the draft model")
@@ -130,7 +129,7 @@ class Labeller:
         return {role: writer.describe() for role, writer in self.writers.items()}
 
     def label(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
-        """The rows of the problems in their order, one per draft; none for a problem that is skipped."""
+        """Return one row per draft, in the order of the problems. A skipped problem has no rows."""
         config = self.config
         problems = readable(problems, [writer.model for writer in self.writers.values()], self.note)
         self.activity("target value")
@@ -140,7 +139,7 @@ class Labeller:
             self.task,
             problems,
             sampling=config.rollout_sampling,
-            from_prompt=config.max_rollouts,  # every prefix of every draft is compared with them
+            from_prompt=config.max_rollouts,  # every prefix of every draft is compared with these rollouts
             max_new_tokens=config.max_rollout_tokens,
             seed=config.seed,
         )
@@ -173,7 +172,7 @@ class Labeller:
 
     def _row(self, case: _Case, problem: Problem, prompt: Tally) -> dict[str, Any]:
         result, draft = case.search.result(), case.draft
-        # A prefix without a label has no cut: its segment joins the next one, or is dropped at the draft's end.
+        # A prefix without a label has no cut: its segment joins the next segment, or is dropped at the draft's end.
         decided = [k for k, label in enumerate(result.labels) if label is not None]
         cuts = [case.cuts[k] for k in decided]
         ids = draft.ids[: cuts[-1]] if cuts else []
@@ -201,7 +200,7 @@ class Labeller:
 
 
 def _groups(problems: Iterator[Problem], size: int) -> Iterator[tuple[range, list[Problem]]]:
-    """Problems in groups of `size`, each with their numbers."""
+    """Yield groups of `size` problems with the range of their indices."""
     start = 0
     while group := list(islice(problems, size)):
         yield range(start, start + len(group)), group
@@ -209,13 +208,13 @@ def _groups(problems: Iterator[Problem], size: int) -> Iterator[tuple[range, lis
 
 
 def _check_same_problems(groups: GroupFolder, group: range, problems: Sequence[Problem]) -> None:
-    """ValueError unless the finished rows of a group belong to its problems."""
+    """Raise ValueError unless the finished rows of a group belong to its problems."""
     asked = [(problem.id, problem.prompt, problem.reference) for problem in problems]
     for row in groups.rows(group.start):
         if (row.get("problem_id"), row.get("prompt"), row.get("reference")) not in asked:
-            raise ValueError(
-                f"{groups.folder} was begun with other problems ({row.get('problem_id')!r} has changed or has "
-                "gone): choose another output_dir"
+            raise ParseError(
+                f"{groups.folder} was begun with other problems ({row.get('problem_id')!r} was changed or removed): "
+                "choose another output_dir"
             )
 
 

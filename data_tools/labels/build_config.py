@@ -9,10 +9,11 @@ from urllib.parse import urlsplit
 
 from data_tools.labels.sequential_test import GreedyRule, LabelRule, SequentialTest, Tally, fewest_rollouts
 from data_tools.tasks.task import SPLITS
+from parse_infer.errors import ParseError
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.models.sampling import Sampling
 
-# Keys that may change between two runs into the same folder: they decide about no row that is already there.
+# Keys that may change between two runs into the same folder, because they do not affect finished rows.
 FREE_KEYS = (
     "output_dir",
     "limit",
@@ -39,10 +40,10 @@ _AT_LEAST_ONE = (
 
 @dataclass
 class BuildConfig:
-    """Every field is a key of the recipe, and an option `--key` of `parse-data build`.
+    """Configuration of a build. Every field is a key of the recipe and an option `--key` of `parse-data build`.
 
     Raises:
-        ValueError: a value out of range, or two that do not go together.
+        ValueError: a value out of range, or two incompatible values.
     """
 
     output_dir: str = field(default="", metadata={"help": "Folder of the data set (required)."})
@@ -53,54 +54,54 @@ class BuildConfig:
     dtype: str = field(
         default="auto",
         metadata={
-            "help": "Number type of both models; auto: as saved; float32 on CPUs that are slow in 16 bits.",
+            "help": "Dtype of both models; auto: as saved, or float32 on a CPU that is slow in 16 bits.",
             "choices": ["auto", "float32", "bfloat16", "float16"],
         },
     )
-    device: str | None = field(default=None, metadata={"help": "Where both models run; by default the GPU, if any."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run model code that comes with the weights."})
+    device: str | None = field(default=None, metadata={"help": "Device of both models; default: the GPU, if any."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run model code shipped with the weights."})
     template_options: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "Switches of the chat template, for example enable_thinking: false."}
+        default_factory=dict, metadata={"help": "Options of the chat template, for example enable_thinking: false."}
     )
 
     backend: str = field(
         default="local",
         metadata={
-            "help": "Where models write: local, or behind OpenAI-compatible servers (openai).",
+            "help": "Where the models generate: in this process (local) or on OpenAI-compatible servers (openai).",
             "choices": ["local", "openai"],
         },
     )
     base_url: list[str] = field(
-        default_factory=list, metadata={"help": "Server of the target (openai), or several replicas of it."}
+        default_factory=list, metadata={"help": "Address of the target's server (openai), or of several replicas."}
     )
     draft_base_url: list[str] = field(
-        default_factory=list, metadata={"help": "Server of the draft model, or several; by default base_url."}
+        default_factory=list, metadata={"help": "Address of the draft model's server or replicas; default: base_url."}
     )
     served_target: str | None = field(
-        default=None, metadata={"help": "The target's name on its server; by default target."}
+        default=None, metadata={"help": "Name of the target on its server; default: target."}
     )
     served_draft: str | None = field(
-        default=None, metadata={"help": "The draft model's name on its server; by default draft."}
+        default=None, metadata={"help": "Name of the draft model on its server; default: draft."}
     )
     wire: str = field(
         default="ids",
         metadata={
-            "help": "What servers take and give: token ids (vLLM, SGLang), or text, which is less exact.",
+            "help": "Format of prompts and answers: token ids (vLLM, SGLang), or text, which is less exact.",
             "choices": ["ids", "text"],
         },
     )
     concurrency: int = field(default=64, metadata={"help": "Requests in flight."})
-    request_timeout: float = field(default=600.0, metadata={"help": "Seconds that a server may take for an answer."})
-    retries: int = field(default=5, metadata={"help": "How often a request that failed is sent again."})
+    request_timeout: float = field(default=600.0, metadata={"help": "Timeout of one request in seconds."})
+    retries: int = field(default=5, metadata={"help": "Retries of a failed request."})
     max_outage: float = field(
-        default=900.0, metadata={"help": "Seconds to wait for a server that is away (restarting) or overloaded."}
+        default=900.0, metadata={"help": "Seconds to wait for an unavailable or overloaded server."}
     )
 
     task: str = field(default="", metadata={"help": "Source of problems: gsm_symbolic, gsm8k or jsonl (required)."})
     task_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "Options of the task."})
     split: str = field(default="train", metadata={"help": "Split of the problems.", "choices": list(SPLITS)})
     limit: int | None = field(
-        default=None, metadata={"help": "Number of problems; by default all there are. A larger one adds to a build."}
+        default=None, metadata={"help": "Number of problems; default: all. A larger limit extends a finished build."}
     )
     seed: int = field(default=0, metadata={"help": "Seed of problems, drafts and rollouts."})
 
@@ -108,54 +109,55 @@ class BuildConfig:
         default_factory=lambda: [0.0, 0.7, 1.0], metadata={"help": "Temperatures of the drafts; 0 is greedy."}
     )
     drafts_per_temperature: int = field(
-        default=1, metadata={"help": "Drafts at each temperature above 0. Equal drafts of a problem count once."}
+        default=1, metadata={"help": "Drafts at each temperature above 0; duplicates of a problem are dropped."}
     )
-    draft_top_p: float = field(default=1.0, metadata={"help": "Nucleus (top-p) of the drafts."})
-    max_draft_tokens: int = field(default=256, metadata={"help": "Longer drafts stay unfinished."})
+    draft_top_p: float = field(default=1.0, metadata={"help": "Top-p (nucleus sampling) of the drafts."})
+    max_draft_tokens: int = field(default=256, metadata={"help": "Length at which a draft is cut off, unfinished."})
     cut_policy: dict[str, Any] = field(
         default_factory=dict,
-        metadata={"help": "How drafts are cut: kind (step, sentence, tokens), every, max_cuts."},
+        metadata={"help": "Where drafts are cut: kind (step, sentence, tokens), every, max_cuts."},
     )
 
-    rollouts: int = field(default=1, metadata={"help": "Target rollouts from a prefix in one round."})
+    rollouts: int = field(default=1, metadata={"help": "Target rollouts from a prefix per round."})
     max_rollouts: int = field(
         default=0,
         metadata={
-            "help": "Most rollouts from a prefix, and the number from the bare prompt; 0: 8 times rollouts, or 1 if "
-            "they are greedy."
+            "help": "Maximum number of rollouts from a prefix, and the number from the bare prompt; 0: 8 times "
+            "rollouts, or 1 if greedy."
         },
     )
     rollout_temperature: float = field(default=0.0, metadata={"help": "Temperature of rollouts; 0 is greedy."})
-    rollout_top_p: float = field(default=1.0, metadata={"help": "Nucleus (top-p) of rollouts."})
-    max_rollout_tokens: int = field(default=256, metadata={"help": "A longer rollout counts as wrong."})
+    rollout_top_p: float = field(default=1.0, metadata={"help": "Top-p (nucleus sampling) of rollouts."})
+    max_rollout_tokens: int = field(
+        default=256, metadata={"help": "Maximum length of a rollout; a longer rollout counts as wrong."}
+    )
     margin: float = field(
         default=0.0,
         metadata={
-            "help": "A prefix is valid if it keeps at least the share 1 - margin of the target's chance, and not "
-            "valid if it keeps at most the share margin; for sampled rollouts."
+            "help": "For sampled rollouts: a prefix is valid if it keeps at least the share 1 - margin of the "
+            "target's chance, and invalid if it keeps at most the share margin."
         },
     )
     max_label_error: float = field(
         default=0.05,
-        metadata={"help": "Largest probability of a wrong label; prefixes that are still less certain have none."},
+        metadata={"help": "Maximum probability of a wrong label; less certain prefixes get no label."},
     )
     exhaustive: bool = field(
         default=False, metadata={"help": "Roll out from every prefix instead of searching for the first error."}
     )
     drop_unsolved: bool = field(
-        default=False, metadata={"help": "Skip problems that the target never answers right from the bare prompt."}
+        default=False, metadata={"help": "Skip problems that the target never solves from the bare prompt."}
     )
 
     batch_size: int = field(default=64, metadata={"help": "Rows decoded at a time."})
     problems_per_group: int = field(
-        default=32,
-        metadata={"help": "Problems worked on together, one file each time; bounds memory and what a kill costs."},
+        default=32, metadata={"help": "Problems per group and file; bounds memory and the work that a kill loses."}
     )
 
     def __post_init__(self) -> None:
         for key in ("output_dir", "target", "draft", "task"):
             if not getattr(self, key):
-                raise ValueError(f"the recipe needs the key {key}")
+                raise ParseError(f"the recipe needs the key {key}")
         for key in _AT_LEAST_ONE:
             self._check(key, getattr(self, key) >= 1, "at least 1")
         self._check("limit", self.limit is None or self.limit >= 1, "at least 1")
@@ -165,61 +167,60 @@ class BuildConfig:
         for key in ("base_url", "draft_base_url"):
             setattr(self, key, [_url(key, part) for text in getattr(self, key) for part in text.split(",") if part])
         if self.backend == "openai" and not self.base_url:
-            raise ValueError("backend openai needs base_url, for example --base_url http://localhost:8000/v1")
+            raise ParseError("backend openai needs base_url, for example --base_url http://localhost:8000/v1")
         if self.backend != "openai" and (self.base_url or self.draft_base_url):
-            raise ValueError(f"a base_url is for backend openai, and backend is {self.backend}: add --backend openai")
+            raise ParseError(f"base_url requires backend openai, but backend is {self.backend}: add --backend openai")
         self._check("retries", self.retries >= 0, "at least 0")
         self._check("request_timeout", 0 < self.request_timeout < math.inf, "a number of seconds above 0")
         self._check("max_outage", 0 <= self.max_outage < math.inf, "a number of seconds of at least 0")
         if self.split not in SPLITS:
-            raise ValueError(f"split is {self.split!r}; choose one of {', '.join(SPLITS)}")
+            raise ParseError(f"split is {self.split!r}; choose one of {', '.join(SPLITS)}")
         self.temperatures = [float(temperature) for temperature in self.temperatures]
         for kind in ("draft_sampling", "rollout_sampling"):
             try:
                 getattr(self, kind)
             except ValueError as error:
-                raise ValueError(f"{kind.replace('_', ' ')}: {error}") from error
-        CutPolicy.from_dict(self.cut_policy)  # names a wrong key or value
-        self._settle_rollouts()
+                raise ParseError(f"{kind.replace('_', ' ')}: {error}") from error
+        CutPolicy.from_dict(self.cut_policy)  # raises ValueError for a wrong key or value
+        self._resolve_max_rollouts()
 
-    def _settle_rollouts(self) -> None:
-        """Fill in `max_rollouts`; ValueError where rollouts could not decide about any prefix."""
+    def _resolve_max_rollouts(self) -> None:
+        """Set the default of `max_rollouts`; raise ValueError where rollouts cannot decide any label."""
         greedy = self.rollout_sampling.greedy
         if self.max_rollouts == 0:
             self.max_rollouts = self.rollouts if greedy else 8 * self.rollouts
         self._check("max_rollouts", self.max_rollouts >= self.rollouts, f"at least rollouts, {self.rollouts}")
         if greedy:
             if self.max_rollouts > 1:
-                raise ValueError(
+                raise ParseError(
                     f"{self.max_rollouts} rollouts at temperature 0 would all be the same: set rollouts to 1, or "
                     "rollout_temperature above 0"
                 )
             return
         if self.margin == 0:
-            raise ValueError(
-                "margin is 0, but no number of sampled rollouts shows that a prefix loses nothing: set it, for "
-                "example to 0.25"
+            raise ParseError(
+                "margin is 0, but no number of sampled rollouts can prove that a prefix loses nothing: set margin, "
+                "for example to 0.25"
             )
         if self.max_rollouts < (fewest := fewest_rollouts(self.margin, self.max_label_error)):
-            raise ValueError(
-                f"max_rollouts is {self.max_rollouts}; with margin {self.margin:g} and max_label_error "
-                f"{self.max_label_error:g} no label is certain enough before {fewest} rollouts"
+            raise ParseError(
+                f"max_rollouts is {self.max_rollouts}, but margin {self.margin:g} and max_label_error "
+                f"{self.max_label_error:g} need at least {fewest} rollouts for a label"
             )
 
     def label_rule(self, prompt: Tally) -> LabelRule:
-        """How prefixes are labelled of a problem whose bare prompt gave these rollouts."""
+        """Return the label rule of a problem, given the rollouts from its bare prompt."""
         if self.rollout_sampling.greedy:
             return GreedyRule(prompt)
         return SequentialTest(prompt, self.margin, self.max_label_error, self.rollouts, self.max_rollouts)
 
     def _check(self, key: str, fine: bool, wanted: str) -> None:
         if not fine:
-            raise ValueError(f"{key} is {getattr(self, key)}; it must be {wanted}")
+            raise ParseError(f"{key} is {getattr(self, key)}; it must be {wanted}")
 
     @property
     def draft_sampling(self) -> list[Sampling]:
-        """Settings of the drafts of each problem, one entry per draft."""
-        # One draft at temperature 0: the others would be the same.
+        """Sampling settings of the drafts of each problem: one entry per draft, one draft at temperature 0."""
         return [
             Sampling(temperature, self.draft_top_p)
             for temperature in self.temperatures
@@ -235,14 +236,14 @@ class BuildConfig:
         return CutPolicy.from_dict(self.cut_policy)
 
     def identity(self) -> dict[str, Any]:
-        """What decides about the rows; a folder begun with another identity is not continued."""
+        """Return the settings that affect the rows. A folder begun with a different identity cannot be resumed."""
         values = {key: value for key, value in asdict(self).items() if key not in FREE_KEYS}
         return values | {"cut_policy": self.policy.to_dict()}
 
 
 def _url(key: str, text: str) -> str:
-    """The address as the client wants it; a bare host stands for its /v1."""
+    """Return the address for the client; append /v1 to a bare host."""
     parts = urlsplit(text.strip())
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ValueError(f"{key} is {text!r}; it must be an address such as http://localhost:8000/v1")
+        raise ParseError(f"{key} is {text!r}; it must be an address such as http://localhost:8000/v1")
     return parts._replace(path=parts.path.rstrip("/") or "/v1").geturl()

@@ -1,4 +1,4 @@
-"""The data set card, with which `datasets.load_dataset(folder)` knows what the folder holds."""
+"""The data set card, which declares files and columns to `datasets.load_dataset(folder)`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from data_tools.labels.rows import read_rows
 from data_tools.labels.summary import BINS, Summary
 from parse_infer.files import write_text
 
-# Column types are declared: a column that starts with thousands of nulls would be guessed wrongly.
+# datasets infers a wrong type for a column that starts with thousands of nulls, so the card declares all types.
 _LISTS = {
     "completions": "string",
     "labels": "bool",
@@ -42,19 +42,19 @@ _COLUMNS = """\
 | `prompt` | the problem, as text or chat messages |
 | `completions` | segments of the draft; their concatenation is its text |
 | `labels` | for each segment, whether the prefix that ends with it is valid |
-| `values` | share of target rollouts from that prefix that end right; null where the label was inferred |
+| `values` | share of target rollouts from that prefix with a right answer; null for an inferred label |
 | `confidence` | probability that the label is right |
-| `undecided` | prefixes that could not be labelled; they have no cut, their segments join the next ones |
-| `target_value` | share of target rollouts from the bare prompt that end right |
-| `n_rollouts` | rollouts from the bare prompt, and the most from a prefix |
-| `draft_ids`, `cuts` | the draft in target tokens, and where its segments end |
-| `finished`, `draft_correct` | whether the draft came to its end, and whether its answer is right |
-| `reference`, `task`, `problem_id` | what was asked, and the right answer |
-| `target`, `draft`, `temperature`, `seed` | where the draft and the rollouts come from |"""
+| `undecided` | number of prefixes without a label; they have no cut, and their segments join the next segments |
+| `target_value` | share of target rollouts from the bare prompt with a right answer |
+| `n_rollouts` | rollouts from the bare prompt, and the maximum from a prefix |
+| `draft_ids`, `cuts` | the draft in target tokens, and the offsets where its segments end |
+| `finished`, `draft_correct` | whether the draft ends with an end token, and whether its answer is right |
+| `reference`, `task`, `problem_id` | the right answer, the task, and the id of the problem |
+| `target`, `draft`, `temperature`, `seed` | the two models, and the sampling of the draft |"""
 
 
 def write_card(folder: Path, config: BuildConfig, summary: Summary, n_problems: int) -> None:
-    """Write README.md. `n_problems` counts problems without drafts too."""
+    """Write README.md. `n_problems` includes problems without drafts."""
     header = yaml.safe_dump(_header(config, folder), sort_keys=False, allow_unicode=True)
     write_text(folder / "README.md", f"---\n{header}---\n{_text(config, summary, n_problems)}")
 
@@ -96,10 +96,10 @@ def _text(config: BuildConfig, summary: Summary, n_problems: int) -> str:
 # Drafts of {config.draft}, labelled by rollouts of {config.target}
 
 Problems of the task `{config.task}` (split `{config.split}`), answered by a draft model and cut into segments. A label
-says whether the prefix that ends there is valid: {_rule(config)}
-The last prefix of a finished draft is labelled by its own answer. A perfect judge, which goes by the labels, keeps
-what stands before the first prefix that is not valid.
-Columns are those of TRL's stepwise supervision, but a label is about the whole prefix, not about its last step alone.
+says whether the prefix that ends with its segment is valid: {_rule(config)}
+The answer of a finished draft labels its last prefix. A perfect judge, which knows the labels, keeps the draft up to
+the last prefix before the first invalid prefix.
+Columns follow TRL's stepwise supervision, but a label describes the whole prefix, not its last step alone.
 
 ```python
 datasets.load_dataset("path/to/this/folder", split="{config.split}")
@@ -109,7 +109,7 @@ datasets.load_dataset("path/to/this/folder", split="{config.split}")
 |---|---|
 {rows}
 
-Where the first error is, as a share of the draft's segments:
+Position of the first error, as a share of the draft's segments:
 
 | position | drafts |
 |---|---|
@@ -127,9 +127,11 @@ Written by `parse-data build` with
 
 def _rule(config: BuildConfig) -> str:
     if config.rollout_sampling.greedy:
-        return "the target, resuming from it greedily, ends right, or is wrong from the bare prompt too."
+        return (
+            "the target answers right when it resumes greedily from the prefix, or answers wrong from the bare prompt."
+        )
     return (
-        f"the target, resuming from it, keeps at least {1 - config.margin:.0%} of the chance of a right answer that "
-        f"it has from the bare prompt. It is not valid if at most {config.margin:.0%} is left. A sequential test on "
-        f"rollouts decides between the two, with errors of at most {config.max_label_error:.0%}."
+        f"the target, resuming from the prefix, keeps at least {1 - config.margin:.0%} of its chance of a right "
+        f"answer from the bare prompt. The prefix is invalid if at most {config.margin:.0%} of that chance is left. "
+        f"A sequential test on rollouts decides, with an error of at most {config.max_label_error:.0%}."
     )

@@ -1,4 +1,4 @@
-"""Drafts for labelling: sampled from the draft model in batches, written down in target tokens."""
+"""Drafts for labelling: sampled from the draft model in batches and stored as target tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from data_tools.labels.backends import Writer
 from data_tools.tasks.task import Problem
+from parse_infer.errors import ParseError
 from parse_infer.models.batch_decoder import Row
 from parse_infer.models.detokenizer import Detokenizer, complete_text, encode_continuation
 from parse_infer.models.loading import same_tokenizer
@@ -16,7 +17,7 @@ from parse_infer.models.tokenizer_spec import TokenizerSpec
 
 @dataclass(frozen=True)
 class SampledDraft:
-    """One draft: `ids` in target tokens, end token included if `finished`."""
+    """One draft: `ids` are target tokens, including the end token if `finished`."""
 
     ids: list[int]
     finished: bool
@@ -24,14 +25,14 @@ class SampledDraft:
 
 
 class DraftSampler:
-    """Lets the draft model answer many problems at once.
+    """Samples drafts for many problems in one batch.
 
     Args:
         draft: writes the drafts.
-        target: reads them; with another tokenizer than the draft model's they reach it as text.
-        settings: one draft per entry and problem; the entry's seed is replaced by one for problem and draft.
-        max_new_tokens: longer drafts stay unfinished.
-        seed: start of all seeds.
+        target: reads the drafts; where its tokenizer differs, drafts are re-tokenized from text.
+        settings: one draft per entry and problem; a seed of problem and draft replaces the entry's seed.
+        max_new_tokens: length at which a draft is cut off, unfinished.
+        seed: base of all seeds.
     """
 
     def __init__(
@@ -47,15 +48,15 @@ class DraftSampler:
         self.shares_tokens = same_tokenizer(self.draft.tokenizer, target.tokenizer)
         if self.shares_tokens and self.draft.tokenizer.chat_template is None:  # a base model next to a chat model
             self.draft.tokenizer.chat_template = target.tokenizer.chat_template
-        # A draft model that ends with another token of the same tokenizer ends the answer all the same.
+        # With a shared tokenizer, the end tokens of both models end a draft.
         end_ids = self.draft.eos_ids | target.eos_ids if self.shares_tokens else self.draft.eos_ids
         self.decoder = draft.decoder(end_ids)
 
     def sample(self, problems: Sequence[Problem]) -> list[list[SampledDraft]]:
-        """The distinct drafts of each problem, in order of `settings`; empty ones are left out.
+        """Return the distinct, non-empty drafts of each problem, in the order of `settings`.
 
         Raises:
-            ValueError: a prompt that is empty or leaves no room in a model's context window.
+            ValueError: a prompt is empty or fills a model's context window.
         """
         prompts = [render(self.draft, problem) for problem in problems]
         contexts = self.decoder.prefill(prompts)
@@ -75,13 +76,13 @@ class DraftSampler:
         return drafts
 
     def _in_target_tokens(self, ids: list[int], room: int) -> tuple[list[int], bool]:
-        """The draft in at most `room` target tokens, and whether it is finished (by the target's end token)."""
+        """Return at most `room` target tokens of the draft, and whether they end with the target's end token."""
         ended = bool(ids) and ids[-1] in self.decoder.eos_ids
         body = ids[:-1] if ended else ids
         if not self.shares_tokens:
             text = complete_text(self.draft.tokenizer, body)
             body = encode_continuation(self.target.tokenizer, "", text)
-        # Padding embeddings, which only untrained models write, may lie beyond the target's.
+        # An untrained draft model may write ids of padding embeddings that the target does not have.
         usable = next((i for i, token in enumerate(body) if token >= self.target.n_embeddings), len(body))
         end = self.target.end_token
         if ended and end is not None and usable == len(body) < room:
@@ -90,19 +91,19 @@ class DraftSampler:
 
 
 def render(model: TokenizerSpec, problem: Problem) -> list[int]:
-    """Token ids of the problem's prompt for `model`; a ValueError names the problem."""
+    """Return the token ids of the problem's prompt for `model`; a ValueError names the problem."""
     try:
         return model.render(problem.prompt)
     except ValueError as error:
-        raise ValueError(f"problem {problem.id}: {error}") from error
+        raise ParseError(f"problem {problem.id}: {error}") from error
 
 
 def readable(
-    problems: Sequence[Problem], models: Sequence[TokenizerSpec], tell: Callable[[str], None]
+    problems: Sequence[Problem], models: Sequence[TokenizerSpec], note: Callable[[str], None]
 ) -> list[Problem]:
-    """The problems whose prompts all models can read; of each other one `tell` is told.
+    """Return the problems whose prompts fit all models, and report every other problem to `note`.
 
-    Raises ValueError where there is none: what is wrong is then hardly the problem.
+    Raises ValueError where no problem fits, because then the models or options are the likely cause.
     """
     kept, reasons = [], []
     for problem in problems:
@@ -113,14 +114,14 @@ def readable(
         except ValueError as error:
             reasons.append(str(error))
     if not kept and reasons:
-        raise ValueError(reasons[0])
+        raise ParseError(reasons[0])
     for reason in reasons:
-        tell(f"left out: {reason}")
+        note(f"left out: {reason}")
     return kept
 
 
 def segment_texts(target: TokenizerSpec, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
-    """Text of each segment; they concatenate to the draft's text. A character cut in two goes to the later segment."""
+    """Return the texts of the segments, which concatenate to the draft. A split character joins the later segment."""
     detokenizer = Detokenizer(target.tokenizer)
     texts = [detokenizer.add(ids[start:end]) for start, end in zip([0, *cuts], cuts, strict=False)]
     if texts:

@@ -1,4 +1,4 @@
-"""`parse-data inspect`: class balance, where the errors are, and examples in colour."""
+"""`parse-data inspect`: class balance, positions of first errors, and coloured examples."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _VALID, _INVALID = "green", "red"
 def inspect_folder(
     folder: str | Path, n_examples: int = 3, seed: int = 0, console: Console | None = None, layout: str = "build"
 ) -> Summary:
-    """Print what a folder of labelled drafts holds; the counts are returned too.
+    """Print and return the counts of a folder of labelled drafts, and print examples.
 
-    Half of the examples, rounded up, are drafts with an error. The same seed shows the same ones.
+    Half of the examples, rounded up, are drafts with an error. The seed determines the examples.
 
     Raises:
-        FileNotFoundError, ValueError: no data there, or a malformed row (by file and line).
+        FileNotFoundError, ValueError: no data, or a malformed row (named by file and line).
     """
     console = console or Console()
     summary = Summary()
@@ -54,7 +54,7 @@ def counts_table(summary: Summary, title: str) -> Table:
 
 
 def balance_bar(summary: Summary) -> Text:
-    """Valid and invalid prefixes as one bar in two colours."""
+    """Return one bar in two colours for valid and invalid prefixes."""
     share = summary.valid / summary.prefixes if summary.prefixes else 0.0
     valid = round(2 * BAR_WIDTH * share)
     return Text.assemble(
@@ -70,7 +70,7 @@ def position_bars(summary: Summary) -> list[tuple[str, int]]:
 
 
 def segment_bars(summary: Summary, most: int = 12) -> list[tuple[str, int]]:
-    """Drafts by the number of their first invalid segment, counted from 1; the last bar takes all beyond `most`."""
+    """Count drafts by their first invalid segment, numbered from 1. The last bar counts all segments after `most`."""
     last = max(summary.error_segment, default=-1)
     bars = [(str(k + 1), summary.error_segment[k]) for k in range(min(last + 1, most))]
     if last >= most:
@@ -92,8 +92,9 @@ def histogram(title: str, bars: Iterable[tuple[str, int]]) -> Table:
 
 
 def example_panel(row: LabelledDraft) -> Panel:
-    """One draft: segments in green while the prefix is valid, in red from the first error on, with their values, and
-    with the label's confidence where that is below 1."""
+    """Return one draft with valid prefixes in green and invalid prefixes in red.
+
+    Each segment shows its value, and the confidence of its label where below 1."""
     text = Text()
     columns = zip(row.completions, row.labels, row.values, row.confidence, strict=True)
     for segment, label, value, confidence in columns:

@@ -1,11 +1,11 @@
-"""From rollouts to the labels of one draft's prefixes, asking for as few rollouts as possible.
+"""Search for the labels of one draft's prefixes with as few rollouts as possible.
 
-A prefix is valid if it keeps the target's chance of a right answer; a `LabelRule` says so from counts of right
-rollouts. Two cases need no rollout: the last prefix of a finished draft is judged by its own answer, and a draft whose
-answer is right is valid throughout. In any other draft the first error is found by binary search, as in OmegaPRM (Luo
-et al. 2024, arXiv 2406.06592): prefixes before a valid one count as valid, prefixes after an invalid one as invalid.
-Around prefixes that the rule cannot decide the search goes on at both sides: for the last valid prefix before them and
-for the first invalid one after them. What lies between these two stays undecided.
+A prefix is valid if it keeps the target's chance of a right answer; a `LabelRule` decides from counts of right
+rollouts. Two cases need no rollout: the draft's own answer labels the last prefix of a finished draft, and a right
+answer makes all prefixes valid. In any other draft a binary search finds the first error, as in OmegaPRM (Luo et al.
+2024, arXiv 2406.06592): prefixes before a valid prefix are valid, prefixes after an invalid prefix are invalid. Where
+the rule cannot decide, the search continues on both sides: it looks for the last valid prefix before the undecided
+prefixes, and for the first invalid prefix after them. The prefixes between these two stay undecided.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from data_tools.labels.sequential_test import LabelRule, Tally, Verdict
+from parse_infer.errors import ParseError
 
 
 class Wanted(NamedTuple):
-    """A prefix, by index, and the number of rollouts from it that are needed, the earlier ones included."""
+    """The index of a prefix and the total number of rollouts that the search needs from it."""
 
     prefix: int
     rollouts: int
@@ -25,11 +26,11 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefixLabels:
-    """One entry for each of the K prefixes.
+    """Labels, values and confidences of the K prefixes.
 
-    labels      None where the rollouts did not decide
-    values      share of right rollouts; None where the label was inferred
-    confidence  probability that the label is right; an inferred label has that of the prefix it was inferred from
+    labels      None where the rollouts do not decide
+    values      share of right rollouts; None for an inferred label
+    confidence  probability that the label is right; an inferred label takes the confidence of its source prefix
     """
 
     labels: list[bool | None]
@@ -38,31 +39,31 @@ class PrefixLabels:
 
 
 class PrefixSearch:
-    """Labels the K prefixes of one draft: `pending()` names those that need rollouts, `record()` takes the counts.
+    """Labels the K prefixes of one draft: `pending()` requests rollouts, and `record()` takes their counts.
 
     Args:
         n_prefixes: K, at least 1.
-        rule: decides about a prefix.
-        own_answer: whether the draft's answer is right; None for a draft that is not finished, which has none.
-        exhaustive: ask about every prefix (the last one of a finished draft needs no rollouts).
+        rule: labels a prefix from its rollouts.
+        own_answer: whether the draft's answer is right; None for an unfinished draft.
+        exhaustive: request rollouts from every prefix except the last prefix of a finished draft.
 
     Attributes:
-        n_open: prefixes that may need rollouts: all but one that its own answer decides.
+        n_open: number of prefixes that may need rollouts: K, or K - 1 for a finished draft.
     """
 
     def __init__(self, n_prefixes: int, rule: LabelRule, own_answer: bool | None, exhaustive: bool = False) -> None:
         if n_prefixes < 1:
-            raise ValueError("a draft without a prefix has nothing to label")
+            raise ParseError("a draft without a prefix has nothing to label")
         self.rule, self.own_answer, self.exhaustive = rule, own_answer, exhaustive
         self.n_open = n_prefixes - (own_answer is not None)
         self._tallies: dict[int, Tally] = {}
         self._verdicts: dict[int, Verdict] = {}
-        self._valid = 0  # prefixes known to be valid, counted from the start
+        self._valid = 0  # number of leading prefixes known to be valid
         self._invalid = self.n_open  # index of the first prefix known to be invalid
         self._foregone = Verdict(True, 1.0) if own_answer else rule.foregone
 
     def pending(self) -> list[Wanted]:
-        """The prefixes that need rollouts next; empty when the search is over."""
+        """Return the prefixes that need rollouts next; empty at the end of the search."""
         if self.exhaustive:
             prefixes = [k for k in range(self.n_open) if k not in self._verdicts]
         else:
@@ -71,7 +72,7 @@ class PrefixSearch:
         return [Wanted(k, self._rollouts(k)) for k in prefixes]
 
     def record(self, prefix: int, tally: Tally) -> None:
-        """Take the rollouts from a prefix that `pending` has named."""
+        """Record all rollouts so far from a prefix that `pending` requested."""
         self._tallies[prefix] = tally
         verdict = self.rule.decide(tally)
         if verdict.valid is None and tally.total < self.rule.limit:
@@ -83,7 +84,7 @@ class PrefixSearch:
             self._invalid = min(self._invalid, prefix)
 
     def result(self) -> PrefixLabels:
-        """The labels, once nothing is pending."""
+        """Return the labels; raise RuntimeError while rollouts are pending."""
         if pending := self.pending():
             raise RuntimeError(f"rollouts from prefixes {[k for k, _ in pending]} are still missing")
         verdicts = [self._verdict(k) for k in range(self.n_open)]
@@ -94,7 +95,7 @@ class PrefixSearch:
         return PrefixLabels([v.valid for v in verdicts], values, [v.confidence for v in verdicts])
 
     def _candidates(self) -> range:
-        """Where the next prefix to ask about lies."""
+        """Return the range of prefixes that the search still has to divide."""
         if self._foregone:
             return range(0)
         undecided = [k for k, v in self._verdicts.items() if v.valid is None and self._valid <= k < self._invalid]

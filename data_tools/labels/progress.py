@@ -1,4 +1,4 @@
-"""Progress of a build: a bar with rate and time left on a terminal, a line now and then elsewhere."""
+"""Progress of a build: a bar with rate and time left on a terminal, a line every `LINE_EVERY` seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-LINE_EVERY = 30.0  # seconds, where there is no terminal
+LINE_EVERY = 30.0  # seconds between lines without a terminal
 
 
 class BuildProgress:
-    """A context manager. Problems of earlier runs count as done, but not into the rate."""
+    """Context manager that shows progress. Problems of earlier runs count as done, but not in the rate."""
 
     def __init__(self, name: str, total: int | None, done: int, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
@@ -50,11 +50,11 @@ class BuildProgress:
         self._bar.update(self._task, activity=text)
 
     def note(self, text: str) -> None:
-        """A line of its own, for what the user should know."""
+        """Print one message for the user."""
         self._print(text)
 
     def advance(self, done: int, rows: int, rollouts: int) -> None:
-        """This many problems are finished now, with so many more rows; `rollouts` are all those of this run."""
+        """Set the number of finished problems, add `rows`, and set the number of rollouts of this run."""
         self.done, self.n_rollouts = done, rollouts
         self.rows += rows
         self._bar.update(self._task, completed=done, rate=self._rate())

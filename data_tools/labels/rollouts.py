@@ -1,4 +1,4 @@
-"""Target rollouts from prefixes of drafts, and how many of them end with a right answer."""
+"""Target rollouts from prefixes of drafts, and counts of their right answers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from data_tools.labels.backends import RowDecoder
 from data_tools.labels.drafts import render
 from data_tools.labels.sequential_test import Tally
 from data_tools.tasks.task import Problem, Task
+from parse_infer.errors import ParseError
 from parse_infer.models.batch_decoder import Row
 from parse_infer.models.detokenizer import decode
 from parse_infer.models.sampling import Sampling, seed_of
@@ -19,7 +20,7 @@ _Prefix = tuple[int, tuple[int, ...]]  # problem and token ids of the draft
 
 @dataclass(frozen=True)
 class Place:
-    """A prefix of a draft, its first `length` tokens, and how many rollouts from it are wanted."""
+    """The prefix of `length` tokens of a draft, by index, and the number of requested rollouts."""
 
     draft: int
     length: int
@@ -27,24 +28,23 @@ class Place:
 
 
 class PrefixRollouts:
-    """Rollouts for the drafts of one group of problems; everything known about the group is used.
+    """Rollouts for the drafts of one group of problems, each decoded at most once.
 
-    The prompts are prefilled once, the drafts behind them once. Equal prefixes of different drafts share their
-    rollouts, and further ones add to those that are known. A greedy rollout is also the rollout of every longer prefix
-    that lies on its path, so those cost nothing.
+    Prompts are prefilled once, and so are the drafts after them. Equal prefixes of different drafts share rollouts.
+    A greedy rollout also serves every longer prefix on its path.
 
     Args:
-        target: the model that rolls out.
-        decoder: lets it write, wherever it runs.
-        task, problems: the checker, and the group. A rollout that does not end within its budget does not count.
-        sampling: how rollouts are sampled.
-        from_prompt: rollouts from each bare prompt.
-        max_new_tokens: budget of a rollout.
-        seed: start of all seeds.
+        target: the model that writes the rollouts.
+        decoder: decodes for the target, local or served.
+        task, problems: the checker, and the group. A rollout without end token within `max_new_tokens` is wrong.
+        sampling: sampling settings of the rollouts.
+        from_prompt: number of rollouts from each bare prompt.
+        max_new_tokens: maximum length of a rollout.
+        seed: base of all seeds.
 
     Attributes:
-        prompts: of each problem, the rollouts from its bare prompt.
-        rollouts: rollouts decoded so far.
+        prompts: for each problem, the tally of rollouts from its bare prompt.
+        rollouts: number of rollouts decoded so far.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class PrefixRollouts:
         self.sampling, self.max_new_tokens, self.seed = sampling, max_new_tokens, seed
         self.rollouts = 0
         self._drafts: list[tuple[int, list[int]]] = []  # problem and token ids
-        self._right: dict[_Prefix, list[bool]] = {}  # of each rollout, in order
+        self._right: dict[_Prefix, list[bool]] = {}  # whether each rollout is right, in order
         self._paths: list[list[tuple[list[int], bool]]] = [[] for _ in self.problems]  # finished greedy answers
         self._prompts = decoder.prefill([render(target, problem) for problem in self.problems])
         self._contexts = self._prompts
@@ -71,14 +71,14 @@ class PrefixRollouts:
         self.prompts = [self._tally((i, ()), from_prompt) for i in range(len(self.problems))]
 
     def add_drafts(self, drafts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """The drafts that `tallies` will be asked about: (index of the problem, token ids that prefixes may reach)."""
+        """Prefill the drafts for `tallies`: (index of the problem, token ids up to the longest prefix)."""
         self._drafts = [(problem, list(ids)) for problem, ids in drafts]
         self._contexts = self.decoder.extend(
             self._prompts, [problem for problem, _ in self._drafts], [ids for _, ids in self._drafts]
         )
 
     def tallies(self, places: Sequence[Place]) -> list[Tally]:
-        """The first `rollouts` rollouts from each prefix, decoded now where they are not known."""
+        """Count the first `rollouts` rollouts from each prefix, and decode the missing rollouts."""
         keys = [self._key(place) for place in places]
         missing: dict[_Prefix, tuple[int, int, int]] = {}
         for place, key in zip(places, keys, strict=True):
@@ -94,7 +94,7 @@ class PrefixRollouts:
         return problem, tuple(ids[: place.length])
 
     def _tally(self, key: _Prefix, rollouts: int) -> Tally:
-        right = self._right[key][:rollouts]  # a draft that asked for more must not change the labels of another
+        right = self._right[key][:rollouts]  # extra rollouts of one draft must not change the labels of another
         return Tally(sum(right), len(right))
 
     def _on_known_path(self, key: _Prefix) -> bool:
@@ -106,8 +106,7 @@ class PrefixRollouts:
         return False
 
     def _roll_out(self, wanted: Mapping[_Prefix, tuple[int, int, int]]) -> None:
-        """Add rollouts to prefixes: to each (its context, how many of the context's tokens it covers, and the number
-        of rollouts it should have)."""
+        """Decode missing rollouts of prefixes: {prefix: (context, its length in context tokens, total rollouts)}."""
         rows, owners = [], []
         for key, (context, length, rollouts) in wanted.items():
             problem, prefix = key
@@ -129,13 +128,13 @@ class PrefixRollouts:
 
 
 def is_right(target: TokenizerSpec, task: Task, problem: Problem, answer: Sequence[int]) -> bool:
-    """Whether these target tokens are a complete answer (they end with an end token) and a right one."""
+    """Whether these target tokens end with an end token and contain a right answer."""
     if not answer or answer[-1] not in target.eos_ids:
         return False
     found = task.check(problem, decode(target.tokenizer, answer))
     if found is None:
-        raise ValueError(
-            f"task {task.name} cannot tell whether problem {problem.id} is answered right (check_with none?): labels "
-            "need references"
+        raise ParseError(
+            f"task {task.name} cannot check the answer to problem {problem.id} (check_with none?): labels need "
+            "references"
         )
     return found

@@ -1,4 +1,4 @@
-"""Labelled drafts as they stand in files, read and checked row by row."""
+"""Labelled drafts in files, read and checked row by row."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from data_tools.labels.layouts import LAYOUTS, prefix_rows
 from data_tools.tasks.task import prompt_id
+from parse_infer.errors import ParseError
 from parse_infer.files import read_jsonl
 from parse_infer.models.prompts import Message
 from parse_infer.suggest import suggestion
@@ -17,11 +18,11 @@ from parse_infer.suggest import suggestion
 
 @dataclass(frozen=True)
 class LabelledDraft:
-    """One row of a build, checked. `completions`, `labels`, `values`, `confidence`, `cuts`: one entry per segment.
+    """One checked row. `completions`, `labels`, `values`, `confidence` and `cuts` have one entry per segment.
 
-    `confidence` is the probability that a label is right, from 0.5 to 1; `undecided` counts the prefixes that have no
-    label, and therefore no cut. What a row of another set does not have is None: `draft_ids` (in target tokens) and
-    `cuts`, and what is known about problem and draft. `where` says where the row stands, for error messages.
+    `confidence` is the probability that a label is right, from 0.5 to 1; `undecided` counts the prefixes without
+    label, which have no cut. Fields that a public set lacks are None, such as `cuts` and `draft_ids` (target tokens).
+    `where` locates the row in error messages.
     """
 
     where: str
@@ -42,18 +43,18 @@ class LabelledDraft:
 
     @property
     def problem(self) -> str:
-        """What identifies the problem: drafts with the same one never stand on both sides of a split."""
+        """Identifier of the problem. A split never separates drafts of the same problem."""
         return self.problem_id or prompt_id(self.prompt)
 
     @property
     def first_error(self) -> int | None:
-        """Index of the first prefix that is not valid."""
+        """Index of the first invalid prefix, or None."""
         return self.labels.index(False) if False in self.labels else None
 
     @property
     def kept_by_oracle(self) -> int | None:
-        """Draft tokens that a perfect judge keeps with the acceptance rule "first_failure": those of the prefixes
-        before the first that is not valid. None where the tokens are not known."""
+        """Draft tokens before the first invalid segment, which a perfect judge keeps with the acceptance rule
+        "first_failure"; None for unknown tokens."""
         if self.cuts is None:
             return None
         n_valid = len(self.cuts) if self.first_error is None else self.first_error
@@ -65,18 +66,19 @@ class LabelledDraft:
 
 
 def read_rows(source: str | Path, layout: str = "build") -> Iterator[LabelledDraft]:
-    """Rows of `source` one after the other: all .jsonl files in a folder, a .jsonl file, or a data set on the Hugging
-    Face Hub: its training split, or all splits where there is none of that name.
+    """Yield the rows of a .jsonl file, of all .jsonl files in a folder, or of a data set on the Hugging Face Hub.
+
+    From the Hub, reads the split "train", or all splits of a set without that split.
 
     Args:
-        layout: a key of `layouts.LAYOUTS`: "build", or that of a public process-supervision set.
+        layout: a key of `layouts.LAYOUTS`: "build", or the layout of a public process-supervision set.
 
     Raises:
-        FileNotFoundError: nothing there, or no .jsonl file in the folder.
-        ValueError: an unknown layout, or a row that is not as it should be, named by file and line.
+        FileNotFoundError: no such source, or no .jsonl file in the folder.
+        ValueError: an unknown layout, or a malformed row, named by file and line.
     """
     if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}; {suggestion(layout, LAYOUTS)}")
+        raise ParseError(f"unknown layout {layout!r}; {suggestion(layout, LAYOUTS)}")
     path, name = Path(source), str(source)
     if path.is_dir():
         files = sorted(path.rglob("*.jsonl"))
@@ -85,7 +87,7 @@ def read_rows(source: str | Path, layout: str = "build") -> Iterator[LabelledDra
     elif path.is_file():
         files = [path]
     elif name.endswith(".jsonl") or name.startswith((".", "/")) or name.count("/") != 1:
-        raise FileNotFoundError(f"there is no labelled data at {name}; `parse-data build` makes some")
+        raise FileNotFoundError(f"no labelled data at {name}; `parse-data build` writes labelled data")
     else:
         files = []
     places = (found for file in files for found in read_jsonl(file)) if files else _hub_rows(name)
@@ -93,7 +95,7 @@ def read_rows(source: str | Path, layout: str = "build") -> Iterator[LabelledDra
         try:
             drafts = list(prefix_rows(row, layout)) if isinstance(row, dict) else [row]
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+            raise ParseError(f"{where}: {error}") from error
         for draft in drafts:
             yield check_row(draft, where)
 
@@ -103,7 +105,7 @@ def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
 
     try:
         splits = load_dataset(name)
-    except Exception as error:  # datasets raises many kinds: no such set, no network, no such split
+    except Exception as error:  # datasets raises many types: no such set, no network, no such split
         raise FileNotFoundError(
             f"{name} is neither a local folder or file nor a data set on the Hugging Face Hub: {error}"
         ) from error
@@ -113,7 +115,7 @@ def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def check_row(row: Any, where: str) -> LabelledDraft:
-    """The row as a `LabelledDraft`; `where` names it in errors."""
+    """Convert the row to a `LabelledDraft`; `where` locates the row in errors."""
 
     def refuse(reason: str) -> ValueError:
         return ValueError(f"{where}: {reason}")
@@ -129,11 +131,11 @@ def check_row(row: Any, where: str) -> LabelledDraft:
     if not _all(completions, str):
         raise refuse("completions must be a list of texts, one per segment")
     if not _all(labels, bool) or len(labels) != len(completions):
-        raise refuse(f"labels must be {len(completions)} times true or false, one per segment, got {labels!r}")
+        raise refuse(f"labels must be {len(completions)} booleans, one per segment, got {labels!r}")
     values = row.get("values") or [None] * len(labels)
     if len(values) != len(labels) or not all(v is None or (_number(v) and 0 <= v <= 1) for v in values):
         raise refuse(f"values must be {len(labels)} numbers from 0 to 1, or null, got {values!r}")
-    confidence = row.get("confidence") or [1.0] * len(labels)  # sets from before there was a choice have none
+    confidence = row.get("confidence") or [1.0] * len(labels)  # older data sets have no confidence
     if len(confidence) != len(labels) or not all(_number(c) and 0.5 <= c <= 1 for c in confidence):
         raise refuse(f"confidence must be {len(labels)} numbers from 0.5 to 1, got {confidence!r}")
     ids, cuts = row.get("draft_ids"), row.get("cuts")

@@ -1,10 +1,10 @@
-"""Whether a prefix keeps the target's chance of a right answer: a sequential test on counts of rollouts.
+"""Sequential test on counts of rollouts: whether a prefix keeps the target's chance of a right answer.
 
-Let p be the target's chance from the bare prompt. A prefix *keeps* it if its own chance is at least (1 - margin) p,
-and has *lost* it if its own chance is at most margin p. Wald's sequential probability ratio test (1945) compares these
-two limits after every round of rollouts: it stops where one hypothesis is likely enough, and draws another round where
-neither is. As p itself is unknown, both likelihoods are averaged over its posterior distribution, given the prompt's
-rollouts and a uniform prior. A chance between the limits belongs to neither hypothesis and mostly stays undecided.
+Let p be the target's chance from the bare prompt. A prefix *keeps* p if its own chance is at least (1 - margin) p,
+and *loses* p if its own chance is at most margin p. Wald's sequential probability ratio test (1945) compares these
+two hypotheses after every round of rollouts. The test stops once one hypothesis is likely enough, and draws another
+round otherwise. As p is unknown, both likelihoods are averaged over the posterior of p, given the prompt's rollouts
+and a uniform prior. A chance between the two limits fits neither hypothesis and mostly stays undecided.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CHANCES = [(i + 0.5) / 256 for i in range(256)]
 
 
 class Tally(NamedTuple):
-    """How many of `total` rollouts end with a right answer."""
+    """Number of right answers in `total` rollouts."""
 
     right: int
     total: int
@@ -28,7 +28,7 @@ class Tally(NamedTuple):
         return self.right / self.total
 
     def log_likelihood(self, chance: float) -> float:
-        """Log-probability of these rollouts, 0 < chance < 1, in the order in which they came."""
+        """Log-probability of these rollouts, in their order, where each is right with probability 0 < chance < 1."""
         return self.right * math.log(chance) + (self.total - self.right) * math.log1p(-chance)
 
 
@@ -40,11 +40,11 @@ class Verdict(NamedTuple):
 
 
 class LabelRule(Protocol):
-    """From rollouts to labels, for the prefixes of all drafts of one problem.
+    """Maps rollouts to labels, for the prefixes of all drafts of one problem.
 
     Attributes:
-        step: rollouts in a round.
-        limit: most rollouts from one prefix.
+        step: rollouts per round.
+        limit: maximum number of rollouts from one prefix.
     """
 
     @property
@@ -55,10 +55,10 @@ class LabelRule(Protocol):
 
     @property
     def foregone(self) -> Verdict | None:
-        """The verdict about every prefix of the problem, where no rollout is needed for it."""
+        """The verdict for all prefixes of the problem where rollouts cannot change the verdict; else None."""
 
     def decide(self, prefix: Tally) -> Verdict:
-        """The verdict about a prefix, given all rollouts from it so far."""
+        """Return the verdict for a prefix, given all rollouts from the prefix so far."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SequentialTest:
     Args:
         prompt: rollouts from the bare prompt.
         margin: share of the target's chance that a prefix may lose and still keep it, above 0 and below 0.5.
-        max_error: largest probability of a wrong label, below 0.5.
+        max_error: maximum probability of a wrong label, below 0.5.
         step, limit: see `LabelRule`.
     """
 
@@ -80,8 +80,9 @@ class SequentialTest:
 
     @cached_property
     def foregone(self) -> Verdict | None:
-        """Undecided where the target is right so rarely that even a prefix without any right rollout proves nothing:
-        labels of such a problem could only ever say valid."""
+        """Undecided where even `limit` wrong rollouts from a prefix could not prove the prefix invalid.
+
+        This happens where the target is rarely right from the prompt; a label could then only be "valid"."""
         kept = probability_kept(self.prompt, Tally(0, self.limit), self.margin)
         return Verdict(None, 1 - kept) if kept > self.max_error else None
 
@@ -94,11 +95,7 @@ class SequentialTest:
 
 @dataclass(frozen=True)
 class GreedyRule:
-    """The rule for one greedy rollout, which decides with certainty.
-
-    Args:
-        prompt: the rollout from the bare prompt.
-    """
+    """The rule for one greedy rollout, which decides with certainty; `prompt` is the rollout from the bare prompt."""
 
     prompt: Tally
     step: int = 1
@@ -106,7 +103,7 @@ class GreedyRule:
 
     @property
     def foregone(self) -> Verdict | None:
-        """Valid where the target is wrong from the bare prompt: no prefix lowers a chance of zero."""
+        """Valid where the target is wrong from the bare prompt, because no prefix lowers a chance of zero."""
         return None if self.prompt.right else Verdict(True, 1.0)
 
     def decide(self, prefix: Tally) -> Verdict:
@@ -114,7 +111,7 @@ class GreedyRule:
 
 
 def probability_kept(prompt: Tally, prefix: Tally, margin: float) -> float:
-    """Probability that the prefix keeps the target's chance rather than having lost it, at even odds before.
+    """Return the posterior probability that the prefix keeps the target's chance, with a prior of one half.
 
     Args:
         prompt, prefix: rollouts from the bare prompt, and from the prefix.
@@ -131,5 +128,5 @@ def probability_kept(prompt: Tally, prefix: Tally, margin: float) -> float:
 
 
 def fewest_rollouts(margin: float, max_error: float) -> int:
-    """Rollouts without which no prefix can be decided, however sure the target is of its answer."""
+    """Return the minimum number of rollouts that can decide a prefix, even for a target that is always right."""
     return math.ceil(math.log((1 - max_error) / max_error) / math.log((1 - margin) / margin))

@@ -1,11 +1,11 @@
-"""A folder of rows that grows by groups of problems. What is in it is also the record of what is done.
+"""A folder with one file of rows per group of problems. The files also record which groups are finished.
 
-    data/<split>-000128-000256.jsonl   the rows of problems 128 to 255 of the stream, whole or not there
-    build.json                         what decides about the rows, and what they were made on
-    .build/lock                        held while somebody builds here (released by the system when the process dies)
+    data/<split>-000128-000256.jsonl   the rows of problems 128 to 255 of the stream, complete or absent
+    build.json                         the settings that affect the rows, the models and the versions
+    .build/lock                        held by the running build (the system releases the lock of a dead process)
 
-A group that was interrupted is worked out again as a whole, so that its batches, and with them the rounding, are as
-without the interruption. A file may be empty: all its problems were skipped.
+A resumed build repeats an interrupted group as a whole, so that batches and rounding equal those of an uninterrupted
+build. A file is empty if all its problems were skipped.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from parse_infer.errors import ParseError
 from parse_infer.files import atomic_write, read_json, read_jsonl, write_json
 from parse_infer.models.fingerprint import same_weights
 
 FORMAT = 2
-_WAY_OUT = "choose another folder"
-# How folders were begun when there was no choice.
-_BEFORE = {"backend": "local", "wire": "ids", "max_rollouts": 1, "max_label_error": 0.05}
+_REMEDY = "choose another folder"
+# Values of keys that older folders do not record.
+_OLD_VALUES = {"backend": "local", "wire": "ids", "max_rollouts": 1, "max_label_error": 0.05}
 
 
 class GroupFolder:
-    """The rows of one split. A group is a `range` of problem numbers; the same problem always begins it.
+    """The rows of one split. A group is a `range` of problem indices with a fixed start.
 
-    Several processes may write different groups, while one of them holds the folder (`held`).
+    Several processes may write different groups while one process holds the folder (`held`).
 
     Args:
-        folder: need not exist.
-        split: names the files.
+        folder: the folder; need not exist.
+        split: prefix of the file names.
 
     Attributes:
-        ends: where the finished group that begins at a problem ends, {start: end}.
+        ends: {start: end} of the finished groups.
     """
 
     def __init__(self, folder: str | Path, split: str) -> None:
@@ -58,7 +59,7 @@ class GroupFolder:
         return self.ends.get(group.start, 0) >= group.stop
 
     def rows(self, start: int) -> list[dict[str, Any]]:
-        """The rows of the finished group that begins at problem `start`; none if it is not there.
+        """Return the rows of the finished group that begins at problem `start`; no rows for a missing group.
 
         Raises:
             ValueError: the file is damaged.
@@ -69,10 +70,10 @@ class GroupFolder:
         try:
             return [row for _, row in read_jsonl(path)]
         except ValueError as error:
-            raise ValueError(f"{error}; delete the file, and its problems are worked out again") from error
+            raise ParseError(f"{error}; delete the file, and run the build again to label its problems") from error
 
     def write(self, group: range, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add a finished group. On return its rows are on the disk."""
+        """Write a finished group to disk."""
         with atomic_write(self._path(group)) as beside:
             beside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         self.ends[group.start] = group.stop
@@ -80,21 +81,23 @@ class GroupFolder:
 
     @contextmanager
     def held(self, identity: Mapping[str, Any], provenance: Mapping[str, Any] | None = None) -> Iterator[None]:
-        """Keep other builds out, begin the folder if it is new, and put away what an interrupted build left.
+        """Lock the folder, create a missing build.json, and delete leftovers of an interrupted build.
 
         Args:
-            identity: whatever decides about the rows; a folder begun with another identity is refused.
-            provenance: anything else worth knowing about the build, as it is begun.
+            identity: all settings that affect the rows.
+            provenance: further facts to record in a new build.json.
 
         Raises:
-            ValueError: the folder belongs to another configuration, or another build is writing to it.
+            ValueError: the folder has a different identity, or another build is writing to the folder.
         """
         check_identity(self.folder, identity)
         (self.folder / ".build").mkdir(parents=True, exist_ok=True)
         try:
             lock = FileLock(self.folder / ".build" / "lock").acquire(timeout=0)
         except Timeout:
-            raise ValueError(f"another build is writing to {self.folder}: wait for it, or {_WAY_OUT}") from None
+            raise ParseError(
+                f"another build is writing to {self.folder}: wait until that build ends, or {_REMEDY}"
+            ) from None
         with lock:
             check_identity(self.folder, identity)
             if not (self.folder / "build.json").exists():
@@ -103,23 +106,22 @@ class GroupFolder:
                 )
             for partial in (self.folder / "data").glob(".*.partial"):
                 partial.unlink()
-            self.ends = self._ends()  # others may have built here since
+            self.ends = self._ends()  # another process may have added groups
             self._remove_shorter()
             yield
 
     def note_models(self, models: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write down whose rows these are: for each role what `describe_target` says.
+        """Record the result of `describe_target` for each role.
 
         Raises:
-            ValueError: other weights than those that the folder was begun with.
+            ValueError: the folder was begun with other weights.
         """
         path = self.folder / "build.json"
-        content = read_json(path, _WAY_OUT)
+        content = read_json(path, _REMEDY)
         for role, before in content.get("models", {}).items():
             if role in models and not same_weights(before["fingerprint"], models[role]["fingerprint"]):
-                raise ValueError(
-                    f"{self.folder} was begun with other weights of the {role} model {models[role]['name']}; "
-                    f"{_WAY_OUT}"
+                raise ParseError(
+                    f"{self.folder} was begun with other weights of the {role} model {models[role]['name']}; {_REMEDY}"
                 )
         write_json(path, content | {"models": {role: dict(model) for role, model in models.items()}})
 
@@ -138,27 +140,27 @@ class GroupFolder:
                 yield range(int(found[1]), int(found[2]))
 
     def _remove_shorter(self) -> None:
-        """A limit that ended inside a group and was raised later leaves two files with the same start."""
+        """Delete the shorter of two files with the same start, which a raised limit leaves behind."""
         for group in self._groups():
             if group.stop < self.ends.get(group.start, 0):
                 self._path(group).unlink()
 
 
 def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
-    """ValueError if `folder` holds something else than a build with this identity; an empty or missing one is fine."""
+    """Raise ValueError unless `folder` is missing, empty, or a build with this identity."""
     path = folder / "build.json"
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir {folder} is a file: choose another one")
+        raise ParseError(f"output_dir {folder} is a file: choose another one")
     if not path.exists():
         if folder.is_dir() and any(not p.name.startswith(".") for p in folder.iterdir()):
-            raise ValueError(f"output_dir {folder} holds other files: choose a new or empty folder")
+            raise ParseError(f"output_dir {folder} holds other files: choose a new or empty folder")
         return
-    content = read_json(path, _WAY_OUT)
+    content = read_json(path, _REMEDY)
     if content.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {content.get('format')}, not {FORMAT}: {_WAY_OUT}")
+        raise ParseError(f"{path} has format {content.get('format')}, not {FORMAT}: {_REMEDY}")
     before = content.get("config")
     if not isinstance(before, dict):
-        raise ValueError(f"{path} is damaged, it has no config: {_WAY_OUT}")
+        raise ParseError(f"{path} is damaged, it has no config: {_REMEDY}")
     for key, value in json.loads(json.dumps(dict(identity))).items():
-        if (begun := before.get(key, _BEFORE.get(key))) != value:
-            raise ValueError(f"{folder} was begun with {key} {begun!r}, not {value!r}; set it back, or {_WAY_OUT}")
+        if (begun := before.get(key, _OLD_VALUES.get(key))) != value:
+            raise ParseError(f"{folder} was begun with {key} {begun!r}, not {value!r}; set {key} back, or {_REMEDY}")

@@ -1,4 +1,4 @@
-"""Counts over labelled rows, in one pass: for the data set card and for `parse-data inspect`."""
+"""Counts over labelled rows in one pass, for the data set card and `parse-data inspect`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import NamedTuple
 
 from data_tools.labels.rows import LabelledDraft
 
-BINS = 10  # of the position of the first error
+BINS = 10  # bins for the position of the first error
 
 
 class DraftCounts(NamedTuple):
-    """Drafts of one temperature. What a perfect judge keeps of them bounds what any judge can: the oracle."""
+    """Counts of drafts at one temperature. The tokens that a perfect judge keeps are an upper bound for any judge."""
 
     drafts: int = 0
     right: int = 0
     """Drafts with a right answer."""
     whole: int = 0
-    """Drafts without error, which a perfect judge keeps whole."""
+    """Drafts without error, which a perfect judge accepts completely."""
     tokens: int = 0
     kept: int = 0
     """Tokens that a perfect judge keeps (`LabelledDraft.kept_by_oracle`)."""
@@ -27,30 +27,30 @@ class DraftCounts(NamedTuple):
 
 @dataclass
 class Summary:
-    """What a data set of labelled drafts holds."""
+    """Counts of a data set of labelled drafts."""
 
     rows: int = 0
     prefixes: int = 0
     valid: int = 0
     measured: int = 0
-    """Prefixes with a value of their own; the labels of the others were inferred."""
+    """Prefixes with a measured value; the other labels were inferred."""
     undecided: int = 0
-    """Prefixes without a label, which are not among `prefixes`."""
+    """Prefixes without a label, which `prefixes` does not include."""
     confidence: float = 0.0
-    """Sum over the labels."""
+    """Sum of the confidences of all labels."""
     without_label: int = 0
-    """Drafts of which no prefix could be decided; they count as nothing else."""
+    """Drafts without any label, which no other count includes, except `undecided`."""
     correct: int = 0
     unfinished: int = 0
     with_error: int = 0
     error_position: list[int] = field(default_factory=lambda: [0] * BINS)
-    """First invalid segment k of K, in bins of k / K."""
+    """Drafts with first invalid segment k of K, in bins of k / K."""
     error_segment: Counter[int] = field(default_factory=Counter)
-    """The same by index."""
+    """Drafts by the index of the first invalid segment."""
     temperatures: dict[float, DraftCounts] = field(default_factory=dict)
-    """By temperature; greedy drafts, which inference uses, have 0."""
+    """Counts by temperature; 0 for greedy drafts, which inference uses."""
     target_values: dict[str, float | None] = field(default_factory=dict)
-    """By problem."""
+    """Target value by problem."""
 
     def add(self, row: LabelledDraft) -> None:
         """Count one row."""
@@ -82,17 +82,17 @@ class Summary:
 
     @property
     def target_value(self) -> float | None:
-        """Mean over the problems whose target value is known."""
+        """Mean over the problems with a known target value."""
         known = [value for value in self.target_values.values() if value is not None]
         return sum(known) / len(known) if known else None
 
     @property
     def unsolved(self) -> int:
-        """Problems that the target never answered right from the bare prompt."""
+        """Number of problems that the target never solved from the bare prompt."""
         return sum(value == 0 for value in self.target_values.values())
 
     def lines(self) -> list[tuple[str, str]]:
-        """Names and figures for a table."""
+        """Return names and figures for a table."""
         table = [
             ("drafts", f"{self.rows:,}"),
             ("problems with drafts", f"{self.problems:,}"),

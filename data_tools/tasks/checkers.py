@@ -1,4 +1,4 @@
-"""Whether a completion states the right answer."""
+"""Checks of the answer in a completion."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ _FRACTION = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}")
 
 
 def read_numbers(text: str) -> list[Fraction]:
-    """The numbers in `text`. Thousands separators, currency, `%`, units and trailing zeros do not matter; a minus
-    belongs to a number that follows it directly; of LaTeX, fractions are read."""
+    """Return the numbers in `text`, including LaTeX fractions.
+
+    Thousands separators, currency, `%`, units and trailing zeros do not matter. A minus directly before a number is
+    its sign."""
     found = [_value(match) for match in _NUMBER.findall(_plain(text))]
     return [number for number in found if number is not None]
 
 
 def final_answer(completion: str) -> str:
-    """What states the answer: the text behind the last `####` or in the last `\\boxed{}`, whichever comes later, else
-    behind "answer is", else all of it. (`####` may also begin a heading: it counts where a number or nothing else
-    follows.)"""
+    """Return the text after the last `####` or in the last `\\boxed{}`, whichever comes later.
+
+    Without either, returns the text after "answer is", or else the whole completion. As `####` may begin a heading,
+    only a `####` before a number or at the end of the completion counts."""
     marked = [(found.start(), found[1]) for found in _BOXED.finditer(completion)]
     for found in _HASHES.finditer(completion):
         if _NUMBER_FIRST.match(found[1]) or not completion[found.end() :].strip():
@@ -47,15 +50,16 @@ def final_answer(completion: str) -> str:
 
 
 def stated_number(completion: str) -> Fraction | None:
-    """The number in the final answer: the first one there, behind an equals sign if it has one, and not in brackets.
-    Where nothing marks a final answer, the last number of the text."""
+    """Return the first number of the final answer, after its last equals sign and outside brackets where possible.
+
+    Without a marked final answer, returns the last number of the text."""
     answer = final_answer(completion)
     numbers = read_numbers(completion)[::-1] if answer is completion else _stated(answer)
     return numbers[0] if numbers else None
 
 
 def same_number(reference: str, completion: str) -> bool:
-    """Numeric equality of the stated answers: of whole numbers exactly, of others to one part in a million."""
+    """Whether the stated numbers are equal: whole numbers exactly, other numbers to one part in a million."""
     wanted, got = stated_number(reference), stated_number(completion)
     if wanted is None or got is None:
         return False
@@ -65,18 +69,19 @@ def same_number(reference: str, completion: str) -> bool:
 
 
 def same_answer(one: str, other: str) -> bool:
-    """Whether two completions state the same answer: the same number, where each final answer is one number (and maybe
-    a unit), else the same text."""
+    """Whether two completions state the same number, or the same text where a final answer is not a single number.
+
+    A unit may follow the number."""
     answers = [final_answer(one), final_answer(other)]
     marked = [answer is not text for answer, text in zip(answers, (one, other), strict=True)]
-    if all(_is_number(answer) for answer, known in zip(answers, marked, strict=True) if known):
-        if stated_number(one) is not None and stated_number(other) is not None:
-            return same_number(one, other)
+    numeric = all(_is_number(answer) for answer, known in zip(answers, marked, strict=True) if known)
+    if numeric and stated_number(one) is not None and stated_number(other) is not None:
+        return same_number(one, other)
     return answers[0].strip() == answers[1].strip()
 
 
 def _plain(text: str) -> str:
-    """LaTeX's fractions and separators as one would type them."""
+    """Rewrite LaTeX fractions and separators as plain text."""
     for pattern, plain in _LATEX:
         text = pattern.sub(plain, text)
     text = _MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", text)
@@ -92,7 +97,7 @@ def _value(number: str) -> Fraction | None:
 
 
 def _stated(answer: str) -> list[Fraction]:
-    """The numbers that a final answer consists of."""
+    """Return the numbers in a final answer."""
     for text in (_ASIDE.sub(" ", answer), answer):
         if numbers := read_numbers(text.rpartition("=")[2]) or read_numbers(text):
             return numbers
@@ -100,7 +105,7 @@ def _stated(answer: str) -> list[Fraction]:
 
 
 def _is_number(answer: str) -> bool:
-    """Whether it is one number, apart from what is equal to it, and a unit."""
+    """Whether the answer is one number, after its last equals sign, with an optional unit."""
     rest = _NUMBER.sub("", _plain(_ASIDE.sub(" ", answer)).rpartition("=")[2])
     return len(_stated(answer)) == 1 and not re.search(r"[-+*/^<>:\\=]", rest)
 

@@ -19,8 +19,8 @@ class Gsm8k:
     """Grade-school word problems in the original format (`question`, `answer` ending in `#### 18`).
 
     Args:
-        path: a Hugging Face data set id, or a local jsonl file in the original format: all of it for test, and for
-            train and validation two parts of it.
+        path: a Hugging Face data set id, or a local jsonl file in the original format. Split test is the whole file;
+            splits train and validation are two disjoint parts.
     """
 
     path: str = "openai/gsm8k"
@@ -38,7 +38,7 @@ class Gsm8k:
 
             part = "test" if split == "test" else "train"
             rows, name = load_dataset(self.path, "main", split=part), f"gsm8k-{part}"
-        # GSM8K has no validation split: its training set lends the last 500 rows.
+        # GSM8K has no validation split, so the last 500 training rows serve as one.
         end = len(rows) - min(500, len(rows) // 4)
         order = list({"train": range(end), "validation": range(end, len(rows)), "test": range(len(rows))}[split])
         Random(seed).shuffle(order)

@@ -1,4 +1,4 @@
-"""Problems of one's own, from a jsonl file."""
+"""Problems from a user's jsonl file."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 from data_tools.tasks.checkers import CHECKS, stated_number
 from data_tools.tasks.task import Problem, Split, check_split, prompt_id
+from parse_infer.errors import ParseError
 from parse_infer.files import read_jsonl
 
 
 @dataclass
 class Jsonl:
-    """A user's own problems: a jsonl file with `prompt` (text or messages), `reference`, and maybe `id` and `split`.
-    Rows without `split` are in every split.
+    """Problems from a jsonl file with `prompt` (text or messages), `reference`, and optional `id` and `split`.
 
-    Prompts without references serve where no answer is checked: `check_with: none`. Then a row may also have the form
-    of MT-Bench and Spec-Bench (`turns`, of which the first is the prompt, `question_id`, `category`).
+    Rows without `split` are in every split. With `check_with: none`, `reference` is optional, and a row may have the
+    form of MT-Bench and Spec-Bench: `turns` (the first turn is the prompt), `question_id`, `category`.
 
     Args:
         path: the file.
-        check_with: `exact`, `numeric`, `regex` (the reference is searched for as a pattern) or `none`.
+        check_with: `exact`, `numeric`, `regex` (searches for the reference as a pattern) or `none`.
     """
 
     path: str = ""
@@ -32,9 +32,9 @@ class Jsonl:
 
     def __post_init__(self) -> None:
         if not self.path:
-            raise ValueError("task jsonl needs the option path: the jsonl file with prompts and references")
+            raise ParseError("task jsonl needs the option path: the jsonl file with prompts and references")
         if self.check_with not in (*CHECKS, "none"):
-            raise ValueError(f"check_with is {self.check_with!r}; choose one of {', '.join(CHECKS)}, none")
+            raise ParseError(f"check_with is {self.check_with!r}; choose one of {', '.join(CHECKS)}, none")
 
     def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
         check_split(split)
@@ -44,7 +44,7 @@ class Jsonl:
             if "prompt" not in row:
                 turns = row.get("turns")
                 if not isinstance(turns, list) or not turns:
-                    raise ValueError(f"{place}: there is neither prompt nor turns")
+                    raise ParseError(f"{place}: the row has neither prompt nor turns")
                 row["prompt"] = turns[0]
             _check_prompt(place, row["prompt"])
             self._check_reference(place, row.get("reference"))
@@ -61,23 +61,23 @@ class Jsonl:
         return CHECKS[self.check_with](problem.reference, completion)
 
     def _check_reference(self, place: str, reference: object) -> None:
-        """ValueError for one that no answer could meet."""
+        """Raise ValueError for a reference that no answer can match."""
         if self.check_with == "regex":
             try:
                 re.compile(str(reference))
             except re.error as error:
-                raise ValueError(f"{place}: the reference is no valid pattern ({error})") from error
+                raise ParseError(f"{place}: the reference is not a valid pattern ({error})") from error
         if self.check_with == "numeric" and stated_number(str(reference)) is None:
-            raise ValueError(
-                f"{place}: the reference {reference!r} has no number; texts are compared with check_with: exact"
+            raise ParseError(
+                f"{place}: the reference {reference!r} has no number; to compare texts, set check_with: exact"
             )
 
 
 def _check_prompt(place: str, prompt: Any) -> None:
-    """ValueError for what is neither a text nor chat messages, or has nothing in it."""
+    """Raise ValueError unless the prompt is a non-empty text or list of chat messages."""
     if not prompt:
-        raise ValueError(f"{place}: the prompt is empty")
+        raise ParseError(f"{place}: the prompt is empty")
     if isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
         return
     if not isinstance(prompt, str):
-        raise ValueError(f"{place}: the prompt must be a text or a list of chat messages, not {str(prompt)[:40]!r}")
+        raise ParseError(f"{place}: the prompt must be a text or a list of chat messages, not {str(prompt)[:40]!r}")

@@ -1,4 +1,4 @@
-"""Any of reasoning-gym's generators (arithmetic, logic, text, calendars, …), or several of them in turn."""
+"""Problems from one or several of reasoning-gym's generators (arithmetic, logic, text, calendars, …)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from data_tools.tasks.task import SPLITS, Problem, Split, check_split
+from parse_infer.errors import ParseError
 from parse_infer.optional_dependencies import missing_package
 from parse_infer.suggest import suggestion
 
 
 @dataclass
 class ReasoningGym:
-    """Problems of reasoning-gym, without worked answers, scored by its own checkers.
+    """Problems of reasoning-gym, without worked solutions, scored by its own checkers.
 
     Args:
-        names: generators, with their default settings; each gives every len(names)-th problem.
+        names: generators, with their default settings; the problems alternate between them.
     """
 
     names: list[str] = field(default_factory=lambda: ["chain_sum", "leg_counting", "family_relationships"])
@@ -28,16 +29,16 @@ class ReasoningGym:
             from reasoning_gym import create_dataset
             from reasoning_gym.factory import DATASETS
         except ModuleNotFoundError as error:
-            raise ValueError(f"task reasoning_gym: {missing_package(error)}") from error
+            raise ParseError(f"task reasoning_gym: {missing_package(error)}") from error
         check_split(split)
         if not 0 <= seed < 1 << 16:
-            raise ValueError(f"seed is {seed}; for task reasoning_gym it must be in 0..{(1 << 16) - 1}")
+            raise ParseError(f"seed is {seed}; for task reasoning_gym it must be in 0..{(1 << 16) - 1}")
         for name in self.names:
             if name not in DATASETS:
-                raise ValueError(f"reasoning-gym has no generator {name!r}; {suggestion(name, DATASETS)}")
+                raise ParseError(f"reasoning-gym has no generator {name!r}; {suggestion(name, DATASETS)}")
         if not self.names:
-            raise ValueError("task reasoning_gym needs the option names: a list of its generators")
-        # Seed ranges of different splits and seeds never meet, as in gsm_symbolic.
+            raise ParseError("task reasoning_gym needs the option names: a list of reasoning-gym's generators")
+        # Seed ranges of different splits and seeds never overlap, as in gsm_symbolic.
         base, count = (SPLITS.index(split) << 40) + (seed << 24), 0
         while True:
             start = base + count // len(self.names)
@@ -52,8 +53,9 @@ class ReasoningGym:
                     yield Problem(identity, entry["question"], str(entry["answer"]), metadata=metadata)
 
     def check(self, problem: Problem, completion: str) -> bool:
-        """Whether the generator's own checker gives full marks to the completion, or to what follows its last `####`,
-        or a colon in its last line."""
+        """Whether the generator's checker gives the full score to one of three candidates.
+
+        Candidates: the completion, the text after its last `####`, the text after a colon in its last line."""
         from reasoning_gym import get_score_answer_fn
 
         score = get_score_answer_fn(problem.metadata["generator"])
@@ -65,7 +67,7 @@ class ReasoningGym:
         def marks(text: str) -> float:
             try:
                 return float(score(text, problem.metadata["entry"]))
-            except Exception:  # of many kinds: some checkers expect at least the form of an answer
+            except Exception:  # some checkers raise various errors for text that does not have the form of an answer
                 return 0.0
 
         return any(marks(text) >= 1 for text in candidates)

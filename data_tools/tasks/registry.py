@@ -1,4 +1,4 @@
-"""Tasks by name, and several of them as one."""
+"""Registry of tasks by name, and the mixture of several tasks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from data_tools.tasks.gsm8k import Gsm8k
 from data_tools.tasks.jsonl import Jsonl
 from data_tools.tasks.reasoning_gym_tasks import ReasoningGym
 from data_tools.tasks.task import Problem, Split, Task
+from parse_infer.errors import ParseError
 from parse_infer.models.names import INSTALL_ZOO
 from parse_infer.suggest import suggestion
 
 
 @dataclass
 class Mixture:
-    """One problem of each part in turn; a part that has no more drops out.
+    """Alternates between the problems of several tasks; a task without further problems drops out.
 
     Args:
-        parts: a mapping for each part: `task`, its name, and the options of that task.
+        parts: one mapping per part: the task's name under `task`, and the options of that task.
     """
 
     parts: list[dict[str, Any]] = field(default_factory=list)
@@ -29,7 +30,7 @@ class Mixture:
 
     def __post_init__(self) -> None:
         if not self.parts or not all(isinstance(part, dict) and "task" in part for part in self.parts):
-            raise ValueError("task mixture needs the option parts: a list of mappings, each with the key task")
+            raise ParseError("task mixture needs the option parts: a list of mappings, each with the key task")
         options = [dict(part) for part in self.parts]
         self._tasks = [load_task(part.pop("task"), **part) for part in options]
 
@@ -64,25 +65,25 @@ TASKS: dict[str, Any] = {
 
 
 def load_task(name: str, **options: Any) -> Task:
-    """The task called `name` with `options`.
+    """Return the task called `name` with `options`.
 
-    Packages add tasks by entry points of the group "parse_engine.tasks": a dataclass with the methods of `Task`.
+    Packages add tasks through entry points of the group "parse_engine.tasks": a dataclass with the methods of `Task`.
 
-    Raises ValueError for an unknown name, with the closest known one, and for an unknown or unfit option.
+    Raises ValueError for an unknown name (names the closest known name), an unknown option or a wrong type.
     """
     added = {point.name: point for point in entry_points(group="parse_engine.tasks")}
     if name not in TASKS and name not in added:
         if name == "gsm_symbolic":
-            raise ValueError(f"the task {name} is not installed: {INSTALL_ZOO}")
-        raise ValueError(f"unknown task {name!r}; {suggestion(name, [*TASKS, *added])}")
+            raise ParseError(f"the task {name} is not installed: {INSTALL_ZOO}")
+        raise ParseError(f"unknown task {name!r}; {suggestion(name, [*TASKS, *added])}")
     kind = TASKS[name] if name in TASKS else added[name].load()
     known = [key for key in kind.__dataclass_fields__ if key != "name"]
     types = get_type_hints(kind)
     for key, value in options.items():
         if key not in known:
-            raise ValueError(f"task {name} has no option {key!r}; {suggestion(key, known)}")
+            raise ParseError(f"task {name} has no option {key!r}; {suggestion(key, known)}")
         if not _fits(value, types[key]):
-            raise ValueError(f"option {key} of task {name} is {value!r}; it must be {_in_words(types[key])}")
+            raise ParseError(f"option {key} of task {name} is {value!r}; it must be {_in_words(types[key])}")
     made: Task = kind(**options)
     return made
 
@@ -91,7 +92,7 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def _fits(value: object, wanted: Any) -> bool:
-    """Whether a value has the type of an option."""
+    """Whether a value has the type `wanted`."""
     inside = get_args(wanted)
     if get_origin(wanted) is UnionType:
         return any(_fits(value, one) for one in inside)

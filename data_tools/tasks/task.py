@@ -1,4 +1,4 @@
-"""What a task is: a source of problems with a checker."""
+"""Interface of a task: a source of problems with a checker."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from parse_infer.errors import ParseError
 from parse_infer.held_out import prompt_hash
 
 Split = Literal["train", "validation", "test"]
@@ -14,7 +15,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: `prompt` is plain text or chat messages, `reference` what `Task.check` compares with."""
+    """One problem: `prompt` is plain text or chat messages, `reference` the right answer for `Task.check`."""
 
     id: str
     prompt: str | list[dict[str, str]]
@@ -33,15 +34,15 @@ class Task(Protocol):
         ...
 
     def check(self, problem: Problem, completion: str) -> bool | None:
-        """Whether `completion` answers `problem` correctly; None where nothing tells."""
+        """Whether `completion` answers `problem` correctly; None where the task does not check answers."""
         ...
 
 
 def prompt_id(prompt: Any) -> str:
-    """Identifies a problem that has no id of its own, in whichever file it stands."""
+    """Return an id, derived from the prompt alone, for a problem without id."""
     return f"prompt-{prompt_hash(prompt)}"
 
 
 def check_split(split: str) -> None:
     if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}; choose one of {', '.join(SPLITS)}")
+        raise ParseError(f"unknown split {split!r}; choose one of {', '.join(SPLITS)}")

@@ -1,8 +1,8 @@
 """Train EAGLE-3 and P-EAGLE heads: `accelerate launch recipes/eagle3.yaml` or `recipes/parallel.yaml`.
 
-EAGLE-3: "training-time test" (arXiv 2503.01840): the head is run on its own output, `steps` times, as it will be when
-it drafts. P-EAGLE (arXiv 2602.01469; ParallelSpec's training in groups, arXiv 2410.05589, on EAGLE-3's features): all
-depths of a block in one forward, deeper ones at a shrinking share of the places.
+EAGLE-3 (arXiv 2503.01840) trains with a "training-time test": the head runs on its own output, `steps` times, as at
+inference. P-EAGLE (arXiv 2602.01469) applies ParallelSpec's training in groups (arXiv 2410.05589) to EAGLE-3's
+features: one forward covers all depths of a block, and each deeper depth keeps a smaller share of the positions.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from parse_infer.errors import ParseError
 from parse_infer.models.loading import LanguageModel
 from parse_infer.speculation.eagle_head import EagleConfig, EagleHead
 from parse_train.heads.training import HeadModel, HeadTrainingConfig, check_share, train_head
@@ -23,22 +24,22 @@ from parse_train.heads.training import HeadModel, HeadTrainingConfig, check_shar
 class EagleTrainingConfig(HeadTrainingConfig):
     """Fields of EAGLE heads."""
 
-    parallel: bool = field(default=False, metadata={"help": "P-EAGLE: a block in one forward."})
-    depth_share: float = field(default=0.8, metadata={"help": "P-EAGLE: places kept at each further depth."})
+    parallel: bool = field(default=False, metadata={"help": "P-EAGLE: propose a block in one forward."})
+    depth_share: float = field(default=0.8, metadata={"help": "P-EAGLE: share of positions kept per further depth."})
     feature_layers: list[int] | None = field(
-        default=None, metadata={"help": "Where features are taken; by default layers 2, n/2 and n-3 as in EAGLE-3."}
+        default=None, metadata={"help": "Layers of the features; default: 2, n/2 and n-3 as in EAGLE-3."}
     )
     intermediate_size: int | None = field(
-        default=None, metadata={"help": "Of the head's MLP; the model's by default."}
+        default=None, metadata={"help": "Inner size of the head's MLP; default: as in the model."}
     )
     num_attention_heads: int | None = field(
-        default=None, metadata={"help": "Of the head's attention; the model's by default."}
+        default=None, metadata={"help": "Attention heads of the head; default: as in the model."}
     )
     num_key_value_heads: int | None = field(
-        default=None, metadata={"help": "Of the head's attention; the model's by default."}
+        default=None, metadata={"help": "Key-value heads of the head; default: as in the model."}
     )
     ptd_token: str | None = field(
-        default=None, metadata={"help": "P-EAGLE: token that fills the places ahead; by default the padding token."}
+        default=None, metadata={"help": "P-EAGLE: placeholder of the tokens ahead; default: the padding token."}
     )
 
     def __post_init__(self) -> None:
@@ -47,7 +48,7 @@ class EagleTrainingConfig(HeadTrainingConfig):
 
 
 class EagleModel(HeadModel):
-    """Guesses of an EAGLE head where it will be asked for them. `depth_share` is for a parallel head."""
+    """Trains an EAGLE head on the positions and depths of inference. `depth_share` applies to a parallel head."""
 
     def __init__(
         self, lm: LanguageModel, head: EagleHead, steps: int, step_decay: float, depth_share: float = 1.0
@@ -55,16 +56,16 @@ class EagleModel(HeadModel):
         super().__init__(lm, head, steps, step_decay)
         self.depth_share = depth_share
 
-    def guesses(self, states: Sequence[Tensor], embeddings: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def propose(self, states: Sequence[Tensor], embeddings: Tensor) -> list[tuple[Tensor, Tensor]]:
         features = torch.cat([states[i] for i in self.head.config.eagle_aux_hidden_state_layer_ids], dim=-1)
         features = features.to(embeddings.dtype)
         return (self._block if self.head.config.parallel_drafting else self._unroll)(features, embeddings)
 
     def _unroll(self, features: Tensor, embeddings: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """EAGLE-3's training-time test.
+        """Run EAGLE-3's training-time test.
 
-        At step k, place i stands for draft token k behind a context that ends at i - k: it sees the true features up
-        to there, and the head's own k later ones.
+        At step k, position i is draft token k after a context that ends at i - k. It attends to the model's features
+        up to i - k, and to the head's own features at the k later positions.
         """
         t = features.shape[1] - 1
         device = features.device
@@ -74,10 +75,10 @@ class EagleModel(HeadModel):
         past: tuple[Tensor, Tensor] | None = None
         results = []
         for step in range(self.steps):
-            # Keys of step m stand at every place; place i at this step sees those of its own draft: i - (step - m).
+            # Step m has keys at every position; position i of this step sees the key of its draft, i - (step - m).
             blocks = [columns <= rows - step] + [columns == rows - (step - m) for m in range(1, step + 1)]
             mask = torch.cat(blocks, dim=1)
-            mask[:step, 0] = True  # places without a draft that long: anything, they do not count
+            mask[:step, 0] = True  # positions without a draft of this length do not count; avoid empty rows
             output, past = self.head(
                 hidden,
                 following,
@@ -90,7 +91,7 @@ class EagleModel(HeadModel):
         return results
 
     def _block(self, features: Tensor, embeddings: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """P-EAGLE: all depths in one forward, deeper ones at fewer anchors."""
+        """Run P-EAGLE: all depths in one forward, deeper depths at fewer anchors."""
         b, t = features.shape[0], features.shape[1] - 1
         device = features.device
         kept = [torch.arange(t, device=device)]
@@ -115,14 +116,14 @@ class EagleModel(HeadModel):
 
 
 def make_head(lm: LanguageModel, config: EagleTrainingConfig) -> EagleHead:
-    """A fresh head of the model's shape. Raises ValueError for what does not fit the model."""
+    """Return a new head of the model's shape; raise ValueError for settings that do not fit the model."""
     own = lm.model.config.get_text_config(decoder=True)
     n, heads = own.num_hidden_layers, own.num_attention_heads
     rope = getattr(own, "rope_parameters", None) or {}
     layers = config.feature_layers or sorted({min(2, n - 1), n // 2, max(n - 3, 0)})
     for layer in layers:
         if not 0 <= layer <= n:
-            raise ValueError(f"feature_layers has {layer}; {lm.name!r} has features 0 to {n}")
+            raise ParseError(f"feature_layers has {layer}; {lm.name!r} has features 0 to {n}")
     shape = EagleConfig(
         hidden_size=own.hidden_size,
         intermediate_size=config.intermediate_size or own.intermediate_size,
@@ -145,7 +146,7 @@ def _mask_token(lm: LanguageModel, name: str | None) -> int:
     if name is None:
         return lm.tokenizer.pad_token_id or 0
     if name not in lm.tokenizer.get_vocab():
-        raise ValueError(f"ptd_token is {name!r}, which is no token of {lm.name!r}")
+        raise ParseError(f"ptd_token is {name!r}, but {lm.name!r} has no such token")
     return int(lm.tokenizer.get_vocab()[name])
 
 

@@ -1,6 +1,6 @@
 """Train Medusa heads (arXiv 2401.10774): `accelerate launch recipes/medusa.yaml`.
 
-"Medusa-1": the model stays as it is. Every head starts as a copy of the model's output layer, and learns the model's
+"Medusa-1": the model is frozen. Every head starts as a copy of the model's output layer, and learns the model's
 distribution for a token further ahead.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from parse_infer.errors import ParseError
 from parse_infer.models.loading import LanguageModel
 from parse_infer.speculation.medusa import MedusaConfig, MedusaHead
 from parse_train.heads.training import HeadModel, HeadTrainingConfig, train_head
@@ -19,26 +20,26 @@ from parse_train.heads.training import HeadModel, HeadTrainingConfig, train_head
 
 @dataclass
 class MedusaTrainingConfig(HeadTrainingConfig):
-    """Fields of Medusa heads; `steps` is their number."""
+    """Fields of Medusa heads; `steps` is the number of heads."""
 
     head_layers: int = field(default=1, metadata={"help": "Residual blocks in each head."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.head_layers < 1:
-            raise ValueError(f"head_layers is {self.head_layers}; it must be at least 1")
+            raise ParseError(f"head_layers is {self.head_layers}; it must be at least 1")
 
 
 class MedusaModel(HeadModel):
-    """Guesses of Medusa heads behind every token."""
+    """Trains Medusa heads on every token."""
 
-    def guesses(self, states: Sequence[Tensor], embeddings: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def propose(self, states: Sequence[Tensor], embeddings: Tensor) -> list[tuple[Tensor, Tensor]]:
         anchors = torch.arange(embeddings.shape[1] - 1, device=embeddings.device)
         return [(logits, anchors) for logits in self.head(states[-1][:, :-1].to(embeddings.dtype))]
 
 
 def make_head(lm: LanguageModel, config: MedusaTrainingConfig) -> MedusaHead:
-    """Fresh heads of the model's shape, whose residual blocks change nothing."""
+    """Return new heads of the model's shape, with residual blocks initialised to the identity."""
     own = lm.model.config.get_text_config(decoder=True)
     head = MedusaHead(
         MedusaConfig(

@@ -1,7 +1,7 @@
-"""What training a head for token drafting shares: configuration, loss, metrics, and the run itself.
+"""Configuration, loss, metrics and run that all trainings of token-level speculation heads share.
 
-The model writes its own answers to the task's prompts once (an interrupted run continues), the head's input comes from
-the model's frozen forward on line, and the head learns the model's distribution.
+First the model answers the task's prompts; an interrupted run resumes. Then the head learns the model's distribution
+on these answers. Each training step computes the head's inputs with a forward of the frozen model.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers import EvalPrediction, Trainer, set_seed
 
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import prompt_id
+from parse_infer.errors import ParseError
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_train import checkpoints, tracking
 from parse_train.length_sampler import EpochLengthSampler
@@ -30,48 +31,48 @@ from parse_train.training_config import IGNORED, TrackedTrainingConfig
 
 @dataclass
 class HeadTrainingConfig(AnswerConfig, TrackedTrainingConfig):
-    """Fields on top of transformers' `TrainingArguments` that every kind of head has."""
+    """Fields of every kind of head, on top of transformers' `TrainingArguments`."""
 
-    steps: int = field(default=5, metadata={"help": "Tokens the head learns to guess ahead."})
-    step_decay: float = field(default=0.9, metadata={"help": "Weight of a step, relative to the one before it."})
+    steps: int = field(default=5, metadata={"help": "Speculative tokens that the head learns to propose."})
+    step_decay: float = field(default=0.9, metadata={"help": "Loss weight of a step, relative to the previous step."})
     draft_vocab_size: int | None = field(
-        default=None, metadata={"help": "The head guesses this many tokens, the commonest; by default all."}
+        default=None, metadata={"help": "Size of the head's vocabulary: the most frequent tokens; default: all."}
     )
-    muon: bool = field(default=False, metadata={"help": "Muon for the layers' matrices, AdamW for the rest."})
-    head_dtype: str = field(default="auto", metadata={"help": "Of the stored head: auto (the model's), or bfloat16."})
+    muon: bool = field(default=False, metadata={"help": "Muon for the layers' matrices, AdamW for all else."})
+    head_dtype: str = field(default="auto", metadata={"help": "Dtype of the saved head: auto (as trained), bfloat16."})
 
     def __post_init__(self) -> None:
         self.label_names = ["labels"]
         super().__post_init__()
         for key in ("model", "output_dir"):
             if not getattr(self, key):
-                raise ValueError(f"the recipe needs the key {key}")
+                raise ParseError(f"the recipe needs the key {key}")
         for key in ("n_problems", "n_eval_problems", "max_answer_tokens", "steps", "batch_size"):
             if getattr(self, key) < 1:
-                raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 1")
+                raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 1")
         if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
-            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; it must be at least 1")
+            raise ParseError(f"draft_vocab_size is {self.draft_vocab_size}; it must be at least 1")
         if self.muon and getattr(self, "deepspeed_plugin", None) is not None:
-            raise ValueError("muon needs whole matrices, which DeepSpeed does not give it: set muon to false (AdamW)")
+            raise ParseError("muon needs whole matrices, which DeepSpeed does not provide: set muon to false (AdamW)")
         check_share("step_decay", self.step_decay)
         if self.head_dtype not in ("auto", "bfloat16"):
-            raise ValueError(f"head_dtype is {self.head_dtype!r}; it must be auto or bfloat16")
+            raise ParseError(f"head_dtype is {self.head_dtype!r}; it must be auto or bfloat16")
 
 
 def check_share(key: str, value: float) -> None:
-    """Raises ValueError unless 0 < value <= 1."""
+    """Raise ValueError unless 0 < value <= 1."""
     if not 0 < value <= 1:
-        raise ValueError(f"{key} is {value}; it must lie above 0 and at most at 1")
+        raise ParseError(f"{key} is {value}; it must be above 0 and at most 1")
 
 
 class HeadModel(nn.Module, ABC):
-    """A frozen model and the head that learns to guess its tokens. The state dict holds the head only.
+    """A frozen model and the head that learns to propose its tokens. The state dict holds the head only.
 
     Args:
-        head: with `token_ids`, the model's token for each of its own, `set_vocabulary`, `output_weights` and
+        head: has `token_ids` (the model's token for each token of the head), `set_vocabulary`, `output_weights` and
             `save_pretrained`.
-        steps: how many tokens ahead.
-        step_decay: weight of a step, relative to the one before it.
+        steps: number of speculative tokens.
+        step_decay: loss weight of a step, relative to the previous step.
     """
 
     def __init__(self, lm: LanguageModel, head: Any, steps: int, step_decay: float) -> None:
@@ -81,20 +82,21 @@ class HeadModel(nn.Module, ABC):
         self._frozen = [lm]  # in a list: not a submodule
 
     @abstractmethod
-    def guesses(self, states: Sequence[Tensor], embeddings: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """For each step k the logits [B, n, V'] and the anchors [n]: at an anchor i, the last token whose state is
-        known, the head guesses token i + 2 + k.
+    def propose(self, states: Sequence[Tensor], embeddings: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return, for each step k, logits [B, n, V'] and anchors [n].
+
+        An anchor i is the last token with a known state; from there the head proposes token i + 2 + k.
 
         Args:
-            states: [B, T, H] each, what stands behind every layer (0: the embeddings; last: the final norm).
-            embeddings: [B, T, H], of the tokens, in the head's own dtype.
+            states: [B, T, H] each, the hidden states of every layer (0: the embeddings; last: the final norm).
+            embeddings: [B, T, H], the token embeddings, in the head's dtype.
         """
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Loss, and for each anchor and step whether the guess is the model's own choice.
+        """Compute the loss, and whether each proposed token is the model's greedy choice.
 
         Returns:
-            {"loss": scalar, "right": int64 [B, T, steps]: 1 or 0, -100 where there is nothing to compare with}.
+            {"loss": scalar, "right": int64 [B, T, steps]: 1 or 0, -100 at positions that do not count}.
         """
         with torch.no_grad():
             model = self._frozen[0].model
@@ -106,9 +108,9 @@ class HeadModel(nn.Module, ABC):
             own = output.logits.argmax(-1)
         loss, total = embeddings.new_zeros((), dtype=torch.float32), 0.0
         right = torch.full((*input_ids.shape, self.steps), IGNORED, device=input_ids.device)
-        last = input_ids.shape[1] - 2  # what the model says behind the last token cannot be checked
-        for step, (logits, anchors) in enumerate(self.guesses(output.hidden_states, embeddings)):
-            places = anchors + 1 + step  # the model speaks here for the guessed token
+        last = input_ids.shape[1] - 2  # no label exists for the prediction after the last token
+        for step, (logits, anchors) in enumerate(self.propose(output.hidden_states, embeddings)):
+            places = anchors + 1 + step  # positions where the model predicts the proposed token
             counted = (labels[:, (places + 1).clamp_max(last + 1)] != IGNORED) & (places <= last)
             places = places.clamp_max(last)
             each = -(wanted[:, places].softmax(-1) * logits.float().log_softmax(-1)).sum(-1)
@@ -121,7 +123,7 @@ class HeadModel(nn.Module, ABC):
 
 
 class HeadTrainer(Trainer):
-    """transformers' Trainer for a head; evaluation reports accuracy by step and the simulated acceptance length."""
+    """transformers' Trainer for a head; evaluation reports accuracy per step and the simulated acceptance length."""
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         args = cast(HeadTrainingConfig, self.args)
@@ -144,9 +146,9 @@ class HeadTrainer(Trainer):
 
 
 def head_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """accuracy_1, accuracy_2, …: share of guesses that are the model's own choice at each step.
+    """Return accuracy_1, accuracy_2, …: the share of proposed tokens at each step that are the model's greedy choice.
 
-    acceptance_length: tokens that a forward of the model would yield with these chains, its own token included.
+    acceptance_length: tokens per forward of the model with these proposals, including the model's own token.
     """
     right = np.asarray(prediction.predictions).reshape(-1, np.asarray(prediction.predictions).shape[-1])
     metrics = {}
@@ -160,9 +162,9 @@ def head_metrics(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadModel]) -> None:
-    """Let the model answer, train the head that `make` makes, and write it to `output_dir`/head.
+    """Let the model answer the prompts, train the head returned by `make`, and write it to `output_dir`/head.
 
-    Raises ValueError for a head that does not fit the model, before the model answers anything.
+    Raises ValueError for a head that does not fit the model, before the model answers.
     """
     set_seed(config.seed)
     check_held_out(config)
@@ -181,7 +183,7 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadM
     limits = {"train": config.n_problems, "validation": config.n_eval_problems}
     for split, limit in limits.items():
         write_answers(lm, config, config.seed, split, limit, answers / split)
-    with config.main_process_first(local=False):  # the others find what is cached
+    with config.main_process_first(local=False):  # other processes read the cache
         train, evaluation = (read_answers(answers / split, split, limit) for split, limit in limits.items())
     start_from_output(model.head, lm, commonest_tokens(train, model.head.config.vocab_size, len(model.head.token_ids)))
     model.head.to(lm.model.device)
@@ -209,22 +211,22 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadM
 
 
 def check_held_out(config: HeadTrainingConfig) -> None:
-    """ValueError where the validation problems are none, or training problems, as in a file without splits."""
+    """Raise ValueError if the task has no validation problems, or most of them are training problems."""
     task = load_task(config.task, **config.task_options)
     asked = [prompt_id(p.prompt) for p in task.problems("validation", config.seed, config.n_eval_problems)]
     if not asked:
-        raise ValueError(f"task {config.task} has no problem in its split validation")
+        raise ParseError(f"task {config.task} has no problem in its split validation")
     learnt = {prompt_id(p.prompt) for p in task.problems("train", config.seed, config.n_problems)}
-    if (n := sum(each in learnt for each in asked)) > len(asked) / 2:  # a generator may repeat itself now and then
-        raise ValueError(
-            f"{n} of {len(asked)} validation problems of task {config.task} are training problems: say which row is "
-            "which with the key split (train, validation)"
+    if (n := sum(each in learnt for each in asked)) > len(asked) / 2:  # a generator may repeat a problem
+        raise ParseError(
+            f"{n} of {len(asked)} validation problems of task {config.task} are training problems: assign each row to "
+            "a split with the key split (train, validation)"
         )
 
 
 @torch.no_grad()
 def start_from_output(head: Any, lm: LanguageModel, tokens: Sequence[int]) -> None:
-    """Let a fresh head guess these tokens (ascending), beginning with the model's own output layer for them."""
+    """Set the vocabulary of a new head to `tokens` (ascending), with the model's output weights."""
     head.set_vocabulary(tokens)
     for weight in head.output_weights:
         weight.copy_(lm.model.get_output_embeddings().weight[list(tokens)].float().cpu())

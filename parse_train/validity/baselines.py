@@ -1,4 +1,4 @@
-"""What the trained head is compared with: zero-shot judge, the target's token probabilities, and the KL judge."""
+"""Baselines of the trained head: zero-shot judge, the target's token probabilities, and the KL judge."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Rows = list[list[float]]  # scores of B drafts at their cuts
 def baseline_scores(
     trainer: ValidityTrainer, lm: LanguageModel, dataset: ValidityDataset, kl_judge: KLJudge | None = None
 ) -> dict[str, ScoredDrafts]:
-    """Scores of every draft of `dataset` by each baseline. Every process must call it; all get the result.
+    """Score every draft of `dataset` with each baseline. Every process must call this function and gets the result.
 
-    A segment's score is the target's mean log-probability of its tokens; the lowest of the segments so far is the
-    same as a score of the whole prefix.
+    A segment's score is the target's mean log-probability of its tokens. The lowest score up to a segment is the score
+    of the whole prefix.
 
     Args:
-        kl_judge: must be able to read all drafts; None: left out.
+        kl_judge: None, or a judge that reads all drafts.
     """
     judge = ZeroShotJudge(lm.model, lm.tokenizer)
     model = trainer.model
@@ -58,15 +58,15 @@ def baseline_scores(
 def segment_log_probability(
     hidden: Tensor, input_ids: Tensor, visible: Tensor, cuts: Tensor, logits: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Mean log-probability of each segment's tokens, [B, K]; 0 in padding.
+    """Return the mean log-probability of each segment's tokens, [B, K]; 0 in padding.
 
     Args:
-        hidden: [B, T, H], the state that predicts the next token.
+        hidden: [B, T, H], the states that predict the next tokens.
         input_ids: [B, T]; visible, cuts: [B, K], see `ValidityCollator`.
         logits: from [n, H] to [n, V].
     """
     scores = torch.zeros(visible.shape)
-    for row in range(len(input_ids)):  # one row at a time: a whole batch of logits would not fit for real vocabularies
+    for row in range(len(input_ids)):  # row by row: a whole batch of logits may not fit in memory
         ends = visible[row][visible[row] > 0]
         start, stop = int(ends[0] - cuts[row, 0]), int(ends[-1])
         predicted = logits(hidden[row, start - 1 : stop - 1]).float().log_softmax(-1)
@@ -86,7 +86,7 @@ def _score(
     dataset: ValidityDataset,
     scorer: Callable[[Sequence[ValidityExample], dict[str, Tensor]], dict[str, Rows]],
 ) -> dict[str, ScoredDrafts]:
-    """Apply `scorer` to all drafts, shared among the processes."""
+    """Apply `scorer` to all drafts, divided among the processes."""
     rank, world = trainer.args.process_index, trainer.args.world_size
     size, collate = trainer.args.per_device_eval_batch_size, ValidityCollator()
     trainer.model.eval()

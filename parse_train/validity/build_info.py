@@ -1,4 +1,4 @@
-"""What a folder written by `parse-data build` says about itself, so that training need not be told again."""
+"""Settings that training reads from a folder written by `parse-data build`."""
 
 from __future__ import annotations
 
@@ -8,41 +8,42 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from parse_infer.errors import ParseError
 from parse_infer.files import read_json
 from parse_infer.models.fingerprint import fingerprint, same_weights
 
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """The settings of a build that training goes by; empty for data from elsewhere."""
+    """The settings of a build that training uses; empty for other data."""
 
     cut_policy: dict[str, Any] = field(default_factory=dict)
     template_options: dict[str, Any] = field(default_factory=dict)
     label: dict[str, Any] = field(default_factory=dict)
-    """How labels were made: rollouts, their temperature, margin and error of the sequential test."""
+    """Label definition: rollouts, their temperature, margin and error of the sequential test."""
     target: dict[str, Any] = field(default_factory=dict)
     """`describe_target` of the model whose rollouts gave the labels."""
     draft: dict[str, Any] = field(default_factory=dict)
-    """The same of the model that wrote the drafts, with the name it was loaded by."""
+    """`describe_target` of the model that wrote the drafts, with the name in the recipe."""
     task: str = ""
     task_options: dict[str, Any] = field(default_factory=dict)
     max_draft_tokens: int = 256
 
     def check_target(self, model: PreTrainedModel, data: str) -> None:
-        """Raise ValueError if the labels come from other weights than `model`'s."""
+        """Raise ValueError if the labels come from rollouts of other weights than `model`."""
         known = self.target.get("fingerprint")
         if known and not same_weights(known, fingerprint(model)):
-            raise ValueError(
+            raise ParseError(
                 f"{data} was labelled by rollouts of {self.target.get('name')!r}, which is not the target "
-                f"{model.config._name_or_path!r}: name that target, or build data for this one"
+                f"{model.config._name_or_path!r}: set target to that model, or build data for this target"
             )
 
 
 def read_build_info(source: str) -> BuildInfo:
-    """From the build.json in the folder `source`; empty where there is none.
+    """Read the build.json in the folder `source`; return an empty `BuildInfo` without that file.
 
     Raises:
-        ValueError: a build.json that is damaged.
+        ValueError: build.json is damaged.
     """
     path = Path(source) / "build.json"
     if not path.is_file():
@@ -50,7 +51,7 @@ def read_build_info(source: str) -> BuildInfo:
     content = read_json(path, "build the data again")
     config, models = content.get("config"), content.get("models", {})
     if not isinstance(config, dict) or not isinstance(models, dict):
-        raise ValueError(f"{path} is damaged, it does not say how the data was built: build the data again")
+        raise ParseError(f"{path} is damaged: config or models is missing; build the data again")
     keys = ("rollouts", "max_rollouts", "rollout_temperature", "margin", "max_label_error")
     label = {key: config[key] for key in keys if key in config}
     return BuildInfo(

@@ -1,4 +1,4 @@
-"""Batches for validity training: prompts with drafts, padded on the right, and what each probe may see."""
+"""Batches for validity training: prompts with drafts, padded on the right, and the visible length of each probe."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from parse_train.validity.data import ValidityExample
 
 @dataclass(frozen=True)
 class ValidityCollator:
-    """Makes a batch of B examples; T is the longest of them in tokens, K the largest number of cuts.
+    """Collates B examples; T is the length of the longest example, K the largest number of cuts.
 
     input_ids  int64 [B, T]    prompt, draft, padding
-    visible    int64 [B, K]    tokens in front of each probe; 0 marks a probe that only pads
-    cuts       int64 [B, K]    the same counted from the start of the draft; -100 in padding
-    labels     int64 [B, K]    1 valid, 0 not valid, -100 padding
-    weights    float32 [B, K]  how much each label counts in the loss, 0 in padding
+    visible    int64 [B, K]    number of tokens before each probe; 0 for padding
+    cuts       int64 [B, K]    number of draft tokens before each probe; -100 for padding
+    labels     int64 [B, K]    1 valid, 0 invalid, -100 padding
+    weights    float32 [B, K]  weight of each label in the loss, 0 for padding
 
-    Padding stands to the right of every visible token, so the causal pattern hides it and no mask is needed.
+    Padding is to the right of every visible token, so causal attention hides it without a mask.
     """
 
     pad_id: int = 0

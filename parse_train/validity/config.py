@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data_tools.labels.layouts import LAYOUTS
+from parse_infer.errors import ParseError
 from parse_infer.judge.cuts import CutPolicy
 from parse_train.training_config import TrackedTrainingConfig
 
-# transformers decides about these itself; set otherwise they would break the recipe in ways hard to see.
+# Options of TrainingArguments that would break this training without an error.
 NOT_SUPPORTED = {
     "fp16": "use bf16, whose range needs no loss scaling",
     "torch_compile": "batches differ in shape from step to step",
@@ -25,10 +26,10 @@ NOT_SUPPORTED = {
 
 @dataclass
 class ValidityTrainingConfig(TrackedTrainingConfig):
-    """Fields on top of transformers' `TrainingArguments`, whose batch sizes count drafts here.
+    """Fields on top of transformers' `TrainingArguments`; batch sizes count drafts.
 
     Raises:
-        ValueError: a value out of range, or an option of `TrainingArguments` that this training does not support.
+        ValueError: a value out of range, or an unsupported option of `TrainingArguments`.
     """
 
     target: str = field(
@@ -37,7 +38,7 @@ class ValidityTrainingConfig(TrackedTrainingConfig):
     target_dtype: str = field(
         default="auto",
         metadata={
-            "help": "Number type the target is loaded in; auto: as saved; float32 on CPUs that are slow in 16 bits.",
+            "help": "Dtype of the target; auto: as saved, or float32 on a CPU that is slow in 16 bits.",
             "choices": ["auto", "float32", "bfloat16"],
         },
     )
@@ -51,110 +52,111 @@ class ValidityTrainingConfig(TrackedTrainingConfig):
     layout: str = field(
         default="build",
         metadata={
-            "help": "Layout of the rows in `data`: build, or that of a public set, whose labels are about steps.",
+            "help": "Layout of the rows in `data`: build, or the layout of a public set with labels of steps.",
             "choices": list(LAYOUTS),
         },
     )
     eval_data: str | None = field(
         default=None,
-        metadata={"help": "Labelled drafts for evaluation; else a share of the problems of `data` is held out."},
+        metadata={"help": "Labelled drafts for evaluation; default: eval_share of the problems in `data`."},
     )
     eval_layout: str | None = field(
-        default=None, metadata={"help": "Layout of `eval_data`; by default that of `data`.", "choices": list(LAYOUTS)}
+        default=None, metadata={"help": "Layout of `eval_data`; default: layout.", "choices": list(LAYOUTS)}
     )
     eval_share: float = field(default=0.1, metadata={"help": "Share of the problems held out for evaluation."})
-    max_length: int = field(default=1024, metadata={"help": "Longer rows (prompt and draft, tokens) are left out."})
+    max_length: int = field(
+        default=1024, metadata={"help": "Maximum tokens of prompt and draft; longer rows are left out."}
+    )
     step_separator: str = field(
-        default="\n", metadata={"help": "Put after each segment of rows without draft_ids that has no line break."}
+        default="\n", metadata={"help": "In rows without draft_ids: text appended to a segment without line break."}
     )
     template_options: dict[str, Any] = field(
         default_factory=dict,
-        metadata={"help": "Switches of the chat template (enable_thinking: false); by default those of the build."},
+        metadata={"help": "Options of the chat template (enable_thinking: false); default: as in the build."},
     )
     cut_policy: dict[str, Any] = field(
         default_factory=dict,
-        metadata={"help": "How drafts are cut at inference (kind, every, max_cuts); by default as the data was."},
+        metadata={"help": "Where drafts are cut at inference (kind, every, max_cuts); default: as in the data."},
     )
 
     probe_text: str = field(
         default="\nCorrect?",
         metadata={
-            "help": "Text of the probe, tokenised with special tokens as such. Shorter is cheaper: the adapter learns "
-            "what it asks. Empty: no probe and no update, single tokens alone decide (token_rank)."
+            "help": "Text of the probe; special tokens are allowed. A shorter probe is cheaper, and the adapter "
+            "learns its meaning. Empty: no probe and no LoRA; only token doubt decides (token_rank)."
         },
     )
-    verbalizer_yes: str = field(default="Correct", metadata={"help": "Word whose first token starts the head: valid."})
-    verbalizer_no: str = field(default="Incorrect", metadata={"help": "Word whose first token starts it: not valid."})
-    lora_rank: int = field(default=16, metadata={"help": "Rank of the low-rank update."})
+    verbalizer_yes: str = field(default="Correct", metadata={"help": "First token initialises the head: valid."})
+    verbalizer_no: str = field(default="Incorrect", metadata={"help": "First token initialises the head: invalid."})
+    lora_rank: int = field(default=16, metadata={"help": "Rank of the LoRA."})
     token_rank: int = field(
         default=64,
         metadata={
-            "help": "Inner size of the network that compares draft tokens with the target's own; 0: none, the probe "
-            "alone decides."
+            "help": "Inner size of token doubt, which compares draft tokens with the target's own choices; 0: no "
+            "token doubt, only the probe decides."
         },
     )
     token_dropout: float = field(
         default=0.0,
-        metadata={"help": "Dropout of the target's states that this network reads; with few drafts 0.5 pays."},
+        metadata={"help": "Dropout of the target's states in token doubt; 0.5 helps with few drafts."},
     )
     state_store_gib: float = field(
         default=4.0,
         metadata={
-            "help": "Without a probe the target says the same of a draft in every epoch: keep so much of it in memory "
-            "(per process), so that only the first epoch runs the target."
+            "help": "Memory per process (GiB) for the target's states of drafts. Without a probe they are equal in "
+            "all epochs, so only the first epoch runs the target."
         },
     )
     surprise_vocab_size: int = field(
         default=0,
         metadata={
-            "help": "Compare draft tokens with this many tokens of the vocabulary, the most frequent ones in the "
-            "training drafts, instead of all (0): where the vocabulary is large that is most of token doubt's cost."
+            "help": "Token doubt compares draft tokens with this number of tokens, the most frequent in the "
+            "training drafts; 0: all. A large vocabulary is most of the cost of token doubt."
         },
     )
-    lora_alpha: int = field(default=32, metadata={"help": "The update is scaled by lora_alpha / lora_rank."})
-    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout in front of the low-rank update."})
+    lora_alpha: int = field(default=32, metadata={"help": "The LoRA update is scaled by lora_alpha / lora_rank."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the LoRA."})
     lora_target_modules: list[str] = field(
         default_factory=lambda: ["all-linear"], metadata={"help": "Names of the adapted linear layers."}
     )
     backprop_context: bool = field(
         default=False,
         metadata={
-            "help": "Back-propagate through prompt and draft too. Gives the same gradients at a higher cost; only "
-            "there to be measured."
+            "help": "Back-propagate through prompt and draft too: the same gradients at a higher cost, for "
+            "measurements only."
         },
     )
 
     class_weighting: str = field(
         default="none",
         metadata={
-            "help": "balanced: both classes weigh the same in the loss (validities are then no probabilities).",
+            "help": "balanced: both classes get the same weight in the loss; validities are then not probabilities.",
             "choices": ["none", "balanced"],
         },
     )
 
     risk_alpha: float = field(
-        default=0.05, metadata={"help": "One pass may accept a wrong prefix of at most this share of the drafts ..."}
+        default=0.05,
+        metadata={"help": "Maximum share of drafts of which one pass accepts a wrong prefix; sets the threshold."},
     )
-    risk_delta: float = field(
-        default=0.1, metadata={"help": "... with a confidence of 1 - risk_delta; this picks the threshold."}
-    )
+    risk_delta: float = field(default=0.1, metadata={"help": "The bound risk_alpha has confidence 1 - risk_delta."})
     risk_temperature: float | None = field(
         default=None,
         metadata={
-            "help": "... over held-out drafts sampled at this temperature, that of the drafts to be served; default: "
-            "all. With one draft per problem the drafts are independent, as the confidence supposes."
+            "help": "Temperature of the held-out drafts that set the threshold, as in serving; default: all drafts. "
+            "The confidence assumes independent drafts, that is, one draft per problem."
         },
     )
     calibration_problems: int = field(
         default=300,
         metadata={
-            "help": "At the end, calibrate the pair on this many problems of the task's validation split (0: do not), "
-            "so that the adapter carries a promise about requests (`parse-infer calibrate`). For data of a build."
+            "help": "Number of validation problems on which to calibrate the adapter after training (`parse-infer "
+            "calibrate`); 0: no calibration. Needs data of a build."
         },
     )
     calibration_risks: list[float] = field(
         default_factory=lambda: [0.01, 0.02, 0.05, 0.1],
-        metadata={"help": "Shares of requests that may be lost, one promise for each."},
+        metadata={"help": "Risks to calibrate: maximum shares of requests that lose their right answer."},
     )
     baselines: bool = field(
         default=True,
@@ -162,39 +164,40 @@ class ValidityTrainingConfig(TrackedTrainingConfig):
     )
     draft: str | None = field(
         default=None,
-        metadata={"help": "Draft model that wrote the data, for the KL judge; by default the one its build names."},
+        metadata={"help": "Draft model that wrote the data, for the KL judge; default: as recorded by the build."},
     )
     adapter_dtype: str = field(
         default="float32",
         metadata={
-            "help": "Number type of the exported update; bfloat16 halves the file. All figures are those of what is "
-            "exported.",
+            "help": "Dtype of the exported LoRA; bfloat16 halves the file. All figures describe the exported weights.",
             "choices": ["float32", "bfloat16"],
         },
     )
     adapter_dir: str | None = field(
-        default=None, metadata={"help": "Folder of the exported adapter; by default adapter/ in output_dir."}
+        default=None, metadata={"help": "Folder of the exported adapter; default: OUTPUT_DIR/adapter."}
     )
 
     # Defaults of TrainingArguments that suit this training.
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate of adapter and head (AdamW)."})
-    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Shape of the learning rate after warm-up."})
-    warmup_steps: float = field(default=0.05, metadata={"help": "Warm-up steps, or their share if below 1."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning-rate schedule after warm-up."})
+    warmup_steps: float = field(default=0.05, metadata={"help": "Warm-up steps, or their share of all if below 1."})
     num_train_epochs: float = field(default=3.0, metadata={"help": "Passes over the training drafts."})
     per_device_train_batch_size: int = field(default=16, metadata={"help": "Drafts per process and step."})
     per_device_eval_batch_size: int = field(default=32, metadata={"help": "Drafts per process in evaluation."})
     train_sampling_strategy: str = field(
         default="group_by_length",
         metadata={
-            "help": "group_by_length: batches of drafts of similar length. Else random or sequential.",
+            "help": "group_by_length (batches of drafts of similar length), random or sequential.",
             "choices": ["group_by_length", "random", "sequential"],
         },
     )
-    logging_steps: float = field(default=10, metadata={"help": "Steps between two log lines, or their share."})
+    logging_steps: float = field(
+        default=10, metadata={"help": "Steps between log lines, or their share of all if below 1."}
+    )
     eval_strategy: str = field(default="epoch", metadata={"help": "When to evaluate: no, steps, epoch."})
     save_total_limit: int | None = field(default=2, metadata={"help": "Number of checkpoints kept."})
     ddp_find_unused_parameters: bool | None = field(
-        default=False, metadata={"help": "Every trained parameter takes part in every step, so nothing is searched."}
+        default=False, metadata={"help": "Search for unused parameters; every step uses all trained parameters."}
     )
 
     def __post_init__(self) -> None:
@@ -202,26 +205,26 @@ class ValidityTrainingConfig(TrackedTrainingConfig):
         super().__post_init__()
         for key in ("target", "data", "output_dir"):
             if not getattr(self, key):
-                raise ValueError(f"the recipe needs the key {key}")
+                raise ParseError(f"the recipe needs the key {key}")
         for key, reason in NOT_SUPPORTED.items():
             if getattr(self, key):
-                raise ValueError(f"{key} is not supported here: {reason}")
+                raise ParseError(f"{key} is not supported here: {reason}")
         for key in ("eval_share", "risk_alpha", "risk_delta"):
             if not 0 < getattr(self, key) < 1:
-                raise ValueError(f"{key} is {getattr(self, key)}; it must lie between 0 and 1")
+                raise ParseError(f"{key} is {getattr(self, key)}; it must lie between 0 and 1")
         for key in ("max_length", "lora_rank"):
             if getattr(self, key) < 1:
-                raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 1")
+                raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 1")
         for key in ("token_rank", "surprise_vocab_size"):
             if getattr(self, key) < 0:
-                raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 0")
+                raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 0")
         if not (self.probe_text or self.token_rank):
-            raise ValueError("probe_text is empty and token_rank is 0: a head needs one of the two to judge by")
+            raise ParseError("probe_text is empty and token_rank is 0: set one of them, because a head needs an input")
         for key in ("lora_dropout", "token_dropout"):
             if not 0 <= getattr(self, key) < 1:
-                raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 0 and below 1")
+                raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 0 and below 1")
         if self.state_store_gib < 0:
-            raise ValueError(f"state_store_gib is {self.state_store_gib}; it must be at least 0 (store nothing)")
-        CutPolicy.from_dict(self.cut_policy)  # names a wrong key or value
+            raise ParseError(f"state_store_gib is {self.state_store_gib}; it must be at least 0 (store nothing)")
+        CutPolicy.from_dict(self.cut_policy)  # raises ValueError for a wrong key or value
         if self.adapter_dir is None:
             self.adapter_dir = f"{self.output_dir}/adapter"

@@ -1,4 +1,4 @@
-"""Labelled drafts as token ids of the target, in memory."""
+"""In-memory data sets of labelled drafts as token ids of the target."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from data_tools.labels.rows import LabelledDraft, read_rows
+from parse_infer.errors import ParseError
 from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.prompts import Prompt, render_prompt
 from parse_train.validity.config import ValidityTrainingConfig
@@ -18,9 +19,10 @@ from parse_train.validity.config import ValidityTrainingConfig
 
 @dataclass(frozen=True)
 class ValidityExample:
-    """Token ids of one labelled draft. `cuts` are token offsets in the draft, `weights` how much the loss at each cut
-    counts, from 0 (the label is a guess) to 1 (it is certain). `prompt` is the text or the messages behind
-    `context_ids`, `problem` what drafts of one problem have in common."""
+    """Token ids of one labelled draft.
+
+    `cuts` are token offsets in the draft; `weights` are loss weights from 0 (random label) to 1 (certain label).
+    `context_ids` encode `prompt`; `problem` identifies the problem."""
 
     context_ids: list[int]
     draft_ids: list[int]
@@ -37,7 +39,7 @@ class ValidityExample:
 
 
 class ValidityDataset(Dataset[ValidityExample]):
-    """Examples in memory. `lengths` (tokens of prompt and draft) serve length grouping."""
+    """Examples in memory. `lengths` (tokens of prompt and draft) are for length grouping."""
 
     def __init__(self, examples: Sequence[ValidityExample]) -> None:
         self.examples = list(examples)
@@ -51,11 +53,10 @@ class ValidityDataset(Dataset[ValidityExample]):
 
 
 class Encoder:
-    """Turns checked rows into token ids of the target.
+    """Converts checked rows to token ids of the target.
 
-    Rows of a build bring their own tokens. Segments of other sets are tokenised one by one, so that each cut is
-    exact; `separator` follows a segment that has no line break of its own, except the last. `end_token` ends the last
-    segment of a finished solution.
+    Rows of a build contain token ids. Segments of other sets are tokenised one by one, so that each cut is exact:
+    `separator` follows each segment without line break except the last; `end_token` ends a finished solution.
     """
 
     def __init__(
@@ -71,13 +72,13 @@ class Encoder:
         self.end_token = end_token
         self.template_options = template_options
         self._contexts: dict[str, list[int]] = {}
-        self._compared = self._alike = 0
+        self._compared = self._equal = 0
 
     def __call__(self, row: LabelledDraft) -> ValidityExample | None:
-        """The example, or None for a row without any segment.
+        """Return the example, or None for a row without segments.
 
         Raises:
-            ValueError: token ids that are not the target's.
+            ValueError: the token ids do not belong to the target.
         """
         if row.draft_ids is not None and row.cuts is not None:
             ids, cuts, kept = row.draft_ids, row.cuts, list(range(len(row.cuts)))
@@ -87,15 +88,15 @@ class Encoder:
         if not cuts:
             return None
         labels = [row.labels[i] for i in kept]
-        # A label that is right with probability c has, on average, 2c - 1 times the gradient of a certain one.
+        # A label that is right with probability c has, on average, 2c - 1 times the gradient of a certain label.
         weights = [2 * row.confidence[i] - 1 for i in kept]
         context = self._context(row)
         return ValidityExample(context, ids, cuts, labels, weights, row.temperature, row.prompt, row.problem)
 
     def _check_tokens(self, row: LabelledDraft, ids: list[int]) -> None:
-        """Whether the tokens can be the target's: in its vocabulary, and (for the first rows) spelling the text."""
+        """Raise ValueError for ids outside the target's vocabulary, or if the first rows do not decode to the text."""
         if ids and max(ids) >= self.vocab_size:
-            raise ValueError(
+            raise ParseError(
                 f"{row.where}: draft_ids has the token {max(ids)}, but the target's vocabulary has only "
                 f"{self.vocab_size}; the data was built for another target"
             )
@@ -103,12 +104,12 @@ class Encoder:
             self._compared += 1
             text = "".join("".join(row.completions).split())
             spelt = (str(self.tokenizer.decode(ids, skip_special_tokens=skip)) for skip in (True, False))
-            self._alike += any("".join(s.split()) == text for s in spelt)
-            # A draft cut off inside a character is spelt differently; most are not.
-            if self._compared == 20 and self._alike < 10:
-                raise ValueError(
-                    f"{row.where}: in most rows so far, draft_ids spells another text than completions with the "
-                    "target's tokenizer; the data was built for another target"
+            self._equal += any("".join(s.split()) == text for s in spelt)
+            # A few drafts are cut off inside a character and decode differently.
+            if self._compared == 20 and self._equal < 10:
+                raise ParseError(
+                    f"{row.where}: in most rows so far, the target's tokenizer decodes draft_ids to another text than "
+                    "completions; the data was built for another target"
                 )
 
     def _tokenise(self, segments: Sequence[str], finished: bool) -> tuple[list[int], list[int], list[int]]:
@@ -118,11 +119,11 @@ class Encoder:
         for i, segment in enumerate(segments):
             last = i + 1 == len(segments)
             text = segment if last or segment.endswith("\n") else segment + self.separator
-            # Behind a line break, as a SentencePiece tokenizer begins a text with a space.
+            # Encode as a continuation, because a SentencePiece tokenizer begins a text with a space.
             ids += encode_continuation(self.tokenizer, segments[i - 1] if i else "", text)
             if last and finished and self.end_token is not None:
                 ids.append(self.end_token)
-            if len(ids) > (cuts[-1] if cuts else 0):  # an empty segment has no cut of its own
+            if len(ids) > (cuts[-1] if cuts else 0):  # an empty segment has no cut
                 cuts.append(len(ids))
                 kept.append(i)
         return ids, cuts, kept
@@ -133,30 +134,30 @@ class Encoder:
             try:
                 self._contexts[key] = render_prompt(self.tokenizer, row.prompt, template_options=self.template_options)
             except ValueError as error:
-                raise ValueError(f"{row.where}: {error}") from error
+                raise ParseError(f"{row.where}: {error}") from error
         return self._contexts[key]
 
 
 def load_datasets(
     config: ValidityTrainingConfig, encoder: Encoder
 ) -> tuple[ValidityDataset, ValidityDataset, dict[str, int]]:
-    """Training and evaluation drafts, and counts for the log. Evaluation drafts are sorted by length (longest first).
+    """Load training drafts, evaluation drafts (longest first) and counts for the log.
 
     Raises:
-        ValueError, FileNotFoundError: see `read_rows`; or nothing is left after `max_length`.
+        ValueError, FileNotFoundError: see `read_rows`; or all drafts are longer than `max_length`.
     """
     rows = list(read_rows(config.data, config.layout))
     if config.eval_data is None:
         train_rows, eval_rows = split_by_problem(rows, config.eval_share, config.seed)
     else:
         eval_rows = list(read_rows(config.eval_data, config.eval_layout or config.layout))
-        held_out = {row.prompt_key for row in eval_rows}  # not by id, as every file may number its own
+        held_out = {row.prompt_key for row in eval_rows}  # not by id, as files may reuse ids
         train_rows = [row for row in rows if row.prompt_key not in held_out]
     train, dropped = encode_rows(train_rows, encoder, config.max_length)
     evaluation, dropped_eval = encode_rows(eval_rows, encoder, config.max_length)
-    for name, examples in (("to learn from", train), ("to evaluate on", evaluation)):
+    for name, examples in (("for training", train), ("for evaluation", evaluation)):
         if not examples:
-            raise ValueError(
+            raise ParseError(
                 f"{config.data} leaves no draft {name}: {len(rows)} rows, {dropped + dropped_eval} of them empty or "
                 f"longer than max_length {config.max_length}, {len(rows) - len(train_rows)} of problems held out"
             )
@@ -167,12 +168,12 @@ def load_datasets(
         "eval_problems": len({row.problem for row in eval_rows}),
         "left_out": dropped + dropped_eval,
     }
-    evaluation.sort(key=lambda example: -example.length)  # batches without much padding, and the largest first
+    evaluation.sort(key=lambda example: -example.length)  # little padding, and the largest batch first
     return ValidityDataset(train), ValidityDataset(evaluation), counts
 
 
 def encode_rows(rows: Sequence[LabelledDraft], encoder: Encoder, max_length: int) -> tuple[list[ValidityExample], int]:
-    """Examples of at most `max_length` tokens, and how many rows were left out (too long, or without a segment)."""
+    """Return the examples of at most `max_length` tokens, and the number of rows left out (too long or empty)."""
     encoded = [encoder(row) for row in rows]
     examples = [example for example in encoded if example is not None and example.length <= max_length]
     return examples, len(rows) - len(examples)
@@ -181,9 +182,9 @@ def encode_rows(rows: Sequence[LabelledDraft], encoder: Encoder, max_length: int
 def split_by_problem(
     rows: Sequence[LabelledDraft], eval_share: float, seed: int
 ) -> tuple[list[LabelledDraft], list[LabelledDraft]]:
-    """Rows to learn from and rows of held-out problems. The choice depends on problem and seed, not on row order.
+    """Split into training rows and rows of held-out problems, independently of the row order.
 
-    Problems with different ids but the same prompt count as one.
+    Problems with different ids but the same prompt count as one problem.
 
     Raises:
         ValueError: fewer than two problems.
@@ -199,13 +200,15 @@ def split_by_problem(
     for row in rows:
         other = first_with_prompt.setdefault(row.prompt_key, row.problem)
         owner[find(row.problem)] = find(other)
-    # Grouped problems may be named after any of their members; the smallest name does not depend on row order.
+    # The smallest name of grouped problems does not depend on the row order.
     names: dict[str, str] = {}
     for row in rows:
         root = find(row.problem)
         names[root] = min(names.get(root, row.problem), row.problem)
     if len(names) < 2:
-        raise ValueError(f"the data holds drafts of {len(names)} problem(s); at least 2 are needed to hold one out")
+        raise ParseError(
+            f"the data holds drafts of {len(names)} problem(s); at least 2 problems are needed for held-out data"
+        )
     ordered = sorted(names, key=lambda root: hashlib.sha256(f"{seed}:{names[root]}".encode()).digest())
     held_out = set(ordered[: min(max(1, round(eval_share * len(ordered))), len(ordered) - 1)])
     train = [row for row in rows if find(row.problem) not in held_out]

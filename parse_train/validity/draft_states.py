@@ -1,4 +1,4 @@
-"""What the frozen target says about drafts: computed once, read in every epoch."""
+"""Cache of the frozen target's states of drafts, computed once and read in every epoch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class DraftStates(NamedTuple):
-    """What token doubt reads of n draft tokens.
+    """Inputs of token doubt for n draft tokens.
 
     Attributes:
-        before: [n, H], the target's final-norm states before them.
+        before: [n, H], the target's final-norm states before these tokens.
         surprise: float32 [n, 3], `TokenSurprisal.features`.
     """
 
@@ -21,11 +21,7 @@ class DraftStates(NamedTuple):
 
 
 class StateStore:
-    """Draft states in memory, up to a number of bytes; what does not fit is computed again whenever it is needed.
-
-    Args:
-        max_bytes: all stored states together.
-    """
+    """Cache of draft states with at most `max_bytes` bytes; states that do not fit are computed on every call."""
 
     def __init__(self, max_bytes: int) -> None:
         self._left = max_bytes
@@ -34,12 +30,12 @@ class StateStore:
     def __call__(
         self, rows: list[Tensor], starts: list[int], compute: Callable[[list[int]], list[DraftStates]]
     ) -> list[DraftStates]:
-        """States of each row's draft.
+        """Return the states of each row's draft.
 
         Args:
             rows: token ids of prompt and draft, without padding.
-            starts: where the drafts begin.
-            compute: gets the indices of rows that are not stored, and returns theirs.
+            starts: offset of the draft in each row.
+            compute: called with the indices of uncached rows, and returns their states.
         """
         keys = [b"%d:%b" % (at, row.cpu().numpy().tobytes()) for at, row in zip(starts, rows, strict=True)]
         found = [self._stored.get(key) for key in keys]
@@ -52,5 +48,7 @@ class StateStore:
     def _keep(self, key: bytes, states: DraftStates) -> None:
         size = len(key) + sum(part.numel() * part.element_size() for part in states)
         if size <= self._left and key not in self._stored:
-            self._stored[key] = DraftStates(*(part.clone() for part in states))  # a view would keep its whole batch
+            self._stored[key] = DraftStates(
+                *(part.clone() for part in states)
+            )  # a view would keep the whole batch alive
             self._left -= size

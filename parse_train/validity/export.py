@@ -1,4 +1,4 @@
-"""Write a trained adapter as the folder that `parse_infer` loads, with its figures and model card."""
+"""Export of a trained adapter as a folder for `parse_infer`, with figures and model card."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from parse_train.validity.trailing_lora import ADAPTER
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """What the exported folder says about the adapter beside its weights; fields as in `ValidityConfig`.
-
-    `target` must have been described before the target was wrapped.
-    """
+    """Metadata of the exported adapter, with fields as in `ValidityConfig`; describe `target` before wrapping it."""
 
     target: dict[str, Any]
     verbalizer: tuple[str, str] | None
@@ -40,17 +37,17 @@ def export_adapter(
     train_problems: Collection[str] = (),
     probability: dict[str, float] | None = None,
 ) -> Path:
-    """Write the adapter folder (an adapter there already is replaced) and return it.
+    """Write the adapter folder, replacing an existing adapter, and return its path.
 
     Args:
         metrics: held-out figures for the model card.
-        risk: where the threshold comes from; without it, none is written.
+        risk: source of the threshold; None exports no threshold.
         figures: saved as NAME.png and shown in the model card.
-        train_problems: `prompt_hash` of every prompt that was learnt from.
-        probability: as in `ValidityConfig`; metrics and threshold are those of the validities that it gives.
+        train_problems: `prompt_hash` of every training prompt.
+        probability: as in `ValidityConfig`; metrics and threshold apply to validities after this scaling.
 
     Raises:
-        ValueError: `folder` holds something else than an adapter.
+        ValueError: `folder` holds other files than an adapter.
     """
     config = ValidityConfig(
         probe_ids=model.probe.ids,

@@ -1,4 +1,4 @@
-"""Figures of the model card and the tracker. Each function returns a matplotlib figure that no global state holds."""
+"""Figures of the model card and the tracker, as matplotlib figures outside pyplot's global state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parse_train.validity.metrics import ScoredDrafts, acceptance_curve, expecte
 
 
 def reliability_diagram(drafts: ScoredDrafts, n_bins: int = 10) -> Figure:
-    """How often prefixes of each validity are valid (left), and how many there are (right axis, bars)."""
+    """Plot the share of valid prefixes over validity (left axis), and the number of prefixes (right axis, bars)."""
     validity, labels = drafts.flat
     bins = np.minimum((validity * n_bins).astype(int), n_bins - 1)
     size = np.bincount(bins, minlength=n_bins)
@@ -36,9 +36,9 @@ def reliability_diagram(drafts: ScoredDrafts, n_bins: int = 10) -> Figure:
 def acceptance_figure(
     curves: Mapping[str, ScoredDrafts], alpha: float, chosen: tuple[float, float] | None = None
 ) -> Figure:
-    """Acceptance rate against false-accept rate over all thresholds, one line per kind of score.
+    """Plot acceptance rate over false-accept rate at all thresholds, one line per kind of score.
 
-    `chosen` marks the selected threshold: its false-accept rate and acceptance rate.
+    `chosen` is the false-accept rate and acceptance rate of the selected threshold.
     """
     figure = Figure(figsize=(5.0, 4.0), layout="constrained")
     axes = figure.subplots()

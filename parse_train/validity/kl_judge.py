@@ -1,9 +1,9 @@
-"""The rival that needs no training: a draft token holds while draft model and target expect much the same there.
+"""Training-free baseline that accepts draft tokens where draft model and target have similar distributions.
 
-JuDi (Revisiting Judge Decoding from First Principles, arXiv 2601.04766) keeps a draft up to the first token that is
-not the target's own greedy choice although the target is sure of another one, or although the divergence
-KL(target ‖ draft) between the two next-token distributions reaches a threshold. So the score of a prefix is minus the
-largest divergence in it. A judge that cuts between steps loses what the published one keeps of the step it breaks in.
+JuDi (Revisiting Judge Decoding from First Principles, arXiv 2601.04766) rejects a draft token that is not the target's
+greedy choice in two cases: the target is sure of another token, or the divergence KL(target ‖ draft) of the two
+next-token distributions reaches a threshold. So the score of a prefix is minus its largest divergence. The published
+judge keeps the part of a step before the rejected token; a judge that cuts between steps loses this part.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ LARGEST_KL = "largest KL so far"
 MEAN_KL = "mean KL so far"
 
 SURE = 0.9
-"""A target that gives one token more than this accepts no other in its place (the paper's confidence threshold)."""
-_REJECTED = 1e4  # nats: beyond every divergence, and finite, since ranking metrics take no infinity
-_ROWS = 128  # tokens whose logits are in memory at a time
+"""Above this probability of one token, the target accepts no other token (the paper's confidence threshold)."""
+_REJECTED = 1e4  # nats: above every divergence, and finite, since ranking metrics reject infinity
+_ROWS = 128  # tokens per chunk of logits in memory
 
 
 class KLJudge:
@@ -34,8 +34,8 @@ class KLJudge:
 
     Args:
         draft: the model that wrote the drafts.
-        target: only its decoder's output layer is used.
-        draft_to_target: int64 [V_draft], the target's id of each of the draft model's tokens; -1 where it has none.
+        target: the judge uses only the output layer of its decoder.
+        draft_to_target: int64 [V_draft], the target's id of each token of the draft model; -1 for a missing token.
     """
 
     def __init__(self, draft: LanguageModel, target: LanguageModel, draft_to_target: Tensor) -> None:
@@ -45,8 +45,8 @@ class KLJudge:
         self._draft_ids = {token: i for i, token in enumerate(own) if token >= 0}
 
     def reads(self, example: ValidityExample) -> bool:
-        """Whether the draft model has the draft's tokens and room for them and the prompt."""
-        read = example.draft_ids[:-1]  # what it would write behind the last token is not asked
+        """Whether the draft model's vocabulary and window hold the draft with its prompt."""
+        read = example.draft_ids[:-1]  # the prediction after the last token is not needed
         try:
             room = self.draft.window - len(self.draft.render(example.prompt))
         except ValueError:
@@ -55,7 +55,7 @@ class KLJudge:
 
     @torch.inference_mode()
     def score(self, example: ValidityExample, before: Tensor) -> dict[str, list[float]]:
-        """Scores of the K prefixes, higher means more likely valid: as published, and by the bare divergence.
+        """Score the K prefixes (higher: more likely valid), as published and by the divergence alone.
 
         Args:
             before: [T, H], the target's final-norm states before the draft's T tokens.
@@ -79,14 +79,14 @@ class KLJudge:
 
 
 def divergence(target_logits: Tensor, draft_logits: Tensor, draft_to_target: Tensor) -> Tensor:
-    """KL(target ‖ draft) in nats, float32 [T].
+    """Return KL(target ‖ draft) in nats, float32 [T].
 
-    It would be infinite wherever the draft model lacks a token, so both distributions are those over the tokens that
-    both have (the target's renormalised).
+    Both distributions are renormalised over the shared tokens, because a token missing in the draft model would make
+    the divergence infinite.
 
     Args:
         target_logits: [T, V]; draft_logits: [T, V_draft].
-        draft_to_target: int64 [V_draft], -1 for a token that the target does not have.
+        draft_to_target: int64 [V_draft], -1 for a token missing in the target.
     """
     shared = draft_to_target >= 0
     target = target_logits.float()[:, draft_to_target[shared]].log_softmax(-1)
@@ -95,14 +95,15 @@ def divergence(target_logits: Tensor, draft_logits: Tensor, draft_to_target: Ten
 
 
 def judge_tokens(target_logits: Tensor, tokens: Tensor, kl: Tensor) -> Tensor:
-    """What the published rule holds against each token, [T]: nothing if it is the target's own greedy choice,
-    everything if the target is sure of another one, else the divergence `kl` [T]."""
+    """Return the published rule's cost of each token, [T].
+
+    0 for the target's greedy choice, `_REJECTED` if the target is sure of another token, else the divergence `kl`."""
     certainty, own = target_logits.float().softmax(-1).max(-1)
     return torch.where(own == tokens, 0.0, torch.where(certainty > SURE, _REJECTED, kl))
 
 
 def shared_tokens(draft: LanguageModel, target: LanguageModel) -> Tensor | None:
-    """`draft_to_target` of two models; None if the one's tokens are not the other's."""
+    """Return `draft_to_target` of two models; None if their tokens differ."""
     tokens = token_map(draft.tokenizer, target.tokenizer)
     if tokens is None:
         return None
@@ -117,10 +118,10 @@ def shared_tokens(draft: LanguageModel, target: LanguageModel) -> Tensor | None:
 def find_kl_judge(
     config: ValidityTrainingConfig, build: BuildInfo, target: LanguageModel, dataset: ValidityDataset
 ) -> tuple[KLJudge | None, str]:
-    """The KL judge for the drafts of `dataset`, or None and the reason in a sentence.
+    """Return the KL judge for the drafts of `dataset`, or None and the reason in one sentence.
 
     Raises:
-        ValueError, OSError: the draft model that the recipe names cannot be loaded.
+        ValueError, OSError: the draft model named by the recipe cannot be loaded.
     """
 
     def without(reason: str) -> tuple[None, str]:
@@ -128,7 +129,7 @@ def find_kl_judge(
 
     name = config.draft or build.draft.get("name")
     if not name:
-        return without("the data does not say which model wrote its drafts; name it with the key draft")
+        return without("the data does not name the model that wrote its drafts; set the key draft")
     try:
         draft = load_language_model(
             name,
@@ -140,14 +141,14 @@ def find_kl_judge(
     except (OSError, ValueError) as error:
         if config.draft:
             raise
-        return without(f"the draft model of the data cannot be loaded ({error}); name it with the key draft")
+        return without(f"the draft model of the data cannot be loaded ({error}); set the key draft")
     known = build.draft.get("fingerprint")
     if known and not same_weights(known, fingerprint(draft.model)):
         return without(f"{name} has other weights than the model that wrote the drafts")
     draft_to_target = shared_tokens(draft, target)
     if draft_to_target is None:
-        return without(f"the tokens of {name} are not those of {target.name}")
-    if draft.tokenizer.chat_template is None:  # a base model beside a chat model, as in a build
+        return without(f"{name} and {target.name} have different tokens")
+    if draft.tokenizer.chat_template is None:  # a base model with a chat target, as in a build
         draft.tokenizer.chat_template = target.tokenizer.chat_template
     judge = KLJudge(draft, target, draft_to_target)
     unread = sum(not judge.reads(example) for example in dataset.examples)

@@ -1,4 +1,4 @@
-"""How good scores of prefixes are: ranking, calibration, first errors, and what an acceptance policy makes of them."""
+"""Metrics of prefix scores: ranking, calibration, first errors, and acceptance at a threshold."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ScoredDrafts:
     """Scores of N drafts with up to K cuts each, as arrays [N, K].
 
     scores  float64, higher means more likely valid (validities, or a baseline's score)
-    labels  1 valid, 0 not valid, -100 padding on the right
-    cuts    token offsets in the draft, rising; the last one is the draft's length
+    labels  1 valid, 0 invalid, -100 padding on the right
+    cuts    ascending token offsets in the draft; the last cut is the draft's length
     """
 
     scores: Floats
@@ -30,10 +30,10 @@ class ScoredDrafts:
 
     @classmethod
     def from_prediction(cls, logits: Any, label_ids: Any) -> ScoredDrafts:
-        """From `Trainer`'s predictions: logits [N, K], and (labels, cuts)."""
+        """Convert `Trainer`'s predictions: logits [N, K], and (labels, cuts)."""
         labels, cuts = label_ids
         real = np.asarray(labels) != IGNORED
-        # Clipped because exp() of the padding and of saturated logits would overflow.
+        # Clip, because exp() would overflow on padding and saturated logits.
         validity = 1 / (1 + np.exp(-np.clip(np.asarray(logits, dtype=np.float64), -60, 60)))
         return cls(np.where(real, validity, 0.0), np.asarray(labels), np.asarray(cuts))
 
@@ -41,7 +41,7 @@ class ScoredDrafts:
     def from_rows(
         cls, scores: Sequence[Sequence[float]], labels: Sequence[Sequence[bool]], cuts: Sequence[Sequence[int]]
     ) -> ScoredDrafts:
-        """From lists of unequal length."""
+        """Pad lists of unequal length."""
         shape = (len(labels), max(map(len, labels)))
         arrays = np.zeros(shape), np.full(shape, IGNORED), np.full(shape, IGNORED)
         for i, row in enumerate(zip(scores, labels, cuts, strict=True)):
@@ -50,7 +50,7 @@ class ScoredDrafts:
         return cls(*arrays)
 
     def select(self, chosen: Sequence[bool]) -> ScoredDrafts:
-        """Some of the drafts."""
+        """Return the chosen drafts."""
         kept = np.asarray(chosen, dtype=bool)
         return ScoredDrafts(self.scores[kept], self.labels[kept], self.cuts[kept])
 
@@ -67,14 +67,14 @@ class ScoredDrafts:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What first-failure acceptance does at one threshold, per draft: [N]."""
+    """Result of first-failure acceptance at one threshold, per draft: [N]."""
 
     accepted: NDArray[np.int64]
     """Number of accepted cuts."""
     tokens: NDArray[np.int64]
     """Number of accepted tokens."""
     wrong: NDArray[np.bool_]
-    """Whether something is accepted and its last prefix is not valid (a false accept)."""
+    """Whether the accepted prefix is not empty and is invalid (a false accept)."""
 
 
 def accept(drafts: ScoredDrafts, threshold: float) -> Acceptance:
@@ -87,10 +87,10 @@ def accept(drafts: ScoredDrafts, threshold: float) -> Acceptance:
 
 
 def acceptance_curve(drafts: ScoredDrafts, thresholds: ArrayLike) -> tuple[Floats, Floats]:
-    """False-accept rate (share of drafts) and acceptance rate (share of draft tokens) at each threshold, as `accept`.
+    """Return the false-accept rate (share of drafts) and acceptance rate (share of tokens) of `accept` per threshold.
 
-    A draft's first k cuts are what is accepted at every threshold above the lowest score of its first k + 1 cuts and
-    up to the lowest of its first k. Adding up these intervals costs the same for one threshold or thousands.
+    First-failure acceptance accepts exactly k cuts at thresholds above the minimum of the first k + 1 scores, up to
+    the minimum of the first k scores. The sum over these intervals costs the same for one threshold or thousands.
     """
     thresholds = np.asarray(thresholds, dtype=np.float64)
     order = np.argsort(thresholds)
@@ -110,7 +110,7 @@ def acceptance_curve(drafts: ScoredDrafts, thresholds: ArrayLike) -> tuple[Float
 
 
 def score_thresholds(drafts: ScoredDrafts, limit: int = 500) -> Floats:
-    """Thresholds at which some decision changes (an even subset of `limit` of them), and one that accepts nothing."""
+    """Return at most `limit` thresholds at which a decision changes, and one threshold that accepts nothing."""
     distinct = np.unique(drafts.flat[0])
     if len(distinct) > limit:
         distinct = distinct[np.linspace(0, len(distinct) - 1, limit).round().astype(int)]
@@ -118,13 +118,13 @@ def score_thresholds(drafts: ScoredDrafts, limit: int = 500) -> Floats:
 
 
 def acceptance_at_risk(drafts: ScoredDrafts, alpha: float) -> float:
-    """Highest acceptance rate whose false-accept rate is at most `alpha` (on these very drafts: no guarantee)."""
+    """Return the highest acceptance rate with a false-accept rate of at most `alpha` on these drafts, not on new."""
     wrong, acceptance = acceptance_curve(drafts, score_thresholds(drafts))
     return float(acceptance[wrong <= alpha].max())
 
 
 def expected_calibration_error(probabilities: Floats, labels: NDArray[np.int64], n_bins: int = 15) -> float:
-    """Mean gap between probability and frequency over equal-width bins, weighted by size (Guo et al., 2017)."""
+    """Return the size-weighted mean gap of probability and frequency over equal-width bins (Guo et al., 2017)."""
     bins = np.minimum((probabilities * n_bins).astype(int), n_bins - 1)
     size = np.bincount(bins, minlength=n_bins)
     gap = np.abs(np.bincount(bins, probabilities, n_bins) - np.bincount(bins, labels, n_bins))
@@ -132,17 +132,16 @@ def expected_calibration_error(probabilities: Floats, labels: NDArray[np.int64],
 
 
 def first_error(labels_ok: NDArray[np.bool_], real: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Index of the first cut that is not ok in each row, -1 where all are."""
+    """Return the index of the first wrong cut in each row, -1 for a row without wrong cut."""
     wrong = ~labels_ok & real
     return np.where(wrong.any(axis=1), wrong.argmax(axis=1), -1)
 
 
 def first_error_f1(drafts: ScoredDrafts, threshold: float) -> dict[str, float]:
-    """Finding the first error, as ProcessBench counts it (arXiv 2412.06559).
+    """Return accuracies and F1 of the predicted first error, as in ProcessBench (arXiv 2412.06559).
 
-    A draft's prediction is its first cut below the threshold, or "no error". Exact hits are counted separately among
-    drafts with an error and without; `f1` is the harmonic mean of both accuracies. A kind that does not occur, and f1
-    with it, is left out.
+    A draft's prediction is its first cut below the threshold, or "no error". Drafts with and without an error have
+    separate accuracies; `f1` is their harmonic mean. The result omits the accuracy of a missing kind, and then f1.
     """
     truth = first_error(drafts.labels == 1, drafts.real)
     hit = first_error(drafts.scores >= threshold, drafts.real) == truth
@@ -157,9 +156,9 @@ def first_error_f1(drafts: ScoredDrafts, threshold: float) -> dict[str, float]:
 
 
 def ranking_metrics(drafts: ScoredDrafts, alpha: float) -> dict[str, float]:
-    """What can be said of scores on any scale; the thresholds are the best ones for these drafts.
+    """Return metrics of scores on any scale, at the best thresholds for these drafts.
 
-    AUPRC takes valid prefixes as positives, `auprc_error` the others. Left out where only one class occurs.
+    AUPRC takes valid prefixes as positives, `auprc_error` invalid prefixes. Both, and AUROC, need both classes.
     """
     scores, labels = drafts.flat
     result = {"acceptance_at_risk": acceptance_at_risk(drafts, alpha)}
@@ -174,7 +173,7 @@ def ranking_metrics(drafts: ScoredDrafts, alpha: float) -> dict[str, float]:
 
 
 def headline_metrics(drafts: ScoredDrafts, threshold: float = 0.5, alpha: float = 0.05) -> dict[str, float]:
-    """All figures for validities (probabilities): ranking, calibration, and decisions at `threshold`."""
+    """Return all metrics of validities (probabilities): ranking, calibration, and decisions at `threshold`."""
     validity, labels = drafts.flat
     result = ranking_metrics(drafts, alpha)
     result["brier"] = float(brier_score_loss(labels, validity, pos_label=1))

@@ -19,26 +19,26 @@ from parse_infer.models.attention import enable_split_attention, layer_masks
 from parse_train.validity.draft_states import DraftStates, StateStore
 from parse_train.validity.trailing_lora import TrailingLora, attach_trailing_lora
 
-_NO_DOUBT = -1e4  # finite: the gradient of logcumsumexp has no answer for a row of -inf
+_NO_DOUBT = -1e4  # finite: logcumsumexp has no gradient for a row of -inf
 
 
 class ValidityModel(nn.Module):
-    """Scores prefixes of drafts; gradient reaches the adapter and the head only (without a probe the head alone).
+    """Scores prefixes of drafts. Only adapter and head receive gradients; without a probe, only the head.
 
-    Prompt and draft run first, with the adapter off and without gradient, and leave keys and values in a cache: the
-    same ones the base target leaves at inference. Then the K·P probe tokens run with gradient against that cache.
-    With `backprop_context`, one packed pass carries gradient through every token instead; the adapter is off on prompt
-    and draft all the same, so the gradients are equal and only the cost differs.
+    First, prompt and draft run without adapter and gradient, and fill a KV cache as the base target does at inference.
+    Then the K·P probe tokens run with gradient against that cache. With `backprop_context`, one packed pass carries
+    gradient through every token. The adapter stays off on prompt and draft, so the gradients are equal at a higher
+    cost.
 
     The state dict holds adapter and head only: the target is frozen and identified by its name.
 
     Args:
-        target: the target; wrapped in place, unless there is no probe to adapt.
-        probe: its P tokens; none for a head that has token doubt alone.
-        head: the read-out, as initialised.
-        end_ids: tokens that end an answer; not shown to a probe that closes the turn itself.
+        target: the target; wrapped in place if the probe has tokens.
+        probe: the P probe tokens; none for a head with token doubt alone.
+        head: the initialised read-out.
+        end_ids: tokens that end an answer; hidden from a probe that closes the turn.
         lora_rank, lora_alpha, lora_dropout, lora_target_modules: the activated LoRA (peft).
-        state_store_gib: without a probe the target says the same of a draft in every epoch; so much of it is kept.
+        state_store_gib: memory for draft states, which without a probe are equal in all epochs.
     """
 
     accepts_loss_kwargs = True  # Trainer: the loss is normalised over all cuts of an optimiser step
@@ -61,9 +61,9 @@ class ValidityModel(nn.Module):
         enable_split_attention(target)
         self.windows = layer_windows(target)
         self.backbone_name = target.base_model_prefix
-        self._output_layer = output_layer(target)  # the adapter leaves it as it is
+        self._output_layer = output_layer(target)  # the adapter does not change this layer
         vocabulary = None if head.tokens is None else head.tokens.vocabulary
-        self._part = None if vocabulary is None else _part_of_vocabulary(target, vocabulary)
+        self._part = None if vocabulary is None else _reduced_lm_head(target, vocabulary)
         self.target: PreTrainedModel | PeftModel
         if probe.ids:
             self.target, self._lora = attach_trailing_lora(
@@ -77,7 +77,7 @@ class ValidityModel(nn.Module):
         else:
             self.target, self._lora = target.requires_grad_(False), TrailingLora()
         self.head = copy.deepcopy(head).to(target.device)
-        # DeepSpeed cannot broadcast a parameter without dimensions; `exported_head` gives the bias its shape back.
+        # DeepSpeed cannot broadcast a 0-d parameter; `exported_head` restores the shape of the bias.
         self.head.bias = nn.Parameter(head.bias.detach().reshape(1).to(target.device))
         self.probe = probe
         self.end_ids = sorted(end_ids)
@@ -85,7 +85,7 @@ class ValidityModel(nn.Module):
         self.store = StateStore(int(state_store_gib * 2**30))
         self.adapter_dtype = torch.float32
         self._register_state_dict_hook(_drop_frozen)
-        self.register_load_state_dict_post_hook(_forgive_frozen)
+        self.register_load_state_dict_post_hook(_ignore_missing_frozen)
 
     @property
     def peft_model(self) -> PeftModel | None:
@@ -94,7 +94,7 @@ class ValidityModel(nn.Module):
 
     @property
     def base(self) -> PreTrainedModel:
-        """The target itself, with adapted layers inside; they add nothing unless told to."""
+        """The target without peft's wrapper. Its adapted layers add nothing unless `TrailingLora` is on."""
         return cast(PreTrainedModel, self.target if self.peft_model is None else self.peft_model.get_base_model())
 
     @property
@@ -102,7 +102,7 @@ class ValidityModel(nn.Module):
         return getattr(self.base, self.backbone_name)
 
     def train(self, mode: bool = True) -> ValidityModel:
-        """Training mode for the adapter's dropout only: the frozen target computes what it computes at inference."""
+        """Set training mode for head and LoRA dropout only; the frozen target computes as at inference."""
         super().train(mode)
         self.target.eval()
         for name, module in self.target.named_modules():
@@ -111,12 +111,12 @@ class ValidityModel(nn.Module):
         return self
 
     def forward(self, input_ids: Tensor, visible: Tensor, cuts: Tensor) -> dict[str, Tensor]:
-        """Logits of validity.
+        """Compute the logits of validity.
 
         Args:
             input_ids: int64 [B, T], prompt and draft, padded on the right.
-            visible: int64 [B, K], tokens in front of each probe; 0 for padding.
-            cuts: int64 [B, K], the same counted from the start of the draft.
+            visible: int64 [B, K], number of tokens before each probe; 0 for padding.
+            cuts: int64 [B, K], number of draft tokens before each probe.
 
         Returns:
             {"logits": float32 [B, K]}; arbitrary where `visible` is 0.
@@ -137,13 +137,13 @@ class ValidityModel(nn.Module):
         return {"logits": self._read_out(hidden, states, input_ids, drafted, visible, cuts)}
 
     def _states(self, context: Tensor, input_ids: Tensor, drafted: Tensor) -> DraftStates:
-        """Of the `drafted` tokens (bool [B, T - 1], for tokens 1 to T - 1), from hidden states [B, T, H]."""
+        """Select states of `drafted` tokens (bool [B, T - 1], tokens 1 to T - 1) from hidden states [B, T, H]."""
         before, ids = context[:, :-1][drafted], input_ids[:, 1:][drafted]
         with torch.autocast(context.device.type, enabled=False):
             return DraftStates(before, surprise(before, ids, self._output_layer, self._part).features)
 
     def _stored_states(self, input_ids: Tensor, drafted: Tensor, starts: Tensor, ends: Tensor) -> DraftStates:
-        """The same, each draft's computed when it is first seen."""
+        """Return `_states` through the cache, which computes each draft once."""
 
         def compute(missing: list[int]) -> list[DraftStates]:
             width = int(ends[missing].max())
@@ -165,7 +165,7 @@ class ValidityModel(nn.Module):
         visible: Tensor,
         cuts: Tensor,
     ) -> Tensor:
-        """Logits [B, K], in float32 as at inference."""
+        """Compute logits [B, K], in float32 as at inference."""
         with torch.autocast(input_ids.device.type, enabled=False):
             if states is None or self.head.tokens is None:
                 return self.head(hidden)
@@ -178,14 +178,14 @@ class ValidityModel(nn.Module):
 
     @torch.no_grad()
     def judge(self, input_ids: Tensor, visible: Tensor, cuts: Tensor, probe: Probe, head: nn.Module) -> Tensor:
-        """Logits [B, K] of the target alone with another probe and head: the zero-shot judge."""
+        """Compute logits [B, K] of the zero-shot judge: the target without adapter, with another probe and head."""
         shown = self._shown(probe, input_ids, visible, cuts)
         hidden = self._probe(self._prefill(input_ids)[1], shown, probe, adapter=False)
         with torch.autocast(hidden.device.type, enabled=False):
             return head(hidden)
 
     def _shown(self, probe: Probe, input_ids: Tensor, visible: Tensor, cuts: Tensor) -> Tensor:
-        """`visible`, less one where the prefix ends with an end token that the probe repeats, as in `Verifier`."""
+        """Return `visible`, minus 1 where the probe repeats the prefix's end token, as in `Verifier`."""
         if not probe.closes_turn:
             return visible
         last = input_ids.gather(1, (visible - 1).clamp_min(0))
@@ -194,17 +194,17 @@ class ValidityModel(nn.Module):
 
     @torch.no_grad()
     def context_hidden(self, input_ids: Tensor) -> Tensor:
-        """Final-norm hidden states [B, T, H] of the target alone."""
+        """Return final-norm hidden states [B, T, H] of the target without adapter."""
         return self._prefill(input_ids)[0]
 
     @torch.no_grad()
     def _prefill(self, input_ids: Tensor) -> tuple[Tensor, DynamicCache]:
-        cache = DynamicCache()  # every layer keeps every token, as at inference: windows come from the masks
+        cache = DynamicCache()  # every layer caches every token, as at inference: the masks apply windows
         output = self.backbone(input_ids=input_ids, past_key_values=cache, use_cache=True)
         return output.last_hidden_state, cache
 
     def _probe(self, cache: DynamicCache, visible: Tensor, probe: Probe, adapter: bool) -> Tensor:
-        """Hidden states [B, K, H] at the last token of each probe; the probes follow what is in the cache."""
+        """Return hidden states [B, K, H] at the last token of each probe, run against the cache."""
         (b, k), p, n_keys = visible.shape, len(probe.ids), cache.get_seq_length()
         with self._lora.on(k * p if adapter else 0):
             output = self.backbone(
@@ -217,7 +217,7 @@ class ValidityModel(nn.Module):
         return output.last_hidden_state[:, readout_index(k, p).to(visible.device)]
 
     def _packed(self, input_ids: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """The same in one pass over prompt, draft and probes."""
+        """Return hidden states of context [B, T, H] and probes [B, K, H] from one packed pass."""
         (b, k), p, n_keys = visible.shape, len(self.probe.ids), input_ids.shape[1]
         context = torch.arange(n_keys, device=input_ids.device).expand(b, -1)
         probes = torch.tensor(self.probe.ids, device=visible.device).repeat(b, k)
@@ -232,7 +232,7 @@ class ValidityModel(nn.Module):
         return hidden[:, :n_keys], hidden[:, n_keys + readout_index(k, p).to(visible.device)]
 
     def exported_head(self) -> ValidityHead:
-        """The head as it is saved: on the CPU, in float32."""
+        """Return the head for export: on the CPU, in float32."""
         state = {name: tensor.detach().cpu() for name, tensor in self.head.state_dict().items()}
         vocabulary = state.get("tokens.vocabulary")
         head = ValidityHead(self.head.hidden_size, self.token_rank, vocabulary, probe=bool(self.probe.ids))
@@ -248,13 +248,13 @@ class ValidityModel(nn.Module):
         return 0 if self._part is None else len(self._part.tokens)
 
     def adapter_tensors(self) -> dict[str, Tensor]:
-        """The adapter's tensors under peft's own names, on the CPU in `adapter_dtype`; none without a probe."""
+        """Return the adapter's tensors by peft's names, on the CPU in `adapter_dtype`; empty without a probe."""
         state = {} if self.peft_model is None else get_peft_model_state_dict(self.peft_model)
         return {name: tensor.detach().to("cpu", self.adapter_dtype).contiguous() for name, tensor in state.items()}
 
     @torch.no_grad()
     def round_adapter(self, dtype: torch.dtype) -> None:
-        """Give the adapter's weights the values that `dtype` can hold; it is exported in that from now on."""
+        """Round the adapter's weights to values of `dtype`, and export the adapter in `dtype`."""
         self.adapter_dtype = dtype
         if self.peft_model is not None:
             for parameter in self.peft_model.parameters():
@@ -262,8 +262,8 @@ class ValidityModel(nn.Module):
                     parameter.copy_(parameter.to(dtype))
 
 
-def _part_of_vocabulary(target: PreTrainedModel, tokens: Tensor) -> ReducedLMHead:
-    """The output layer for `tokens`, whose copied rows keep their number type when DeepSpeed casts the target."""
+def _reduced_lm_head(target: PreTrainedModel, tokens: Tensor) -> ReducedLMHead:
+    """Return the output layer for `tokens`; its copied rows keep their dtype when DeepSpeed casts the target."""
     part, dtype = ReducedLMHead.of(target, tokens.to(target.device)), target.get_output_embeddings().weight.dtype
     return ReducedLMHead(part.tokens, lambda hidden: part.logits(hidden.to(dtype)))
 
@@ -274,6 +274,6 @@ def _drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) 
         del state[name]
 
 
-def _forgive_frozen(module: nn.Module, incompatible: Any) -> None:
+def _ignore_missing_frozen(module: nn.Module, incompatible: Any) -> None:
     needed = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name in needed]

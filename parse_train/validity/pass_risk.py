@@ -1,4 +1,4 @@
-"""Choose the acceptance threshold so that wrong prefixes are rarely accepted, with a stated confidence."""
+"""Choice of the acceptance threshold that bounds the share of wrongly accepted prefixes, with a stated confidence."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from parse_infer.acceptance import ACCEPT_NOTHING
 from parse_infer.calibration.risk import exact_bound
 from parse_train.validity.metrics import ScoredDrafts, acceptance_curve
 
-# Fixed before any draft is seen, as fixed-sequence testing demands; even in log-odds, from 0.99999 down to 0.00001.
+# Independent of the drafts, as fixed-sequence testing requires; even in log-odds, from 0.99999 down to 0.00001.
 GRID: NDArray[np.float64] = 1 / (1 + np.exp(-np.linspace(11.5, -11.5, 1151)))
 
 
 @dataclass(frozen=True)
 class RiskControl:
-    """A threshold and what is known about it.
+    """A threshold and its risk bound.
 
-    With probability at least 1 - delta over the validation drafts, at most a share `alpha` of new drafts from the same
-    source gets a wrong prefix accepted. The promise covers one verification pass over one whole draft: an answer made
-    in several passes, with the draft model taking over again in between (hand-back), is not covered. Drafts count as
-    independent, which several drafts of one problem are not quite.
+    With probability at least 1 - delta over the validation drafts, first-failure acceptance accepts a wrong prefix of
+    at most a share `alpha` of new drafts from the same source. The bound covers one verification pass over one whole
+    draft, not an answer from several passes (hand-back). The bound assumes independent drafts; several drafts of one
+    problem are not quite independent.
     """
 
     threshold: float
@@ -42,16 +42,15 @@ class RiskControl:
         return self.bound is not None
 
     def warning(self) -> str | None:
-        """What to tell the user if no threshold qualifies."""
+        """Return a warning for the user if no threshold qualifies."""
         if self.accepts:
             return None
         least = math.ceil(math.log(self.delta) / math.log(1 - self.alpha))
-        too_few = f" ({least} are the least that can show it)" if self.n_drafts < least else ""
+        too_few = f" (at least {least} are necessary)" if self.n_drafts < least else ""
         return (
             f"no threshold keeps false accepts at or below risk_alpha {self.alpha:g} with confidence "
             f"{1 - self.delta:g} on {self.n_drafts} validation drafts{too_few}; the exported threshold accepts "
-            "nothing. Train longer, hold out more drafts, allow a larger risk_alpha, or pass your own threshold at "
-            "inference."
+            "nothing. Train longer, hold out more drafts, raise risk_alpha, or pass your own threshold at inference."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,14 +58,14 @@ class RiskControl:
 
 
 def choose_threshold(drafts: ScoredDrafts, alpha: float, delta: float) -> RiskControl:
-    """The smallest threshold whose false-accept rate is shown to be at most `alpha` with confidence `1 - delta`.
+    """Return the smallest threshold whose false-accept rate is at most `alpha` with confidence `1 - delta`.
 
-    A draft counts as a false accept if its maximal valid prefix under first-failure acceptance ends in a wrong
-    prefix. Thresholds are tested from strict to lax until the first whose Clopper-Pearson bound exceeds `alpha`
-    (fixed-sequence testing: no correction for the many thresholds is needed; Learn then Test, arXiv 2110.01052).
+    A draft is a false accept if its maximal valid prefix under first-failure acceptance is invalid. The test goes
+    from the strictest threshold down, until a Clopper-Pearson bound exceeds `alpha`. Such fixed-sequence testing needs
+    no correction for multiple thresholds (Learn then Test, arXiv 2110.01052).
 
     Args:
-        drafts: validities of drafts that were not trained on.
+        drafts: validities of held-out drafts.
     """
     wrong, acceptance = acceptance_curve(drafts, GRID)
     n = len(drafts.labels)

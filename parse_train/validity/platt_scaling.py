@@ -1,8 +1,8 @@
-"""Validities that mean what they say: of the prefixes with validity 0.8, four in five should be valid.
+"""Platt scaling of validities: of the prefixes with validity 0.8, four in five should be valid.
 
-A head learns to rank; how sure it sounds depends on how long it was trained. Two numbers fitted on held-out drafts
-repair that (Platt 1999): validity = sigmoid(scale * logit + shift). The order of prefixes stays, so every decision
-stays too, at the threshold moved along.
+A head learns to rank prefixes, but its confidence depends on the length of training. Two numbers fitted on held-out
+drafts calibrate the head (Platt 1999): validity = sigmoid(scale * logit + shift). Scaling keeps the order of prefixes,
+and therefore every decision at the scaled threshold.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from sklearn.model_selection import GroupKFold, cross_val_predict
 from parse_train.validity.metrics import Floats, ScoredDrafts, expected_calibration_error
 
 _FOLDS = 5
-_EDGE = 1e-12  # validities nearer to 0 or 1 than this have no logit to speak of
+_EDGE = 1e-12  # validities are clipped to this distance from 0 and 1 before the logit
 
 
 @dataclass(frozen=True)
 class Probabilities:
-    """validity = sigmoid(scale * logit + shift). `ece_before` and `ece` are the calibration errors without and with
-    it, the latter on problems that were left out of the fit."""
+    """validity = sigmoid(scale * logit + shift).
+
+    `ece_before` and `ece` are the calibration errors before and after; `ece` is cross-validated over problems."""
 
     scale: float = 1.0
     shift: float = 0.0
@@ -42,20 +43,20 @@ class Probabilities:
         return replace(drafts, scores=np.where(drafts.real, self.of(drafts.scores), 0.0))
 
     def of_threshold(self, threshold: float) -> float:
-        """Where the threshold stands afterwards; one that accepts everything or nothing stays."""
+        """Scale a threshold; a threshold that accepts everything or nothing is unchanged."""
         return float(self.of(np.array([threshold]))[0]) if 0 < threshold < 1 else threshold
 
     def to_dict(self) -> dict[str, float] | None:
-        """For validity_config.json; None where nothing changes."""
+        """Return the entry for validity_config.json; None without a change."""
         return {"scale": self.scale, "shift": self.shift} if self.changes else None
 
 
 def fit_probabilities(drafts: ScoredDrafts, problems: Sequence[str]) -> Probabilities:
-    """Fit the two numbers, and keep them if they help on problems that they were not fitted on.
+    """Fit scale and shift, and use them only if they lower the cross-validated log loss.
 
     Args:
         drafts: validities of held-out drafts.
-        problems: of each draft; a problem is never on both sides.
+        problems: the problem of each draft; no problem is in two folds.
     """
     validity, labels = drafts.flat
     owners = np.repeat(np.asarray(problems), drafts.real.sum(axis=1))

@@ -1,4 +1,4 @@
-"""The end of a training: what the fresh adapter can promise about requests."""
+"""Calibration of a new adapter at the end of a training, with a risk bound per request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CURVE = ("risk (upper bound)", "speed-up", "resume", "threshold", "lost")
 
 
 def log(found: Calibration) -> None:
-    """Add speed-up against risk, a point for each setting, and the promises to the tracker's run."""
+    """Log speed-up over risk, one point per setting, and the calibrated risks to the tracker."""
     points = [
         (t.bound, t.speedup, t.setting.resume, t.setting.threshold, t.losses / found.n_problems) for t in found.tried
     ]
@@ -27,10 +27,10 @@ def log(found: Calibration) -> None:
     tracking.summarise({f"promise/{risk:g}/speedup": speedup for risk, speedup in kept.items()})
 
 
-def promise(config: ValidityTrainingConfig, build: BuildInfo) -> None:
-    """Calibrate the pair that the data came from with the exported adapter, and write `calibration.json` beside it.
+def calibrate_requests(config: ValidityTrainingConfig, build: BuildInfo) -> None:
+    """Calibrate the exported adapter with the two models of the data, and add `calibration.json` to its folder.
 
-    Says why where there is nothing to promise; the training is finished all the same. The main process does it.
+    Runs on the main process only. A failure prints its reason and does not fail the training.
     """
     if not config.calibration_problems or config.process_index or not (build.task and build.draft.get("name")):
         return
@@ -48,15 +48,15 @@ def promise(config: ValidityTrainingConfig, build: BuildInfo) -> None:
             dtype=config.target_dtype,
             template_options=config.template_options,
         )
-        # A folder for each adapter: an interrupted calibration goes on, one of an earlier adapter is left alone.
-        made = engine.describe()["adapter"]
-        folder, where = f"{config.output_dir}/calibration-{made}", f"{build.task}, validation split, seed 0"
+        # One folder per adapter: an interrupted calibration resumes, and calibrations of earlier adapters are kept.
+        adapter_id = engine.describe()["adapter"]
+        folder, where = f"{config.output_dir}/calibration-{adapter_id}", f"{build.task}, validation split, seed 0"
         found = calibrate(engine, problems, task.check, same_answer, folder, settings, task=where)
     except (ValueError, OSError) as error:
-        print(f"no promise about requests: {error}")
+        print(f"the adapter is not calibrated: {error}")
         return
     found.save(adapter / FILE)
     log(found)
     for risk, place in found.promises.items():
-        kept = "not shown" if place is None else f"{found.tried[place].speedup:.2f} times as fast"
+        kept = "not reached" if place is None else f"{found.tried[place].speedup:.2f} times as fast"
         print(f"at most {risk:.2%} of requests lost, {found.confidence:.0%} confidence: {kept}")

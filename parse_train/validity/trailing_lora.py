@@ -1,8 +1,8 @@
 """peft's activated LoRA, applied to the last n tokens of every row by slicing.
 
-peft finds its tokens with a boolean mask (a device synchronisation per layer) and registers hooks on every layer at
-every call. In the packed layout the probes always come last, so a slice says the same. Parameters, names and file
-format stay peft's.
+peft selects tokens with a boolean mask (a device synchronisation per layer) and registers hooks on every layer at
+every call. In the packed layout the probes always come last, so a slice is equivalent. Parameters, names and file
+format are peft's.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from peft.tuners.lora.variants import ALoraLinearVariant
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from parse_infer.errors import ParseError
+
 ADAPTER = "default"
 
 
 class TrailingLora(ALoraLinearVariant):
-    """Stands in for peft's activated-LoRA variant in every adapted layer; `active` is n, shared by all of them."""
+    """Replaces peft's activated-LoRA variant in all adapted layers, which share `active` = n."""
 
     def __init__(self) -> None:
         self.active = 0
 
-    def forward(  # type: ignore[override]  # peft declares it static; it is called on the object
+    def forward(  # type: ignore[override]  # static in peft, but called on the object
         self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any
     ) -> Tensor:
-        """`result` [..., T, out] with the update of `x` [..., T, in] added to its last n tokens."""
+        """Add the update of `x` [..., T, in] to the last n tokens of `result` [..., T, out]."""
         if self.active == 0:
             return result
         lora_a: nn.Linear = module.lora_A[active_adapter]
@@ -46,7 +48,7 @@ class TrailingLora(ALoraLinearVariant):
 
     @contextmanager
     def on(self, n: int) -> Iterator[None]:
-        """Apply the update to the last `n` tokens inside the `with`, to none outside."""
+        """Apply the update to the last `n` tokens inside the `with` block."""
         self.active, before = n, self.active
         try:
             yield
@@ -63,11 +65,10 @@ def attach_trailing_lora(
     dropout: float,
     target_modules: Sequence[str],
 ) -> tuple[PeftModel, TrailingLora]:
-    """Wrap `target` with a fresh activated LoRA (its update is zero at first) and freeze everything else.
+    """Wrap `target` with a new activated LoRA, whose initial update is zero, and freeze all other parameters.
 
     Raises:
-        ValueError: no layer with one of the names in `target_modules` (peft's own sentence), or layers that see
-            flattened tokens.
+        ValueError: no layer matches `target_modules` (peft's message), or an adapted layer gets flattened tokens.
     """
     names, (ordered, flattened) = list(target_modules), token_layouts(target)
     config = LoraConfig(
@@ -79,29 +80,30 @@ def attach_trailing_lora(
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for an attribute by its older name
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute of transformers by its old name
         try:
             model = get_peft_model(target, config)
         except ValueError as error:
             if not flattened:
                 raise
-            # peft has no activated LoRA for routers and fused experts, and says so without naming them.
-            raise ValueError(_refusal(f"peft refuses {', '.join(names)} here", ordered, flattened)) from error
+            # peft has no activated LoRA for routers and fused experts; its error does not name them.
+            raise ParseError(_refusal(f"peft does not support {', '.join(names)} here", ordered, flattened)) from error
     switch, adapted = TrailingLora(), set()
     for name, layer in model.get_base_model().named_modules():
         if isinstance(layer, LoraLayer):
             adapted.add(name)
             layer.lora_variant[ADAPTER] = switch
-            layer.cast_input_dtype_enabled = False  # only the slice is cast, above
+            layer.cast_input_dtype_enabled = False  # `TrailingLora.forward` casts only the slice
     if wrong := [name for name in flattened if name in adapted]:
-        raise ValueError(_refusal("the update would reach other tokens than the probe's", ordered, wrong))
+        raise ParseError(_refusal("the LoRA would change other tokens than the probe's", ordered, wrong))
     return model, switch
 
 
 @torch.no_grad()
 def token_layouts(target: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Names of the modules with weights that see hidden states as [batch, tokens, features], and of those that see
-    them flattened to [batch · tokens, features], as in a mixture of experts. One forward of six tokens tells."""
+    """Return the names of weighted modules with inputs [batch, tokens, features], and with flattened inputs.
+
+    Flattened inputs are [batch · tokens, features], as in a mixture of experts. Runs one forward of six tokens."""
     ordered: list[str] = []
     flattened: list[str] = []
 
@@ -123,10 +125,10 @@ def token_layouts(target: PreTrainedModel) -> tuple[list[str], list[str]]:
 
 
 def _refusal(reason: str, ordered: Sequence[str], flattened: Sequence[str]) -> str:
-    """The sentence about a mixture of experts: which modules, and what to adapt instead."""
+    """Return the error for a mixture of experts, with the modules and the layers to adapt instead."""
     modules = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in flattened)
     attention = dict.fromkeys(name.rpartition(".")[2] for name in ordered if "attn" in name or "attention" in name)
     return (
-        f"{', '.join(modules)} see tokens flattened, as in a mixture of experts, and {reason}: adapt the attention "
+        f"{', '.join(modules)} get flattened tokens, as in a mixture of experts, and {reason}: adapt the attention "
         f"layers only, lora_target_modules: [{', '.join(attention)}]"
     )

@@ -1,4 +1,4 @@
-"""The recipe `validity`: train adapter and head, choose the threshold, compare with baselines, export.
+"""Recipe `validity`: train adapter and head, choose the threshold, compare with baselines, export.
 
 `accelerate launch recipes/train.yaml`
 """
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
+from parse_infer.errors import ParseError
 from parse_infer.held_out import prompt_hash
 from parse_infer.judge.adapter_files import PROMISE
 from parse_infer.judge.cuts import CutPolicy
@@ -37,17 +38,17 @@ from parse_train.validity.metrics import ScoredDrafts, headline_metrics, ranking
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.pass_risk import RiskControl, choose_threshold
 from parse_train.validity.platt_scaling import fit_probabilities
-from parse_train.validity.request_risk import promise
+from parse_train.validity.request_risk import calibrate_requests
 from parse_train.validity.trainer import ValidityTrainer
 
 TRAINED = "trained head"
 
 
 def main(config: ValidityTrainingConfig) -> None:
-    """Run the recipe; every process of a distributed run calls it."""
+    """Run the recipe; every process of a distributed run must call this function."""
     set_seed(config.seed)
     lm, build, train, evaluation, counts = prepare(config)
-    served_drafts(config, evaluation)  # a wrong temperature is found now, not after the training
+    served_drafts(config, evaluation)  # reject a wrong temperature before the training
     kl_judge, reason = find_kl_judge(config, build, lm, evaluation) if config.baselines else (None, "")
     facts = describe(config, lm, counts, build.label)
     model = build_model(config, lm, frequent_tokens(train, lm, config.surprise_vocab_size))
@@ -63,11 +64,11 @@ def main(config: ValidityTrainingConfig) -> None:
     checkpoints.train(trainer, start)
     learnt = {prompt_hash(example.prompt) for example in train.examples}
     finish(config, lm, trainer, evaluation, facts, learnt, kl_judge)
-    del lm, model, trainer, kl_judge  # make room for the pair; a Trainer is full of cycles
+    del lm, model, trainer, kl_judge  # free memory for the calibration; collect the Trainer's reference cycles
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    promise(config, build)
+    calibrate_requests(config, build)
     adapter = str(config.adapter_dir)
     tracking.log_artifact(config, "model", f"{Path(str(config.output_dir)).name}-adapter", adapter)
     tracking.finish()
@@ -76,9 +77,9 @@ def main(config: ValidityTrainingConfig) -> None:
 def prepare(
     config: ValidityTrainingConfig,
 ) -> tuple[LanguageModel, BuildInfo, ValidityDataset, ValidityDataset, dict[str, int]]:
-    """Target, what is known about the data, drafts to learn from and to evaluate on, and counts for the log.
+    """Load target, build info, training drafts, evaluation drafts and counts for the log.
 
-    What the recipe leaves open and the build says is filled in.
+    Settings of the build replace settings that the recipe leaves open.
     """
     build = read_build_info(config.data)
     config.cut_policy = config.cut_policy or build.cut_policy
@@ -90,7 +91,7 @@ def prepare(
 
 
 def load_target(config: ValidityTrainingConfig) -> LanguageModel:
-    """The target with its tokenizer, on this process's device, checked for what verification needs."""
+    """Load the target with its tokenizer on this process's device, and check its support for verification."""
     return load_language_model(
         config.target,
         role="target",
@@ -113,8 +114,9 @@ def encoder_for(config: ValidityTrainingConfig, lm: LanguageModel) -> Encoder:
 
 
 def frequent_tokens(train: ValidityDataset, lm: LanguageModel, size: int) -> Tensor | None:
-    """The `size` tokens that training drafts have most often (fewer where there are no more), rising, int64 [n]; those
-    that end an answer are always among them. None for 0, which stands for all.
+    """Return at most `size` tokens, ascending, int64 [n]: end tokens and the most frequent tokens of drafts.
+
+    Returns None, which means all tokens, for `size` 0.
     """
     if not size:
         return None
@@ -125,18 +127,19 @@ def frequent_tokens(train: ValidityDataset, lm: LanguageModel, size: int) -> Ten
 
 
 def build_model(config: ValidityTrainingConfig, lm: LanguageModel, vocabulary: Tensor | None = None) -> ValidityModel:
-    """Adapter (zero at first) and head (the zero-shot verbalizer's) around the target; without `probe_text` a head
-    that has token doubt alone.
+    """Add an adapter (initially zero) and a head (initialised from the verbalizer) to the target.
+
+    Without `probe_text`, the model has no adapter, and its head has token doubt alone.
 
     Args:
-        vocabulary: of the head's `TokenDoubt`.
+        vocabulary: vocabulary of the head's `TokenDoubt`.
 
     Raises:
-        ValueError: a probe without tokens, verbalizer words that begin alike, adapted layers that do not exist.
+        ValueError: a probe without tokens, verbalizer words with the same first token, or no such layers to adapt.
     """
     probe_ids = tuple(lm.tokenizer.encode(config.probe_text, add_special_tokens=False))
     if config.probe_text and not probe_ids:
-        raise ValueError(f"probe_text {config.probe_text!r} has no token")
+        raise ParseError(f"probe_text {config.probe_text!r} has no token")
     probe = Probe(probe_ids, config.probe_text, closes_turn=bool(probe_ids) and probe_ids[0] in lm.eos_ids)
     if probe.ids:
         yes_id, no_id = verbalizer_ids(lm.tokenizer, config.probe_text, _words(config))
@@ -161,14 +164,14 @@ def build_model(config: ValidityTrainingConfig, lm: LanguageModel, vocabulary: T
 
 
 def pad_id(lm: LanguageModel) -> int:
-    """Any token will do, padding is never seen; one that exists in every model."""
+    """Return a token id for padding, which no model output depends on."""
     return lm.tokenizer.pad_token_id or 0
 
 
 def describe(
     config: ValidityTrainingConfig, lm: LanguageModel, counts: dict[str, int], label: dict[str, Any]
 ) -> AdapterFacts:
-    """What the adapter folder will say; the target must not be wrapped yet."""
+    """Return the metadata of the adapter folder; call this function before wrapping the target."""
     target = describe_target(lm.model)
     if config.target.startswith("zoo:"):
         target["name"] = config.target
@@ -189,15 +192,15 @@ def describe(
 
 
 def served_drafts(config: ValidityTrainingConfig, evaluation: ValidityDataset) -> list[bool]:
-    """Which held-out drafts stand for those that will be served (`risk_temperature`).
+    """Return, for each held-out draft, whether its temperature is `risk_temperature`, that of the drafts to serve.
 
     Raises:
-        ValueError: none does.
+        ValueError: no held-out draft has this temperature.
     """
     wanted = config.risk_temperature
     found = {example.temperature for example in evaluation.examples}
     if wanted is not None and wanted not in found:
-        raise ValueError(
+        raise ParseError(
             f"risk_temperature is {wanted:g}, but the held-out drafts were sampled at "
             f"{', '.join(sorted(str(t) for t in found))}: choose one of these, or leave the key out"
         )
@@ -213,7 +216,7 @@ def finish(
     learnt: Collection[str] = (),
     kl_judge: KLJudge | None = None,
 ) -> None:
-    """Evaluate on held-out problems, choose the threshold, compare with the baselines, export.
+    """Evaluate on held-out problems, choose the threshold, compare with the baselines, and export.
 
     Args:
         learnt: `prompt_hash` of every training prompt.
@@ -229,7 +232,7 @@ def finish(
         owners = [example.problem for example, one in zip(evaluation.examples, chosen, strict=True) if one]
         fitted = fit_probabilities(served, owners)
         drafts[TRAINED] = fitted.of_drafts(raw)
-        # The grid of thresholds must be fixed before any draft is seen, so it is that of the raw validities.
+        # The threshold grid must not depend on the drafts, so choose the threshold on raw validities.
         risk = choose_threshold(served, config.risk_alpha, config.risk_delta)
         risk = replace(risk, threshold=fitted.of_threshold(risk.threshold))
         metrics = headline_metrics(drafts[TRAINED], risk.threshold, config.risk_alpha)
@@ -258,7 +261,7 @@ def finish(
 
 
 def report(drafts: dict[str, ScoredDrafts], alpha: float, risk: RiskControl) -> str:
-    """The table of all scores, and the chosen threshold in words."""
+    """Return a table of all scores, and a sentence about the chosen threshold."""
     names = {
         "auroc": "AUROC",
         "auprc": "AUPRC",

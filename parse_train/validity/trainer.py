@@ -1,4 +1,4 @@
-"""transformers' Trainer for the validity head: the loss, batches of similar length, and evaluation."""
+"""transformers' Trainer for the validity head: loss, batches of similar length, and evaluation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import EvalPrediction, Trainer
 
+from parse_infer.errors import ParseError
 from parse_train import tracking
 from parse_train.length_sampler import EpochLengthSampler
 from parse_train.training_config import IGNORED
@@ -23,10 +24,10 @@ from parse_train.validity.model import ValidityModel
 
 
 class ValidityTrainer(Trainer):
-    """Binary cross-entropy over all cuts of all drafts in an optimiser step.
+    """Trainer with binary cross-entropy over all cuts of all drafts in an optimiser step.
 
-    Evaluation returns logits, labels and cuts per draft, from which `metrics.headline_metrics` computes the figures;
-    checkpoints are transformers' own (adapter and head in model.safetensors).
+    `metrics.headline_metrics` computes evaluation figures from logits, labels and cuts. Checkpoints have transformers'
+    format (adapter and head in model.safetensors).
     """
 
     args: ValidityTrainingConfig
@@ -69,8 +70,9 @@ class ValidityTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Mean cross-entropy per cut, weighted by confidence and class; `num_items_in_batch` counts the cuts of the
-        whole optimiser step."""
+        """Compute the mean cross-entropy per cut, weighted by confidence and class.
+
+        `num_items_in_batch` is the number of cuts in the optimiser step."""
         outputs = model(inputs["input_ids"], inputs["visible"], inputs["cuts"])
         labels = inputs["labels"]
         real = labels != IGNORED
@@ -101,19 +103,19 @@ class ValidityTrainer(Trainer):
         return headline_metrics(self.last_evaluation, alpha=self.args.risk_alpha)
 
     def score(self, dataset: ValidityDataset) -> ScoredDrafts:
-        """Validities of every draft of `dataset`, in its order. Every process must call it; all get the result."""
+        """Score every draft of `dataset`, in order. Every process must call this method and gets the result."""
         prediction = self.predict(dataset)
         return ScoredDrafts.from_prediction(prediction.predictions, prediction.label_ids)
 
 
 def balanced_weights(labels: Sequence[bool]) -> Tensor:
-    """Weights [not valid, valid] under which both classes weigh the same and the mean over `labels` is 1.
+    """Return weights [invalid, valid] that balance the two classes, with mean 1 over `labels`.
 
     Raises:
-        ValueError: only one class is there.
+        ValueError: `labels` has only one class.
     """
     counts = np.bincount(np.asarray(labels, dtype=int), minlength=2)
     if counts.min() == 0:
         only = "valid" if counts[1] else "not valid"
-        raise ValueError(f"class_weighting: balanced needs both classes, but every training prefix is {only}")
+        raise ParseError(f"class_weighting: balanced needs both classes, but every training prefix is {only}")
     return torch.tensor(len(labels) / (2 * counts), dtype=torch.float32)

@@ -131,7 +131,7 @@ def test_another_recipe_does_not_continue_a_training(
 ) -> None:
     assert copied.run("--learning_rate", "0.25") == 2
     error = capsys.readouterr().err
-    assert "now it is 0.25: choose another output_dir, or --resume_from_checkpoint restart to delete them" in error
+    assert "instead of 0.25: choose another output_dir, or --resume_from_checkpoint restart to delete them" in error
     assert_same_weights(copied, finished)
     # Where things go and what is shown makes no other recipe.
     assert copied.run("--logging_steps", "3", "--save_steps", "5", "--run_name", "again") == 0

@@ -74,7 +74,7 @@ def test_environment_variables_come_from_the_recipe(recipe: Path, monkeypatch: p
         ("seed: [1, 2]", "seed is [1, 2]; it takes one value"),
         ("label_smoothing_factor: 0.1", "label_smoothing_factor is not supported here: the head learns yes or no"),
         ("fp16: true", "fp16 is not supported here: use bf16"),
-        ("save_only_model: true", "save_only_model is not supported here"),
+        ("save_only_model: true", "save_only_model is not supported"),
         ("recipe: validty", "unknown recipe validty; did you mean 'validity'?"),
         ("target: ''", "the recipe needs the key target"),
         ("a: [", "is not valid YAML in line"),
@@ -95,7 +95,7 @@ def test_a_mistake_is_one_sentence(recipe: Path, capsys: pytest.CaptureFixture[s
     [
         (["--lora-rnk", "3"], "unknown key lora_rnk; did you mean 'lora_rank'?"),
         (["--lora_rnk=3"], "did you mean 'lora_rank'?"),
-        (["stray"], "'stray' belongs to no key"),
+        (["stray"], "'stray' follows no option"),
         (["--target", "/nowhere/target"], "There is no folder '/nowhere/target'"),
     ],
 )

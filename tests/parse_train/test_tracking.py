@@ -138,7 +138,7 @@ def test_a_tracker_that_cannot_start_stops_nothing(
     tracking.start(config)
     assert asked == ["online", "offline"]
     assert config.report_to == []
-    assert "metrics go to the log only" in capsys.readouterr().out
+    assert "metrics are only printed to the log" in capsys.readouterr().out
     tracking.log_images({}, 0)
     tracking.summarise({"auroc": 1.0})
     tracking.finish()

@@ -1,4 +1,4 @@
-"""The embedded models of PARSE, with the tasks and the recipe kinds that made them.
+"""The embedded models of PARSE, with their tasks and training recipes.
 
-`parse_infer`, `data_tools` and `parse_train` find them by entry points (pyproject.toml beside this package).
+`parse_infer`, `data_tools` and `parse_train` find these through entry points (zoo/pyproject.toml).
 """

@@ -1,4 +1,4 @@
-"""Whether, and when, a request that failed is sent again."""
+"""Retry policy of failed requests."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from random import random
 
 from openai import APIConnectionError, APIStatusError, APITimeoutError
 
-_NOT_NOW = (429, 502, 503, 504)  # what servers, and balancers in front of them, answer while they start or are full
+from parse_infer.errors import ParseError
+
+_NOT_NOW = (429, 502, 503, 504)  # from servers and load balancers during a start or overload
 _TRANSIENT = (408, 409, *_NOT_NOW)
-_NOT_REACHED = ("ConnectError", "ConnectTimeout")  # by name: the client's HTTP library differs between its versions
-_FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0  # seconds, the client's own
-_LONGEST_ASKED = 60.0
-_GO_ON = "the same command continues where it stopped"
+_NOT_REACHED = ("ConnectError", "ConnectTimeout")  # by name: versions of the client use different HTTP libraries
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0  # seconds, as in the openai client
+_LONGEST_RETRY_AFTER = 60.0  # seconds
+_RESUME_HINT = "the same command continues where it stopped"
 
 
-class Patience:
-    """With one request. A server that is away is waited for; one that fails at the request is asked a few times more.
+class RetryPolicy:
+    """Retry state of one request: waits for unavailable servers, and retries a failed request `retries` times.
 
     Args:
-        retries: failures that are forgiven: an error of the server's, no answer in time, a connection that breaks,
-            half an answer.
-        max_outage: seconds to wait while servers are away or overloaded.
+        retries: retries after a server error, a timeout, a broken connection or an incomplete answer.
+        max_outage: seconds to wait while servers are unavailable or overloaded.
     """
 
     def __init__(self, retries: int, max_outage: float) -> None:
@@ -30,46 +31,46 @@ class Patience:
         self._away_since: float | None = None
 
     def wait(self, url: str, error: Exception) -> float:
-        """Seconds until the next attempt, after this error of the server at `url`.
+        """Return the seconds until the next attempt, after this error of the server at `url`.
 
         Raises:
-            ValueError: the request was refused, or failed too often.
-            ConnectionError: servers have been away for too long.
+            ValueError: the server rejected the request, or the request failed too often.
+            ConnectionError: the servers have been unavailable for more than `max_outage` seconds.
         """
         if is_away(error):
             now = time.monotonic()
             self._away_since = self._away_since or now
             if now - self._away_since > self.max_outage:
                 raise ConnectionError(
-                    f"the server at {url} has been away for more than max_outage, {self.max_outage:g} s "
-                    f"({reason(error)}): start it again, and {_GO_ON}"
+                    f"the server at {url} has been unavailable for more than max_outage, {self.max_outage:g} s "
+                    f"({reason(error)}): restart the server; {_RESUME_HINT}"
                 ) from None
         elif isinstance(error, APIStatusError) and error.status_code < 500 and error.status_code not in _TRANSIENT:
-            raise ValueError(f"the server at {url} refuses a request ({reason(error)}); {_GO_ON}") from None
+            raise ParseError(f"the server at {url} rejects a request ({reason(error)}); {_RESUME_HINT}") from None
         else:
             self._failures, self._away_since = self._failures + 1, None
             if self._failures > self.retries:
-                raise ValueError(
-                    f"the server at {url} failed at the same request {self._failures} times ({reason(error)}): see to "
-                    f"it, or raise retries; {_GO_ON}"
+                raise ParseError(
+                    f"the server at {url} failed the same request {self._failures} times ({reason(error)}): repair "
+                    f"the server, or raise retries; {_RESUME_HINT}"
                 ) from None
         self._attempts += 1
-        return max(self._backoff(), min(_asked(error), _LONGEST_ASKED))
+        return max(self._backoff(), min(_retry_after(error), _LONGEST_RETRY_AFTER))
 
     def _backoff(self) -> float:
-        """Longer and longer, and not the same for all requests that one fault has hit."""
+        """Return the exponential backoff with jitter, in seconds."""
         return float(min(_FIRST_WAIT * 2.0 ** min(self._attempts - 1, 10), _LONGEST_WAIT) * (1 - 0.25 * random()))
 
 
 def is_away(error: Exception) -> bool:
-    """Whether the server is not there, or overloaded."""
+    """Whether the server is unreachable or overloaded."""
     if isinstance(error, APIStatusError):
         return error.status_code in _NOT_NOW
     return isinstance(error, APIConnectionError) and type(error.__cause__).__name__ in _NOT_REACHED
 
 
 def reason(error: Exception) -> str:
-    """What was wrong, in a few words."""
+    """Describe the error in at most 300 characters."""
     if isinstance(error, APIStatusError):
         body = error.body if isinstance(error.body, dict) else {}
         words = f"{error.status_code} {body.get('message') or body.get('detail') or ''}"
@@ -80,7 +81,7 @@ def reason(error: Exception) -> str:
     return " ".join(words.split())[:300].rstrip(" .")
 
 
-def _asked(error: Exception) -> float:
-    """Seconds that the server asks for."""
+def _retry_after(error: Exception) -> float:
+    """Return the seconds in the response's Retry-After header, or 0."""
     header = error.response.headers.get("retry-after", "") if isinstance(error, APIStatusError) else ""
     return float(header) if header.isdecimal() else 0.0

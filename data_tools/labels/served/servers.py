@@ -1,4 +1,4 @@
-"""One model behind OpenAI-compatible servers: many completions at a time, asked for again until they are there."""
+"""Concurrent completions from OpenAI-compatible servers of one model, with retries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import count
 from openai import APIError, AsyncOpenAI, Timeout
 
 from data_tools.labels.served.completions import Answer, BrokenAnswer, Request, read_answer, read_models
-from data_tools.labels.served.retry import Patience, is_away, reason
+from data_tools.labels.served.retry import RetryPolicy, is_away, reason
 
 _CONNECT = 5.0  # seconds
 
@@ -21,12 +21,11 @@ class CompletionServers:
 
     Args:
         urls: base addresses, with /v1.
-        model: its name on the servers.
-        concurrency: requests in flight; no more requests than these exist at a time.
+        model: the model's name on the servers.
+        concurrency: maximum number of requests in flight; only these requests are in memory.
         timeout: seconds for one answer.
-        retries, max_outage: what is done about failures and outages, see `Patience`. The next attempt goes to the next
-            server.
-        note: told when a server is away, and when it is back.
+        retries, max_outage: see `RetryPolicy`. The next attempt goes to the next server.
+        note: called with a message when a server becomes unavailable, and when the server recovers.
     """
 
     def __init__(
@@ -46,15 +45,15 @@ class CompletionServers:
         self._away: set[str] = set()
 
     def complete(self, requests: Iterable[Request]) -> list[Answer]:
-        """The answers, in order. Requests go out in order too.
+        """Send the requests in order, and return the answers in the same order.
 
         Raises:
-            ConnectionError, ValueError: one request got no answer, see `Patience.wait`.
+            ConnectionError, ValueError: one request got no answer, see `RetryPolicy.wait`.
         """
         return asyncio.run(self._complete(requests))
 
     def models(self, url: str) -> dict[str, int | None]:
-        """What `read_models` says about one server, asked once. Raises what the client raises, and BrokenAnswer."""
+        """Return `read_models` of one server, without retries. Raises the client's errors and BrokenAnswer."""
 
         async def ask() -> str:
             async with self._client(url) as client:
@@ -63,7 +62,7 @@ class CompletionServers:
         return read_models(asyncio.run(ask()))
 
     def try_out(self, url: str, request: Request) -> Answer:
-        """The answer of one server, asked once. Raises what the client raises, and BrokenAnswer."""
+        """Return the answer of one server, without retries. Raises the client's errors and BrokenAnswer."""
 
         async def ask() -> Answer:
             async with self._client(url) as client:
@@ -84,41 +83,41 @@ class CompletionServers:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(self.concurrency):
                         group.create_task(work())
-            except ExceptionGroup as failures:  # the first one has ended the others
+            except ExceptionGroup as failures:  # the first failure cancelled the other tasks
                 raise failures.exceptions[0] from None
         return [answers[number] for number in range(len(answers))]
 
     async def _answer(self, clients: Sequence[AsyncOpenAI], request: Request) -> Answer:
-        patience = Patience(self.retries, self.max_outage)
+        policy = RetryPolicy(self.retries, self.max_outage)
         for attempt in count(request.home):
             url, client = self.urls[attempt % len(clients)], clients[attempt % len(clients)]
             try:
                 answer = await self._ask(client, request)
             except (APIError, BrokenAnswer) as error:
-                seconds = patience.wait(url, error)
-                self._keep_account(url, away=reason(error) if is_away(error) else None)
+                seconds = policy.wait(url, error)
+                self._report_outage(url, away=reason(error) if is_away(error) else None)
                 await asyncio.sleep(seconds)
             else:
-                self._keep_account(url, away=None)
+                self._report_outage(url, away=None)
                 return answer
         raise AssertionError("attempts do not end")
 
     async def _ask(self, client: AsyncOpenAI, request: Request) -> Answer:
         body = request.body()
-        # Read here, not by the client, which takes half an answer for a whole one.
+        # The client would accept an incomplete answer, so `read_answer` parses the raw response.
         response = await client.completions.with_raw_response.create(
             model=self.model, prompt=body.pop("prompt"), extra_body=body
         )
         return read_answer(response.http_response.text, request)
 
-    def _keep_account(self, url: str, away: str | None) -> None:
-        """Tell once that a server is away, and once that it is back."""
+    def _report_outage(self, url: str, away: str | None) -> None:
+        """Report once that a server is unavailable, and once that the server recovered."""
         if away is not None and url not in self._away:
             self._away.add(url)
-            self.note(f"{url} is away ({away}): asking again for {self.max_outage:g} s at most")
+            self.note(f"{url} is unavailable ({away}): retrying for {self.max_outage:g} s at most")
         elif away is None and url in self._away:
             self._away.remove(url)
-            self.note(f"{url} is back")
+            self.note(f"{url} is available again")
 
     @asynccontextmanager
     async def _clients(self) -> AsyncIterator[list[AsyncOpenAI]]:
@@ -126,7 +125,7 @@ class CompletionServers:
             yield [await stack.enter_async_context(self._client(url)) for url in self.urls]
 
     def _client(self, url: str) -> AsyncOpenAI:
-        """Without retries of its own: it cannot tell a server that starts again from one that fails."""
+        """Return a client without retries, because the client does not distinguish outages from failed requests."""
         key = os.environ.get("OPENAI_API_KEY") or "none"
         timeout = Timeout(self.timeout, connect=min(_CONNECT, self.timeout))
         return AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=timeout)

@@ -1,4 +1,4 @@
-"""A model behind servers that writes rows as the local decoder does: the same tokens in, the same tokens out."""
+"""Backend for a served model, with the same tokens in and out as the local decoder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from data_tools.labels.served.check import check_servers
 from data_tools.labels.served.completions import Answer, Request
 from data_tools.labels.served.servers import CompletionServers
+from parse_infer.errors import ParseError
 from parse_infer.models.batch_decoder import Contexts, Row
 from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.fingerprint import describe_config, fingerprint_of
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class ServedWriter:
-    """A model whose weights are behind `servers`; its tokenizer is here.
+    """A model whose weights are on `servers` and whose tokenizer is in this process.
 
     Args:
-        wire: "ids", or "text" for servers that know nothing else: the server then splits prompts into tokens its own
-            way, and what it writes is split here.
+        wire: "ids" sends and receives token ids. "text" is for servers without ids: the server tokenizes prompts, and
+            this process tokenizes answers.
     """
 
     def __init__(
@@ -36,10 +37,10 @@ class ServedWriter:
 
     @classmethod
     def connect(cls, config: BuildConfig, role: Role, note: Callable[[str], None]) -> ServedWriter:
-        """With the tokenizer and servers that `config` names for the role, once the servers have shown that they do.
+        """Load the tokenizer of the role, and check the servers that `config` names for the role.
 
         Raises:
-            ValueError, OSError: one sentence about what is wrong.
+            ValueError, OSError: the tokenizer or a server is unusable; the message is one sentence.
         """
         name: str = getattr(config, role)
         url_key = "draft_base_url" if role == "draft" and config.draft_base_url else "base_url"
@@ -58,12 +59,12 @@ class ServedWriter:
         writer = cls(model, servers, config.wire, config.trust_remote_code)
         window = check_servers(servers, writer.prompt(model.render("What is 3 + 4?")), url_key, f"served_{role}")
         if window is not None and window < model.window:
-            # A rollout that the window cuts short would count as wrong.
+            # A rollout cut short by the window would count as wrong.
             needed = config.max_draft_tokens + (config.max_rollout_tokens if role == "target" else 0)
             if window <= needed:
-                raise ValueError(
+                raise ParseError(
                     f"{', '.join(servers.urls)} has a window of {window} tokens, too few for a prompt and {needed} "
-                    f"more: start it with a longer one, or lower max_draft_tokens or max_rollout_tokens"
+                    f"more: start the server with a longer window, or lower max_draft_tokens or max_rollout_tokens"
                 )
             model.window = window
         return writer
@@ -77,7 +78,7 @@ class ServedWriter:
         return describe_config(config, self.model.name) | {"fingerprint": fingerprint_of([None] * 3)}
 
     def prompt(self, ids: list[int]) -> list[int] | str:
-        """What is sent for these tokens: text is begun without what the server's tokenizer puts in front itself."""
+        """Return the request's prompt for these tokens; a text omits the BOS token that the server adds."""
         if self.wire == "ids":
             return ids
         tokenizer = self.model.tokenizer
@@ -90,20 +91,20 @@ class ServedWriter:
 
 @dataclass(frozen=True)
 class ServedContexts(Contexts):
-    """Sequences that the servers may or may not remember."""
+    """Sequences that may be in the servers' prefix caches."""
 
     prompts: list[int] = field(default_factory=list)
-    """Which of the prefilled sequences each of them begins with."""
+    """For each sequence, the index of the prefilled sequence with which it begins."""
 
 
 class ServedDecoder:
-    """Rows as requests.
+    """Decodes rows through requests to the servers.
 
-    Rows that share a prefix go out next to each other and to the same server, the shorter prefix first, so that the
-    server finds what it has already read.
+    Rows that share a prefix are consecutive requests to the same server, the shorter prefix first, so that the
+    server's prefix cache applies.
 
     Attributes:
-        eos_ids: tokens that end a row (they are part of it).
+        eos_ids: tokens that end a row; a row includes its end token.
     """
 
     def __init__(self, writer: ServedWriter, end_ids: Collection[int]) -> None:
@@ -111,20 +112,20 @@ class ServedDecoder:
         self.eos_ids = frozenset(end_ids)
 
     def prefill(self, sequences: Sequence[Sequence[int]]) -> ServedContexts:
-        """Nothing is sent yet."""
+        """Return contexts without sending a request."""
         return ServedContexts([list(sequence) for sequence in sequences], None, list(range(len(sequences))))
 
     def extend(self, contexts: Contexts, parents: Sequence[int], suffixes: Sequence[Sequence[int]]) -> ServedContexts:
-        """Nothing is sent yet."""
+        """Return contexts without sending a request."""
         assert isinstance(contexts, ServedContexts)
         ids = [[*contexts.ids[parent], *suffix] for parent, suffix in zip(parents, suffixes, strict=True)]
         return ServedContexts(ids, None, [contexts.prompts[parent] for parent in parents])
 
     def decode(self, contexts: Contexts, rows: Sequence[Row]) -> list[list[int]]:
-        """New tokens of every row, end token included; a row without one has used up its `max_new_tokens`.
+        """Return the new tokens of every row, end token included. A row without end token has `max_new_tokens`.
 
         Raises:
-            ValueError, OSError: the servers did not give all answers (`CompletionServers.complete`).
+            ValueError, OSError: a request got no answer (`CompletionServers.complete`).
         """
         assert isinstance(contexts, ServedContexts)
         order = [i for i in prefix_order(contexts, rows) if rows[i].max_new_tokens > 0]
@@ -142,17 +143,17 @@ class ServedDecoder:
     def _tokens(self, answer: Answer, most: int) -> list[int]:
         model = self.writer.model
         ids = encode_continuation(model.tokenizer, "\n", answer.text) if answer.ids is None else answer.ids
-        ids = ids[:most]  # text may have more tokens here than there
+        ids = ids[:most]  # this tokenizer may split the text into more tokens than the server
         end = next((i for i, token in enumerate(ids) if token in self.eos_ids), None)
         if end is not None:
             return ids[: end + 1]
-        if answer.ended and model.end_token is not None and len(ids) < most:  # servers may keep the end to themselves
+        if answer.ended and model.end_token is not None and len(ids) < most:  # some servers omit the end token
             return [*ids, model.end_token]
         return ids
 
 
 def prefix_order(contexts: ServedContexts, rows: Sequence[Row]) -> list[int]:
-    """Indices of the rows, those with a common prefix next to each other."""
+    """Return the row indices in an order that makes rows with a common prefix adjacent."""
 
     def place(i: int) -> tuple[int, list[int], int]:
         context = rows[i].context

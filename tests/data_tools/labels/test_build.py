@@ -164,7 +164,7 @@ def test_sampled_labels_are_certain_enough_and_undecided_prefixes_have_none(
     assert summary.prefixes == sum(len(row["labels"]) for row in rows)
     assert summary.without_label == sum(not row["labels"] for row in rows) > 0
     card = Path(config.output_dir, "README.md").read_text()
-    assert "keeps at least 75% of the chance" in card and "| undecided prefixes, left out |" in card
+    assert "keeps at least 75% of its chance" in card and "| undecided prefixes, left out |" in card
 
 
 def test_greedy_labels_are_those_of_one_rollout(make_config: Make) -> None:
@@ -219,7 +219,7 @@ def test_a_prompt_beyond_a_window_is_left_out(
 def test_labels_need_references_in_every_part_of_a_task(make_config: Make, tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text('{"prompt": "ab?"}\n')
     part = {"task": "jsonl", "path": str(tmp_path / "own.jsonl"), "check_with": "none"}
-    with pytest.raises(ValueError, match=r"cannot tell whether problem 0-prompt-.* is answered right"):
+    with pytest.raises(ValueError, match="cannot check the answer to problem 0-prompt-"):
         build(make_config(task="mixture", task_options={"parts": [part]}, limit=1))
 
 
@@ -450,7 +450,7 @@ _NEEDED = ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm8
         ("limit: 0", _NEEDED, "limit is 0"),
         ("rollouts: 3", _NEEDED, "temperature 0"),
         ("rollout_temperature: 0.7", [*_NEEDED, "--rollouts", "4"], "margin is 0, but no number"),
-        ("rollout_temperature: 0.7", [*_NEEDED, "--margin", "0.45"], "no label is certain enough before 15 rollouts"),
+        ("rollout_temperature: 0.7", [*_NEEDED, "--margin", "0.45"], "need at least 15 rollouts for a label"),
         ("{margin: 0.25, max_rollouts: 3}", [*_NEEDED, "--rollouts", "4"], "it must be at least rollouts, 4"),
         ("margin: .nan", _NEEDED, "margin is nan"),
         ("{}", ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm9k"], "did you mean 'gsm8k'"),

@@ -114,7 +114,7 @@ def test_markup_in_the_data_is_text(tmp_path: Path) -> None:
         ('{"prompt": "p", "labels": []}', "line 2: the key completions is missing"),
         (
             '{"prompt": "p", "completions": ["a"], "labels": []}',
-            "labels must be 1 times true or false, one per segment, got []",
+            "labels must be 1 booleans, one per segment, got []",
         ),
     ],
 )

@@ -182,9 +182,9 @@ def test_rows_that_no_build_wrote_need_a_layout(read: Any, capsys: pytest.Captur
 
 def test_damaged_rows_are_named(read: Any) -> None:
     damaged = prm800k([{"completions": [{"text": "a"}], "chosen_completion": 0}])
-    with pytest.raises(ValueError, match="line 2: the row is not laid out as prm800k is"):
+    with pytest.raises(ValueError, match="line 2: the row does not have the layout prm800k"):
         read("prm800k", ROWS["prm800k"], damaged)
-    with pytest.raises(ValueError, match="label must have"):
+    with pytest.raises(ValueError, match="label must equal input"):
         read("math_shepherd", SHEPHERD | {"label": SHEPHERD["input"]})
     with pytest.raises(ValueError, match="first wrong step"):
         read("processbench", bench(3, True))

@@ -168,7 +168,7 @@ def test_a_server_that_is_killed_and_comes_back_loses_nothing_and_doubles_nothin
     build(local := make_config("local", **SAMPLED))
     assert labelled(config.output_dir) == labelled(local.output_dir)
     said = " ".join(capsys.readouterr().err.split())
-    assert said.count(f"{server.url} is away") == said.count(f"{server.url} is back") == 2
+    assert said.count(f"{server.url} is unavailable") == said.count(f"{server.url} is available again") == 2
 
 
 def test_another_replica_stands_in(make: Make, make_config: Make, serve: Serve) -> None:
@@ -193,13 +193,15 @@ def test_a_build_without_its_server_ends_in_one_sentence_and_is_continued(
         return None
 
     server.fault = after_a_group
-    with pytest.raises(ConnectionError, match=r"has been away for more than max_outage, 0.2 s .*: start it again"):
+    with pytest.raises(
+        ConnectionError, match=r"has been unavailable for more than max_outage, 0.2 s .*: restart the server"
+    ):
         build(config)
     assert list(files(config.output_dir)) == ["train-000000-000002.jsonl"]
     checked = len(server.asked) + 2
     server.start().fault = lambda number: "status 500" if number >= checked else None
     config.retries = 0
-    with pytest.raises(ValueError, match=r"failed at the same request 1 times \(500 on purpose\): see to it"):
+    with pytest.raises(ValueError, match=r"failed the same request 1 times \(500 on purpose\): repair the server"):
         build(config)
     server.fault = lambda number: "status 400"
     with pytest.raises(ValueError, match=r"refuses to continue a prompt \(400 on purpose\)"):
@@ -259,13 +261,17 @@ def test_folders_know_how_they_were_begun(make: Make, make_config: Make, serve: 
         ({}, {"base_url": "URL/v2"}, r"is no OpenAI-compatible server \(.*/v2/models: 404 Not Found\): correct base"),
         ({}, {"served_target": "tagret"}, r"not serve 'tagret' \(it serves target, draft\): set served_target"),
         ({}, {"served_draft": None}, r"does not serve '.*/draft' \(it .*\): set served_draft .* or draft_base_url to"),
-        ({"completions": False}, {}, r"has no /v1/completions \(404 Not Found\), and chat completions cannot go on"),
+        (
+            {"completions": False},
+            {},
+            r"has no /v1/completions \(404 Not Found\), and chat completions cannot continue",
+        ),
         ({"ids": False}, {}, r"refuses to continue a prompt \(422 prompt must be a string\); .* set wire to text"),
-        ({"fault": lambda number: "garbage"}, {}, r"does not continue a prompt: the answer is not a whole"),
-        ({"key": "secret"}, {}, r"wants an API key, or another one \(401 Invalid API key\): set .* OPENAI_API_KEY"),
-        ({"max_model_len": 40}, {}, r"a window of 40 tokens, too few for a prompt and 48 more: start it with"),
+        ({"fault": lambda number: "garbage"}, {}, r"does not continue a prompt: the answer is not a complete"),
+        ({"key": "secret"}, {}, r"rejects the API key \(401 Invalid API key\): set .* OPENAI_API_KEY"),
+        ({"max_model_len": 40}, {}, r"a window of 40 tokens, too few for a prompt and 48 more: start the server with"),
         ({}, {"base_url": None}, "backend openai needs base_url"),
-        ({}, {"backend": "local"}, "a base_url is for backend openai, and backend is local: add --backend openai"),
+        ({}, {"backend": "local"}, "base_url requires backend openai, but backend is local: add --backend openai"),
         ({}, {"base_url": "localhost:8000"}, "base_url is 'localhost:8000'; it must be an address such as http://"),
         ({}, {"backend": "opnai"}, "backend is 'opnai'; choose one of local, openai"),
         ({}, {"request_timeout": 0}, "request_timeout is 0.0; it must be a number of seconds above 0"),

@@ -250,5 +250,5 @@ def test_prompts_without_references_serve_where_nothing_is_checked(tmp_path):
     task = load_task("jsonl", path=str(path), check_with="none")
     assert task.check(found["p"], "anything") is None
     path.write_text('{"category": "qa"}\n')
-    with pytest.raises(ValueError, match="line 1: there is neither prompt nor turns"):
+    with pytest.raises(ValueError, match="line 1: the row has neither prompt nor turns"):
         list(task.problems("test"))

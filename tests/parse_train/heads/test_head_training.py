@@ -66,7 +66,7 @@ def test_training_sees_what_drafting_sees(lm, random_ids, parallel):
     with torch.no_grad():
         states = lm.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
         embeddings = lm.model.get_input_embeddings()(torch.tensor([ids]))
-        guesses = model.guesses(states, embeddings)
+        guesses = model.propose(states, embeddings)
     for length in (6, 11):
         expected = forced_chain(lm, head, ids, length, steps)
         anchor = length - 2  # the last place whose following token is known
@@ -80,7 +80,7 @@ def test_medusa_training_sees_what_drafting_sees(lm, random_ids):
     drafter = MedusaDrafter(head, lm, top_k=1)
     with torch.no_grad():
         states = lm.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-        guesses = MedusaModel(lm, head, 4, 0.9).guesses(states, lm.model.get_input_embeddings()(torch.tensor([ids])))
+        guesses = MedusaModel(lm, head, 4, 0.9).propose(states, lm.model.get_input_embeddings()(torch.tensor([ids])))
     for length in (6, 11):
         lm.decoder.seek(ids[: length - 1])
         lm.decoder.forward()
@@ -197,7 +197,7 @@ def test_held_out_problems_are_no_training_problems(tmp_path: Path, capsys):
     task = ["--task", "jsonl", "--task_options", json.dumps({"path": str(tmp_path / "own.jsonl")})]
     arguments = ["recipes/medusa.yaml", *task, "--output_dir", str(tmp_path / "run"), "--report_to", "none"]
     assert main(arguments) == 2
-    assert "8 of 8 validation problems of task jsonl are training problems: say" in capsys.readouterr().err
+    assert "8 of 8 validation problems of task jsonl are training problems: assign" in capsys.readouterr().err
     rows = [row | {"split": "train"} for row in rows]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(arguments) == 2
@@ -208,9 +208,12 @@ def test_held_out_problems_are_no_training_problems(tmp_path: Path, capsys):
     ("change", "message"),
     [
         (["--feature_layers", "2", "8", "40"], "feature_layers has 40; 'zoo:target' has features 0 to 16"),
-        (["--num_attention_heads", "3", "--num_key_value_heads", "2"], "num_attention_heads is 3, no multiple of"),
+        (
+            ["--num_attention_heads", "3", "--num_key_value_heads", "2"],
+            "num_attention_heads is 3, which is not a multiple of",
+        ),
         (["--num_attention_heads", "-4"], "num_attention_heads of an EAGLE head is -4; it must be at least 1"),
-        (["--ptd_token", "nosuch"], "ptd_token is 'nosuch', which is no token of 'zoo:target'"),
+        (["--ptd_token", "nosuch"], "ptd_token is 'nosuch', but 'zoo:target' has no such token"),
         (["--draft_vocab_size", "0"], "draft_vocab_size is 0; it must be at least 1"),
         (["--task", "nosuch"], "nosuch"),
         (["--steps", "0"], "steps is 0"),

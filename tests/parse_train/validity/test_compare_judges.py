@@ -108,6 +108,6 @@ def test_every_form_is_trained_and_compared(training_folder: Path, capsys: pytes
     assert json.loads(out.read_text())["environment"]["drafts"] == result["environment"]["drafts"]
 
     assert main([*command, "--acceptance", "0.5", "--seed", "1"]) == 2
-    assert "was trained with seed 3, and this recipe gives 1" in capsys.readouterr().err
+    assert "was trained with seed 3, but this recipe gives 1" in capsys.readouterr().err
     assert main([recipe]) == 2
     assert "name at least one exported adapter" in capsys.readouterr().err

@@ -150,10 +150,10 @@ def test_where_there_is_no_kl_judge_the_reason_is_said(
     assert len(judge.score(example, states_of(target, example))[KL_JUDGE]) == 2
     assert find(BuildInfo(), draft=str(tmp_path / "draft"))[0] is not None
     for build, sentence in (
-        (BuildInfo(), "name it with the key draft"),
+        (BuildInfo(), "set the key draft"),
         (BuildInfo(draft={"name": str(tmp_path / "gone")}), "cannot be loaded"),
         (BuildInfo(draft=recorded | {"fingerprint": fingerprint(target.model)}), "has other weights"),
-        (BuildInfo(draft={"name": str(tmp_path / "other")}), "are not those of big"),
+        (BuildInfo(draft={"name": str(tmp_path / "other")}), "and big have different tokens"),
     ):
         judge, reason = find(build)
         assert judge is None and sentence in reason and reason.startswith("no KL judge among the baselines: ")

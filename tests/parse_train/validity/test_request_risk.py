@@ -17,7 +17,7 @@ from parse_infer.models.names import collection_folder
 from parse_train import tracking
 from parse_train.validity.build_info import BuildInfo, read_build_info
 from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.request_risk import promise
+from parse_train.validity.request_risk import calibrate_requests
 from tests.parse_train.wandb_runs import logged, offline_runs
 
 
@@ -51,7 +51,7 @@ def test_the_exported_adapter_carries_a_promise(config: ValidityTrainingConfig, 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staging"))
     tracking.start(config)
-    promise(config, info)
+    calibrate_requests(config, info)
     tracking.finish()
     out = capsys.readouterr().out
     found = Calibration.load(tmp_path / "out" / "adapter" / FILE)
@@ -70,8 +70,8 @@ def test_the_exported_adapter_carries_a_promise(config: ValidityTrainingConfig, 
     assert float(logged(records, "summary")["promise/0.5/speedup"]) == found.tried[found.promises[0.5]].speedup
 
     learnt.write_text("".join(prompt_hash(prompt) + "\n" for prompt in prompts))
-    promise(config, info)
-    assert "no promise about requests: 7 of the 7 problems are among those that the adapter was trained on" in (
+    calibrate_requests(config, info)
+    assert "the adapter is not calibrated: 7 of the 7 problems are among those that the adapter was trained on" in (
         capsys.readouterr().out
     )
 
@@ -87,7 +87,7 @@ def test_the_exported_adapter_carries_a_promise(config: ValidityTrainingConfig, 
     ],
 )
 def test_without_one_the_training_is_finished_all_the_same(config, changes, build, said, capsys):
-    promise(replace(config, **changes), build)
+    calibrate_requests(replace(config, **changes), build)
     out = capsys.readouterr().out
     assert said in out if said else not out
     assert not (Path(config.output_dir) / "adapter" / FILE).exists()

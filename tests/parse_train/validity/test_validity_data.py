@@ -39,8 +39,8 @@ def test_a_build_loads_shard_by_shard(training_folder: Path, build_rows: list[di
         ({"prompt": None}, "prompt is missing"),
         ({"prompt": 7}, "prompt must be"),
         ({"completions": "text"}, "completions must be a list"),
-        ({"labels": [True, True]}, "labels must be 3 times"),
-        ({"labels": [1, 1, 0]}, "labels must be 3 times"),
+        ({"labels": [True, True]}, "labels must be 3 booleans"),
+        ({"labels": [1, 1, 0]}, "labels must be 3 booleans"),
         ({"values": [0.5, 2, None]}, "values must be 3 numbers"),
         ({"confidence": [1.0, 0.4, 1.0]}, "confidence must be 3 numbers from 0.5 to 1"),
         ({"confidence": [1.0]}, "confidence must be 3 numbers"),
@@ -194,7 +194,7 @@ def test_drafts_of_another_tokenizer_are_refused(
         encoder(check_row(build_rows[0], "here"))
     shifted = [row | {"draft_ids": [(i + 1) % 256 for i in row["draft_ids"]]} for row in build_rows]
     encoder = Encoder(tokenizer, 260)
-    with pytest.raises(ValueError, match="spells another text"):
+    with pytest.raises(ValueError, match="decodes draft_ids to another text"):
         for row in shifted:
             encoder(check_row(row, "here"))
 

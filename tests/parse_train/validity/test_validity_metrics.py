@@ -155,7 +155,7 @@ def test_without_a_safe_threshold_nothing_is_accepted() -> None:
     risk = choose_threshold(DRAFTS, alpha=0.05, delta=0.1)
     assert risk.threshold == ACCEPT_NOTHING and np.float32(risk.threshold) > 1
     assert risk.bound is None and not risk.accepts
-    assert "45 are the least" in str(risk.warning())
+    assert "at least 45 are necessary" in str(risk.warning())
     assert accept(DRAFTS, risk.threshold).accepted.tolist() == [0, 0, 0]
 
 

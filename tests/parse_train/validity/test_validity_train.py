@@ -48,7 +48,7 @@ def test_the_run_lasts_until_the_promise_and_has_data_and_adapter(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staging"))
     while_promising = []
-    monkeypatch.setattr(train, "promise", lambda config, build: while_promising.append(tracking.runs()))
+    monkeypatch.setattr(train, "calibrate_requests", lambda config, build: while_promising.append(tracking.runs()))
     recipe = str(training_folder / "recipe.yaml")
     options = ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--baselines", "false"]
     assert main([recipe, *options, "--report_to", "wandb"]) == 0

@@ -200,7 +200,7 @@ def test_a_draft_model_starts_from_layers_of_its_target(tmp_path):
     start_from(draft, str(tmp_path), [1])
     torch.testing.assert_close(draft.model.layers[0].mlp.up_proj.weight, target.model.layers[1].mlp.up_proj.weight)
     torch.testing.assert_close(draft.lm_head.weight, target.lm_head.weight)
-    with pytest.raises(ValueError, match="name one layer for each"):
+    with pytest.raises(ValueError, match="name one source layer per layer"):
         start_from(draft, str(tmp_path), [0, 1])
     deeper = LlamaForCausalLM(LlamaConfig(vocab_size=64, **fields | {"num_hidden_layers": 4})).eval()
     start_from(deeper, str(tmp_path), [0, 0, 1, 1])
@@ -348,9 +348,9 @@ def test_a_lora_goes_on_from_one_of_the_same_kind_only(tokenizer_folder, tmp_pat
     before, after = (load_file(tmp_path / run / "final" / "adapter_model.safetensors") for run in ("first", "second"))
     assert all(torch.equal(before[key], after[key]) for key in before), "it did not start from the first LoRA"
     for change, message in (
-        ({"lora_rank": 8}, "has r 4, and the recipe asks for 8"),
-        ({"lora_alpha": 8}, "has lora_alpha 32, and the recipe asks for 8"),
-        ({"initial_lora": str(base)}, "is no folder of a LoRA"),
+        ({"lora_rank": 8}, "has r 4, but the recipe has 8"),
+        ({"lora_alpha": 8}, "has lora_alpha 32, but the recipe has 8"),
+        ({"initial_lora": str(base)}, "is not a LoRA folder"),
     ):
         with pytest.raises((ValueError, OSError), match=message):
             train_model(config(str(base), tmp_path / "third", **on | change))
@@ -378,8 +378,8 @@ def test_a_task_with_an_end_begins_again(tokenizer_folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dataloader_num_workers": 2}, "trains in one process, without dataloader workers"),
-        ({"row_length": 4}, "row_length is 4, and 1000 samples on end were longer: raise it"),
+        ({"dataloader_num_workers": 2}, "trains in one process without dataloader workers"),
+        ({"row_length": 4}, "row_length is 4, but 1000 successive samples were longer: raise row_length"),
     ],
 )
 def test_what_gives_no_rows_is_said(change, message, tokenizer_folder, tmp_path):

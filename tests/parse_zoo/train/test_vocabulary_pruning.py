@@ -112,7 +112,7 @@ def test_derivation_is_the_path_of_the_merges():
 def test_mistakes_are_one_sentence(base, tmp_path):
     with pytest.raises(ValueError, match="bytes and special tokens alone are 259"):
         make(tmp_path, vocab_size=100)
-    with pytest.raises(ValueError, match="only a byte-level BPE"):
+    with pytest.raises(ValueError, match="not a byte-level BPE"):
         pruned(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), {}, [], 300)
 
 

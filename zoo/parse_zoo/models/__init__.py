@@ -1,1 +1,1 @@
-"""One folder for each embedded model; `parse_infer.models.names` resolves "zoo:NAME" to it."""
+"""One folder per embedded model; `parse_infer.models.names` resolves "zoo:NAME" to the folder NAME."""

@@ -1,4 +1,4 @@
-"""Arithmetic written out: the equations between an operation and its value, exact and digit by digit."""
+"""Step-by-step arithmetic: exact equations from an operation to its value, digit by digit."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
+from parse_infer.errors import ParseError
+
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 _MOST_PARTS = 6
-# One side of an equation: terms with the operators between them, or text with its signs between spaces.
+# One side of an equation: terms and the operators between them, or text with spaces around its signs.
 Row = tuple[list[Fraction], list[str]] | str
 
 
 def is_short(value: Fraction) -> bool:
-    """Whether `value` can be written with at most two decimals."""
+    """Whether `value` has at most two decimals."""
     return (value * 100).denominator == 1
 
 
 def show(value: Fraction) -> str:
-    """Decimal notation of a short value; ValueError for one that needs more than two decimals."""
+    """Return the decimal notation of `value`; raise ValueError for more than two decimals."""
     if not is_short(value):
-        raise ValueError(f"{value} needs more than two decimals")
+        raise ParseError(f"{value} needs more than two decimals")
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.2f}".rstrip("0")
 
 
 def evaluate(terms: Iterable[Fraction], operators: Iterable[str]) -> Fraction:
-    """Value of `t0 o0 t1 o1 …` with the usual precedence; raises ZeroDivisionError."""
+    """Return the value of `t0 o0 t1 o1 …` with the usual precedence; raise ZeroDivisionError."""
     terms, operators = list(terms), list(operators)
     while operators:
         at = next((i for i, op in enumerate(operators) if op in "*/"), 0)
@@ -36,17 +38,17 @@ def evaluate(terms: Iterable[Fraction], operators: Iterable[str]) -> Fraction:
 
 
 def places(value: Fraction) -> list[Fraction]:
-    """The digits of a short value at their places, largest first: 305.2 as 300, 5, 0.2."""
+    """Return the non-zero place values of a short value, largest first: 305.2 as 300, 5, 0.2."""
     hundredths = str(int(value * 100))
     found = [Fraction(int(digit) * 10**power, 100) for power, digit in enumerate(reversed(hundredths))]
     return [place for place in reversed(found) if place]
 
 
 def worked_out(left: Fraction, sign: str, right: Fraction) -> list[Row]:
-    """The rows between `left sign right` and its value, digit by digit; none where that has no parts, or too many.
+    """Return the rows between `left sign right` and its value, digit by digit; no rows for one part or too many parts.
 
-    To write a sum, difference, product or quotient down at once a small model has to carry, borrow or divide in its
-    head; what stands here it knows by heart (arXiv 2305.14201 does the same for products and quotients):
+    A small model cannot reliably carry, borrow or divide within one step, but learns these single-digit steps
+    (arXiv 2305.14201 splits products and quotients in the same way):
 
     - `851 - 252` is `851 - 200 - 50 - 2`, `651 - 50 - 2`, `601 - 2`; sums alike;
     - `27 * 34` is `20 * 30 + 20 * 4 + 7 * 30 + 7 * 4`, `600 + 80 + 210 + 28`, `680 + 210 + 28`, `890 + 28`;
@@ -59,11 +61,11 @@ def worked_out(left: Fraction, sign: str, right: Fraction) -> list[Row]:
         parts = places(right)
         return _one_at_a_time([left, *parts], sign) if 2 <= len(parts) <= _MOST_PARTS and left != right else []
     if any(show(factor).strip("0.") == "1" for factor in (right, left if sign == "*" else right)):
-        return []  # by a power of ten
+        return []  # a power of ten
     if sign == "/":
         return _quotient(left, right)
     pairs = [(x, y) for x in places(left) for y in places(right)]
-    if len(pairs) > _MOST_PARTS:  # the digits of one factor only
+    if len(pairs) > _MOST_PARTS:  # split only the factor with fewer digits
         one, other = sorted((left, right), key=lambda factor: len(places(factor)))
         pairs = [(other, y) for y in places(one)]
     values = [x * y for x, y in pairs]
@@ -74,10 +76,10 @@ def worked_out(left: Fraction, sign: str, right: Fraction) -> list[Row]:
 
 
 def _quotient(left: Fraction, right: Fraction) -> list[Row]:
-    """Long division: a digit of the quotient, the digits of its product taken away one by one, and what is left."""
+    """Return the rows of a long division: per quotient digit, subtract its product digit by digit."""
     quotient, digits = left / right, places(right)
     parts = places(quotient) if is_short(quotient) else []
-    if len(digits) > 1:  # how often 25 goes into 225 is not known by heart: five times, then what is left
+    if len(digits) > 1:  # a small model does not learn 225 / 25: take five times 25, then the remainder
         alone = len(parts) == 1
         parts = [part for place in parts for part in _easy(place, alone)]
     if not 2 <= len(parts) <= _MOST_PARTS or not all(is_short(part * digit) for part in parts for digit in digits):
@@ -96,14 +98,14 @@ def _quotient(left: Fraction, right: Fraction) -> list[Row]:
 
 
 def _easy(place: Fraction, alone: bool) -> list[Fraction]:
-    """A digit at its place, as five and the rest where it is more than five: 70 as 50, 20. `alone`: 4 as 2, 2."""
+    """Split a place value with a digit above five into five and the rest: 70 as 50, 20. `alone`: 4 as 2, 2."""
     unit = place / int(show(place).strip("0."))
     first = 5 * unit if place > 5 * unit else 2 * unit if alone and 2 * unit < place < 5 * unit else place
     return [first, place - first] if first < place else [place]
 
 
 def _one_at_a_time(terms: list[Fraction], sign: str) -> list[Row]:
-    """`a + b + c`, then the value of `a + b` in their place, down to two terms."""
+    """Return `a + b + c`, then replace `a + b` by its value, down to two terms."""
     rows: list[Row] = []
     while len(terms) > 1:
         rows.append((terms, [sign] * (len(terms) - 1)))
@@ -112,7 +114,7 @@ def _one_at_a_time(terms: list[Fraction], sign: str) -> list[Row]:
 
 
 def write_equation(chain: Sequence[Row], value: Fraction, symbols: Mapping[str, str]) -> str:
-    """`row = row = value`, in these symbols for the signs."""
+    """Return `row = row = value`, with the signs replaced by `symbols`."""
     rows = []
     for row in chain:
         if isinstance(row, str):

@@ -1,4 +1,4 @@
-"""Arithmetic drills: short true equations that teach a small model to calculate before it meets word problems."""
+"""Arithmetic drills: short true equations that teach a small model to calculate before word problems."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from parse_zoo.tasks.arithmetic import evaluate, show, worked_out, write_equatio
 
 
 def equation(rng: Random, max_number: int) -> str:
-    """One equation, operands and result at most `max_number`, in a notation of `parse_zoo.tasks.paraphrase`."""
+    """Return one equation, with operands and result at most `max_number`, in a notation of `paraphrase`."""
     kind = rng.choice("++--**//%")
     if kind == "+":
         left = rng.randint(0, max_number)
@@ -27,7 +27,7 @@ def equation(rng: Random, max_number: int) -> str:
             if rng.random() < 0.5
             else f"{right} * {_decimal(share)} = {result}"
         )
-    else:  # log-uniform factors: small tables as often as long ones
+    else:  # log-uniform factors: small and large factors are equally frequent
         left = round(max_number ** rng.random())
         right = rng.randint(1, max(1, max_number // left))
         result = left * right
@@ -46,9 +46,9 @@ def _decimal(hundredths: int) -> str:
 
 
 def written_out(rng: Random, max_number: int) -> str:
-    """One equation with numbers of any length up to `max_number`, its differences, products and quotients in parts."""
+    """Return one equation with numbers of any length up to `max_number`, worked out in parts."""
 
-    def number(most: float) -> int:  # as many of one digit as of four
+    def number(most: float) -> int:  # log-uniform: all lengths are equally frequent
         return max(1, round(most ** rng.random()))
 
     sign = rng.choice("+--**/%")
@@ -71,6 +71,6 @@ def written_out(rng: Random, max_number: int) -> str:
 
 
 def drill(rng: Random, max_number: int = 300, n_equations: int = 6, in_parts: bool = False) -> str:
-    """`n_equations` equations, one a line."""
+    """Return `n_equations` equations, one per line."""
     one = written_out if in_parts else equation
     return "\n".join(one(rng, max_number) + "." for _ in range(n_equations))

@@ -1,4 +1,4 @@
-"""Word problems without end, from the `gsm_symbolic` generator of reasoning-gym."""
+"""Unlimited word problems from the `gsm_symbolic` generator of reasoning-gym."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from data_tools.tasks.checkers import same_number
 from data_tools.tasks.task import SPLITS, Problem, Split, check_split
+from parse_infer.errors import ParseError
 from parse_infer.optional_dependencies import missing_package
 from parse_zoo.tasks import paraphrase
 
 
 @dataclass
 class GsmSymbolic:
-    """Word problems from the `gsm_symbolic` generator of reasoning-gym, with worked answers in varied paraphrase.
+    """Word problems from the `gsm_symbolic` generator of reasoning-gym, with paraphrased worked solutions.
 
-    Splits use disjoint seed ranges, and a problem (template and numbers) belongs to exactly one of them for any seed.
+    Splits use disjoint seed ranges, and a problem (template and numbers) belongs to exactly one split for any seed.
 
     Args:
-        max_number: no number in question, worked answer or intermediate result is larger; None for no bound.
-        max_question_chars / max_solution_chars: longer ones are skipped.
-        in_parts: work sums, differences, products and quotients out digit by digit: `52 - 26 = 52 - 20 - 6 = 32 - 6`.
-        exclude_seeds: {seed: number} leaves the prompts of the first `number` problems of another seed out of the
-            train split. The train splits of different seeds share prompts; other splits share none with them.
+        max_number: largest number in question, solution and intermediate results; None for no bound.
+        max_question_chars / max_solution_chars: maximum lengths; longer problems are skipped.
+        in_parts: work out sums, differences, products and quotients digit by digit: `52 - 26 = 52 - 20 - 6 = 32 - 6`.
+        exclude_seeds: {seed: number} excludes the prompts of the first `number` problems of another seed from the
+            train split. Train splits of different seeds share prompts; the other splits share no prompts with them.
     """
 
     max_number: float | None = 300
@@ -39,7 +40,7 @@ class GsmSymbolic:
     _REQUEST = " Give the result as your final answer. Do not include units."
     _CHUNK = 4096
     # Share of all problems, in hundredths of a hash of template and numbers.
-    _SHARES = {"train": range(0, 90), "validation": range(90, 95), "test": range(95, 100)}
+    _SHARES: ClassVar[dict[str, range]] = {"train": range(0, 90), "validation": range(90, 95), "test": range(95, 100)}
 
     def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
         check_split(split)
@@ -50,10 +51,10 @@ class GsmSymbolic:
         try:
             from reasoning_gym import create_dataset
         except ModuleNotFoundError as error:
-            raise ValueError(f"task gsm_symbolic: {missing_package(error)}") from error
+            raise ParseError(f"task gsm_symbolic: {missing_package(error)}") from error
         task = replace(self, exclude_seeds={})
         excluded = {p.prompt for other, number in others.items() for p in task.problems("train", other, number)}
-        # 2**40 seeds a split, 2**24 (four thousand chunks) a seed: ranges of different splits and seeds never meet.
+        # 2**40 generator seeds per split, 2**24 (four thousand chunks) per seed: ranges never overlap.
         base = (SPLITS.index(split) << 40) + (seed << 24)
         count, chunk, seen = 0, 0, set()
         while True:
@@ -74,11 +75,11 @@ class GsmSymbolic:
 
     def _other_seeds(self, seed: int) -> dict[int, int]:
         try:
-            others = {int(other): int(number) for other, number in self.exclude_seeds.items()}  # JSON keys are texts
+            others = {int(other): int(number) for other, number in self.exclude_seeds.items()}  # JSON keys are strings
         except (TypeError, ValueError):
             others = {seed: 0}
         if seed in others:
-            raise ValueError(
+            raise ParseError(
                 f"option exclude_seeds of task gsm_symbolic is {self.exclude_seeds!r}; it must map seeds other than "
                 f"{seed} to numbers of problems, for example {{0: 50000}}"
             )

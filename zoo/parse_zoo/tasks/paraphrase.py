@@ -1,9 +1,9 @@
-"""Vary the wording of a worked answer, never its correctness.
+"""Paraphrase a worked solution without changing its correctness.
 
-Real model pairs say the same thing differently. `gsm_symbolic` writes every worked answer of a template in one way, so
-a target and a draft trained on it would agree token for token. This module takes a worked answer apart into steps
-(prose, equation, prose), refuses it unless every equation is true and follows from the question, and puts it together
-again with other operators, operand orders, connectives and sentence forms.
+Real model pairs differ in wording. `gsm_symbolic` writes all solutions of a template in the same way, so a target and
+a draft model trained on them would agree token for token. This module splits a solution into steps (prose, equation,
+prose). It rejects the solution unless every equation is true and follows from the question. Then it rewrites the steps
+with other operator signs, operand orders, connectives and sentence forms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TOKEN = re.compile(
     r"|(?P<other>\S)"
 )
 _OPERATORS = {"×": "*", "x": "*", "÷": "/"}
-# Numbers a reader supplies without being told: dozens, days, months, minutes, halves and quarters, percent.
+# Numbers of common knowledge that a question need not state: dozens, days, months, minutes, halves, quarters, percent.
 _COMMON = {Fraction(n) for n in (1, 2, 3, 4, 7, 10, 12, 24, 30, 52, 60, 100)} | {
     Fraction(1, 2),
     Fraction(1, 4),
@@ -71,7 +71,7 @@ _CONNECTED = {
 
 @dataclass(frozen=True)
 class Step:
-    """One line of a worked answer: `before` + equation + `after`; `terms` and `operators` alternate."""
+    """One line of a worked solution: `before` + equation + `after`; `terms` and `operators` alternate."""
 
     before: str
     terms: tuple[Fraction, ...]
@@ -81,12 +81,12 @@ class Step:
 
 
 def numbers(text: str) -> list[Fraction]:
-    """Every number in `text`, in order."""
+    """Return every number in `text`, in order."""
     return [Fraction(match.replace(",", "")) for match in NUMBER.findall(text)]
 
 
-def _readwrite_equation(sentence: str) -> Step | None:
-    """The one equation of `sentence`, read leftwards from its `=`; None when there is none that can be trusted."""
+def _read_equation(sentence: str) -> Step | None:
+    """Return the only equation of `sentence`, read leftwards from its `=`; None unless there is one true equation."""
     tokens = [(m.lastgroup, m.group(), m.start(), m.end()) for m in _TOKEN.finditer(sentence)]
     equals = [i for i, token in enumerate(tokens) if token[0] == "equals"]
     if len(equals) != 1:
@@ -101,7 +101,7 @@ def _readwrite_equation(sentence: str) -> Step | None:
     start = None
     i = equals[0] - 1
     while True:
-        while i >= 0 and tokens[i][0] in ("word", "unit"):  # units behind the operand: "294 pages x 2/3"
+        while i >= 0 and tokens[i][0] in ("word", "unit"):  # units after the operand: "294 pages x 2/3"
             i -= 1
         if i < 0 or tokens[i][0] != "number":
             return None
@@ -127,7 +127,7 @@ def _readwrite_equation(sentence: str) -> Step | None:
 
 
 def read_steps(solution: str, question: str, answer: str) -> list[Step] | None:
-    """Take `solution` apart; None unless each equation holds and is derivable, and the last gives `answer`."""
+    """Split `solution` into steps; None unless each equation is true and derivable, and the last gives `answer`."""
     known = set(numbers(question))
     known |= {value / 100 for value in known} | _COMMON
     steps: list[Step] = []
@@ -138,7 +138,7 @@ def read_steps(solution: str, question: str, answer: str) -> list[Step] | None:
         for sentence in re.split(r"(?<=[a-z0-9])\.\s+(?=[A-Z])", line):
             if "=" not in sentence:
                 continue
-            step = _readwrite_equation(sentence)
+            step = _read_equation(sentence)
             if step is None or any(term not in known for term in step.terms):
                 return None
             known.add(step.value)
@@ -149,16 +149,16 @@ def read_steps(solution: str, question: str, answer: str) -> list[Step] | None:
 
 
 def reduction(step: Step, rng: Random, limit: Fraction | None) -> list[tuple[list[Fraction], list[str]]] | None:
-    """Work the expression out one operation at a time: `5 + 2 * 14`, `5 + 28`; commutative parts in random order.
+    """Work out the expression one operation at a time: `5 + 2 * 14`, `5 + 28`; commutative parts in random order.
 
-    Every intermediate value must be a short decimal within `limit`; the first of several orders that keeps to it is
-    taken, None if there is none.
+    Tries several orders and returns the first order in which every intermediate value is a short decimal within
+    `limit`, or None.
     """
     for _ in range(6):
         terms, operators = list(step.terms), list(step.operators)
         if set(operators) <= {"+"} or set(operators) <= {"*"}:
             rng.shuffle(terms)
-        elif set(operators) <= {"*", "/"}:  # a * b / c: divide first where that stays short
+        elif set(operators) <= {"*", "/"}:  # a * b / c: divide first where the result stays short
             factors = [(Fraction(1), terms[0])] + [
                 (1 if op == "*" else -1, term) for op, term in zip(operators, terms[1:], strict=True)
             ]
@@ -197,9 +197,9 @@ def _capital(text: str) -> str:
 def write(
     steps: list[Step], answer: str, rng: Random, limit: float | None = None, in_parts: bool = False
 ) -> str | None:
-    """A worked answer in a wording drawn from `rng`, ending in `#### answer`; None if a value breaks `limit`.
+    """Return a solution in a wording drawn from `rng`, ending in `#### answer`; None if a value exceeds `limit`.
 
-    With `in_parts`, sums, differences, products and quotients are worked out digit by digit (`worked_out`).
+    With `in_parts`, `worked_out` works out sums, differences, products and quotients digit by digit.
     """
     symbols = rng.choice(_SYMBOLS)
     bound = None if limit is None else Fraction(limit)
@@ -210,7 +210,7 @@ def write(
             return None
         rows: list[Row] = [*chain]
         if in_parts:
-            for terms, operators in chain[:-1]:  # within a longer expression: in an equation of its own, before it
+            for terms, operators in chain[:-1]:  # part of a longer expression: a separate equation before it
                 at = next((i for i, op in enumerate(operators) if op in "*/"), 0)
                 left, sign, right = terms[at], operators[at], terms[at + 1]
                 if parts := worked_out(left, sign, right):

@@ -1,8 +1,8 @@
 """Train the small language models that ship with the package (`recipes/zoo/*.yaml`).
 
-Worked answers of a task, or those that another model writes, are packed into rows of fixed length, each attending to
-itself only; the loss counts answer tokens alone (questions are mostly names and numbers drawn at random). Those of the
-task are streamed, never stored.
+Sequence packing: samples are concatenated into rows of fixed length, and each sample attends only to itself. A sample
+is a worked solution of a task or an answer of another model. The loss counts answer tokens only, because questions are
+mostly random names and numbers. Solutions of the task are streamed, not stored.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, T
 
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem
+from parse_infer.errors import ParseError
 from parse_infer.files import replacing_folder
 from parse_infer.models.loading import load_language_model, load_tokenizer
 from parse_infer.models.lora import write_base
@@ -31,16 +32,15 @@ from parse_zoo.train.starting_weights import all_weights, with_lora
 
 
 class LanguageModelTrainer(Trainer):
-    """Trainer with Muon (a LoRA has AdamW), a compiled backbone and logits at answer tokens only.
+    """Trainer with Muon (AdamW for a LoRA), a compiled backbone and logits at answer tokens only.
 
     Args:
-        loss_tokens: ids of the tokens that compete in the loss beside those of the batch itself, all of them by
-            default; LongTensor [n].
+        loss_tokens: LongTensor [n], ids that compete in the loss in addition to the tokens of the batch; None: all.
     """
 
     def __init__(self, *, loss_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.model_accepts_loss_kwargs = False  # so that losses of accumulated batches are averaged
+        self.model_accepts_loss_kwargs = False  # average the losses of accumulated batches
         self.loss_tokens = loss_tokens
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -71,7 +71,7 @@ class LanguageModelTrainer(Trainer):
 
 
 def main(config: LanguageModelConfig) -> None:
-    """Train from scratch, or go on from a checkpoint, and save model and tokenizer in `output_dir`/final."""
+    """Train from scratch or resume from a checkpoint, and save model and tokenizer in `output_dir`/final."""
     tokenizer = load_tokenizer(config.tokenizer)
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
@@ -102,32 +102,32 @@ def main(config: LanguageModelConfig) -> None:
 
 
 def loss_tokens(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor | None:
-    """The tokens of `loss_tokenizer` as ids of `tokenizer`; None without one."""
+    """Return the tokens of `loss_tokenizer` as ids of `tokenizer`; None without a `loss_tokenizer`."""
     if config.loss_tokenizer is None:
         return None
     tokens = token_map(load_tokenizer(config.loss_tokenizer), tokenizer)
     if tokens is None:
-        raise ValueError(
-            f"loss_tokenizer {config.loss_tokenizer} has tokens that {config.tokenizer} has not; make it with "
+        raise ParseError(
+            f"loss_tokenizer {config.loss_tokenizer} has tokens that {config.tokenizer} does not have; build it with "
             f"the recipe tokenizer and base_tokenizer {config.tokenizer}"
         )
     return torch.tensor(list(tokens.target_ids))
 
 
 def save_lora(model: PeftModel, config: LanguageModelConfig, folder: Path) -> None:
-    """Save the update in bfloat16, with the ranks that `lora_energy` leaves it."""
+    """Save the LoRA in bfloat16, with ranks reduced to `lora_energy`."""
     model.peft_config["default"].base_model_name_or_path = config.initial_model
     if config.lora_energy == 1:
-        # The embedding is not adapted; left to itself, peft asks the Hub whether it has grown.
+        # The embedding is not adapted; by default, peft queries the Hub whether the embedding was resized.
         model.bfloat16().save_pretrained(str(folder), save_embedding_layers=False)
         return
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Converting a PEFT adapter")  # it is a LoRA already, as peft notices
+        warnings.filterwarnings("ignore", "Converting a PEFT adapter")  # peft warns that this is already a LoRA
         save_as_lora(folder, model.bfloat16(), rank=config.lora_energy, progressbar=True)
 
 
 def save_half(model: PreTrainedModel, folder: Path) -> None:
-    """Save bfloat16 weights (half the bytes to ship) under a configuration that loads them as float32."""
+    """Save bfloat16 weights, half the bytes, with a configuration that loads them as float32."""
     model.bfloat16().save_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
     config.dtype = torch.float32
@@ -135,7 +135,7 @@ def save_half(model: PreTrainedModel, folder: Path) -> None:
 
 
 def right_answers(config: LanguageModelConfig) -> list[tuple[Problem, str]]:
-    """The right ones among what `answers_of` answers to the first training problems; kept in `output_dir`/answers."""
+    """Return the right answers of `answers_of` to the first training problems; stores them in `output_dir`/answers."""
     if config.answers_of is None:
         return []
     numbers = torch.bfloat16 if config.bf16 else "auto"
@@ -145,7 +145,7 @@ def right_answers(config: LanguageModelConfig) -> list[tuple[Problem, str]]:
         task=config.task,
         task_options=config.task_options,
         answer_temperature=config.answer_temperature,
-        max_answer_tokens=config.row_length,  # a longer one would fit no row
+        max_answer_tokens=config.row_length,  # a longer answer would not fit in a row
     )
     folder = Path(str(config.output_dir)) / "answers"
     write_answers(lm, wanted, config.seed, "train", config.n_answers, folder)

@@ -1,4 +1,4 @@
-"""Worked answers and drills as packed rows: an endless stream, each sample attending to itself only."""
+"""Sequence packing: an endless stream of rows that concatenate worked solutions, answers and drills."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem, Task
+from parse_infer.errors import ParseError
 from parse_train.training_config import IGNORED
 from parse_zoo.tasks.drills import drill
 from parse_zoo.train.language_model_config import LanguageModelConfig
@@ -19,9 +20,9 @@ _MISSES = 1000
 
 
 class PackedSamples(IterableDataset):
-    """Endless stream of packed rows: `input_ids`, `labels`, `position_ids`, `document`, each LongTensor [row_length].
+    """Endless stream of concatenated rows: `input_ids`, `labels`, `position_ids`, `document`.
 
-    `document` numbers the samples of a row; padding has document -1.
+    Each is a LongTensor [row_length]. `document` is the index of the sample in its row, -1 for padding.
     """
 
     def __init__(
@@ -48,30 +49,31 @@ class PackedSamples(IterableDataset):
                 problem.prompt if isinstance(problem.prompt, list) else [{"role": "user", "content": problem.prompt}]
             )
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            answer = tokenizer(solution, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+            answer = [*tokenizer(solution, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
             yield prompt + answer, [IGNORED] * len(prompt) + answer
 
     def _worked_answers(self, task: Task) -> Iterator[tuple[Problem, str]]:
-        """The task's own; a task that has an end begins again."""
+        """Yield the task's problems with their solutions; a finite task starts again."""
         problem = None
         while True:
             for problem in task.problems("train", seed=self.config.seed):
                 if problem.solution is None:
-                    raise ValueError(
-                        f"task {task.name} has no worked answer for problem {problem.id}; a language model needs one"
+                    raise ParseError(
+                        f"task {task.name} has no solution for problem {problem.id}; a language model needs solutions"
                     )
                 yield problem, problem.solution
             if problem is None:
-                raise ValueError(f"task {task.name} has no training problems")
+                raise ParseError(f"task {task.name} has no training problems")
 
     def _fitting(self, samples: Iterator[tuple[list[int], list[int]]]) -> Iterator[tuple[list[int], list[int]]]:
-        """Those that fit into a row. ValueError where hardly any does."""
+        """Yield the samples that fit in a row; raise ValueError after `_MISSES` longer samples in succession."""
         missed = 0
         for sample in samples:
             missed = 0 if len(sample[0]) <= self.config.row_length else missed + 1
             if missed == _MISSES:
-                raise ValueError(
-                    f"row_length is {self.config.row_length}, and {missed} samples on end were longer: raise it"
+                raise ParseError(
+                    f"row_length is {self.config.row_length}, but {missed} successive samples were longer: raise "
+                    "row_length"
                 )
             if not missed:
                 yield sample
@@ -85,15 +87,15 @@ class PackedSamples(IterableDataset):
                 pool.append(next(samples))
             row: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": [], "document": []}
             document = 0
-            while True:  # first fit: the oldest waiting sample that still has room
+            while True:  # first fit: the oldest waiting sample that fits
                 room = length - len(row["input_ids"])
                 fit = next((i for i, sample in enumerate(pool) if len(sample[0]) <= room), None)
                 if fit is None:
                     break
                 ids, labels = pool.pop(fit)
                 row["input_ids"] += ids
-                # The first token of a sample must not be predicted from the sample before it.
-                row["labels"] += [IGNORED] + labels[1:]
+                # No loss on the first token of a sample, because the previous sample does not predict this token.
+                row["labels"] += [IGNORED, *labels[1:]]
                 row["position_ids"] += range(len(ids))
                 row["document"] += [document] * len(ids)
                 document += 1

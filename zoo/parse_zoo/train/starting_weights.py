@@ -1,4 +1,4 @@
-"""Where the training of a language model starts: random weights, layers of another model, or a LoRA on one."""
+"""Initial weights of a language model: random weights, layers of another model, or a LoRA on another model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from peft import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from parse_infer.errors import ParseError
 from parse_infer.models.loading import load_tokenizer, load_weights
 from parse_infer.models.lora import describe_base, is_lora, read_lora
 from parse_zoo.train.language_model_config import LanguageModelConfig
 
 
 def all_weights(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A model of the recipe's architecture, with random weights or those of `initial_model`."""
+    """Return a model of the recipe's architecture, with random weights or weights of `initial_model`."""
     fields = dict(config.model_config)
     architecture = AutoConfig.for_model(
         fields.pop("model_type"),
@@ -40,11 +41,9 @@ def all_weights(config: LanguageModelConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 def with_lora(config: LanguageModelConfig) -> tuple[PeftModel, dict[str, Any]]:
-    """`initial_model`, frozen, with a fresh LoRA on all linears of its layers; and what identifies its weights."""
+    """Return the frozen `initial_model` with a LoRA on all linear layers, and the description of its weights."""
     if config.initial_lora is not None and not is_lora(Path(config.initial_lora)):
-        raise FileNotFoundError(
-            f"initial_lora {config.initial_lora} is no folder of a LoRA (with adapter_config.json)"
-        )
+        raise FileNotFoundError(f"initial_lora {config.initial_lora} is not a LoRA folder (with adapter_config.json)")
     numbers = torch.bfloat16 if config.bf16 else torch.float32  # frozen weights need no copy in float32
     model = load_weights(str(config.initial_model), numbers)
     base = describe_base(model, str(config.initial_model))
@@ -53,21 +52,21 @@ def with_lora(config: LanguageModelConfig) -> tuple[PeftModel, dict[str, Any]]:
     )
     adapted = cast(PeftModel, get_peft_model(model, lora))
     if config.initial_lora is not None:
-        _go_on_from(config.initial_lora, adapted, lora, base)
+        _load_lora(config.initial_lora, adapted, lora, base)
     return adapted, base
 
 
-def _go_on_from(folder: str, adapted: PeftModel, wanted: LoraConfig, base: Mapping[str, Any]) -> None:
-    """Load the LoRA in `folder` into `adapted`. ValueError unless it has these sizes and belongs to this base."""
+def _load_lora(folder: str, adapted: PeftModel, wanted: LoraConfig, base: Mapping[str, Any]) -> None:
+    """Load the LoRA in `folder` into `adapted`; raise ValueError for other sizes or another base model."""
     lora = read_lora(Path(folder))
     for key, value in (("r", wanted.r), ("lora_alpha", wanted.lora_alpha), ("use_rslora", False)):
         if lora.config.get(key, value) != value:
-            raise ValueError(f"initial_lora {folder} has {key} {lora.config[key]}, and the recipe asks for {value}")
+            raise ParseError(f"initial_lora {folder} has {key} {lora.config[key]}, but the recipe has {value}")
     lora.check_base(str(base["fingerprint"]), str(base["name"]))
     weights, own = lora.tensors(), get_peft_model_state_dict(adapted)
     if weights.keys() != own.keys():
         odd = sorted(weights.keys() ^ own.keys())[0]
-        raise ValueError(f"initial_lora {folder} adapts other layers than this recipe, first {odd}")
+        raise ParseError(f"initial_lora {folder} adapts other layers than this recipe, first {odd}")
     set_peft_model_state_dict(adapted, weights)
 
 
@@ -76,22 +75,22 @@ def start_from(
 ) -> None:
     """Copy embedding, norm, head and the chosen `layers` of the model called `name` into `model` (in place).
 
-    With another `tokenizer` than that model's, tokens of the same text keep their embedding, and the others begin at
-    random.
+    If `tokenizer` differs from that model's tokenizer, tokens with the same text keep their embeddings, and all other
+    embeddings are random.
 
-    A shallow draft model that starts from layers of its target learns several times faster than from scratch. A layer
-    that `layers` names again is a copy whose output matrices are zero: the deeper model starts as the one it grew from
-    (LLaMA Pro, arXiv 2401.02415).
+    A shallow draft model initialised from layers of its target learns several times faster than from scratch. A layer
+    repeated in `layers` is a copy with zero output matrices, so that the deeper model initially computes the same
+    function (LLaMA Pro, arXiv 2401.02415).
 
     Raises:
-        ValueError: a layer that `name` does not have, or weights of another shape.
+        ValueError: `name` does not have such a layer, or has weights of another shape.
     """
     source = load_weights(name, torch.float32)
     chosen = list(range(len(source.model.layers))) if layers is None else layers
     if len(chosen) != len(model.model.layers) or not all(0 <= i < len(source.model.layers) for i in chosen):
-        raise ValueError(
+        raise ParseError(
             f"initial_layers {chosen} do not fill {len(model.model.layers)} layers from the "
-            f"{len(source.model.layers)} of {name}; name one layer for each"
+            f"{len(source.model.layers)} layers of {name}; name one source layer per layer"
         )
     source.model.layers = torch.nn.ModuleList(deepcopy(source.model.layers[i]) for i in chosen)
     for position, i in enumerate(chosen):
@@ -104,13 +103,13 @@ def start_from(
     try:
         model.load_state_dict(source.state_dict())
     except RuntimeError as error:
-        raise ValueError(
+        raise ParseError(
             f"the weights of {name} do not fit model_config: {str(error).splitlines()[-1].strip()}"
         ) from error
 
 
 def _retokenize(model: Any, before: dict[str, int], after: dict[str, int]) -> None:
-    """Give `model`, whose tokens are `before`, the tokens `after` (text to id), in place."""
+    """Replace the vocabulary `before` of `model` by `after` (text to id), in place."""
     if before == after:
         return
     shared = [text for text in after if text in before]

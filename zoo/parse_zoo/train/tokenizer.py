@@ -1,7 +1,7 @@
-"""Make the tokenizer of a small model from a task's text, new or inside the tokenizer of a larger model.
+"""Recipe `tokenizer`: train a tokenizer on a task's text, or prune the tokenizer of a larger model.
 
-New, for the embedded models: byte-level BPE, single digits, a chat template (`recipes/zoo/tokenizer.yaml`). Inside:
-the most frequent tokens of `base_tokenizer` (`recipes/smollm2/tokenizer.yaml`, see `vocabulary_pruning`).
+Trained, for the embedded models: byte-level BPE, single digits, a chat template (`recipes/zoo/tokenizer.yaml`).
+Pruned: the most frequent tokens of `base_tokenizer` (`recipes/smollm2/tokenizer.yaml`, see `vocabulary_pruning`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem
+from parse_infer.errors import ParseError
 from parse_infer.models.loading import load_tokenizer
 from parse_zoo.train.vocabulary_pruning import pruned, special_tokens
 
@@ -31,37 +32,39 @@ CHAT_TEMPLATE = (
 
 @dataclass
 class TokenizerConfig:
-    """What the tokenizer is made from and where it goes."""
+    """Configuration of the recipe `tokenizer`."""
 
-    output_dir: str = field(metadata={"help": "Folder that receives the tokenizer."})
+    output_dir: str = field(metadata={"help": "Folder of the tokenizer."})
     task: str = field(
-        default="gsm_symbolic", metadata={"help": "Task whose prompts and worked answers it is trained on."}
+        default="gsm_symbolic", metadata={"help": "Task whose prompts and solutions are the training text."}
     )
     task_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "Options of the task."})
     base_tokenizer: str | None = field(
         default=None,
-        metadata={"help": "Keep the most frequent tokens of this tokenizer (name or folder) instead of learning new."},
+        metadata={
+            "help": "Tokenizer (name or folder) to prune to its most frequent tokens; default: train a new one."
+        },
     )
     vocab_size: int = field(
         default=2048,
-        metadata={"help": "Size of the vocabulary, special tokens included; with base_tokenizer an upper bound."},
+        metadata={"help": "Size of the vocabulary with special tokens; an upper bound with base_tokenizer."},
     )
-    n_problems: int = field(default=20_000, metadata={"help": "Number of training problems whose text is read."})
+    n_problems: int = field(default=20_000, metadata={"help": "Number of training problems to read."})
     seed: int = field(default=0, metadata={"help": "Seed of the problems."})
     chat_template: str | None = field(
         default=None,
-        metadata={"help": "Jinja chat template; by default the base tokenizer's or the embedded models'."},
+        metadata={"help": "Jinja chat template; default: of base_tokenizer, or of the embedded models."},
     )
     model_max_length: int = field(
-        default=512, metadata={"help": "Longest sequence of the models that use it, in tokens."}
+        default=512, metadata={"help": "Maximum sequence length of models with this tokenizer, in tokens."}
     )
 
 
 def make_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
-    """Make and save the tokenizer; returns it.
+    """Build, save and return the tokenizer.
 
     Raises:
-        ValueError, OSError: a base tokenizer that cannot be pruned, or cannot be found.
+        ValueError, OSError: the base tokenizer cannot be pruned or found.
     """
     tokenizer = trained(config) if config.base_tokenizer is None else pruned_from_base(config)
     tokenizer.save_pretrained(config.output_dir)
@@ -69,7 +72,7 @@ def make_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
 
 
 def trained(config: TokenizerConfig) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with merges learnt from the task's text."""
+    """Return a byte-level BPE with merges learnt from the task's text."""
 
     def texts() -> Iterator[str]:
         for problem in _problems(config):
@@ -78,8 +81,7 @@ def trained(config: TokenizerConfig) -> PreTrainedTokenizerFast:
                 yield problem.solution
 
     bpe = Tokenizer(models.BPE())
-    # Single digits: a number is read and written digit by digit, which is what arithmetic needs. The first digit may
-    # carry the space before it, which saves a token a number.
+    # Arithmetic needs single digits. The first digit may include the space before it, which saves a token per number.
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r" ?\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -104,10 +106,10 @@ def trained(config: TokenizerConfig) -> PreTrainedTokenizerFast:
 
 
 def pruned_from_base(config: TokenizerConfig) -> PreTrainedTokenizerFast:
-    """The base tokenizer with those of its tokens that the task's prompts (in the chat template) and answers need."""
+    """Return the base tokenizer, pruned to the tokens of the task's prompts (in the chat template) and solutions."""
     base = load_tokenizer(config.base_tokenizer or "")
     if not isinstance(base, PreTrainedTokenizerFast):
-        raise ValueError(f"{config.base_tokenizer} has no fast tokenizer (tokenizer.json), which pruning needs")
+        raise ParseError(f"{config.base_tokenizer} has no fast tokenizer (tokenizer.json), which pruning needs")
     named = {token for token in base.special_tokens_map.values() if isinstance(token, str)}
     templates = [base.chat_template, config.chat_template]
     specials = special_tokens(
@@ -115,7 +117,7 @@ def pruned_from_base(config: TokenizerConfig) -> PreTrainedTokenizerFast:
     )
     base.chat_template = config.chat_template or base.chat_template
     if base.chat_template is None:
-        raise ValueError(f"{config.base_tokenizer} has no chat template: the recipe needs the key chat_template")
+        raise ParseError(f"{config.base_tokenizer} has no chat template: the recipe needs the key chat_template")
     counts: Counter[int] = Counter()
     for problem in _problems(config):
         prompt = problem.prompt if isinstance(problem.prompt, list) else [{"role": "user", "content": problem.prompt}]
