@@ -24,12 +24,15 @@ def test_every_example_is_run_here() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(RUNS)
 
 
-@pytest.mark.parametrize("name", RUNS)
+SLOW = ("train", "calibrate")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in RUNS])
 def test_an_example_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options, printed = RUNS[name]
-    if name in ("train", "calibrate"):
+    if name in SLOW:
         options = [*options, "--out", str(tmp_path)]
     monkeypatch.chdir(EXAMPLES.parent)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])

@@ -66,7 +66,7 @@ class EagleConfig:
                 raise ModelError(f"{key} of an EAGLE head is {getattr(self, key)}; it must be at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ModelError(
-                f"num_attention_heads is {self.num_attention_heads}, no multiple of num_key_value_heads, "
+                f"num_attention_heads is {self.num_attention_heads}, which is not a multiple of num_key_value_heads, "
                 f"{self.num_key_value_heads}"
             )
 

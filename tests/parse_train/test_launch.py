@@ -26,6 +26,7 @@ from parse_train.self_generated_data import AnswerConfig, write_answers
 from parse_train.tracking import RUN_ID
 from tests.parse_train.wandb_runs import offline_runs
 
+pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "recipes" / "accelerate"
 
@@ -137,7 +138,7 @@ def test_another_recipe_does_not_continue_a_training(uninterrupted: Path, traini
     result = run([recipe, "--output_dir", uninterrupted, "--lora_rank", "2"])
     assert result.returncode == 2
     assert result.stderr.strip().splitlines()[-1].startswith("error: ")
-    assert "lora_rank 4, now it is 2: choose another output_dir" in result.stderr
+    assert "lora_rank 4 instead of 2: choose another output_dir" in result.stderr
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")

@@ -17,6 +17,7 @@ from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Accepted, Done, Drafted, Resumed, Verified
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
+from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.head import ValidityHead
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models import tokenizer_spec
@@ -104,6 +105,19 @@ def test_long_drafts_with_a_probe_are_judged_at_the_cuts_of_the_local_engine(eng
     assert [s.n_tokens for s in ours.segments] == sizes
     assert sizes[:32] == [6] * 32 and max(sizes) > 12 and sum(sizes) == 300
     assert [s.validity for s in ours.segments] == pytest.approx([s.validity for s in its.segments], abs=1e-4)
+
+
+def test_a_response_has_the_score_of_the_local_engine(engine, connect):
+    coordinator, (target,), _ = connect(engine)
+    response = engine.generate_target(PROMPT, max_new_tokens=60).text
+    for cut_policy, finished in ((None, True), (CutPolicy("tokens", every=9), False)):
+        target.bodies.clear()
+        found, own = (each.score(PROMPT, response, cut_policy, finished) for each in (coordinator, engine))
+        assert [(s.text, s.n_tokens) for s in found.segments] == [(s.text, s.n_tokens) for s in own.segments]
+        assert [s.validity for s in found.segments] == pytest.approx([s.validity for s in own.segments], abs=1e-4)
+        assert len(target.bodies) == 1 and found.threshold == own.threshold
+    with pytest.raises(ValueError, match="give the text to score"):
+        coordinator.score(PROMPT, " ")
 
 
 def test_above_one_a_threshold_keeps_nothing_and_the_target_alone_is_the_same(engine, connect):

@@ -13,7 +13,7 @@ from parse_infer.backends import factory, launch
 from parse_infer.backends.launch import command, environment, plain_options, stock_options
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.vllm import VLLMBackend
-from parse_infer.engine import ParseEngine
+from parse_infer.engine import Coordinator, ParseEngine
 from parse_infer.vllm_plugin.options import REJECTED_DRAFTS, SETTINGS, VARIABLES
 
 
@@ -177,3 +177,10 @@ def test_the_target_alone_runs_on_a_stock_server(coordinator):
         assert server.stock and server.options == stock_options("zoo:target") | options
     assert not any(server.stock for server in coordinator().backend.processes.members)
     assert not any(server.stock for server in coordinator(None, zero_shot=True).backend.processes.members)
+
+
+def test_the_former_name_still_connects_to_servers(coordinator):
+    with pytest.warns(FutureWarning, match="Coordinator is deprecated"):
+        made = Coordinator.from_pretrained("zoo:target", "zoo:draft", "zoo:adapter", target_url=URL, draft_url=URL)
+    assert type(made) is ParseEngine and made.describe()["backend"] == "vllm"
+    made.close()

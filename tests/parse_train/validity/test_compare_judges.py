@@ -72,6 +72,7 @@ def test_a_figure_that_has_no_value_is_none() -> None:
     assert compare_judges({"j": DRAFTS}, ["a"] * 3, 0.5)["j"]["auroc_ci"] is None
 
 
+@pytest.mark.slow
 def test_every_form_is_trained_and_compared(training_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Probe alone, token doubt alone and both, with the rivals that this data allows."""
     recipe = str(training_folder / "recipe.yaml")

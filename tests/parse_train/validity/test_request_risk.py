@@ -35,6 +35,7 @@ def config(tmp_path: Path) -> ValidityTrainingConfig:
     )
 
 
+@pytest.mark.slow
 def test_the_exported_adapter_carries_a_promise(config: ValidityTrainingConfig, tmp_path: Path, capsys, monkeypatch):
     pytest.importorskip("wandb")
     build = tmp_path / "build"

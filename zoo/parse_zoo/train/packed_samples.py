@@ -49,7 +49,8 @@ class PackedSamples(IterableDataset):
                 problem.prompt if isinstance(problem.prompt, list) else [{"role": "user", "content": problem.prompt}]
             )
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            answer = [*tokenizer(solution, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+            ids = tokenizer(solution, add_special_tokens=False).input_ids
+            answer = ids + [tokenizer.eos_token_id]  # noqa: RUF005  (typed as a text or a list)
             yield prompt + answer, [IGNORED] * len(prompt) + answer
 
     def _worked_answers(self, task: Task) -> Iterator[tuple[Problem, str]]:
