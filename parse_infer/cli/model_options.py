@@ -134,7 +134,10 @@ class ModelOptions:
 
         Raises ValueError or OSError, with a one-sentence message, for missing or mismatched parts.
         """
+        from parse_infer.models.names import resolve
+
         served = self.served
+        resolve(self.target_name)  # a misspelt name gets its own sentence, not one about its draft model
         proposes = self.target_drafter.split(":")[0] == "draft" or self.draft_drafter is not None
         needs_draft = needs_draft or self.draft is not None or (proposes and not served)
         options: dict[str, Any] = {"template_options": read_pairs(self.template_option, "--template-option")}

@@ -261,7 +261,8 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
         (["calibrate", "--loss", "regret"], "loss is 'regret'; choose one of accuracy, disagreement"),
         (["calibrate", "--resume", "later"], "resume is later; choose among finish, hand_back"),
         (["generate", "Hi", "--mode", "exakt"], "mode is 'exakt'; it must be one of: validity, exact"),
-        (["generate", "Hi", "--target", "./nowhere", "--mode", "exact"], "needs a draft model of its own"),
+        (["generate", "Hi", "--target", "./nowhere", "--mode", "exact"], "There is no folder './nowhere'"),
+        (["generate", "Hi", "--target", "org/model", "--mode", "exact"], "needs a draft model of its own"),
         (["generate", "Hi", "--device", "warp"], "unknown device 'warp'"),
         (["generate", "Hi", "--dtype", "int3"], "unknown dtype 'int3'"),
         (["generate", "Hi", "--template-option", "thinking"], "--template-option 'thinking' is not KEY=VALUE"),
@@ -269,6 +270,10 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
         (["score", "Hi"], "score needs a prompt and a response"),
         (["score", "Hi", "Ho", "--cuts", "word"], "unknown cut policy 'word'"),
         (["bench", "--modes", "target,parze"], "unknown mode 'parze'; did you mean 'parse'?"),
+        (
+            ["generate", "1 + 1?", "--target", "zoo:targte"],
+            "'zoo:targte' is not an embedded model; did you mean 'zoo:target'?",
+        ),
         (["bench", "--modes", "target+eagel3"], "mode 'target+eagel3' is 'eagel3'; did you mean 'eagle3'?"),
         (["bench", "--modes", "parse+draft+draft"], "which needs a draft model"),
         (
