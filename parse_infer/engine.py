@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import sys
 import warnings
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from parse_infer.settings import GenerationSettings
 
 DEFAULT_THRESHOLD = 0.5  # for a judge without a calibrated threshold
 BACKENDS = ("local", "vllm")
+AHEAD = 4
 
 
 class ParseEngine:
@@ -297,10 +300,11 @@ class ParseEngine:
         """
         return TextDrafter(text, target, prompt)
 
-    def collect(self, prepared: Sequence[AsyncGenerator[Event, None]]) -> Iterator[Generation]:
+    def collect(self, prepared: Iterable[AsyncGenerator[Event, None]]) -> Iterator[Generation]:
         """Yield the generations of several `events` in order, each once it and all earlier generations are complete.
 
-        The backend writes up to `parallel` answers at the same time.
+        The backend writes up to `parallel` answers at the same time. `collect` reads at most `AHEAD` times as many
+        items ahead, so `prepared` may be a long generator.
         """
         if self.backend.parallel == 1:
             for events in prepared:
@@ -309,19 +313,25 @@ class ParseEngine:
                 yield generation
             return
 
-        async def start() -> list[asyncio.Task[Generation]]:
-            slots = asyncio.Semaphore(self.backend.parallel)
+        slots = asyncio.Semaphore(self.backend.parallel)
 
-            async def answer(events: AsyncGenerator[Event, None]) -> Generation:
-                async with slots:
-                    return await _last(events)
+        async def answer(events: AsyncGenerator[Event, None]) -> Generation:
+            async with slots:
+                return await _last(events)
 
-            return [asyncio.create_task(answer(events)) for events in prepared]
+        async def start(events: Iterable[AsyncGenerator[Event, None]]) -> None:
+            tasks.extend(asyncio.create_task(answer(each)) for each in events)
 
-        tasks = self.backend.run(start())
+        tasks: deque[asyncio.Task[Generation]] = deque()
+        source = iter(prepared)
         try:
-            for task in tasks:
-                yield task.result() if task.done() else self.backend.run(_result(task))
+            while True:
+                if arrived := list(islice(source, AHEAD * self.backend.parallel - len(tasks))):
+                    self.backend.run(start(arrived))
+                if not tasks:
+                    return
+                yield tasks[0].result() if tasks[0].done() else self.backend.run(_result(tasks[0]))
+                tasks.popleft()
         finally:
             self.backend.run(_cancelled(tasks))
 
@@ -464,7 +474,7 @@ async def _result(task: asyncio.Task[Generation]) -> Generation:
     return await task
 
 
-async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def _cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -98,11 +98,18 @@ def answer_file(engine: ParseEngine, rows: Sequence[PromptRow], settings: Genera
 
 
 def _generations(engine: ParseEngine, rows: Sequence[PromptRow], settings: GenerationSettings) -> Iterator[Generation]:
-    prepared = []
     for row in rows:
-        with row.located():
-            prepared.append(engine.events(row.prompt, settings, row.draft, watched=False))
-    yield from engine.collect(prepared)
+        if row.draft is not None:
+            with row.located():
+                engine.check(row.prompt, settings, row.draft)
+
+    def prepared() -> Iterator[AsyncGenerator[Event, None]]:
+        for row in rows:
+            with row.located():
+                events = engine.events(row.prompt, settings, row.draft, watched=False)
+            yield events
+
+    yield from engine.collect(prepared())
 
 
 def _events(engine: ParseEngine, row: PromptRow, settings: GenerationSettings) -> Iterator[Event]:

@@ -25,6 +25,7 @@ from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.sampling import Sampling
 from parse_infer.output import Generation
 from parse_infer.serve.loop_runner import LoopRunner
+from parse_infer.settings import GenerationSettings
 from tests.parse_infer.backends.conftest import CUTS
 from tests.parse_infer.backends.fake_server import FakeServer
 from tests.parse_infer.language_models import language_model, printable, word_tokenizer
@@ -118,6 +119,23 @@ def test_a_response_has_the_score_of_the_local_engine(engine, connect):
         assert len(target.bodies) == 1 and found.threshold == own.threshold
     with pytest.raises(ValueError, match="give the text to score"):
         coordinator.score(PROMPT, " ")
+
+
+@pytest.mark.parametrize("over_servers", [True, False])
+def test_many_prompts_are_taken_as_they_are_needed(engine, connect, over_servers):
+    coordinator = connect(engine, parallel=2)[0] if over_servers else engine
+    own = [g.text for g in engine.generate(PROMPTS * 5, max_new_tokens=6, exact_tail=False)]
+    taken = []
+
+    def prepared():
+        for prompt in PROMPTS * 5:
+            taken.append(prompt)
+            yield coordinator.events(prompt, GenerationSettings(6, exact_tail=False), watched=False)
+
+    found = coordinator.collect(prepared())
+    texts = [next(found).text]
+    assert len(taken) == (8 if over_servers else 1) < len(own)
+    assert [*texts, *(g.text for g in found)] == own and len(taken) == len(own)
 
 
 def test_above_one_a_threshold_keeps_nothing_and_the_target_alone_is_the_same(engine, connect):
