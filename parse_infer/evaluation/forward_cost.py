@@ -32,7 +32,7 @@ from parse_infer.models.loading import LanguageModel, load_config
 from parse_infer.models.names import resolve
 from parse_infer.models.sampling import Sampling
 from parse_infer.models.timing import Step, measure
-from parse_infer.speculation.decode import read_guess
+from parse_infer.speculation.decode import read_tree
 from parse_infer.speculation.eagle import EagleDrafter
 from parse_infer.speculation.eagle_head import EagleConfig, EagleHead
 from parse_infer.speculation.medusa import MedusaConfig, MedusaDrafter, MedusaHead
@@ -115,9 +115,7 @@ def steps(target: LanguageModel, draft: LanguageModel, context: int, drafted: in
         return prepare
 
     def look_ahead(decoder: Decoder, parents: Sequence[int]) -> Callable[[], Any]:
-        return lambda: (
-            decoder.logits(read_guess(decoder, TokenTree(rest[: len(parents)], parents))).argmax(-1).tolist()
-        )
+        return lambda: decoder.logits(read_tree(decoder, TokenTree(rest[: len(parents)], parents))).argmax(-1).tolist()
 
     found = [
         Step(STEP, at(main), look_ahead(main, ())),
@@ -133,13 +131,13 @@ def steps(target: LanguageModel, draft: LanguageModel, context: int, drafted: in
 
         def prepare(decoder: Decoder = decoder, drafter: Any = drafter) -> None:
             at(decoder)()
-            drafter.guess(decoder.ids, _CHAIN_TOKENS, Sampling(), None)
+            drafter.propose(decoder.ids, _CHAIN_TOKENS, Sampling(), None)
             decoder.seek(ids[: context + _KEPT - 1])
             decoder.forward()
             decoder.seek(ids[: context + _KEPT])
 
         def guess(decoder: Decoder = decoder, drafter: Any = drafter) -> None:
-            assert drafter.guess(decoder.ids, _CHAIN_TOKENS, Sampling(), None).tokens
+            assert drafter.propose(decoder.ids, _CHAIN_TOKENS, Sampling(), None).tokens
 
         found.append(Step(name, prepare, guess))
     return found

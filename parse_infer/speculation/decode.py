@@ -60,8 +60,8 @@ def speculate(
     while remaining > 0:
         tree = TokenTree((), ())
         if logits is None:
-            tree = drafter.guess(decoder.ids, remaining - 1, sampling, generator)
-            logits = decoder.logits(read_guess(decoder, tree))
+            tree = drafter.propose(decoder.ids, remaining - 1, sampling, generator)
+            logits = decoder.logits(read_tree(decoder, tree))
         path, last = accept_tree(without(logits, banned), tree, sampling, generator)
         logits = None
         if tree.tokens:
@@ -78,7 +78,7 @@ def speculate(
         remaining -= len(new)
 
 
-def read_guess(decoder: Decoder, tree: TokenTree) -> Tensor:
+def read_tree(decoder: Decoder, tree: TokenTree) -> Tensor:
     """Run one forward over the tree: [1 + n, H], the state after the context and after every proposed token."""
     if tree.is_chain:
         return decoder.look_ahead(tree.tokens)

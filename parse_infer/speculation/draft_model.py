@@ -48,7 +48,7 @@ class DraftModelProposer:
         self._vocabularies = _Vocabularies(shared, draft, model)
 
     @torch.inference_mode()
-    def guess(
+    def propose(
         self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None
     ) -> TokenTree:
         both = self._vocabularies

@@ -49,7 +49,7 @@ class EagleDrafter:
         self._features = model.decoder.capture_hidden(head.config.eagle_aux_hidden_state_layer_ids)
 
     @torch.inference_mode()
-    def guess(
+    def propose(
         self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None
     ) -> TokenTree:
         size = min(self.tokens, limit)

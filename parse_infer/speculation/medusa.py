@@ -164,7 +164,7 @@ class MedusaDrafter:
         self._states = model.decoder.capture_hidden([last])
 
     @torch.inference_mode()
-    def guess(
+    def propose(
         self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None
     ) -> TokenTree:
         size = min(self.tokens, limit)

@@ -34,7 +34,7 @@ class PromptLookupDrafter:
         self.tokens, self.max_ngram, self.min_ngram = tokens, max_ngram, min_ngram
         self._context = _IndexedContext(range(max_ngram, min_ngram - 1, -1))
 
-    def guess(
+    def propose(
         self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None
     ) -> TokenTree:
         size = min(self.tokens, limit)

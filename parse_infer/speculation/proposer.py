@@ -47,7 +47,7 @@ class TokenProposer(Protocol):
         """Forwards of the proposer's own model so far; 0 without a model."""
         ...
 
-    def guess(
+    def propose(
         self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None
     ) -> TokenTree:
         """Propose a tree of at most `limit` levels after `ids`; the tree may be empty.

@@ -48,11 +48,11 @@ class RejectedDraft:
         self._start, self._fallback, self._tokens = len(context), fallback, tokens
         self._rest = np.array([*context[-1:], *rest], dtype=np.int32)  # the first pair may begin before the cut
 
-    def guess(
+    def propose(
         self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None
     ) -> TokenTree:
         place = len(ids) - self._start  # index of the last written token in the rest
         tokens = continuation(self._rest, ids[-2:], place, min(self._tokens, limit))
         if tokens or self._fallback is None:
             return TokenTree.chain(tokens)
-        return self._fallback.guess(ids, limit, sampling, generator)
+        return self._fallback.propose(ids, limit, sampling, generator)

@@ -234,18 +234,18 @@ def test_a_rejected_draft_is_aligned_with_what_is_written_instead():
     context, rest = [1, 2], [50, 51, 52, 53, 54, 55, 52, 53, 56]
     drafter = RejectedDraft(context, rest, tokens=3)
 
-    def guess(written: list[int], limit: int = 9) -> list[int]:
-        return list(drafter.guess([*context, *written], limit, GREEDY, None).tokens)
+    def propose(written: list[int], limit: int = 9) -> list[int]:
+        return list(drafter.propose([*context, *written], limit, GREEDY, None).tokens)
 
-    assert guess([90]) == guess([90, 51]) == []
-    assert guess([90, 51, 52]) == [53, 54, 55]  # 50 was replaced
-    assert guess([90, 91, 51, 52]) == [53, 54, 55]  # one more token than the draft had: found again
-    assert guess([90, 91, 92, 93, 94, 52, 53]) == [56]  # of two places the nearest
-    assert guess([50]) == [51, 52, 53] and guess([50], limit=1) == [51]
-    assert guess([7] * 9) == [] == guess([7] * 20)
+    assert propose([90]) == propose([90, 51]) == []
+    assert propose([90, 51, 52]) == [53, 54, 55]  # 50 was replaced
+    assert propose([90, 91, 51, 52]) == [53, 54, 55]  # one more token than the draft had: found again
+    assert propose([90, 91, 92, 93, 94, 52, 53]) == [56]  # of two places the nearest
+    assert propose([50]) == [51, 52, 53] and propose([50], limit=1) == [51]
+    assert propose([7] * 9) == [] == propose([7] * 20)
 
 
 def test_another_drafter_guesses_where_a_rejected_draft_says_nothing():
     drafter = RejectedDraft([1, 2], [50, 51, 52], fallback=PromptLookupDrafter(tokens=2))
-    assert list(drafter.guess([1, 2, 50], 9, GREEDY, None).tokens) == [51, 52]
-    assert list(drafter.guess([1, 2, 1, 2], 9, GREEDY, None).tokens) == [1, 2]
+    assert list(drafter.propose([1, 2, 50], 9, GREEDY, None).tokens) == [51, 52]
+    assert list(drafter.propose([1, 2, 1, 2], 9, GREEDY, None).tokens) == [1, 2]

@@ -31,7 +31,7 @@ class Oracle:
     def __init__(self, truth: Sequence[int], luck: float, branches: bool, seed: int = 0) -> None:
         self.truth, self.luck, self.branches, self.rng = list(truth), luck, branches, Random(seed)
 
-    def guess(self, ids, limit, sampling, generator) -> TokenTree:
+    def propose(self, ids, limit, sampling, generator) -> TokenTree:
         tokens, parents, parent = [], [], ROOT
         for depth in range(min(limit, 4)):
             right = self.truth[len(ids) + depth] if len(ids) + depth < len(self.truth) else 0
@@ -225,12 +225,12 @@ def test_sampling_through_a_draft_model_keeps_the_distribution(make_model, token
 
 def test_lookup_guesses_what_followed_the_latest_place():
     lookup, sampling = PromptLookupDrafter(tokens=3, max_ngram=3, min_ngram=2), Sampling()
-    guess = lookup.guess([1, 2, 3, 9, 9, 1, 2, 3, 7, 8, 5, 1, 2, 3], 10, sampling, None)
+    guess = lookup.propose([1, 2, 3, 9, 9, 1, 2, 3, 7, 8, 5, 1, 2, 3], 10, sampling, None)
     assert (list(guess.tokens), list(guess.parents)) == ([7, 8, 5], [-1, 0, 1])
-    assert list(lookup.guess([4, 2, 3, 6, 1, 2, 3], 1, sampling, None).tokens) == [6]
+    assert list(lookup.propose([4, 2, 3, 6, 1, 2, 3], 1, sampling, None).tokens) == [6]
     for nothing in ([1], [1, 2, 3, 4], [3, 1, 3]):
-        assert not lookup.guess(nothing, 10, sampling, None).tokens
-    assert not lookup.guess([1, 2, 1, 2], 0, sampling, None).tokens
+        assert not lookup.propose(nothing, 10, sampling, None).tokens
+    assert not lookup.propose([1, 2, 1, 2], 0, sampling, None).tokens
     with pytest.raises(ValueError, match="min_ngram=3"):
         PromptLookupDrafter(max_ngram=2, min_ngram=3)
 
@@ -244,7 +244,7 @@ def test_a_draft_models_chain_ends_in_doubt(make_model, tokenizer, random_ids):
     sure = logits.softmax(-1).amax(-1)
     for confidence in (0.0, float(sure.min()) + 1e-4, float(sure.median()), 1.0):
         doubts = [i for i, p in enumerate(sure.tolist()) if p < confidence]
-        guess = DraftModelProposer(draft, lm, 8, confidence).guess(prompt, 8, Sampling(), None)
+        guess = DraftModelProposer(draft, lm, 8, confidence).propose(prompt, 8, Sampling(), None)
         assert list(guess.tokens) == expected[: doubts[0] + 1 if doubts else 8]
     with pytest.raises(ValueError, match="confidence is a probability, not 2"):
         DraftModelProposer(draft, lm, confidence=2)

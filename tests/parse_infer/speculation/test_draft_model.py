@@ -59,7 +59,7 @@ def test_chains_are_those_of_whole_forwards(pair, sampling):
     for confidence in (0.0, 0.02, 0.04, 0.05, 0.07, 0.25):
         drafter = DraftModelProposer(draft, target, 6, confidence)
         for context in (ids[:20], ids[:23], ids[:23], ids[:12], ids[:12] + ids[30:50], ids, ids[:1]):
-            guess = drafter.guess(context, 5, sampling, sampling.generator(draft.decoder.device))
+            guess = drafter.propose(context, 5, sampling, sampling.generator(draft.decoder.device))
             expected, drawn = plainly(draft, target, context, 5, confidence, sampling)
             assert list(guess.tokens) == expected, (context, confidence)
             lengths.add(len(expected))
@@ -104,7 +104,7 @@ def test_a_token_costs_one_synchronisation_and_no_look_at_the_context(make_model
             patch.setattr(Decoder, "seek", lambda decoder, context: [seeks.append(1), seek(decoder, context)])
             patch.setattr(torch, "tensor", lambda *args, **kwargs: [transfers.append(1), tensor(*args, **kwargs)][1])
             reads = HostReads(patch)
-            found.append(drafter.guess(ids, 20, sampling, generator))
+            found.append(drafter.propose(ids, 20, sampling, generator))
         assert len(found[-1].tokens) == tokens
         assert reads.count == tokens, f"{reads.count} reads for {tokens} tokens"
         assert (len(seeks), len(transfers)) == (1, 1)
@@ -118,9 +118,9 @@ def test_an_id_that_only_the_target_embeds_ends_guessing_until_it_is_gone(make_m
     lm = language_model(make_model("llama", vocab_size=280), tokenizer, "target")
     draft = language_model(make_model("llama"), tokenizer, "draft")
     drafter, ids = DraftModelProposer(draft, lm, 3, 0.0), list(range(20, 40))
-    expected = list(drafter.guess(ids, 3, Sampling(), None).tokens)
+    expected = list(drafter.propose(ids, 3, Sampling(), None).tokens)
     before = draft.decoder.forwards
     for context in ([*ids, 270], [*ids, 270, 5], [270]):
-        assert not drafter.guess(context, 3, Sampling(), None).tokens
+        assert not drafter.propose(context, 3, Sampling(), None).tokens
     assert draft.decoder.forwards == before
-    assert list(drafter.guess(ids, 3, Sampling(), None).tokens) == expected
+    assert list(drafter.propose(ids, 3, Sampling(), None).tokens) == expected

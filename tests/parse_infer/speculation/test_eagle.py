@@ -105,7 +105,7 @@ def test_chain_tree_and_block_guess_what_the_head_says_without_a_cache(lm, rando
             lm.decoder.seek(ids[: length - 1])
             lm.decoder.forward()
             lm.decoder.seek(ids[:length])
-            guess = drafter.guess(lm.decoder.ids, 3, Sampling(), None)
+            guess = drafter.propose(lm.decoder.ids, 3, Sampling(), None)
             features, _ = whole(lm, head, ids[:length])
             hidden = head.fc(features[:-1])
             following = ids[1:length]
@@ -152,7 +152,7 @@ def test_a_tree_holds_what_the_head_says_along_each_path(lm, random_ids, seed):
     lm.decoder.seek(ids[:-1])
     lm.decoder.forward()
     lm.decoder.seek(ids)
-    guess = drafter.guess(lm.decoder.ids, depth, Sampling(), None)
+    guess = drafter.propose(lm.decoder.ids, depth, Sampling(), None)
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(guess.tokens, guess.parents, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
@@ -189,8 +189,8 @@ def test_a_head_that_knows_the_answer_saves_forwards(lm, random_ids, top_k, monk
         return logits
 
     monkeypatch.setattr(drafter.head, "logits", rigged)
-    guess = drafter.guess
-    monkeypatch.setattr(drafter, "guess", lambda *a: (step.__setitem__(0, 0), guess(*a))[1])
+    guess = drafter.propose
+    monkeypatch.setattr(drafter, "propose", lambda *a: (step.__setitem__(0, 0), guess(*a))[1])
     lm.decoder.seek([])
     lm.decoder.seek(prompt)
     before = lm.decoder.forwards
@@ -342,7 +342,7 @@ def test_a_tree_has_no_more_children_than_the_head_has_tokens(lm, random_ids):
     lm.decoder.seek(random_ids(9))
     lm.decoder.forward()
     lm.decoder.seek(random_ids(10))
-    assert len(drafter.guess(lm.decoder.ids, 2, Sampling(), None).tokens) == 3 + 3 * 3
+    assert len(drafter.propose(lm.decoder.ids, 2, Sampling(), None).tokens) == 3 + 3 * 3
 
 
 def test_a_long_context_is_read_without_a_mask_of_its_square(lm, random_ids, monkeypatch):
@@ -358,7 +358,7 @@ def test_a_long_context_is_read_without_a_mask_of_its_square(lm, random_ids, mon
     lm.decoder.seek(ids[:-1])
     lm.decoder.forward()
     lm.decoder.seek(ids)
-    found = drafter.guess(ids, 3, Sampling(), None).tokens
+    found = drafter.propose(ids, 3, Sampling(), None).tokens
     assert max(rows) <= CHUNK_ROWS < len(ids)
     _, output = whole(lm, head, ids)
     assert found[0] == int(head.token_ids[head.logits(output[-1]).argmax()])

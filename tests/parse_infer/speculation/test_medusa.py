@@ -54,7 +54,7 @@ def test_heads_read_the_last_state(lm, random_ids):
     for length in (9, 15, 11):  # grows, and is cut back
         lm.decoder.seek(ids[:length])
         at_the_end_of(lm, ids[:length])
-        guess = drafter.guess(lm.decoder.ids, 9, Sampling(), None)
+        guess = drafter.propose(lm.decoder.ids, 9, Sampling(), None)
         with torch.no_grad():
             state = lm.model.model(torch.tensor([ids[: length - 1]]), use_cache=False).last_hidden_state[0, -1]
             assert list(guess.tokens) == [int(head.token_map[row.argmax()]) for row in head(state)]
@@ -118,7 +118,7 @@ def test_heads_that_know_the_answer_save_forwards(lm, random_ids, monkeypatch):
 def test_a_parallel_head_makes_trees_too(lm, random_ids):
     drafter = EagleDrafter(make_eagle_head(lm, parallel=True), lm, tokens=3, top_k=3, tree_tokens=8)
     at_the_end_of(lm, random_ids(12))
-    guess = drafter.guess(lm.decoder.ids, 3, Sampling(), None)
+    guess = drafter.propose(lm.decoder.ids, 3, Sampling(), None)
     assert len(guess.tokens) == 8 and len(set(guess.parents)) < 8 and drafter.forwards == 1
 
 

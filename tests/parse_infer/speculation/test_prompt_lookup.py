@@ -39,7 +39,7 @@ def test_guesses_are_those_of_a_whole_search(max_ngram, min_ngram, alphabet):
                 ids = []
             ids = ids + [rng.randrange(alphabet) for _ in range(rng.randint(0, 4))]
             limit = rng.randint(0, 5)
-            guess = list(lookup.guess(ids, limit, Sampling(), None).tokens)
+            guess = list(lookup.propose(ids, limit, Sampling(), None).tokens)
             assert guess == searched(ids, min(4, limit), max_ngram, min_ngram), (ids, limit)
             found.add(len(guess))
     assert len(found) > 1 or (alphabet, min_ngram) == (20, 3)  # three tokens of twenty never come twice here
@@ -60,9 +60,9 @@ def test_a_new_token_costs_the_same_however_long_the_context_is(length, monkeypa
     lookup, rng = PromptLookupDrafter(), Random(0)
     monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("a tensor of the whole context"))
     ids = [Token(rng.randrange(50)) for _ in range(length)]
-    lookup.guess(ids, 6, Sampling(), None)
+    lookup.propose(ids, 6, Sampling(), None)
     for change in (lambda: ids.append(Token(3)), lambda: None, lambda: ids.pop()):
         Token.hashed = 0
         change()
-        lookup.guess(ids, 6, Sampling(), None)
+        lookup.propose(ids, 6, Sampling(), None)
         assert Token.hashed <= 4 * (2 + 3 + 4), f"{Token.hashed} tokens looked up"

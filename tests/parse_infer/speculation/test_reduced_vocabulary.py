@@ -76,12 +76,12 @@ def test_a_chain_is_the_draft_models_in_the_targets_ids(target, draft):
     own = Decoder(draft.model, ())
     own.seek([i for token in prompt for i in tokens.from_target(token)])
     expected = target.tokenizer.convert_tokens_to_ids(draft.tokenizer.convert_ids_to_tokens(list(own.decode(5))))
-    assert list(DraftModelProposer(draft, target, 5, 0.0).guess(prompt, 5, Sampling(), None).tokens) == expected
+    assert list(DraftModelProposer(draft, target, 5, 0.0).propose(prompt, 5, Sampling(), None).tokens) == expected
 
 
 def test_drawn_tokens_come_with_their_distribution_over_the_targets_vocabulary(target, draft):
     tokens = token_map(draft.tokenizer, target.tokenizer)
-    guess = DraftModelProposer(draft, target, 4, 0.0).guess(
+    guess = DraftModelProposer(draft, target, 4, 0.0).propose(
         prompt_of(1), 4, Sampling(1.0), torch.Generator().manual_seed(0)
     )
     assert guess.drawn_from.shape == (len(guess.tokens), 300)
@@ -93,15 +93,15 @@ def test_drawn_tokens_come_with_their_distribution_over_the_targets_vocabulary(t
 
 def test_the_draft_models_cache_follows_the_context(target, draft):
     drafter, prompt = DraftModelProposer(draft, target, 2, 0.0), prompt_of(2, 40)
-    guess = drafter.guess(prompt, 2, Sampling(), None)
+    guess = drafter.propose(prompt, 2, Sampling(), None)
     with TokenCount(draft.model) as count:
-        drafter.guess([*prompt, guess.tokens[0], 17], 2, Sampling(), None)
+        drafter.propose([*prompt, guess.tokens[0], 17], 2, Sampling(), None)
     assert sum(count.widths) <= 2 + 1, count.widths  # what is new, then a token of its own
 
 
 def test_padding_of_the_target_and_a_full_window_end_the_guessing(target, draft):
     drafter = DraftModelProposer(draft, target, 4, 0.0)
-    assert list(drafter.guess([], 4, Sampling(), None).tokens) == []
+    assert list(drafter.propose([], 4, Sampling(), None).tokens) == []
     draft.window = 12
-    assert len(drafter.guess([40] * 10, 4, Sampling(), None).tokens) == 2
-    assert list(drafter.guess([40] * 12, 4, Sampling(), None).tokens) == []
+    assert len(drafter.propose([40] * 10, 4, Sampling(), None).tokens) == 2
+    assert list(drafter.propose([40] * 12, 4, Sampling(), None).tokens) == []

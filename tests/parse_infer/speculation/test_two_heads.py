@@ -60,8 +60,8 @@ def guesses(lm: LanguageModel, drafter: TokenProposer, prompt: list[int]) -> lis
     class Noting:
         forwards = 0
 
-        def guess(self, *arguments) -> TokenTree:
-            found.append(drafter.guess(*arguments))
+        def propose(self, *arguments) -> TokenTree:
+            found.append(drafter.propose(*arguments))
             return found[-1]
 
     lm.decoder.seek(prompt)

@@ -51,7 +51,7 @@ def forced_chain(lm, head, ids: list[int], length: int, steps: int) -> list[torc
 
     head.logits = note
     try:
-        drafter.guess(lm.decoder.ids, steps, Sampling(), None)
+        drafter.propose(lm.decoder.ids, steps, Sampling(), None)
     finally:
         head.logits = read
     return [row for block in logits for row in block]
@@ -85,7 +85,7 @@ def test_medusa_training_sees_what_drafting_sees(lm, random_ids):
         lm.decoder.seek(ids[: length - 1])
         lm.decoder.forward()
         lm.decoder.seek(ids[:length])
-        tokens = drafter.guess(lm.decoder.ids, 4, Sampling(), None).tokens
+        tokens = drafter.propose(lm.decoder.ids, 4, Sampling(), None).tokens
         found = [
             int(head.token_ids[logits[0, anchors.tolist().index(length - 2)].argmax()]) for logits, anchors in guesses
         ]
