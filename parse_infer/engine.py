@@ -28,7 +28,6 @@ from parse_infer.events import Done, Event
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.loop import PairWrapper, identity, segments_of
 from parse_infer.models.prompts import Prompt, as_batch, left_context, with_drafts
-from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_infer.output import Generation, Score
 from parse_infer.request import Request
 from parse_infer.settings import GenerationSettings
@@ -273,7 +272,7 @@ class ParseEngine:
         """Yield the events of one answer, `Done` last. All methods that generate use this generator.
 
         Args:
-            draft_text: a draft to use, or the result of `read_draft`.
+            draft_text: a draft to use, or an already tokenized `TextDrafter`.
             alone: the target writes the answer, without a draft.
             speculate: with `alone`, see `generate_target`.
             watched: False lets servers send all tokens at once, which costs less.
@@ -292,13 +291,6 @@ class ParseEngine:
     def check(self, prompt: Prompt, settings: GenerationSettings, draft_text: str | None = None) -> None:
         """Raise the ValueError that `events` would raise."""
         self.backend.draft_source(self._request(prompt, settings, draft_text is not None), draft_text)
-
-    def read_draft(self, text: str, prompt: Prompt, target: TokenizerSpec) -> TextDrafter:
-        """Tokenize a draft for `events`; in another thread, pass a `target` with a copy of the tokenizer.
-
-        Raises ValueError for an empty text.
-        """
-        return TextDrafter(text, target, prompt)
 
     def collect(self, prepared: Iterable[AsyncGenerator[Event, None]]) -> Iterator[Generation]:
         """Yield the generations of several `events` in order, each once it and all earlier generations are complete.

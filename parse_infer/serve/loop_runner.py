@@ -12,6 +12,7 @@ from typing import Any
 
 from parse_infer.backends import client
 from parse_infer.backends.retries import Failing, Unavailable
+from parse_infer.drafters.text import TextDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.serve.errors import ApiError
 from parse_infer.serve.runner import InvalidRequest, Job, Moment
@@ -58,7 +59,7 @@ class LoopRunner(TokenizerService):
     async def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
         draft = None
         if (text := job.draft_text) is not None:
-            draft = await self.ask(lambda own: self._engine.read_draft(text, job.prompt, own))
+            draft = await self.ask(lambda own: TextDrafter(text, own, job.prompt))
         try:
             events = self._engine.events(job.prompt, job.settings, draft, alone=job.alone, watched=job.watched)
         except ValueError as error:
