@@ -17,7 +17,6 @@ from parse_infer.events import Drafted, Event, Resumed, Verified
 from parse_infer.judge.cuts import Segmenter
 from parse_infer.output import Segment
 from parse_infer.request import Request
-from parse_infer.settings import GenerationSettings
 
 T = TypeVar("T")
 
@@ -65,6 +64,11 @@ class ModelPair(Protocol, Generic[V]):
         """Adopt the first `kept` draft tokens, which the answer already holds, and drop the others."""
         ...
 
+    def target_tokens(self, draft: Sequence[int], kept: int) -> int | None:
+        """Number of tokens that the target writes after the first `kept` tokens of a draft, before the next draft;
+        None: the rest of the answer. Call it after `commit`."""
+        ...
+
     def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         """Yield the target's next tokens, up to the budget. The caller may close the generator at any time."""
         ...
@@ -90,47 +94,51 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
         # verify: the target reads the draft once; the judge scores each prefix
         with request.timed("verify_s"):
             verdict = await pair.verify(draft)
-        segments = segments_of(answer, draft, verdict)
-        yield Verified(round, segments)
 
         # select: the maximal valid prefix, then the tokens that equal the target's greedy choice
         with request.timed("verify_s"):
             kept = maximal_valid_prefix(verdict.validity, pair.threshold, settings.acceptance)
             cut = verdict.cuts[kept - 1] if kept else 0
             tail = pair.count_greedy_matches(draft, verdict, cut)
-        yield request.accept(round, draft, segments[:kept], tail)
+        shown = _shown(draft, verdict, kept)
+        segments = segments_of(answer, draft, verdict, shown)
+        yield Verified(round, segments)
+        accepted = segments[: sum(i < kept for i in shown)]
+        yield request.accept(round, draft, accepted, tail)
         if answer.is_finished:
             return
 
         # resume: the target continues after the accepted tokens
         pair.commit(draft, verdict, cut + tail)
-        hands_back = bool(draft) and may_hand_back(settings, pair.threshold, round)
-        if hands_back and cut + tail == len(draft):
+        most = pair.target_tokens(draft, cut + tail)
+        if most == 0:
             continue  # the whole draft is accepted, and the draft model continues
-        resumed: list[int] = []
+        written = 0
         async with aclosing(pair.resume(round, draft[cut + tail :])) as tokens:
             async for token in tokens:
-                resumed.append(token)
+                written += 1
                 yield Resumed(round, answer.add([token], "target"), token)
                 if answer.is_finished:
                     return
                 # Another tokenizer cannot continue inside a character.
-                if hands_back and answer.complete and pair.segmenter.first_segment_end(resumed):
+                if most is not None and written >= most and answer.complete:
                     break
 
 
-def may_hand_back(settings: GenerationSettings, threshold: float, round: int) -> bool:
-    """Whether the draft model takes over after this round. Never at a threshold above 1, which accepts no draft."""
-    keeps = threshold <= 1 or settings.mode == "exact"
-    return settings.resume == "hand_back" and keeps and round < settings.max_rounds
-
-
-def segments_of(answer: Answer, draft: Sequence[int], verdict: Verdict) -> list[Segment]:
-    """The segments of a draft that continues `answer`, with their validities."""
-    cuts = verdict.cuts
+def segments_of(answer: Answer, draft: Sequence[int], verdict: Verdict, shown: Sequence[int]) -> list[Segment]:
+    """The segments of a draft that continues `answer`, up to the verdict's cuts of the indices `shown`."""
+    cuts = [verdict.cuts[i] for i in shown]
     texts = answer.preview(draft, cuts)
     sizes = [end - start for start, end in zip([0, *cuts], cuts, strict=False)]
-    return [Segment(t, n, v) for t, n, v in zip(texts, sizes, verdict.validity, strict=True)]
+    return [Segment(t, n, verdict.validity[i]) for t, n, i in zip(texts, sizes, shown, strict=True)]
+
+
+def _shown(draft: Sequence[int], verdict: Verdict, kept: int) -> list[int]:
+    """Indices of the cuts to report. If the judge scores every token: the accepted tokens, the rejected one, the rest."""
+    n = len(verdict.cuts)
+    if n < len(draft):
+        return list(range(n))
+    return sorted({i for i in (kept - 1, kept, n - 1) if 0 <= i < n})
 
 
 def run_sync(work: Coroutine[Any, Any, T]) -> T:

@@ -42,6 +42,10 @@ class GenerationSettings:
     resume: Resume = "finish"
     """"finish": the target writes the rest. "hand_back": the target writes one segment, up to a complete character,
     then the draft model continues."""
+    block_tokens: int | Literal["auto"] | None = None
+    """Maximum number of draft tokens that the target reads at once. At the first rejected token of a block the target's
+    own token takes its place, and the draft model continues. "auto" ends each block where one more token stops paying
+    (`parse_infer.block_length`). None: the draft is a whole answer, as published."""
     draft_sampling: Sampling = field(default_factory=Sampling)
     resume_sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
@@ -11,9 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from parse_infer.block_length import LONGEST, BlockLength
 from parse_infer.calibration.schema import Calibration, shipped_calibration
 from parse_infer.drafters.draft_model import ModelDrafter
-from parse_infer.drafters.source import DraftSource
+from parse_infer.drafters.source import Block, DraftSource
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import SettingsError
 from parse_infer.events import Event, Interrupted, Resumed
@@ -157,6 +160,7 @@ class LocalBackend:
             cut_policy = CutPolicy.from_dict(judge.config.cut_policy) if judge is not None else CutPolicy()
         self.segmenter = Segmenter(target.tokenizer, cut_policy, self.probe_tokens)
         self.verifier = Verifier(target.decoder, judge, self.segmenter)
+        self.block_length = BlockLength()
         self._current: Request | None = None
         self._turn = RLock()
 
@@ -344,11 +348,16 @@ class LocalModelPair:
         assert settings.threshold is not None
         self.threshold = settings.threshold
         self._backend, self._request, self._drafter = backend, request, drafter
-        self._exact = settings.mode == "exact"
+        self._exact = settings.mode == "exact" or self.threshold > 1
         self._probe_tokens = 0 if self._exact else backend.probe_tokens
         # Whether to accept draft tokens after the cut that equal the target's greedy choice.
         self._wants_tail = self._exact or (settings.exact_tail and settings.resume_sampling.greedy)
         self._drafts = backend.uses_draft(request, drafter)
+        self._blocks = settings.block_tokens if isinstance(drafter, ModelDrafter) else None
+        self._length = backend.block_length
+        self._block = Block([])
+        self._doubt = -math.inf  # about the answer so far
+        self._written_alone = 0
 
     def max_draft_tokens(self) -> int:
         """The remaining budget, or the window minus context and one probe if that is less."""
@@ -358,15 +367,40 @@ class LocalModelPair:
     async def propose(self, round: int) -> Sequence[int]:
         if not self._drafts:
             return ()
-        return self._drafter.propose(self._request.answer.ids, self.max_draft_tokens()).ids
+        answer, most = self._request.answer, self.max_draft_tokens()
+        if self._blocks is None:
+            return self._drafter.propose(answer.ids, most).ids
+        if self._blocks == "auto" and self._length.pause:
+            return ()
+        assert isinstance(self._drafter, ModelDrafter)
+        survival = 1.0
+
+        def ends(confidence: float) -> bool:
+            nonlocal survival
+            survival *= self._length.survival_of(confidence)
+            return self._blocks == "auto" and self._length.end_after(survival)
+
+        longest = LONGEST if self._blocks == "auto" else self._blocks
+        self._started = time.perf_counter()
+        self._block = self._drafter.propose_block(answer.ids, min(most, longest), ends)
+        return self._block.ids
 
     async def verify(self, draft: Sequence[int]) -> Verification:
         """Run one target forward over [uncached context, draft, probes]; context and draft stay in the cache."""
         decoder, context = self._backend.target.decoder, self._request.context
+        verifier, begin = self._backend.verifier, time.perf_counter()
         probes = self._probe_tokens * self.segmenter.policy.max_cuts
         decoder.reserve(len(context), self._request.answer.remaining_tokens + probes)
         decoder.seek(context)
-        return self._backend.verifier.verify(draft, cuts=[] if self._exact else None)
+        self._read = len(context) - decoder.cached + len(draft)
+        if self._exact:
+            verdict = verifier.verify(draft, cuts=[])
+        elif self._blocks is not None and draft and verifier.judges_tokens:
+            verdict = verifier.verify_block(draft, self._doubt)
+        else:
+            verdict = verifier.verify(draft)
+        self._read_s = time.perf_counter() - begin
+        return verdict
 
     def count_greedy_matches(self, draft: Sequence[int], verdict: Verification, cut: int) -> int:
         return self._backend.verifier.greedy_match(draft, verdict, cut) if self._wants_tail else 0
@@ -378,12 +412,35 @@ class LocalModelPair:
         """Crop the cache. The verification pass supplies the logits of the first resumed token."""
         decoder = self._backend.target.decoder
         decoder.seek(self._request.context)
-        if draft:
+        if draft and self.target_tokens(draft, kept) != 0:
             decoder.set_next_logits(decoder.logits(verdict.state(kept)))
+        if not draft or self._blocks is None:
+            return
+        if kept and verdict.doubt is not None:
+            self._doubt = verdict.doubt[kept - 1]
+        block = self._block
+        confidences = block.confidences[: len(draft)]
+        if block.seconds_per_token is not None:
+            draft_s = block.seconds_per_token * len(confidences)
+            self._length.note(confidences, kept, kept < len(draft), draft_s, self._read_s, self._read)
+
+    def target_tokens(self, draft: Sequence[int], kept: int) -> int | None:
+        if self._blocks is None or not self._drafts:
+            return None
+        if not draft:
+            return self._length.pause or None
+        return int(kept < len(draft))
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
-        proposer = self._backend.target_drafter
+        request, proposer = self._request, self._backend.target_drafter
         if self._wants_tail:  # the rejected draft proposes tokens at no cost
-            proposer = RejectedDraft(self._request.context, rejected, fallback=proposer)
-        for token in self._backend.decode(self._backend.target, self._request, proposer, "target", round):
-            yield token
+            proposer = RejectedDraft(request.context, rejected, fallback=proposer)
+        # Random numbers of each place, so that an answer does not depend on where its blocks end.
+        seeded = round if self._blocks is None else len(request.answer.ids)
+        before, seconds = len(request.answer.ids), request.timings.resume_s
+        try:
+            for token in self._backend.decode(self._backend.target, request, proposer, "target", seeded):
+                yield token
+        finally:
+            if self._blocks is not None and self._length.pause:
+                self._length.note_alone(request.timings.resume_s - seconds, len(request.answer.ids) - before)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from parse_infer.answer import Answer
 from parse_infer.drafters.source import Draft
 from parse_infer.models.detokenizer import decode, encode_continuation
 from parse_infer.models.prompts import Prompt, RenderedPrompt, left_context, open_turn
+from parse_infer.models.token_map import TokenMap
 from parse_infer.models.tokenizer_spec import TokenizerSpec, reads_alike
 
 
@@ -122,6 +124,29 @@ class DraftStream:
                 return Draft(ids, finished=True)
             if ended:
                 ids = ids[:-1]
-        if ended and target.end_token is not None:
-            return Draft([*ids, target.end_token], finished=True)
+        return self._ending(ids)
+
+    def block(self, tokens: TokenMap | None) -> Draft:
+        """Return the draft so far in the target's tokens, without text that later tokens could tokenize differently.
+
+        Args:
+            tokens: maps single tokens, so that a block may end after any of them.
+        """
+        if self.is_finished or self._translation.shares_tokens:
+            return self.draft()
+        ids = self.own_ids
+        if tokens is not None and self._answer.complete and all(token in tokens.to_target for token in ids):
+            return Draft([tokens.to_target[token] for token in ids])
+        text = self.text.rstrip("\ufffd")
+        begin = re.search(r"\s+\S*\s*$", text)  # of the last word, which may go on
+        if begin is not None and begin.start():
+            text = text[: begin.start()]
+        before = self._translation.before + self._before or "\n" * self._begun
+        return Draft(encode_continuation(self._translation.target.tokenizer, before, text))
+
+    def _ending(self, ids: list[int]) -> Draft:
+        """The draft with the target's end token, if the draft model has ended the answer."""
+        end = self._translation.target.end_token
+        if self._answer.finish_reason == "eos" and end is not None:
+            return Draft([*ids, end], finished=True)
         return Draft(ids)

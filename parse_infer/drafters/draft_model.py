@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
 
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStream
-from parse_infer.drafters.source import Draft
+from parse_infer.drafters.source import Block, Draft
 from parse_infer.errors import PromptError
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.models.loading import LanguageModel, same_tokenizer
 from parse_infer.models.prompts import Prompt
-from parse_infer.models.sampling import Sampling
+from parse_infer.models.sampling import Sampling, distribution, draw
+from parse_infer.models.token_map import TokenMap, token_map
 from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_infer.speculation.decode import speculative_decode
 from parse_infer.speculation.proposer import TokenProposer
@@ -41,6 +47,7 @@ class ModelDrafter:
         self._translation: CrossTokenizerDraft | None = None
         self._sampling = Sampling()
         self._round = 0
+        self._written: list[int] = []  # context and tokens of the last block
 
     @property
     def forwards(self) -> int:
@@ -48,7 +55,7 @@ class ModelDrafter:
 
     def reset(self, prompt: Prompt, sampling: Sampling, stop: Sequence[str] = ()) -> None:
         self._translation = CrossTokenizerDraft(self.draft, self.target, self.shares_tokens, prompt, stop)
-        self._sampling, self._round = sampling, 0
+        self._sampling, self._round, self._written = sampling, 0, []
 
     def propose(self, answer_ids: Sequence[int], max_new_tokens: int) -> Draft:
         if self._translation is None:
@@ -68,8 +75,80 @@ class ModelDrafter:
                 break
         return writing.draft()
 
+    @torch.inference_mode()
+    def propose_block(self, answer_ids: Sequence[int], max_new_tokens: int, ends: Callable[[float], bool]) -> Block:
+        """Draft the next tokens of the answer, up to the first token after which `ends` returns True.
+
+        The tokens behind a corrected one are kept as guesses: one forward finds how many of them still fit.
+
+        Args:
+            ends: receives the draft model's probability of each token.
+        """
+        if self._translation is None:
+            raise PromptError("the drafter has no prompt: call reset() first")
+        writing = self._translation.begin(answer_ids, max_new_tokens)
+        if writing is None:
+            return Block([])
+        decoder, sampling, start = self.draft.decoder, self._sampling, len(writing.context)
+        decoder.reserve(start, writing.remaining_tokens)
+        decoder.seek(writing.context)
+        confidences: list[float] = []
+        times: list[float] = []
+        ended = self._read_guesses(writing, confidences, ends)
+        logits = None if ended else decoder.next_logits()
+        while logits is not None:
+            probabilities = _probabilities(logits, sampling)
+            if sampling.greedy:
+                token = probabilities.argmax()
+            else:  # random numbers of each place, so that an answer does not depend on where its blocks end
+                generator = sampling.generator(decoder.device, "draft", start + writing.n)
+                token = draw(probabilities, generator)
+            found = torch.stack([token.to(probabilities.dtype), probabilities[token]])
+            chosen, confidence = found.tolist()  # the only device synchronisation
+            times.append(time.perf_counter())
+            writing.add([int(chosen)])
+            confidences.append(confidence)
+            if writing.is_finished or ends(confidence):
+                decoder.append(int(chosen))
+                break
+            logits = decoder.advance(int(chosen), token)
+        self._written = decoder.ids.copy()
+        draft = writing.block(self._token_map)
+        step = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+        return Block(draft.ids, draft.finished, _resampled(confidences, len(draft.ids)), step)
+
+    def _read_guesses(self, writing: DraftStream, confidences: list[float], ends: Callable[[float], bool]) -> bool:
+        """Add the tokens of the last block that the draft model writes again. Return whether the block ends there."""
+        decoder, context = self.draft.decoder, writing.context
+        guesses = self._written[len(context) :][: writing.remaining_tokens]
+        if not guesses or not self._sampling.greedy or self._written[: len(context) - 1] != context[:-1]:
+            return False
+        probabilities = _probabilities(decoder.logits(decoder.look_ahead(guesses)), self._sampling)
+        highest, choices = (values.tolist() for values in probabilities.max(-1))
+        kept, ended = 0, False
+        while kept < len(guesses) and guesses[kept] == choices[kept] and not ended:
+            writing.add([guesses[kept]])
+            confidences.append(highest[kept])
+            ended = writing.is_finished or ends(highest[kept])
+            kept += 1
+        decoder.keep(range(kept))
+        return ended
+
+    @cached_property
+    def _token_map(self) -> TokenMap | None:
+        return None if self.shares_tokens else token_map(self.draft.tokenizer, self.target.tokenizer)
+
     def _completes_segment(self, writing: DraftStream) -> bool:
         return self._segmenter is not None and self._segmenter.first_segment_end(writing.own_ids) is not None
+
+
+def _probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    return logits.float().softmax(-1) if sampling.greedy else distribution(logits, sampling)
+
+
+def _resampled(values: Sequence[float], n: int) -> list[float]:
+    """Stretch or shorten to n values: other tokens for the same text."""
+    return list(values) if len(values) == n else [values[i * len(values) // n] for i in range(n)]
 
 
 def share_tokens(draft: TokenizerSpec, target: TokenizerSpec) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from parse_infer.models.prompts import Prompt
@@ -20,6 +20,19 @@ class Draft:
 
     ids: list[int]
     finished: bool = False
+
+
+@dataclass(frozen=True)
+class Block(Draft):
+    """The beginning of a draft, up to where more tokens stop paying.
+
+    Attributes:
+        confidences: the draft model's probability of each token.
+        seconds_per_token: time of a decoding step, without the prefill; None without two steps.
+    """
+
+    confidences: list[float] = field(default_factory=list)
+    seconds_per_token: float | None = None
 
 
 class DraftSource(Protocol):

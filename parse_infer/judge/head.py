@@ -137,7 +137,7 @@ def surprise(
     part: ReducedLMHead | None = None,
     rows: int | None = None,
 ) -> TokenSurprisal:
-    """Compute the surprisal of each token under the target.
+    """Compute the surprisal of each token under the target. With a reduced output layer, `is_greedy_choice` is None.
 
     Args:
         hidden: [T, H], the final-norm states before the tokens.

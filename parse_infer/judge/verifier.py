@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,10 @@ from parse_infer.judge.probe_lora import ProbeLoRA
 from parse_infer.models.architecture import text_config
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
+
+
+NEGLIGIBLE_DOUBT = -7.0
+"""A token below it counts as the target's own. It lowers a validity near 1 by less than 0.001."""
 
 
 class Judge(Protocol):
@@ -54,6 +59,7 @@ class Verification:
         is_greedy_choice: for each draft token whether it is the target's greedy choice; None if the pass did not
             compute it.
         offsets: the rows that `compact` has kept in `hidden`; None: all rows.
+        doubt: for a block the doubt about the answer up to and including each token (logsumexp); else None.
     """
 
     cuts: list[int]
@@ -61,6 +67,7 @@ class Verification:
     hidden: Tensor
     is_greedy_choice: list[bool] | None = None
     offsets: list[int] | None = None
+    doubt: list[float] | None = None
 
     def state(self, offset: int) -> Tensor:
         """Return the state at draft offset `offset`, [H]. Raise ValueError if `compact` has dropped the row."""
@@ -140,6 +147,45 @@ class Verifier:
             return Verification(cuts, validity.tolist(), hidden)
         found = torch.cat([validity, is_greedy_choice.to(validity.dtype)]).tolist()
         return Verification(cuts, found[: len(cuts)], hidden, [value > 0 for value in found[len(cuts) :]])
+
+    @property
+    def judges_tokens(self) -> bool:
+        """Whether the judge can score each token of a block: a head with `TokenDoubt`."""
+        return self.judge is not None and self.judge.head.tokens is not None
+
+    @torch.inference_mode()
+    def verify_block(self, draft_ids: Sequence[int], doubt: float = -math.inf) -> Verification:
+        """Score every token of a block after the decoder's context, by token doubt alone, in one forward.
+
+        A token that equals the target's greedy choice adds no doubt, because the target would write the same. So the
+        verdict on a token does not depend on where the blocks before it ended.
+
+        Args:
+            draft_ids: n >= 1 tokens.
+            doubt: the doubt about the answer so far, `Verification.doubt` of its last accepted draft token.
+
+        Returns:
+            A verification with n cuts, one after each token.
+        """
+        judge = self.judge
+        assert judge is not None and judge.head.tokens is not None
+        hidden = self.decoder.forward(draft_ids).hidden
+        ids = torch.tensor(draft_ids, device=hidden.device)
+        before = hidden[:-1]
+        surprised = surprise(before, ids, self.decoder.logits, self._part)
+        written = embedding(ids, self._embeddings.weight)
+        of_each = judge.head.tokens(before, written, surprised.features)
+        is_choice = surprised.is_greedy_choice
+        if is_choice is None:  # a reduced output layer; read the full one only where the doubt matters
+            doubtful = of_each > NEGLIGIBLE_DOUBT
+            is_choice = ~doubtful
+            if doubtful.any():
+                is_choice[doubtful] = self.decoder.logits(before[doubtful]).argmax(-1) == ids[doubtful]
+        carried = torch.tensor([doubt], device=hidden.device)
+        pooled = torch.cat([carried, of_each.masked_fill(is_choice, -torch.inf)]).logcumsumexp(0)[1:]
+        validity = self._validity(judge.head.bias.float() - pooled)
+        found = torch.stack([validity, pooled]).tolist()
+        return Verification([*range(1, len(draft_ids) + 1)], found[0], hidden, doubt=found[1])
 
     def _validity(self, logits: Tensor) -> Tensor:
         """Convert logits to probabilities, with the fitted scale and shift of `ValidityConfig.probability` if set."""

@@ -21,17 +21,19 @@ class TokenMap:
     Attributes:
         draft_ids, target_ids: ids of the shared tokens in both vocabularies, each once; all ids if both tokenizers are
             the same (`is_identity`).
+        to_target: the target's token for each of `draft_ids`; empty if `is_identity`.
     """
 
     def __init__(
         self, draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase, to_target: Mapping[int, int] | None
     ) -> None:
         self.is_identity = to_target is None
+        self.to_target = dict(to_target or {})
         everything = range(len(target))
         self.draft_ids: Sequence[int] = everything if to_target is None else list(to_target)
         self.target_ids: Sequence[int] = everything if to_target is None else list(to_target.values())
         self._draft, self._target = draft, target
-        self._from_target: dict[int, tuple[int, ...]] = {b: (a,) for a, b in (to_target or {}).items()}
+        self._from_target: dict[int, tuple[int, ...]] = {b: (a,) for a, b in self.to_target.items()}
 
     def from_target(self, token: int) -> tuple[int, ...]:
         """Translate the target's `token` to draft tokens: one token, several tokens with the same bytes together, or

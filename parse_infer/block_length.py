@@ -1,0 +1,201 @@
+"""The length of a block: how many tokens the draft model writes before the target reads them.
+
+A longer block saves target forwards. But the tokens after the first rejected one are wasted. This module measures the
+costs and how often draft tokens survive verification, and ends a block where one more token stops paying:
+
+    survival of the block with the next token x seconds per accepted token  <  seconds to draft and to read it
+
+The left side is what the next token is expected to save. This rule minimises the long-run time per accepted token
+(marginal value theorem), because survival falls with each token. Survival depends on the draft model's confidence,
+as in SpecDec++ (arXiv 2405.19715); costs are measured while decoding, as in Nightjar (arXiv 2512.22420).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+
+EDGES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.997, 0.9995)
+"""Bounds of the confidence classes. A class counts how many of its tokens survived."""
+LONGEST = 256  # tokens; more saves too little to delay the first text
+_TOKENS = 1000  # survival counts cover about this many tokens of each class
+_READS = 50  # costs cover about this many blocks
+_PACES = 12  # the pace covers about this many, so that a change of the task shows soon
+_FIRST_PAUSE, _LONGEST_PAUSE = 16, 512  # tokens that the target writes alone while drafts do not pay
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one draft token, of a target forward without tokens, and of each token in it."""
+
+    draft_s: float
+    forward_s: float
+    read_s: float
+
+    @property
+    def per_token(self) -> float:
+        """Seconds to draft and to read one more token."""
+        return self.draft_s + self.read_s
+
+
+def pays(survival: float, costs: Costs, seconds_per_token: float) -> bool:
+    """Whether one more draft token is expected to save time.
+
+    Args:
+        survival: probability that the target accepts the block up to and including this token.
+        seconds_per_token: long-run time per accepted token.
+    """
+    return survival * seconds_per_token >= costs.per_token
+
+
+def expected_pace(survivals: Sequence[float], costs: Costs) -> float:
+    """Return the expected seconds per token of the answer, for blocks in which token i survives with probability
+    `survivals[i]` if all tokens before it do. A rejected token is replaced by the target's own."""
+    reached = [1.0, *accumulate(survivals, mul)]
+    accepted = sum(reached[1:]) + 1 - reached[-1]
+    return (costs.forward_s + len(survivals) * costs.per_token) / accepted
+
+
+@dataclass
+class _Share:
+    """A share that forgets old observations."""
+
+    passed: float
+    seen: float
+
+    @property
+    def value(self) -> float:
+        return self.passed / self.seen
+
+    def note(self, passed: bool) -> None:
+        keep = 1 - 1 / _TOKENS
+        self.passed, self.seen = self.passed * keep + passed, self.seen * keep + 1
+
+
+@dataclass
+class _Line:
+    """Least-squares line through points (x, y) that forgets old points."""
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def note(self, x: float, y: float) -> None:
+        keep = 1 - 1 / _READS
+        for name, value in (("weight", 1.0), ("x", x), ("y", y), ("xx", x * x), ("xy", x * y)):
+            setattr(self, name, getattr(self, name) * keep + value)
+
+    def fit(self) -> tuple[float, float]:
+        """Return (intercept, slope), both at least 0. Points at one x give half of y to each."""
+        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        spread = self.xx / self.weight - mean_x**2
+        slope = mean_y / mean_x / 2
+        if spread > (0.05 * mean_x) ** 2:
+            slope = (self.xy / self.weight - mean_x * mean_y) / spread
+        slope = min(max(slope, 0.0), mean_y / mean_x)
+        return mean_y - slope * mean_x, slope
+
+
+@dataclass
+class _Rate:
+    """Seconds per token that forget old tokens."""
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+    @property
+    def value(self) -> float:
+        return self.seconds / self.tokens if self.tokens else 0.0
+
+    def note(self, seconds: float, tokens: float, last: int = _READS) -> None:
+        keep = 1 - 1 / last
+        self.seconds, self.tokens = self.seconds * keep + seconds, self.tokens * keep + tokens
+
+
+@dataclass
+class BlockLength:
+    """Measures costs and survival over all requests of an engine, and ends blocks by the rule above.
+
+    Attributes:
+        pause: tokens that the target writes alone before the next block; 0 while drafts pay.
+    """
+
+    pause: int = 0
+    _survival: list[_Share] = field(default_factory=lambda: [_Share(s, 1.0) for s in _prior()])
+    _next: _Share = field(default_factory=lambda: _Share(0.9, 1.0))
+    _draft: _Rate = field(default_factory=_Rate)
+    _reads: _Line = field(default_factory=_Line)
+    _pace: _Rate = field(default_factory=_Rate)
+    _alone: _Rate = field(default_factory=_Rate)
+    _last_pause: int = 0
+
+    @property
+    def costs(self) -> Costs | None:
+        """The costs measured so far; None before the first block."""
+        if not self._reads.weight or not self._draft.tokens:
+            return None
+        forward_s, read_s = self._reads.fit()
+        return Costs(self._draft.value, forward_s, read_s)
+
+    def survival_of(self, confidence: float) -> float:
+        """Return the share of tokens of this confidence that survived."""
+        return self._survival[bisect_right(EDGES, confidence)].value
+
+    def end_after(self, survival: float) -> bool:
+        """Whether a block ends whose tokens all survive with this probability."""
+        costs = self.costs
+        if costs is None:
+            return survival < 0.5
+        pace = self._pace.value or 2 * costs.per_token
+        return not pays(survival * self._next.value, costs, pace)
+
+    def note(
+        self, confidences: Sequence[float], accepted: int, rejected: bool, draft_s: float, read_s: float, read: int
+    ) -> None:
+        """Record a block.
+
+        Args:
+            confidences: the draft model's probability of each of its tokens.
+            accepted: number of its accepted tokens.
+            rejected: whether the target rejected the next token.
+            draft_s, read_s: seconds to draft and to read the block.
+            read: tokens that the target read, uncached context included.
+        """
+        for confidence in confidences[:accepted]:
+            self._survival[bisect_right(EDGES, confidence)].note(True)
+            self._next.note(True)
+        if rejected and accepted < len(confidences):
+            self._survival[bisect_right(EDGES, confidences[accepted])].note(False)
+            self._next.note(False)
+        self._draft.note(draft_s, len(confidences))
+        self._reads.note(read, read_s)
+        costs = self.costs
+        assert costs is not None
+        # A long prompt is not part of the pace.
+        self._pace.note(draft_s + costs.forward_s + costs.read_s * len(confidences), accepted + rejected, _PACES)
+        self._last_pause, self.pause = self._next_pause(costs)
+
+    def note_alone(self, seconds: float, tokens: int) -> None:
+        """Record tokens that the target wrote alone."""
+        self._alone.note(seconds, tokens, _PACES)
+        self.pause = 0
+
+    def _next_pause(self, costs: Costs) -> tuple[int, int]:
+        """Return the length of the last pause and of the next one: twice as long each time that drafts do not pay."""
+        alone = self._alone.value or costs.forward_s + costs.read_s
+        if self._pace.value <= alone:
+            return 0, 0
+        pause = min(max(_FIRST_PAUSE, 2 * self._last_pause), _LONGEST_PAUSE)
+        return pause, pause
+
+
+def _prior() -> list[float]:
+    """Assumed survival of each confidence class before any token: its middle, raised, since most differences between
+    draft and target are harmless."""
+    bounds = [0.0, *EDGES, 1.0]
+    return [((low + high) / 2) ** 0.5 for low, high in zip(bounds, bounds[1:], strict=False)]
