@@ -34,7 +34,7 @@ class GenerationSettings:
     acceptance: Acceptance = "first_failure"
     """"first_failure": accept up to the first prefix below the threshold. "longest": accept the longest prefix that
     reaches the threshold."""
-    exact_tail: bool = True
+    keep_greedy_match: bool = True
     """Use the draft tokens after the accepted cut. The engine accepts tokens up to the first mismatch with the
     target's greedy choice. After it, `parse_infer.speculation.rejected_draft` proposes the remaining tokens. With
     resume "finish" no answer changes (in float32). With "hand_back" the target still writes its own greedy text, but

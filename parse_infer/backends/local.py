@@ -347,7 +347,7 @@ class LocalModelPair:
         self._exact = settings.mode == "exact"
         self._probe_tokens = 0 if self._exact else backend.probe_tokens
         # Whether to accept draft tokens after the cut that equal the target's greedy choice.
-        self._wants_tail = self._exact or (settings.exact_tail and settings.resume_sampling.greedy)
+        self._wants_tail = self._exact or (settings.keep_greedy_match and settings.resume_sampling.greedy)
         self._drafts = backend.uses_draft(request, drafter)
 
     def max_draft_tokens(self) -> int:

@@ -184,7 +184,7 @@ class ModelOptions:
             "draft_url": self.draft_url or (),
             "local_draft": self.local_draft,
             "api_key": self.server_key,
-            "tell": progress,
+            "on_progress": progress,
         }
 
     @property

@@ -40,7 +40,7 @@ def generate(
     max_rounds: Annotated[
         int | None, typer.Option(min=1, help="With hand_back: maximum number of drafts of an answer; default: 32.")
     ] = None,
-    exact_tail: Annotated[
+    keep_greedy_match: Annotated[
         bool,
         typer.Option(help="After the accepted cut, also keep draft tokens that equal the target's greedy choice."),
     ] = True,
@@ -83,7 +83,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         mode=mode,  # type: ignore[arg-type]
         acceptance=acceptance,  # type: ignore[arg-type]
-        exact_tail=exact_tail,
+        keep_greedy_match=keep_greedy_match,
         draft_sampling=Sampling(draft_temperature, top_p, top_k, seed),
         resume_sampling=Sampling(temperature, top_p, top_k, seed),
         stop=tuple(stop or ()),

@@ -116,7 +116,9 @@ class ParseOptions(Body):
     )
     resume: Resume | None = Field(None, description="After a rejected draft, the target writes the rest or a segment.")
     acceptance: Acceptance | None = Field(None, description="Accept up to the first failing or the last valid cut.")
-    exact_tail: bool | None = Field(None, description="Also use draft tokens that equal the target's greedy choice.")
+    keep_greedy_match: bool | None = Field(
+        None, description="Also use draft tokens that equal the target's greedy choice."
+    )
     max_rounds: int | None = Field(None, ge=1, le=1000, description="Draft limit of one answer, with hand_back.")
     adaptive: bool | None = Field(None, description="Let the target answer alone while that measures faster.")
     draft_temperature: float | None = Field(None, ge=0, le=2, description="Default: temperature.")
@@ -223,7 +225,7 @@ class AnswerBody(Body):
         if self.seed is not None and choice:
             sampling = replace(sampling, seed=seed_of(self.seed, choice))
         drafts = sampling.temperature if options.draft_temperature is None else options.draft_temperature
-        kept = ("threshold", "risk", "mode", "resume", "acceptance", "exact_tail", "max_rounds", "adaptive")
+        kept = ("threshold", "risk", "mode", "resume", "acceptance", "keep_greedy_match", "max_rounds", "adaptive")
         given = {name: value for name in kept if (value := getattr(options, name)) not in (None, "target")}
         with value_errors_as_400():
             return GenerationSettings(

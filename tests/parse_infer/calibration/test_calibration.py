@@ -365,7 +365,7 @@ def test_requests_go_by_the_promise(engine: ParseEngine, make_engine, tmp_path: 
         ({"draft_text": "4"}, "risk and draft_text were both given"),
         ({"resume": "hand_back"}, "risk and resume were both given"),
         ({"mode": "exact"}, "risk and mode were both given"),
-        ({"exact_tail": False}, "risk and exact_tail were both given"),
+        ({"keep_greedy_match": False}, "risk and keep_greedy_match were both given"),
         ({"resume_sampling": Sampling(0.7)}, "covers greedy answers only"),
         ({"max_new_tokens": 8}, "covers answers of up to 30 tokens and max_new_tokens is 8"),
     ]:

@@ -187,7 +187,7 @@ def test_rivals_get_the_guesses_that_parse_gets(engine, make_model):
         assert isinstance(drafters[name], DraftModelProposer), name
     # They are used: with nothing accepted, the target writes everything, and needs fewer forwards for it.
     forwards = {}
-    for mode in make(engine, "parse", "parse+none", threshold=1.1, exact_tail=False):
+    for mode in make(engine, "parse", "parse+none", threshold=1.1, keep_greedy_match=False):
         forwards[mode.name] = sum(timed(engine, mode, p.prompt)[0].stats.target_forwards for p in PROBLEMS)
     assert forwards["parse"] < forwards["parse+none"]
 
@@ -280,7 +280,7 @@ def test_wrong_sizes_of_assisted_generation_are_named(name):
 
 
 def test_a_mode_may_say_what_follows_a_rejected_draft(engine):
-    settings = GenerationSettings(max_new_tokens=24, threshold=1.0, resume="finish", exact_tail=False)
+    settings = GenerationSettings(max_new_tokens=24, threshold=1.0, resume="finish", keep_greedy_match=False)
     names = ("parse", "parse:finish", "parse:hand_back", "parse:hand_back+none")
     modes = make_modes(engine, names, settings)
     rounds = {mode.name: timed(engine, mode, PROBLEMS[0].prompt)[0].stats.rounds for mode in modes}

@@ -230,7 +230,7 @@ def test_parse_options_are_the_engines(served):
 
     draft = "The answer is 4."
     for parse, own in [
-        ({"threshold": 1.01, "exact_tail": False}, generate(threshold=1.01, exact_tail=False)),
+        ({"threshold": 1.01, "keep_greedy_match": False}, generate(threshold=1.01, keep_greedy_match=False)),
         ({"mode": "exact"}, generate(mode="exact")),
         ({"resume": "hand_back", "max_rounds": 2}, generate(resume="hand_back", max_rounds=2)),
         ({"draft_text": draft, "threshold": 0}, generate(draft_text=draft, threshold=0)),
