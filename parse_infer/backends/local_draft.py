@@ -23,7 +23,7 @@ import torch
 from parse_infer.backends.retries import Unavailable
 from parse_infer.models.batch_decoder import Batch, BatchDecoder, Row, Run
 from parse_infer.models.loading import LanguageModel
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 
 _ROWS = 64  # batch size
 _PIECE = 16  # tokens per piece: each piece wakes the event loop

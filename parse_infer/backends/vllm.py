@@ -123,8 +123,8 @@ def connect_backend(
 class VLLMBackend:
     """A stateless `Backend`: any number of engines may share the servers.
 
-    Answers equal those of a `LocalBackend` with `keep_greedy_match=False`, up to the servers' rounding. Sampled answers
-    use other random numbers.
+    Answers equal those of a `LocalBackend` with `keep_greedy_match=False`, up to the servers' rounding. Sampled
+    answers use other random numbers.
 
     Args:
         target: the target's servers and judge.

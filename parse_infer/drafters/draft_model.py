@@ -10,8 +10,9 @@ from parse_infer.errors import PromptError
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.models.loading import LanguageModel, same_tokenizer
 from parse_infer.models.prompts import Prompt
-from parse_infer.models.sampling import Sampling
+from parse_infer.models.sampling import random_generator
 from parse_infer.models.tokenizer_spec import TokenizerSpec
+from parse_infer.sampling import Sampling
 from parse_infer.speculation.decode import speculative_decode
 from parse_infer.speculation.proposer import TokenProposer
 
@@ -59,7 +60,7 @@ class ModelDrafter:
             return Draft([])
         decoder = self.draft.decoder
         decoder.seek(writing.context)
-        generator = self._sampling.generator(decoder.device, "draft", self._round)
+        generator = random_generator(self._sampling, decoder.device, "draft", self._round)
         for token in speculative_decode(
             decoder, self.token_drafter, writing.remaining_tokens, self._sampling, generator
         ):

@@ -10,7 +10,7 @@ import torch
 from parse_infer.answer import Answer
 from parse_infer.engine import ParseEngine
 from parse_infer.models.decoder import Decoder
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from parse_infer.settings import GenerationSettings
 from parse_infer.speculation.registry import load_token_drafter
 from tests.parse_infer.language_models import language_model

@@ -20,7 +20,7 @@ from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.growing_kv_cache import GrowingKVCache
 from parse_infer.models.prompts import Verbatim
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from parse_infer.settings import GenerationSettings
 from parse_infer.speculation.registry import load_token_drafter
 from tests.parse_infer.language_models import (

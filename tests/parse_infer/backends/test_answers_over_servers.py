@@ -22,8 +22,8 @@ from parse_infer.judge.head import ValidityHead
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models import tokenizer_spec
 from parse_infer.models.fingerprint import describe_target
-from parse_infer.models.sampling import Sampling
 from parse_infer.output import Generation
+from parse_infer.sampling import Sampling
 from parse_infer.serve.loop_runner import LoopRunner
 from parse_infer.settings import GenerationSettings
 from tests.parse_infer.backends.conftest import CUTS

@@ -13,7 +13,7 @@ from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.retries import Unavailable
 from parse_infer.backends.server_pair import server_settings
 from parse_infer.models.batch_decoder import Batch, BatchDecoder
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from tests.parse_infer.backends.conftest import Connect
 
 GREEDY = Sampling()

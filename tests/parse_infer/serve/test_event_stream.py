@@ -21,8 +21,8 @@ from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPo
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Done
 from parse_infer.models.prompts import Verbatim
-from parse_infer.models.sampling import Sampling, seed_of
 from parse_infer.output import Generation
+from parse_infer.sampling import Sampling, seed_of
 from parse_infer.serve.app import create_app
 from parse_infer.serve.protocol.chat import ChatCompletion
 from parse_infer.serve.protocol.completion import Completion
