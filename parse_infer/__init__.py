@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from parse_infer.judge.zero_shot import ZeroShotJudge
     from parse_infer.models.decoder import Decoder
     from parse_infer.models.prompts import Verbatim
-    from parse_infer.models.sampling import Sampling
     from parse_infer.output import Generation, Score, Span, Statistics
+    from parse_infer.sampling import Sampling
     from parse_infer.settings import GenerationSettings
 
 _MODULES = {
@@ -34,7 +34,7 @@ _MODULES = {
     "GenerationSettings": "settings",
     "ParseEngine": "engine",
     "ParseError": "errors",
-    "Sampling": "models.sampling",
+    "Sampling": "sampling",
     "Score": "output",
     "Segmenter": "judge.cuts",
     "Span": "output",

@@ -19,7 +19,7 @@ EXTRAS = {
     "wandb": "train",
     "lm_eval": "eval",
     "gguf": "gguf",
-    "aiohttp": "coordinator",
+    "aiohttp": "vllm-client",
     "fastapi": "serve",
     "prometheus_client": "serve",
     "pydantic": "serve",

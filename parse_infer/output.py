@@ -15,7 +15,7 @@ failed on the draft; the target's servers run another adapter."""
 @dataclass(frozen=True)
 class Span:
     """Text from one source. A draft span is one accepted segment, with the validity of its cut. `validity` is None for
-    the exact tail, for mode "exact" and for the target's text."""
+    the greedy match, for mode "exact" and for the target's text."""
 
     text: str
     source: Source

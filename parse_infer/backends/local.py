@@ -28,6 +28,7 @@ from parse_infer.loop import PairWrapper, run_sync, speculate
 from parse_infer.models.environment import describe_machine
 from parse_infer.models.loading import LanguageModel, find_model, load_language_model
 from parse_infer.models.names import resolve
+from parse_infer.models.sampling import random_generator
 from parse_infer.models.token_map import token_map
 from parse_infer.output import Source
 from parse_infer.provenance import describe_drafter, describe_models
@@ -324,7 +325,7 @@ class LocalBackend:
         consumer's work is not timed."""
         sampling, decoder = request.sampling, model.decoder
         # Each role and round has its own random numbers, so that the noise behind a rejected token is not reused.
-        generator = sampling.generator(decoder.device, role, round)
+        generator = random_generator(sampling, decoder.device, role, round)
         field = "resume_s" if model is self.target else "draft_s"
         answer = request.answer
         while answer.remaining_tokens > 0:  # one decode until `min_tokens`, then one up to each end token
@@ -351,7 +352,7 @@ class LocalModelPair:
         self._exact = settings.mode == "exact" or self.threshold > 1
         self._probe_tokens = 0 if self._exact else backend.probe_tokens
         # Whether to accept draft tokens after the cut that equal the target's greedy choice.
-        self._wants_tail = self._exact or (settings.exact_tail and settings.resume_sampling.greedy)
+        self._wants_tail = self._exact or (settings.keep_greedy_match and settings.resume_sampling.greedy)
         self._drafts = backend.uses_draft(request, drafter)
         self._blocks = settings.block_tokens if isinstance(drafter, ModelDrafter) else None
         self._length = backend.block_length

@@ -23,7 +23,7 @@ import torch
 from parse_infer.backends.retries import Unavailable
 from parse_infer.models.batch_decoder import Batch, BatchDecoder, Row, Run
 from parse_infer.models.loading import LanguageModel
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 
 _ROWS = 64  # batch size
 _PIECE = 16  # tokens per piece: each piece wakes the event loop
@@ -50,7 +50,7 @@ class _Job:
     wanted: bool = True
     sent: int = 0
 
-    def tell(self, piece: list[int] | Exception | None) -> None:
+    def put(self, piece: list[int] | Exception | None) -> None:
         with suppress(RuntimeError):  # its event loop has ended
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
 
@@ -122,7 +122,7 @@ class LocalDraft:
                 writing = self._step(batch, writing, waiting)
             except Exception as error:  # such as out of memory: the next drafts may fit
                 for job in [*(job for job, _ in writing), *waiting]:
-                    job.tell(error)
+                    job.put(error)
                 batch, writing = self._decoder.batch(), []
                 waiting.clear()
 
@@ -139,10 +139,10 @@ class LocalDraft:
         for job, run in writing:
             run.ended = run.ended or run.written[-1] in job.end_ids or not job.wanted
             if run.ended or len(run.written) - job.sent >= _PIECE:
-                job.tell(run.written[job.sent :])
+                job.put(run.written[job.sent :])
                 job.sent = len(run.written)
             if run.ended:
-                job.tell(None)
+                job.put(None)
         if len(batch.free) > _FREE * len(batch.runs):
             batch.compact()
         return [(job, run) for job, run in writing if not run.ended]

@@ -26,10 +26,10 @@ from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import ServerError
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.loop import may_hand_back
-from parse_infer.models.sampling import Sampling, seed_of
 from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_infer.output import Fallback
 from parse_infer.request import Request
+from parse_infer.sampling import Sampling, seed_of
 from parse_infer.vllm_plugin.validity_requests import Questions
 
 log = logging.getLogger("parse_infer.backends")

@@ -96,7 +96,7 @@ class Supervisor:
 
     Args:
         servers: role, command and environment of each server.
-        tell: called with progress lines.
+        on_progress: called with progress lines.
         logs: folder for logs; None: a temporary folder, kept only after a failure.
 
     Attributes:
@@ -106,7 +106,7 @@ class Supervisor:
     def __init__(
         self,
         servers: Sequence[tuple[str, Sequence[str], Mapping[str, str]]],
-        tell: Callable[[str], None] = lambda line: None,
+        on_progress: Callable[[str], None] = lambda line: None,
         logs: Path | None = None,
     ) -> None:
         self._temporary = logs is None
@@ -116,7 +116,7 @@ class Supervisor:
             Process(role, command, logs / f"{role}-{n}.log", environment)
             for n, (role, command, environment) in enumerate(servers)
         ]
-        self._tell = tell
+        self._on_progress = on_progress
         self._failure: str | None = None
         self._stopping = threading.Event()
         atexit.register(self.stop)
@@ -139,7 +139,7 @@ class Supervisor:
                     self._check(process, time.monotonic() - begun, ready_s)
                 if waiting:
                     names = ", ".join(process.role for process in waiting)
-                    self._tell(f"starting vLLM: {names} ({time.monotonic() - begun:.0f} s)")
+                    self._on_progress(f"starting vLLM: {names} ({time.monotonic() - begun:.0f} s)")
                     time.sleep(0.5)
         except BaseException as error:
             self._temporary = self._temporary and not isinstance(error, OSError)  # the message names a log
@@ -185,7 +185,7 @@ class Supervisor:
                 if len(process.started) > _RESTARTS:
                     self._failure = f"the {process.role} server died {_RESTARTS} times: {process.why()}"
                     continue
-                self._tell(f"the {process.role} server died; restarting it")
+                self._on_progress(f"the {process.role} server died; restarting it")
                 process.start()
 
 

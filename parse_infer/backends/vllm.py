@@ -57,7 +57,7 @@ def connect_backend(
     target_options: Mapping[str, Any] | None = None,
     draft_options: Mapping[str, Any] | None = None,
     expected: GenerationSettings | None = None,
-    tell: Callable[[str], None] = lambda line: None,
+    on_progress: Callable[[str], None] = lambda line: None,
 ) -> VLLMBackend:
     """Connect to servers, or start them; the arguments of `ParseEngine.from_pretrained` with backend="vllm".
 
@@ -73,7 +73,7 @@ def connect_backend(
             the CPU of this machine.
         parallel: number of concurrent answers in `generate` and `collect`.
         expected: settings of future requests; errors in them are raised before a server starts.
-        tell: called with progress lines about starting servers.
+        on_progress: called with progress lines about starting servers.
         api_key: API key of all servers; None: the environment variable VLLM_API_KEY, as in vLLM.
         patience_s: how long a request waits while no replica is healthy. None: 2 minutes; for started servers, the
             time that a restart may take.
@@ -98,7 +98,7 @@ def connect_backend(
         api_key=api_key or os.environ.get("VLLM_API_KEY"),
         patience_s=patience_s,
         expected=expected,
-        tell=tell,
+        on_progress=on_progress,
     )
     backend = VLLMBackend(
         parts.target,
@@ -123,8 +123,8 @@ def connect_backend(
 class VLLMBackend:
     """A stateless `Backend`: any number of engines may share the servers.
 
-    Answers equal those of a `LocalBackend` with `exact_tail=False`, up to the servers' rounding. Sampled answers use
-    other random numbers.
+    Answers equal those of a `LocalBackend` with `keep_greedy_match=False`, up to the servers' rounding. Sampled
+    answers use other random numbers.
 
     Args:
         target: the target's servers and judge.

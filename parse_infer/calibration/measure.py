@@ -25,8 +25,8 @@ from parse_infer.errors import CalibrationError
 from parse_infer.held_out import leave_out_learnt
 from parse_infer.models.environment import describe_run
 from parse_infer.models.prompts import Prompt
-from parse_infer.models.sampling import Sampling
 from parse_infer.record_store import RecordStore
+from parse_infer.sampling import Sampling
 from parse_infer.settings import GenerationSettings, Resume
 
 SAMPLE_TEMPERATURE = 0.7  # of the target's samples for a majority answer

@@ -170,7 +170,7 @@ def resolve_risk(settings: GenerationSettings, calibration: Calibration | None) 
             f"risk is {risk}, but this engine has no calibration: run `parse-infer calibrate`, "
             "and name its calibration.json"
         )
-    for name in (*(f.name for f in fields(OperatingPoint)), "mode", "exact_tail"):
+    for name in (*(f.name for f in fields(OperatingPoint)), "mode", "keep_greedy_match"):
         if getattr(settings, name) != getattr(GenerationSettings(), name):
             raise CalibrationError(f"risk and {name} were both given: a promise chooses its own {name}")
     if not (settings.draft_sampling.greedy and settings.resume_sampling.greedy):

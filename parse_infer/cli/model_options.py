@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from parse_infer.cli.expand import KIND, expand_parameter
 from parse_infer.cli.options import Device, Dtype, check_device, check_dtype, read_pairs
+from parse_infer.cli.setting_options import option_of
 from parse_infer.errors import ParseError
 from parse_infer.suggest import suggestion
 
@@ -30,12 +32,7 @@ PAIR_NAMES = {"tiny": "zoo:target", "smollm2": "zoo:smollm2"}
 class ModelOptions:
     """Models of a command and how they are loaded. Defaults exist only for the embedded targets."""
 
-    threshold: Annotated[
-        float | None,
-        typer.Option(
-            help="Accept a prefix whose validity is at least this; above 1 accepts nothing. Default: the adapter's."
-        ),
-    ] = None
+    threshold: Annotated[float | None, option_of("threshold")] = None
     target: Annotated[
         str | None,
         typer.Option(help="Hugging Face id, folder, GGUF file, smollm2, zoo:target (the default) or zoo:smollm2."),
@@ -184,7 +181,7 @@ class ModelOptions:
             "draft_url": self.draft_url or (),
             "local_draft": self.local_draft,
             "api_key": self.server_key,
-            "tell": progress,
+            "on_progress": progress,
         }
 
     @property
@@ -263,22 +260,12 @@ def of_pair(models: ModelOptions, pair: str) -> ModelOptions:
     return replace(models, target=PAIR_NAMES[pair])
 
 
-def with_models(**fixed: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_models(**fixed: Any) -> Callable[..., Any]:
     """Replace a command's parameter `models: ModelOptions` by one option per field that is not in `fixed`."""
     hints = get_type_hints(ModelOptions, include_extras=True)
-    offered = [f for f in fields(ModelOptions) if f.name not in fixed]
-
-    def expand(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def run(**values: Any) -> None:
-            chosen = {f.name: values.pop(f.name) for f in offered}
-            command(**values, models=ModelOptions(**chosen, **fixed))
-
-        signature, kind = inspect.signature(command, eval_str=True), inspect.Parameter.KEYWORD_ONLY
-        parameters = [p.replace(kind=kind) for p in signature.parameters.values() if p.name != "models"]
-        parameters += [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in offered]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        return run
-
-    return expand
+    offered = [
+        inspect.Parameter(f.name, KIND, default=f.default, annotation=hints[f.name])
+        for f in fields(ModelOptions)
+        if f.name not in fixed
+    ]
+    return expand_parameter("models", offered, functools.partial(ModelOptions, **fixed))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from parse_infer.cli.setting_options import option_of
 from parse_infer.errors import ParseError
 
 if TYPE_CHECKING:
@@ -22,19 +23,9 @@ TaskName = Annotated[str, typer.Option(help="gsm_symbolic, gsm8k, reasoning_gym,
 TaskOptions = Annotated[
     list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task, such as path=…; repeatable.")
 ]
-MaxNewTokens = Annotated[int, typer.Option(help="Token limit of an answer, end token included.")]
-Resume = Annotated[
-    str | None,
-    typer.Option(
-        metavar="finish|hand_back",
-        help="After a rejected draft, the target writes the rest (finish) or one segment (hand_back); default: the "
-        "engine's.",
-    ),
-]
-Adaptive = Annotated[
-    bool | None,
-    typer.Option(help="Let the target answer alone while that measures faster; default: on for --backend vllm."),
-]
+MaxNewTokens = Annotated[int, option_of("max_new_tokens")]
+Risk = Annotated[float | None, option_of("risk")]
+Adaptive = Annotated[bool | None, option_of("adaptive")]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 

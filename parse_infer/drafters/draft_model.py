@@ -15,9 +15,10 @@ from parse_infer.errors import PromptError
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.models.loading import LanguageModel, same_tokenizer
 from parse_infer.models.prompts import Prompt
-from parse_infer.models.sampling import Sampling, distribution, draw
+from parse_infer.models.sampling import distribution, draw, random_generator
 from parse_infer.models.token_map import TokenMap, token_map
 from parse_infer.models.tokenizer_spec import TokenizerSpec
+from parse_infer.sampling import Sampling
 from parse_infer.speculation.decode import speculative_decode
 from parse_infer.speculation.proposer import TokenProposer
 
@@ -66,7 +67,7 @@ class ModelDrafter:
             return Draft([])
         decoder = self.draft.decoder
         decoder.seek(writing.context)
-        generator = self._sampling.generator(decoder.device, "draft", self._round)
+        generator = random_generator(self._sampling, decoder.device, "draft", self._round)
         for token in speculative_decode(
             decoder, self.token_drafter, writing.remaining_tokens, self._sampling, generator
         ):
@@ -101,7 +102,7 @@ class ModelDrafter:
             if sampling.greedy:
                 token = probabilities.argmax()
             else:  # random numbers of each place, so that an answer does not depend on where its blocks end
-                generator = sampling.generator(decoder.device, "draft", start + writing.n)
+                generator = random_generator(sampling, decoder.device, "draft", start + writing.n)
                 token = draw(probabilities, generator)
             found = torch.stack([token.to(probabilities.dtype), probabilities[token]])
             chosen, confidence = found.tolist()  # the only device synchronisation

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from parse_infer.models.prompts import Prompt
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 
 
 @dataclass(frozen=True)

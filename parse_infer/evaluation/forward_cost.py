@@ -30,8 +30,8 @@ from parse_infer.models.environment import free_memory
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_config
 from parse_infer.models.names import resolve
-from parse_infer.models.sampling import Sampling
 from parse_infer.models.timing import Step, measure
+from parse_infer.sampling import Sampling
 from parse_infer.speculation.decode import read_tree
 from parse_infer.speculation.eagle import EagleDrafter
 from parse_infer.speculation.eagle_head import EagleConfig, EagleHead

@@ -124,7 +124,7 @@ def run_clients(
     folder: str | Path,
     settings: GenerationSettings,
     about: Mapping[str, Any],
-    tell: Callable[[str], None] = lambda line: None,
+    on_progress: Callable[[str], None] = lambda line: None,
     turns: int = 1,
     together: bool = True,
 ) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def run_clients(
                     up.clear()
                 up[str(server)] = servers.enter_context(connect(*server))
             engine = up[str(server)]
-            tell(f"{_label(mode)}, {n} clients" + (f", turn {turn + 1} of {turns}" if turns > 1 else ""))
+            on_progress(f"{_label(mode)}, {n} clients" + (f", turn {turn + 1} of {turns}" if turns > 1 else ""))
             if (mode, n) not in warm:
                 engine.backend.run(_measure(engine, mode, n, turn, problems[: 2 * n], check, settings))
                 warm.add((mode, n))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from parse_infer.acceptance import check_threshold
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
+from parse_infer.evaluation.excluded_settings import NOT_MEASURED
 from parse_infer.evaluation.figure import draw_figure
 from parse_infer.evaluation.mode_names import DEFAULT_MODES, DRAFTING, SWEPT, check_modes
 from parse_infer.evaluation.modes import BenchProblem, Mode, make_modes, problems_digest, read_draft, timed
@@ -29,7 +30,7 @@ from parse_infer.files import write_text
 from parse_infer.held_out import leave_out_learnt
 from parse_infer.models.environment import describe_run
 from parse_infer.record_store import RecordStore
-from parse_infer.settings import GenerationSettings, Resume
+from parse_infer.settings import GenerationSettings
 
 THRESHOLDS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99)
 
@@ -39,13 +40,10 @@ class BenchSettings:
     """Settings of a benchmark; a continued run must have the same."""
 
     modes: tuple[str, ...] = DEFAULT_MODES
-    max_new_tokens: int = GenerationSettings.max_new_tokens
-    threshold: float | None = None
-    """Threshold of the trained judge; None: the adapter's own."""
+    generation: GenerationSettings = field(default_factory=GenerationSettings)
+    """Settings of the answers. `max_new_tokens` applies to all modes, the others to PARSE with the trained judge."""
     zero_shot_threshold: float | None = None
     """Threshold of the zero-shot judge; None: 0.5."""
-    resume: Resume = GenerationSettings.resume
-    """Resume mode of the PARSE modes; see `GenerationSettings.resume`."""
     thresholds: tuple[float, ...] = THRESHOLDS
     """Thresholds of the figure's sweep; () for none."""
     sweep_limit: int = 100
@@ -58,7 +56,9 @@ class BenchSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "modes", check_modes(self.modes))
         object.__setattr__(self, "thresholds", tuple(sorted({float(t) for t in self.thresholds})))
-        self.generation()  # validates
+        for name, why in NOT_MEASURED.items():
+            if getattr(self.generation, name) != getattr(GenerationSettings(), name):
+                raise ParseError(f"a benchmark does not take {name}: {why}")
         if self.repeats < 1:
             raise ParseError(f"repeats is {self.repeats}; it must be at least 1")
         if self.sweep_limit < 0:
@@ -66,10 +66,6 @@ class BenchSettings:
         for value in (*self.thresholds, self.zero_shot_threshold):
             if value is not None:
                 check_threshold(value)
-
-    def generation(self) -> GenerationSettings:
-        """Greedy settings of every mode."""
-        return GenerationSettings(self.max_new_tokens, self.threshold, resume=self.resume)
 
 
 def run_bench(
@@ -111,7 +107,7 @@ def run_bench(
     modes = make_modes(
         engine,
         settings.modes,
-        settings.generation(),
+        settings.generation,
         zero_shot_threshold=settings.zero_shot_threshold,
         thresholds=settings.thresholds if settings.sweep_limit else (),
     )
@@ -204,12 +200,11 @@ def _run(
 
 def _as_config(settings: BenchSettings) -> dict[str, Any]:
     swept = any(name in SWEPT for name in settings.modes)
+    generation = {name: value for name, value in asdict(settings.generation).items() if name not in NOT_MEASURED}
     return {
         "modes": list(settings.modes),
-        "max_new_tokens": settings.max_new_tokens,
-        "threshold": settings.threshold,
+        **generation,
         "zero_shot_threshold": settings.zero_shot_threshold,
-        "resume": settings.resume,
         "thresholds": list(settings.thresholds) if swept else [],
         "sweep_limit": settings.sweep_limit if swept else 0,
         "repeats": settings.repeats,
@@ -221,4 +216,4 @@ def _chosen(engine: ParseEngine, settings: BenchSettings) -> float | None:
     """The threshold of mode "parse"."""
     if engine.backend.judge is None:
         return None
-    return engine.threshold if settings.threshold is None else settings.threshold
+    return engine.threshold if settings.generation.threshold is None else settings.generation.threshold

@@ -1,7 +1,7 @@
 """Sequential verification, one step at a time, as in SpecReason (arXiv 2504.07891): a baseline of PARSE.
 
 The draft model writes one segment and the target judges it. The target rewrites a rejected segment. Everything else is
-PARSE's: loop, judge, caches, exact tail and token proposers. Only the order differs: one target forward per segment,
+PARSE's: loop, judge, caches, greedy match and token proposers. Only the order differs: one target forward per segment,
 for which the draft model waits.
 """
 

@@ -23,7 +23,8 @@ from parse_infer.models.attention import SPLIT_ATTENTION, layer_masks
 from parse_infer.models.cpu.fast_backbone import FastBackbone
 from parse_infer.models.growing_kv_cache import new_cache
 from parse_infer.models.hidden_capture import HiddenCapture
-from parse_infer.models.sampling import Sampling, choose, without
+from parse_infer.models.sampling import choose, random_generator, without
+from parse_infer.sampling import Sampling
 
 _MOST_RESERVED = 4096  # new tokens; few answers are longer, for any budget
 _TRAILING = 64  # tokens read after a context and dropped again, such as a token tree
@@ -179,7 +180,7 @@ class Decoder:
         """
         sampling = sampling or Sampling()
         if generator is None:
-            generator = sampling.generator(self.device)
+            generator = random_generator(sampling, self.device)
         if max_new_tokens <= 0:
             return
         self.reserve(len(self.ids), max_new_tokens)

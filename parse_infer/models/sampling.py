@@ -2,80 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import Tensor
 
 from parse_infer.errors import SettingsError
-
-_GREEDY = 1e-5  # lower temperatures would overflow the logits
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+from parse_infer.sampling import Sampling, seed_of
 
 
-def _is_whole(value: object) -> bool:
-    return _is_finite(value) and int(value) == value  # type: ignore[call-overload]
+def random_generator(sampling: Sampling, device: torch.device, *purpose: object) -> torch.Generator | None:
+    """Create a generator on `device` for one purpose (a role, a round); None without a seed.
 
-
-def seed_of(*parts: object) -> int:
-    """Return a 63-bit seed that depends on the text of all parts."""
-    digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling settings of one decode.
-
-    Attributes:
-        temperature: divisor of the logits; 0, or a value below 1e-5 as in vLLM, is greedy.
-        top_p: keep the smallest set of most likely tokens with at least this total probability; 1 keeps all.
-        top_k: keep this many most likely tokens; 0 keeps all.
-        seed: seed of all random numbers; None uses PyTorch's global generator.
-
-    Raises:
-        ValueError: a value outside its range.
+    Each purpose gets its own random numbers, so that two models do not draw with the same noise.
     """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        if not _is_finite(self.temperature) or self.temperature < 0:
-            raise SettingsError(
-                f"temperature must be a finite number of at least 0 (0 is greedy), not {self.temperature!r}"
-            )
-        if not _is_finite(self.top_p) or not 0 < self.top_p <= 1:
-            raise SettingsError(f"top_p must be a number above 0 and at most 1, not {self.top_p!r}")
-        if not _is_whole(self.top_k) or self.top_k < 0:
-            raise SettingsError(f"top_k must be a whole number of at least 0 (0 keeps all tokens), not {self.top_k!r}")
-        object.__setattr__(self, "top_k", int(self.top_k))
-        if self.seed is not None:
-            if not _is_whole(self.seed) or not -(2**63) <= self.seed < 2**63:
-                raise SettingsError(f"seed must be a whole number of at most 63 bits or None, not {self.seed!r}")
-            object.__setattr__(self, "seed", int(self.seed))
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature < _GREEDY
-
-    def generator(self, device: torch.device, *purpose: object) -> torch.Generator | None:
-        """Create a generator on `device` for one purpose (a role, a round); None without a seed.
-
-        Each purpose gets its own random numbers, so that two models do not draw with the same noise.
-        """
-        if self.seed is None:
-            return None
-        return torch.Generator(device).manual_seed(seed_of(self.seed, *purpose) if purpose else self.seed)
+    if sampling.seed is None:
+        return None
+    return torch.Generator(device).manual_seed(seed_of(sampling.seed, *purpose) if purpose else sampling.seed)
 
 
 def without(logits: Tensor, banned: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from parse_infer.errors import PromptError
 from parse_infer.models.prompts import Prompt, RenderedPrompt, Verbatim, end_of_turn, render_prompt
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 
 
 class TokenizerSpec(ABC):

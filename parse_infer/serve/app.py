@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from parse_infer.calibration.schema import resolve_risk
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from parse_infer.serve import errors
 from parse_infer.serve.admission import AdmissionQueue, Limits
 from parse_infer.serve.errors import ApiError, ErrorBody

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import Send
 
 from parse_infer.calibration.schema import promised
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from parse_infer.serve.admission import AdmissionQueue
 from parse_infer.serve.cancellable_response import CancellableResponse
 from parse_infer.serve.errors import ApiError, unknown_field

@@ -45,9 +45,9 @@ class LoopRunner(TokenizerService):
     def gauges(self) -> Mapping[str, tuple[str, Callable[[], float]]]:
         found: dict[str, tuple[str, Callable[[], float]]] = {}
         for role, servers in self._engine.backend.servers.items():
-            found[f"parse_{role}_servers_well"] = f"Healthy replicas of the {role} model.", servers.count
+            found[f"parse_{role}_servers_healthy"] = f"Healthy replicas of the {role} model.", servers.count
         text = "Healthy replicas of the target that run the engine's adapter."
-        found["parse_target_servers_judging"] = (
+        found["parse_target_servers_with_judge"] = (
             text,
             partial(self._engine.backend.servers["target"].count, judging=True),
         )

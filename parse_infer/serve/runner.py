@@ -10,7 +10,7 @@ from parse_infer.calibration.schema import Calibration
 from parse_infer.errors import ParseError
 from parse_infer.events import Event
 from parse_infer.models.prompts import Prompt, RenderedPrompt
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from parse_infer.settings import GenerationSettings
 
 

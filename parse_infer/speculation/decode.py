@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from parse_infer.models.decoder import Decoder
-from parse_infer.models.sampling import Sampling, distribution, draw, without
+from parse_infer.models.sampling import distribution, draw, random_generator, without
+from parse_infer.sampling import Sampling
 from parse_infer.speculation.proposer import ROOT, TokenProposer, TokenTree
 from parse_infer.speculation.tree import branches
 
@@ -52,7 +53,7 @@ def speculate(
     """
     sampling = sampling or Sampling()
     if generator is None:
-        generator = sampling.generator(decoder.device)
+        generator = random_generator(sampling, decoder.device)
     remaining, banned = max_new_tokens, decoder.token_index(banned_ids)
     decoder.reserve(len(decoder.ids), remaining)
     # The first token needs no speculation if its logits are known, as after a verification pass.

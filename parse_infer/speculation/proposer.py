@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 
 ROOT = -1
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from parse_infer.models.decoder import Trailing
-from parse_infer.models.sampling import Sampling, distribution, draw
+from parse_infer.models.sampling import distribution, draw
+from parse_infer.sampling import Sampling
 from parse_infer.speculation.proposer import ROOT, TokenTree
 
 

@@ -115,7 +115,7 @@ def test_the_local_engine_tells_what_was_kept(make_engine, monkeypatch, threshol
     engine, told = make_engine(), []
     monkeypatch.setattr(engine.controller, "note", lambda *_, kept=0: told.append(kept))
     found = engine.generate(
-        "Tom has 5 apples.", max_new_tokens=20, threshold=threshold, exact_tail=False, adaptive=True
+        "Tom has 5 apples.", max_new_tokens=20, threshold=threshold, keep_greedy_match=False, adaptive=True
     )
     assert found.stats.draft_tokens and told == [None if threshold > 1 else found.stats.accepted_tokens]
 
@@ -216,7 +216,7 @@ def test_each_load_has_its_own_measure():
 
 def test_the_local_engine_gives_up_a_useless_draft(make_engine):
     engine = make_engine()
-    settings = GenerationSettings(20, threshold=1.01, exact_tail=False, adaptive=True)
+    settings = GenerationSettings(20, threshold=1.01, keep_greedy_match=False, adaptive=True)
     controller = engine.controller
     simulate(controller, 2 * MIN_SAMPLES, with_draft=9.0, alone=0.1)
     found = [engine.generate("Tom has 5 apples.", settings) for _ in range(4)]
@@ -253,7 +253,7 @@ def test_lossless_speculation_leaves_nothing_to_choose(make_engine, monkeypatch,
 
 def test_a_stream_that_is_left_open_does_not_count(make_engine):
     engine = make_engine()
-    settings = GenerationSettings(8, threshold=1.01, exact_tail=False, adaptive=True)
+    settings = GenerationSettings(8, threshold=1.01, keep_greedy_match=False, adaptive=True)
     left = engine.stream("Tom has 5 apples.", settings)
     next(left)  # and never again: it gets a draft
     for _ in range(2 * MIN_SAMPLES + 1):

@@ -10,7 +10,7 @@ import torch
 from parse_infer.answer import Answer
 from parse_infer.engine import ParseEngine
 from parse_infer.models.decoder import Decoder
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from parse_infer.settings import GenerationSettings
 from parse_infer.speculation.registry import load_token_drafter
 from tests.parse_infer.language_models import language_model
@@ -78,8 +78,13 @@ def test_above_one_and_exact_are_the_greedy_target_with_the_same_end(engine, cas
     assert alone.token_ids == wanted
     for threshold, mode in ((1.01, "validity"), (1.0, "validity"), (1.01, "exact")):  # no validity reaches 1.0
         for resume in ("finish", "hand_back"):
-            for exact_tail in (True, False):
-                options = {"threshold": threshold, "mode": mode, "resume": resume, "exact_tail": exact_tail}
+            for keep_greedy_match in (True, False):
+                options = {
+                    "threshold": threshold,
+                    "mode": mode,
+                    "resume": resume,
+                    "keep_greedy_match": keep_greedy_match,
+                }
                 ours = engine.generate(PROMPT, settings, **options)
                 assert ours.token_ids == wanted, options
                 assert (ours.text, ours.finish_reason) == (alone.text, alone.finish_reason)

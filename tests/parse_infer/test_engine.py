@@ -20,7 +20,7 @@ from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.growing_kv_cache import GrowingKVCache
 from parse_infer.models.prompts import Verbatim
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from parse_infer.settings import GenerationSettings
 from parse_infer.speculation.registry import load_token_drafter
 from tests.parse_infer.language_models import (
@@ -62,20 +62,22 @@ def partial_threshold(engine: ParseEngine, rule: str = "first_failure", **option
 
 
 @pytest.mark.parametrize("resume", ["finish", "hand_back"])
-@pytest.mark.parametrize("exact_tail", [True, False])
-def test_threshold_above_one_is_the_greedy_target(engine, resume, exact_tail):
+@pytest.mark.parametrize("keep_greedy_match", [True, False])
+def test_threshold_above_one_is_the_greedy_target(engine, resume, keep_greedy_match):
     alone = engine.generate_target(PROMPT, max_new_tokens=40)
-    ours = engine.generate(PROMPT, max_new_tokens=40, threshold=1.01, resume=resume, exact_tail=exact_tail)
+    ours = engine.generate(
+        PROMPT, max_new_tokens=40, threshold=1.01, resume=resume, keep_greedy_match=keep_greedy_match
+    )
     assert ours.token_ids == alone.token_ids and len(ours.token_ids) == 40
     assert ours.text == alone.text and ours.finish_reason == alone.finish_reason
-    if not exact_tail:
+    if not keep_greedy_match:
         assert ours.stats.accepted_tokens == 0
 
 
-@pytest.mark.parametrize("exact_tail", [True, False])
-def test_above_one_hand_back_drafts_no_second_time(engine, exact_tail):
+@pytest.mark.parametrize("keep_greedy_match", [True, False])
+def test_above_one_hand_back_drafts_no_second_time(engine, keep_greedy_match):
     """A second draft would be dropped as well; the first may still guess what the target writes."""
-    settings = GenerationSettings(40, threshold=1.01, exact_tail=exact_tail)
+    settings = GenerationSettings(40, threshold=1.01, keep_greedy_match=keep_greedy_match)
     back, finish = engine.generate(PROMPT, settings, resume="hand_back"), engine.generate(PROMPT, settings)
     assert back.token_ids == finish.token_ids and back.stats == finish.stats, (back.stats, finish.stats)
     exact = engine.generate(PROMPT, settings, resume="hand_back", mode="exact")
@@ -122,7 +124,7 @@ def test_every_architecture_keeps_both_promises(make_model, tokenizer, random_ad
     engine = ParseEngine.from_models(language_model(model, tokenizer), draft, random_adapter(model))
     alone = engine.generate_target(PROMPT, max_new_tokens=20)  # prompt and answer are longer than any sliding window
     for threshold, mode in ((1.5, "validity"), (1.0, "validity"), (1.5, "exact")):  # no validity here reaches 1.0
-        settings = GenerationSettings(20, threshold, mode=mode, resume="hand_back", exact_tail=False)
+        settings = GenerationSettings(20, threshold, mode=mode, resume="hand_back", keep_greedy_match=False)
         ours = engine.generate(PROMPT, settings)
         assert ours.token_ids == alone.token_ids
         assert ours.stats.rounds > 1 or threshold > 1  # an exact draft may be right throughout
@@ -142,14 +144,14 @@ def test_the_target_alone_can_be_watched(engine):
 @pytest.mark.parametrize("at", [0, 1, 7, 25, 30])
 def test_an_interruption_ends_the_work_before_the_next_forward(engine, at):
     """At the prompt, within the draft, and while the target writes; the engine goes on as if nothing had been."""
-    own = engine.generate(PROMPT, max_new_tokens=24, threshold=1.01, exact_tail=False)
+    own = engine.generate(PROMPT, max_new_tokens=24, threshold=1.01, keep_greedy_match=False)
     engine.generate("Another one.", max_new_tokens=4)
     asked = itertools.count()
     before = engine.target.decoder.forwards + engine.draft.decoder.forwards
     with pytest.raises(Interrupted), engine.backend.cancellable(lambda: next(asked) == at):
-        engine.generate(PROMPT, max_new_tokens=24, threshold=1.01, exact_tail=False)
+        engine.generate(PROMPT, max_new_tokens=24, threshold=1.01, keep_greedy_match=False)
     assert engine.target.decoder.forwards + engine.draft.decoder.forwards == before + at
-    again = engine.generate(PROMPT, max_new_tokens=24, threshold=1.01, exact_tail=False)
+    again = engine.generate(PROMPT, max_new_tokens=24, threshold=1.01, keep_greedy_match=False)
     assert again.token_ids == own.token_ids
 
 
@@ -241,7 +243,7 @@ def test_the_target_resumes_behind_the_maximal_valid_prefix(engine, rule):
     draft = engine.generate_draft(PROMPT, max_new_tokens=36 if rule == "longest" else 40).token_ids
     text = engine.target.tokenizer.decode(draft)
     threshold = partial_threshold(engine, rule, draft_text=text, max_new_tokens=50)
-    options = {"max_new_tokens": 50, "exact_tail": False, "acceptance": rule, "threshold": threshold}
+    options = {"max_new_tokens": 50, "keep_greedy_match": False, "acceptance": rule, "threshold": threshold}
     _, verified, accepted, *_, done = engine.stream(PROMPT, draft_text=text, **options)
     kept = maximal_valid_prefix([s.validity for s in verified.segments], threshold, rule)
     cut = sum(s.n_tokens for s in verified.segments[:kept])
@@ -259,8 +261,10 @@ def test_the_rules_differ_where_a_failure_lies_in_the_middle(engine):
     validity = [span.validity for span in done.generation.spans]
     threshold = validity[-1]  # the whole draft holds
     assert min(validity) < threshold
-    first = engine.generate(PROMPT, max_new_tokens=40, threshold=threshold, exact_tail=False)
-    longest = engine.generate(PROMPT, max_new_tokens=40, threshold=threshold, exact_tail=False, acceptance="longest")
+    first = engine.generate(PROMPT, max_new_tokens=40, threshold=threshold, keep_greedy_match=False)
+    longest = engine.generate(
+        PROMPT, max_new_tokens=40, threshold=threshold, keep_greedy_match=False, acceptance="longest"
+    )
     assert first.stats.accepted_tokens < longest.stats.accepted_tokens == 40
 
 
@@ -276,7 +280,7 @@ def test_the_exact_tail_changes_no_token_and_saves_forwards(engine):
     text = own[:38] + ("x" if own[38] != "x" else "y")  # the target's own answer but for its last letter
     threshold = partial_threshold(engine, draft_text=text)
     settings = GenerationSettings(max_new_tokens=40, threshold=threshold)
-    without = engine.generate(PROMPT, settings.override(exact_tail=False), draft_text=text)
+    without = engine.generate(PROMPT, settings.override(keep_greedy_match=False), draft_text=text)
     with_tail = engine.generate(PROMPT, settings, draft_text=text)
     saved = 38 - without.stats.accepted_tokens
     assert 0 < saved < 38 and with_tail.stats.exact_tail_tokens == saved
@@ -309,13 +313,13 @@ def test_the_rejected_rest_of_a_draft_saves_forwards_and_changes_nothing(engine)
 
 
 def test_the_first_resumed_token_costs_no_forward(engine):
-    result = engine.generate(PROMPT, max_new_tokens=30, threshold=1.5, exact_tail=False)
+    result = engine.generate(PROMPT, max_new_tokens=30, threshold=1.5, keep_greedy_match=False)
     assert result.stats.target_forwards == 1 + (30 - 1)  # the pass, then one for each token but the first
 
 
 def test_a_shared_prompt_is_not_prefilled_again(engine):
     prompt = engine.target.render(PROMPT)
-    settings = GenerationSettings(max_new_tokens=24, threshold=1.5, exact_tail=False)
+    settings = GenerationSettings(max_new_tokens=24, threshold=1.5, keep_greedy_match=False)
     probes = 24 // 4 * PROBE_LEN
     for again, context in ((PROMPT, 1), (PROMPT[:-1] + "!", 2)):  # only what differs, and the end of the prompt
         engine.generate(PROMPT, settings)
@@ -326,7 +330,7 @@ def test_a_shared_prompt_is_not_prefilled_again(engine):
 
 
 def test_consecutive_rounds_read_only_what_is_new(engine):
-    settings = GenerationSettings(max_new_tokens=40, threshold=1.0, exact_tail=False, resume="hand_back")
+    settings = GenerationSettings(max_new_tokens=40, threshold=1.0, keep_greedy_match=False, resume="hand_back")
     with TokenCount(engine.target.model) as target, TokenCount(engine.draft.model) as draft:
         events = list(engine.stream(PROMPT, settings))
     prompt = len(engine.target.render(PROMPT))
@@ -378,7 +382,7 @@ def test_the_targets_window_bounds_answer_and_probes(make_engine, threshold):
     room = 20
     engine.target.window = len(engine.target.render(PROMPT)) + room
     with TokenCount(engine.target.model) as target:
-        drafted, *_, done = engine.stream(PROMPT, threshold=threshold, exact_tail=False)
+        drafted, *_, done = engine.stream(PROMPT, threshold=threshold, keep_greedy_match=False)
     assert drafted.n_tokens == room - PROBE_LEN
     assert (len(done.generation.token_ids), done.generation.finish_reason) == (room, "length")
     assert done.generation.token_ids[room - PROBE_LEN :] == greedy(
@@ -456,7 +460,7 @@ def test_a_stop_string_inside_a_text_draft(engine):
 
 
 def test_a_stop_string_across_the_seam(engine):
-    settings = GenerationSettings(max_new_tokens=40, threshold=partial_threshold(engine), exact_tail=False)
+    settings = GenerationSettings(max_new_tokens=40, threshold=partial_threshold(engine), keep_greedy_match=False)
     full = engine.generate(PROMPT, settings)
     seam = full.stats.accepted_tokens
     stop = fresh_substring(full.text, seam)  # three letters of the draft and three of the target
@@ -464,7 +468,7 @@ def test_a_stop_string_across_the_seam(engine):
 
 
 def test_a_stop_string_in_the_resumed_part(engine):
-    settings = GenerationSettings(max_new_tokens=40, threshold=partial_threshold(engine), exact_tail=False)
+    settings = GenerationSettings(max_new_tokens=40, threshold=partial_threshold(engine), keep_greedy_match=False)
     full = engine.generate(PROMPT, settings)
     position = next(
         p for p in range(full.stats.accepted_tokens + 3, 38) if full.text.index(full.text[p - 3 : p + 3]) == p - 3
@@ -476,7 +480,7 @@ def test_a_stop_string_in_the_resumed_part(engine):
 def test_a_stop_string_from_the_target_into_the_next_draft(engine):
     settings = GenerationSettings(max_new_tokens=40, threshold=1.0, resume="hand_back")
     full = engine.generate(PROMPT, settings)
-    assert [span.source for span in full.spans[:2]] == ["draft", "target"], full.spans  # the exact tail, the target
+    assert [span.source for span in full.spans[:2]] == ["draft", "target"], full.spans  # the greedy match, the target
     back = next(i for i in range(1, len(full.spans)) if full.spans[i].source == "draft")
     stop = fresh_substring(full.text, sum(span.n_tokens for span in full.spans[:back]))
     check_stop(engine.generate(PROMPT, settings.override(stop=stop)), full.text, stop)
@@ -484,10 +488,10 @@ def test_a_stop_string_from_the_target_into_the_next_draft(engine):
 
 def test_a_stop_string_in_the_rejected_part_ends_nothing(engine):
     draft = engine.generate_draft(PROMPT, max_new_tokens=40).text
-    full = engine.generate(PROMPT, max_new_tokens=40, threshold=1.5, exact_tail=False)
+    full = engine.generate(PROMPT, max_new_tokens=40, threshold=1.5, keep_greedy_match=False)
     position = next(p for p in range(1, 38) if draft[p - 1 : p + 2] not in full.text)
     result = engine.generate(
-        PROMPT, max_new_tokens=40, threshold=1.5, exact_tail=False, stop=draft[position - 1 : position + 2]
+        PROMPT, max_new_tokens=40, threshold=1.5, keep_greedy_match=False, stop=draft[position - 1 : position + 2]
     )
     assert result.text == full.text and result.finish_reason == "length"
 
@@ -522,7 +526,7 @@ def test_spans_and_events_add_up_to_the_text(make_engine, make_model, tokenizer,
 
 
 def test_hand_back_alternates_by_segments(engine):
-    settings = GenerationSettings(max_new_tokens=30, threshold=1.0, exact_tail=False, resume="hand_back")
+    settings = GenerationSettings(max_new_tokens=30, threshold=1.0, keep_greedy_match=False, resume="hand_back")
     events = list(engine.stream(PROMPT, settings))
     written = [sum(isinstance(e, Resumed) and e.round == r for e in events) for r in range(1, 9)]
     assert written == [4] * 7 + [2]  # the adapter's cut policy: 4 tokens a segment
@@ -531,7 +535,7 @@ def test_hand_back_alternates_by_segments(engine):
 
 
 def test_handing_back_continues_from_the_targets_text(engine):
-    settings = GenerationSettings(max_new_tokens=30, threshold=1.0, exact_tail=False, resume="hand_back")
+    settings = GenerationSettings(max_new_tokens=30, threshold=1.0, keep_greedy_match=False, resume="hand_back")
     answer: list[int] = []
     for event in engine.stream(PROMPT, settings):
         if isinstance(event, Drafted) and event.n_tokens:
@@ -604,11 +608,11 @@ def test_a_rejected_token_is_not_drawn_again_by_the_noise_that_wrote_it(make_eng
 
 
 def test_handing_back_the_target_writes_its_own_greedy_text(engine):
-    """The exact tail may put off when the draft model takes over, and nothing else."""
+    """The greedy match may put off when the draft model takes over, and nothing else."""
     threshold = partial_threshold(engine)
     prompt = engine.target.render(PROMPT)
-    for exact_tail in (True, False):
-        settings = GenerationSettings(60, threshold=threshold, resume="hand_back", exact_tail=exact_tail)
+    for keep_greedy_match in (True, False):
+        settings = GenerationSettings(60, threshold=threshold, resume="hand_back", keep_greedy_match=keep_greedy_match)
         result = engine.generate(PROMPT, settings)
         assert result.stats.rounds > 1
         at = 0
@@ -617,7 +621,7 @@ def test_handing_back_the_target_writes_its_own_greedy_text(engine):
                 ids = result.token_ids[at : at + span.n_tokens]
                 assert ids == greedy(engine, prompt + result.token_ids[:at], span.n_tokens)
             at += span.n_tokens
-        # What the target writes before it hands back ends with a segment; it is longer only behind an exact tail.
+        # What the target writes before it hands back ends with a segment; it is longer only behind a greedy match.
         lengths = [s.n_tokens for s in result.spans[:-1] if s.source == "target"]
         assert all(n <= 4 for n in lengths)
 
@@ -640,7 +644,7 @@ def test_a_segment_is_not_sampled_with_the_same_randomness_again(engine):
 
 
 def test_another_request_ends_an_open_stream(engine):
-    stream = engine.stream(PROMPT, max_new_tokens=20, threshold=1.5, exact_tail=False)
+    stream = engine.stream(PROMPT, max_new_tokens=20, threshold=1.5, keep_greedy_match=False)
     next(event for event in stream if isinstance(event, Resumed))
     alone = engine.generate_target("Other.", max_new_tokens=5)
     with pytest.raises(RuntimeError, match="another request"):
@@ -652,7 +656,7 @@ def test_another_request_ends_an_open_stream(engine):
 @pytest.mark.parametrize("other", ["generate", "stream", "score"])
 def test_another_request_ends_an_open_stream_wherever_it_stands(engine, kind, other):
     """Also one that was only prepared, or a batch in which a later prompt is refused."""
-    settings = GenerationSettings(20, threshold=partial_threshold(engine), resume="hand_back", exact_tail=False)
+    settings = GenerationSettings(20, threshold=partial_threshold(engine), resume="hand_back", keep_greedy_match=False)
     stream = engine.stream(PROMPT, settings)
     next(event for event in stream if isinstance(event, kind))
     if other == "generate":
@@ -682,7 +686,7 @@ def test_the_forwards_of_the_draft_model_count_whatever_it_does(engine):
 
 
 def test_a_dropped_stream_leaves_the_engine_usable(engine):
-    stream = engine.stream(PROMPT, max_new_tokens=20, threshold=1.5, exact_tail=False)
+    stream = engine.stream(PROMPT, max_new_tokens=20, threshold=1.5, keep_greedy_match=False)
     next(event for event in stream if isinstance(event, Resumed))
     stream.close()
     expected = engine.generate_target(PROMPT, max_new_tokens=10).token_ids
@@ -693,7 +697,7 @@ def test_a_dropped_stream_leaves_the_engine_usable(engine):
 @pytest.mark.parametrize("ending", ["close", "collected"])
 def test_a_dropped_stream_waits_for_nobody(engine, ending, adaptive):
     """Another thread holds the models for as long as it likes; an event loop or the garbage collector goes on."""
-    streams = [engine.stream(PROMPT, max_new_tokens=20, threshold=1.5, exact_tail=False, adaptive=adaptive)]
+    streams = [engine.stream(PROMPT, max_new_tokens=20, threshold=1.5, keep_greedy_match=False, adaptive=adaptive)]
     next(event for event in streams[0] if isinstance(event, Resumed))
     working, dropped = Event(), Event()
 
@@ -806,7 +810,7 @@ def test_the_threshold_comes_from_the_adapter_unless_given(make_engine):
     with pytest.raises(ValueError, match="-1"):
         ParseEngine.from_models(*parts, threshold=-1)
     strict = ParseEngine.from_models(*parts, threshold=2.0)
-    assert strict.generate(PROMPT, max_new_tokens=8, exact_tail=False).stats.accepted_tokens == 0
+    assert strict.generate(PROMPT, max_new_tokens=8, keep_greedy_match=False).stats.accepted_tokens == 0
     assert strict.generate(PROMPT, max_new_tokens=8, threshold=0.0).stats.accepted_tokens == 8
 
 
@@ -866,7 +870,7 @@ def test_other_tokens_an_accepted_draft_is_the_draft_models_text(mixed_engine):
 
 def test_other_tokens_handing_back_continues_from_the_targets_text(mixed_engine):
     draft, words = mixed_engine.draft, mixed_engine.draft.tokenizer
-    settings = GenerationSettings(max_new_tokens=16, threshold=1.0, exact_tail=False, resume="hand_back")
+    settings = GenerationSettings(max_new_tokens=16, threshold=1.0, keep_greedy_match=False, resume="hand_back")
     written = ""
     for event in mixed_engine.stream(PROMPT, settings):
         if isinstance(event, Drafted) and event.n_tokens:

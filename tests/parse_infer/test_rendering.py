@@ -12,7 +12,7 @@ from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.models import tokenizer_spec
 from parse_infer.models.prompts import RenderedPrompt, Verbatim
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.settings import GenerationSettings
 from tests.parse_infer.language_models import language_model, printable

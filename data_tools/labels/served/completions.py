@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parse_infer.errors import ParseError
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 
 
 @dataclass(frozen=True)

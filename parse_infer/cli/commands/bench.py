@@ -12,19 +12,23 @@ from rich.console import Console
 
 from parse_infer.cli import options
 from parse_infer.cli.model_options import NO_DRAFTER, ModelOptions, progress, with_models
-from parse_infer.cli.options import given, read_numbers
+from parse_infer.cli.options import read_numbers
 from parse_infer.cli.problems import open_task, take_problems
+from parse_infer.cli.setting_options import with_settings
 from parse_infer.errors import ParseError
+from parse_infer.evaluation.excluded_settings import NOT_MEASURED
+from parse_infer.settings import GenerationSettings
 
 if TYPE_CHECKING:
     from parse_infer.engine import ParseEngine
-    from parse_infer.settings import GenerationSettings
 
 
 # A mode names its own token proposer and judge.
 @with_models(target_drafter=NO_DRAFTER, draft_drafter=None, zero_shot=False, calibration=None)
+@with_settings(without=["threshold", *NOT_MEASURED], max_new_tokens=256)
 def bench(
     models: ModelOptions,
+    settings: GenerationSettings,
     task: options.TaskName = "gsm_symbolic",
     task_option: options.TaskOptions = None,
     split: Annotated[
@@ -34,11 +38,9 @@ def bench(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the problem selection and of the bootstrap.")] = 0,
     modes: Annotated[str | None, typer.Option(metavar="A,B,…", help="Default: the first seven below.")] = None,
     out: Annotated[str, typer.Option(metavar="DIR", help=options.RESULTS_HELP)] = "runs/bench",
-    max_new_tokens: options.MaxNewTokens = 256,
     zero_shot_threshold: Annotated[
         float | None, typer.Option(help="Threshold of the zero-shot judge; default 0.5.")
     ] = None,
-    resume: options.Resume = None,
     thresholds: Annotated[
         str | None, typer.Option(metavar="A,B,…|none", help="Thresholds of the figure; default: 0.05 to 0.99.")
     ] = None,
@@ -92,6 +94,7 @@ def bench(
       parse-infer bench --split validation --modes target,assisted,assisted:tokens=8 --out runs/search
       parse-infer bench --task jsonl --task-option path=problems.jsonl --modes target,parse --out runs/mine
     """
+    settings = settings.override(threshold=models.threshold)
     loaded_task = open_task(task, task_option)
     names = None if modes is None else tuple(name.strip() for name in modes.split(","))
     if models.served:
@@ -100,11 +103,8 @@ def bench(
         problems = take_problems(loaded_task, split, seed, limit)
         name = f"{' '.join([task, *(task_option or ())])}, {split} split, seed {seed}"
         load_modes = names or ("target", "parse", "parse:adaptive")
-        from parse_infer.settings import GenerationSettings
-
-        answered = GenerationSettings(max_new_tokens, models.threshold, **given(resume=resume))
         _bench_clients(
-            models, load_modes, clients or "1,4,16,32", problems, loaded_task.check, out, answered, repeats, name
+            models, load_modes, clients or "1,4,16,32", problems, loaded_task.check, out, settings, repeats, name
         )
         return
     if clients is not None:
@@ -113,29 +113,27 @@ def bench(
     from parse_infer.evaluation.run import THRESHOLDS, BenchSettings, run_bench
     from parse_infer.evaluation.tables import acceptance_note, terminal_tables
 
-    settings = BenchSettings(
+    benchmark = BenchSettings(
         modes=names or DEFAULT_MODES,
-        max_new_tokens=max_new_tokens,
-        threshold=models.threshold,
+        generation=settings,
         zero_shot_threshold=zero_shot_threshold,
         thresholds=THRESHOLDS if thresholds is None else read_numbers(thresholds, "--thresholds"),
         sweep_limit=sweep_limit,
         repeats=repeats,
         seed=seed,
-        **given(resume=resume),
     )
-    needs_draft, needs_judge = needs(settings.modes)
-    if zero_shot_threshold is not None and "parse-zero-shot" not in map(base_of, settings.modes):
+    needs_draft, needs_judge = needs(benchmark.modes)
+    if zero_shot_threshold is not None and "parse-zero-shot" not in map(base_of, benchmark.modes):
         raise ParseError("--zero-shot-threshold is for the mode parse-zero-shot: name it in --modes")
-    check_guides(settings.modes, models.target_name, models.draft_name if needs_draft else None)
+    check_guides(benchmark.modes, models.target_name, models.draft_name if needs_draft else None)
     problems = take_problems(loaded_task, split, seed, limit)
     engine = models.load(needs_draft=needs_draft, needs_judge=needs_judge)
     if modes is None:
-        settings = replace(settings, modes=_possible(DEFAULT_MODES, engine))
+        benchmark = replace(benchmark, modes=_possible(DEFAULT_MODES, engine))
     name = " ".join([task, *(task_option or ())])
     try:
         where = f"{name}, {split} split, seed {seed}"
-        results = run_bench(engine, problems, loaded_task.check, out, settings, task=where)
+        results = run_bench(engine, problems, loaded_task.check, out, benchmark, task=where)
     except KeyboardInterrupt:
         print("interrupted; the same command continues where it stopped", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -7,53 +7,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parse_infer.cli import options
 from parse_infer.cli.model_options import ModelOptions, with_models
-from parse_infer.cli.options import given
+from parse_infer.cli.setting_options import with_settings
 from parse_infer.errors import ParseError
+from parse_infer.settings import GenerationSettings
 
 if TYPE_CHECKING:
     from parse_infer.cli.prompt_rows import PromptRow
 
 
 @with_models()
+@with_settings(without=["threshold"])  # one of the models' options
 def generate(
     models: ModelOptions,
+    settings: GenerationSettings,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; default: --file or standard input.")] = None,
     file: Annotated[
         str | None, typer.Option(help='jsonl with "prompt" (text or messages), "id", "draft"; - is standard input.')
     ] = None,
     draft_text: Annotated[str | None, typer.Option(help="Verify this draft instead of the draft model's.")] = None,
-    risk: Annotated[
-        float | None, typer.Option(help="Largest share of lost requests, by the calibration; replaces --threshold.")
-    ] = None,
-    mode: Annotated[
-        str, typer.Option(metavar="validity|exact", help="exact: keep only the target's greedy tokens (in float32).")
-    ] = "validity",
-    acceptance: Annotated[
-        str,
-        typer.Option(
-            metavar="first_failure|longest", help="Keep the draft up to the first failing cut or the last valid cut."
-        ),
-    ] = "first_failure",
-    resume: options.Resume = None,
-    max_rounds: Annotated[
-        int | None, typer.Option(min=1, help="With hand_back: maximum number of drafts of an answer; default: 32.")
-    ] = None,
-    exact_tail: Annotated[
-        bool,
-        typer.Option(help="After the accepted cut, also keep draft tokens that equal the target's greedy choice."),
-    ] = True,
-    max_new_tokens: options.MaxNewTokens = 512,
-    stop: Annotated[list[str] | None, typer.Option(help="End the answer after this text; repeatable.")] = None,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature of the target; 0 is greedy.")] = 0.0,
-    draft_temperature: Annotated[
-        float, typer.Option(help="Sampling temperature of the draft model; 0 is greedy.")
-    ] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling of both models.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Top-k sampling of both models; 0 keeps all tokens.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Sampling seed.")] = None,
-    adaptive: options.Adaptive = None,
     out: Annotated[
         str | None, typer.Option(help="With --file: folder for records.jsonl; an interrupted run continues there.")
     ] = None,
@@ -75,30 +47,16 @@ def generate(
     """
     from parse_infer.cli.output import answer_file, print_answers, stream_answers
     from parse_infer.cli.prompt_rows import check_prompts
-    from parse_infer.models.sampling import Sampling
-    from parse_infer.settings import GenerationSettings
 
     rows = _prompt_rows(prompt, file, draft_text)
-    settings = GenerationSettings(
-        max_new_tokens=max_new_tokens,
-        mode=mode,  # type: ignore[arg-type]
-        acceptance=acceptance,  # type: ignore[arg-type]
-        exact_tail=exact_tail,
-        draft_sampling=Sampling(draft_temperature, top_p, top_k, seed),
-        resume_sampling=Sampling(temperature, top_p, top_k, seed),
-        stop=tuple(stop or ()),
-        risk=risk,
-        adaptive=adaptive,
-        **given(resume=resume, max_rounds=max_rounds),
-    )
     if out is not None and (file is None or stream):
         raise ParseError("--out is for the answers to a --file, without --stream")
     if out is not None and as_json:
         raise ParseError("--out and --json were both given: records.jsonl in --out has the answers as JSON already")
-    if risk is not None and models.threshold is not None:
+    if settings.risk is not None and models.threshold is not None:
         raise ParseError("--risk and --threshold were both given: the calibration gives the threshold of a risk")
     needs_draft = any(row.draft is None for row in rows)
-    needs_judge = models.served or mode == "validity"  # the vllm backend rejects mode "exact"
+    needs_judge = models.served or settings.mode == "validity"  # the vllm backend rejects mode "exact"
     with models.load(needs_draft=needs_draft, needs_judge=needs_judge, expected=settings) as engine:
         check_prompts(engine.target, rows)
         if out is not None:

@@ -22,10 +22,7 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="Model name in the API; default: the target's name.")
     ] = None,
-    risk: Annotated[
-        float | None,
-        typer.Option(help="Default risk of requests: largest share of lost requests (`parse-infer calibrate`)."),
-    ] = None,
+    risk: options.Risk = None,
     audit: Annotated[
         float, typer.Option(help="Share of answers under a risk that are compared with the target's; 0: none.")
     ] = 0.0,

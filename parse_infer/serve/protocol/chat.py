@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from parse_infer.models.prompts import Chat
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from parse_infer.serve.choice_state import ChoiceState, ParseStatistics
 from parse_infer.serve.protocol.fields import AnswerBody, AtMost1024, AtMost4096, Body, Text, ignored, neutral
 from parse_infer.serve.protocol.usage import Usage

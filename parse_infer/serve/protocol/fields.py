@@ -15,14 +15,15 @@ from pydantic import (
     ModelWrapValidatorHandler,
     PrivateAttr,
     StrictInt,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from parse_infer.acceptance import Acceptance
-from parse_infer.models.sampling import Sampling, seed_of
+from parse_infer.sampling import Sampling, seed_of
 from parse_infer.serve.errors import value_errors_as_400
-from parse_infer.settings import GenerationSettings, Resume
+from parse_infer.setting_fields import setting_fields
+from parse_infer.settings import GenerationSettings
 
 LONGEST_STOP = 1000  # characters
 MOST_CHOICES = 16
@@ -100,25 +101,40 @@ class StreamOptions(Body):
     include_obfuscation: Any = ignored()
 
 
-class ParseOptions(Body):
+# Settings that a request has as fields of OpenAI's or vLLM's API, not under "parse".
+OUTSIDE_PARSE = {
+    "max_new_tokens": ("max_tokens",),
+    "draft_sampling": ("temperature", "top_p", "top_k", "seed"),  # and parse.draft_temperature
+    "resume_sampling": ("temperature", "top_p", "top_k", "seed"),
+    "stop": ("stop",),
+    "stop_token_ids": ("stop_token_ids",),
+    "ignore_eos": ("ignore_eos",),
+    "min_tokens": ("min_tokens",),
+}
+SETTINGS = setting_fields(GenerationSettings)
+ALONE = "target"  # a mode of requests only
+MOST_ROUNDS = 1000
+
+
+def _parse_fields() -> dict[str, Any]:
+    """The fields of `ParseOptions` that are generation settings, with their types, texts and bounds."""
+    found: dict[str, Any] = {}
+    for name, one in SETTINGS.items():
+        if name not in OUTSIDE_PARSE:
+            hint, text, bounds = one.hint, one.help, dict(one.bounds)
+            if name == "mode":
+                hint, text = Literal[(*one.choices, ALONE)], f"{text} {ALONE}: no draft, the target answers alone."
+            elif name == "max_rounds":
+                bounds["le"] = MOST_ROUNDS
+            found[name] = (hint | None, Field(None, description=text, **bounds))
+    return found
+
+
+class ParseOptions(create_model("Settings", __base__=Body, **_parse_fields())):  # type: ignore[misc]
     """Generation settings of PARSE, with the engine's defaults. Unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid")
 
-    threshold: float | None = Field(None, ge=0, description="Accept a prefix whose validity is at least this.")
-    risk: float | None = Field(
-        None, gt=0, lt=1, description="Largest share of lost requests, by the calibration; replaces threshold."
-    )
-    mode: Literal["validity", "exact", "target"] | None = Field(
-        None,
-        description="validity: accept by the judge; exact: accept the target's greedy tokens; target: no draft, the "
-        "target answers alone.",
-    )
-    resume: Resume | None = Field(None, description="After a rejected draft, the target writes the rest or a segment.")
-    acceptance: Acceptance | None = Field(None, description="Accept up to the first failing or the last valid cut.")
-    exact_tail: bool | None = Field(None, description="Also use draft tokens that equal the target's greedy choice.")
-    max_rounds: int | None = Field(None, ge=1, le=1000, description="Draft limit of one answer, with hand_back.")
-    adaptive: bool | None = Field(None, description="Let the target answer alone while that measures faster.")
     draft_temperature: float | None = Field(None, ge=0, le=2, description="Default: temperature.")
     draft_text: Text | None = Field(None, min_length=1, description="Verify this draft instead of the draft model's.")
     events: bool = Field(False, description="Streams also report drafted, verified and rejected text.")
@@ -136,9 +152,9 @@ class AnswerBody(Body):
     top_k: int | None = Field(None, ge=-1, le=1 << 31, description="0 and -1 keep all tokens.")
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     stop: Text | AtMost16[Text] | None = Field(None, description="The answer ends before the first of these texts.")
-    stop_token_ids: AtMost1024[StrictInt] | None = Field(None, description="More tokens that end the answer.")
-    ignore_eos: bool | None = Field(None, description="The model's own end tokens do not end the answer.")
-    min_tokens: int | None = Field(None, ge=0, le=1 << 31, description="Least number of tokens of the answer.")
+    stop_token_ids: AtMost1024[StrictInt] | None = Field(None, description=SETTINGS["stop_token_ids"].help)
+    ignore_eos: bool | None = Field(None, description=SETTINGS["ignore_eos"].help)
+    min_tokens: int | None = Field(None, ge=0, le=1 << 31, description=SETTINGS["min_tokens"].help)
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -175,7 +191,7 @@ class AnswerBody(Body):
             raise PydanticCustomError("sentence", "temperature: give 0 (the most likely token) or at least 0.01")
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("sentence", "stream_options: only with stream: true")
-        if self.parse is not None and self.parse.mode == "target" and self.parse.draft_text is not None:
+        if self.parse is not None and self.parse.mode == ALONE and self.parse.draft_text is not None:
             raise PydanticCustomError("sentence", "parse.draft_text: mode target uses no draft")
         return self
 
@@ -190,7 +206,7 @@ class AnswerBody(Body):
     @property
     def alone(self) -> bool:
         """Whether the target answers without a draft."""
-        return self.parse is not None and self.parse.mode == "target"
+        return self.parse is not None and self.parse.mode == ALONE
 
     @property
     def wants_greedy(self) -> bool:
@@ -223,8 +239,8 @@ class AnswerBody(Body):
         if self.seed is not None and choice:
             sampling = replace(sampling, seed=seed_of(self.seed, choice))
         drafts = sampling.temperature if options.draft_temperature is None else options.draft_temperature
-        kept = ("threshold", "risk", "mode", "resume", "acceptance", "exact_tail", "max_rounds", "adaptive")
-        given = {name: value for name in kept if (value := getattr(options, name)) not in (None, "target")}
+        offered = (name for name in SETTINGS if name not in OUTSIDE_PARSE)
+        given = {name: value for name in offered if (value := getattr(options, name)) not in (None, ALONE)}
         with value_errors_as_400():
             return GenerationSettings(
                 max_new_tokens=max_new_tokens,

@@ -15,7 +15,7 @@ from typing import Any
 from parse_infer.models.batch_decoder import BatchDecoder, Row
 from parse_infer.models.detokenizer import decode
 from parse_infer.models.loading import LanguageModel
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 
 Fault = str | None  # "status 500", "drop", "cut", "garbage", "slow", "abort", "short"
 

@@ -17,7 +17,8 @@ from aiohttp import web
 from parse_infer.judge.verifier import Verifier
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
-from parse_infer.models.sampling import Sampling
+from parse_infer.models.sampling import random_generator
+from parse_infer.sampling import Sampling
 from parse_infer.vllm_plugin.validity_requests import TrainedQuestions
 
 PIECE = 3  # tokens at a time in a stream
@@ -148,7 +149,7 @@ class FakeServer:
 
     def _write(self, prompt: list[int], body: dict[str, Any]) -> Iterator[int]:
         sampling = Sampling(body.get("temperature", 1.0), seed=body.get("seed"))
-        generator = sampling.generator(self.decoder.device)
+        generator = random_generator(sampling, self.decoder.device)
         ids: list[int] = []
         stops, least = set(body.get("stop_token_ids", ())), body.get("min_tokens", 0)
         ends = stops if body.get("ignore_eos") else stops | self.lm.eos_ids

@@ -14,7 +14,7 @@ from parse_infer.backends.client import Client
 from parse_infer.backends.retries import Failing, Unavailable
 from parse_infer.settings import GenerationSettings
 from tests.parse_infer.backends.conftest import WAIT_S, soon
-from tests.parse_infer.backends.test_coordinator import PROMPT, partial_threshold, same
+from tests.parse_infer.backends.test_answers_over_servers import PROMPT, partial_threshold, same
 
 
 @pytest.mark.parametrize("fault", ["nonsense", "half", "500"])
@@ -105,7 +105,7 @@ def test_after_a_failure_the_rest_of_an_answer_stays_with_the_other_server(engin
     draft.pause = 0.1  # time enough for a server to come back
     targets[0].faults.append("500")
     found = coordinator.generate(PROMPT, **settings)
-    assert same(found, engine.generate(PROMPT, exact_tail=False, **settings))
+    assert same(found, engine.generate(PROMPT, keep_greedy_match=False, **settings))
     assert len(targets[0].bodies) == 1 and len(targets[1].bodies) > 2
     assert [server.busy for server in coordinator.backend._target.servers.members] == [0, 0]
     assert all(server.healthy for server in coordinator.backend._target.servers.members)

@@ -19,7 +19,7 @@ from parse_infer.serve.loop_runner import LoopRunner
 from parse_infer.settings import GenerationSettings
 from tests.parse_infer.backends.conftest import soon
 from tests.parse_infer.backends.fake_server import FakeServer
-from tests.parse_infer.backends.test_coordinator import PROMPT, partial_threshold
+from tests.parse_infer.backends.test_answers_over_servers import PROMPT, partial_threshold
 from tests.parse_infer.serve.conftest import running
 
 SETTINGS = {"max_new_tokens": 24, "threshold": 0.0}
@@ -159,7 +159,7 @@ def test_over_http_a_failed_draft_is_counted_and_told(engine, connect, capfd):
         assert answer.json()["choices"][0]["parse"]["fallback"] == "no_draft"
         draft.away = False
         assert 'parse_fallbacks_total{reason="no_draft"} 1.0' in served.metrics
-        assert "parse_draft_servers_well 0.0" in served.metrics
+        assert "parse_draft_servers_healthy 0.0" in served.metrics
     assert "the target answers without a draft (no_draft)" in capfd.readouterr().err
 
 

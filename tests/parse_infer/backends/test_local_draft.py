@@ -13,7 +13,7 @@ from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.retries import Unavailable
 from parse_infer.backends.server_pair import server_settings
 from parse_infer.models.batch_decoder import Batch, BatchDecoder
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from tests.parse_infer.backends.conftest import Connect
 
 GREEDY = Sampling()
@@ -108,7 +108,7 @@ def test_answers_of_many_requests_at_once(engine, connect: Connect):
     coordinator, _, draft = connect(engine, local_rows=2)
     prompts = [f"Tom has {n} apples." for n in range(12)]
     found = coordinator.generate(prompts, threshold=0.0, max_new_tokens=40)
-    wanted = [engine.generate(prompt, threshold=0.0, exact_tail=False, max_new_tokens=40) for prompt in prompts]
+    wanted = [engine.generate(prompt, threshold=0.0, keep_greedy_match=False, max_new_tokens=40) for prompt in prompts]
     assert [g.token_ids for g in found] == [g.token_ids for g in wanted] and not draft.bodies
 
 

@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from parse_infer.serve.loop_runner import LoopRunner
 from tests.parse_infer.serve.conftest import running
 

@@ -18,7 +18,7 @@ from parse_infer.vllm_plugin.options import arguments, engine_options, judge_nam
 from parse_infer.vllm_plugin.reference import Reference
 from tests.parse_infer.backends.conftest import soon
 from tests.parse_infer.backends.fake_server import FakeServer
-from tests.parse_infer.backends.test_coordinator import PROMPT, same
+from tests.parse_infer.backends.test_answers_over_servers import PROMPT, same
 from tests.parse_infer.language_models import language_model, word_tokenizer
 from tests.parse_infer.serve.conftest import running
 
@@ -153,7 +153,7 @@ def test_a_promise_ends_with_its_adapter_and_the_answer_says_so(engine, connect,
             assert choice["parse"]["risk"] is None and choice["parse"]["fallback"] == "judge_replaced"
         metrics = served.metrics
     assert 'parse_fallbacks_total{reason="judge_replaced"} 2.0' in metrics
-    assert "parse_target_servers_judging 0.0" in metrics and "parse_target_servers_well 1.0" in metrics
+    assert "parse_target_servers_with_judge 0.0" in metrics and "parse_target_servers_healthy 1.0" in metrics
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
     loud = [line["event"] for line in lines if line["level"] == "warning"]
     assert sum(f"runs another adapter than {own}" in event for event in loud) == 1

@@ -69,7 +69,7 @@ def test_servers_that_are_started_want_the_key_that_they_are_sent(monkeypatch):
     given = {}
 
     class FakeSupervisor:
-        def __init__(self, started, tell):
+        def __init__(self, started, on_progress):
             given.update({role: environment for role, _, environment in started})
 
         def start(self) -> None:

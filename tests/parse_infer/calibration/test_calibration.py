@@ -23,7 +23,7 @@ from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPo
 from parse_infer.engine import ParseEngine
 from parse_infer.held_out import prompt_hash
 from parse_infer.judge.verifier import Verifier
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from parse_infer.settings import GenerationSettings
 from parse_infer.speculation.registry import load_token_drafter
 from tests.parse_infer.language_models import TokenCount
@@ -365,7 +365,7 @@ def test_requests_go_by_the_promise(engine: ParseEngine, make_engine, tmp_path: 
         ({"draft_text": "4"}, "risk and draft_text were both given"),
         ({"resume": "hand_back"}, "risk and resume were both given"),
         ({"mode": "exact"}, "risk and mode were both given"),
-        ({"exact_tail": False}, "risk and exact_tail were both given"),
+        ({"keep_greedy_match": False}, "risk and keep_greedy_match were both given"),
         ({"resume_sampling": Sampling(0.7)}, "covers greedy answers only"),
         ({"max_new_tokens": 8}, "covers answers of up to 30 tokens and max_new_tokens is 8"),
     ]:

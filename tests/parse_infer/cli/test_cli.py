@@ -14,7 +14,7 @@ from parse_infer.cli.app import main
 from parse_infer.cli.model_options import ModelOptions
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.mode_names import DEFAULT_MODES
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from parse_infer.speculation.draft_model import DraftModelProposer
 from tests.parse_infer.language_models import reduced_pair, word_tokenizer
 
@@ -58,7 +58,11 @@ def test_help_shows_commands_and_examples(capsys):
 
 
 def test_help_loads_no_torch():
-    code = "import sys; from parse_infer.cli.app import main; main(['--help']); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from parse_infer.cli.app import main\n"
+        "for command in ([], ['generate'], ['serve'], ['bench'], ['calibrate']): main([*command, '--help'])\n"
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=Path(__file__).parents[3])
 
 

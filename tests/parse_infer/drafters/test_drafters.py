@@ -14,7 +14,7 @@ from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
 from parse_infer.speculation.rejected_draft import RejectedDraft
 from tests.parse_infer.language_models import TokenCount, language_model, printable, word_tokenizer

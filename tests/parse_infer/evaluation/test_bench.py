@@ -187,7 +187,7 @@ def test_rivals_get_the_guesses_that_parse_gets(engine, make_model):
         assert isinstance(drafters[name], DraftModelProposer), name
     # They are used: with nothing accepted, the target writes everything, and needs fewer forwards for it.
     forwards = {}
-    for mode in make(engine, "parse", "parse+none", threshold=1.1, exact_tail=False):
+    for mode in make(engine, "parse", "parse+none", threshold=1.1, keep_greedy_match=False):
         forwards[mode.name] = sum(timed(engine, mode, p.prompt)[0].stats.target_forwards for p in PROBLEMS)
     assert forwards["parse"] < forwards["parse+none"]
 
@@ -280,7 +280,7 @@ def test_wrong_sizes_of_assisted_generation_are_named(name):
 
 
 def test_a_mode_may_say_what_follows_a_rejected_draft(engine):
-    settings = GenerationSettings(max_new_tokens=24, threshold=1.0, resume="finish", exact_tail=False)
+    settings = GenerationSettings(max_new_tokens=24, threshold=1.0, resume="finish", keep_greedy_match=False)
     names = ("parse", "parse:finish", "parse:hand_back", "parse:hand_back+none")
     modes = make_modes(engine, names, settings)
     rounds = {mode.name: timed(engine, mode, PROBLEMS[0].prompt)[0].stats.rounds for mode in modes}
@@ -321,7 +321,7 @@ def test_a_mode_without_its_part_is_refused(engine):
 
 
 def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_path: Path):
-    settings = BenchSettings(ALL_MODES, 6, thresholds=(0.5,), sweep_limit=1, repeats=2)
+    settings = BenchSettings(ALL_MODES, GenerationSettings(6), thresholds=(0.5,), sweep_limit=1, repeats=2)
     calls = 0
 
     def check(problem: Problem, text: str) -> bool:
@@ -373,13 +373,13 @@ def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_p
     run_bench(engine, PROBLEMS[:2], check, tmp_path, settings)
     assert (tmp_path / "records.jsonl").stat().st_size == size
     with pytest.raises(ValueError, match=r"holds a benchmark with max_new_tokens 6 and this one has 13"):
-        run_bench(engine, PROBLEMS[:2], check, tmp_path, BenchSettings(ALL_MODES, 13, repeats=2))
+        run_bench(engine, PROBLEMS[:2], check, tmp_path, BenchSettings(ALL_MODES, GenerationSettings(13), repeats=2))
     with pytest.raises(ValueError, match=r"digest|problems"):
         run_bench(engine, PROBLEMS[1:3], check, tmp_path, settings)
 
 
 def test_modes_without_target_or_draft_leave_their_comparisons_open(engine, tmp_path: Path):
-    settings = BenchSettings(("parse",), BUDGET, thresholds=())
+    settings = BenchSettings(("parse",), GenerationSettings(BUDGET), thresholds=())
     results = run_bench(engine, PROBLEMS[:2], lambda p, text: True, tmp_path, settings)
     figures = results["modes"]["parse"]
     assert figures["speedup"] is None and figures["accuracy_diff"] is None and figures["limit_share"] is None
@@ -398,7 +398,7 @@ def test_problems_must_be_there_and_differ(engine, tmp_path: Path):
 
 
 def test_problems_that_the_adapter_was_trained_on_are_not_measured(engine, tmp_path: Path):
-    judge, settings = engine.backend.judge, BenchSettings(("target", "parse"), 4, thresholds=())
+    judge, settings = engine.backend.judge, BenchSettings(("target", "parse"), GenerationSettings(4), thresholds=())
     engine.backend.judge = replace(judge, train_problems=frozenset({prompt_hash(PROBLEMS[1].prompt)}))
     results = run_bench(engine, PROBLEMS, lambda p, t: True, tmp_path / "some", settings)
     assert results["records"]["problems"] == ["p0", "p2", "p3"]
@@ -415,7 +415,7 @@ def test_a_head_that_was_trained_again_is_measured_again(engine, tmp_path: Path)
     head = tmp_path / "head"
     shutil.copytree(collection_folder() / "eagle3", head)
     zoo = ParseEngine.from_pretrained("zoo:target", target_drafter=None)
-    settings = BenchSettings(("target", f"target+{head}"), 4)
+    settings = BenchSettings(("target", f"target+{head}"), GenerationSettings(4))
     run_bench(zoo, PROBLEMS[:1], lambda p, t: True, tmp_path / "out", settings)
     weights = load_file(path := head / "model.safetensors")
     save_file({name: values * 2 if values.is_floating_point() else values for name, values in weights.items()}, path)

@@ -222,7 +222,7 @@ def test_greedy_match_counts_the_targets_own_tokens(model, make_verifier, random
 
 
 def test_the_draft_passes_the_output_layer_once(model, make_verifier, random_ids):
-    """What the surprise of its tokens has compared is not compared again for the exact tail."""
+    """What the surprise of its tokens has compared is not compared again for the greedy match."""
     verifier = make_verifier(model)
     context, draft = random_ids(30), random_ids(40, seed=1)
     verifier.decoder.seek(context)

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from parse_infer.models.loading import load_served_model
 from parse_infer.models.prompts import Chat, RenderedPrompt, Verbatim, open_turn
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from tests.parse_infer.language_models import language_model
 
 USER = [{"role": "user", "content": "2 + 2"}]

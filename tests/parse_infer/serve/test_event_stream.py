@@ -21,8 +21,8 @@ from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPo
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Done
 from parse_infer.models.prompts import Verbatim
-from parse_infer.models.sampling import Sampling, seed_of
 from parse_infer.output import Generation
+from parse_infer.sampling import Sampling, seed_of
 from parse_infer.serve.app import create_app
 from parse_infer.serve.protocol.chat import ChatCompletion
 from parse_infer.serve.protocol.completion import Completion
@@ -230,7 +230,7 @@ def test_parse_options_are_the_engines(served):
 
     draft = "The answer is 4."
     for parse, own in [
-        ({"threshold": 1.01, "exact_tail": False}, generate(threshold=1.01, exact_tail=False)),
+        ({"threshold": 1.01, "keep_greedy_match": False}, generate(threshold=1.01, keep_greedy_match=False)),
         ({"mode": "exact"}, generate(mode="exact")),
         ({"resume": "hand_back", "max_rounds": 2}, generate(resume="hand_back", max_rounds=2)),
         ({"draft_text": draft, "threshold": 0}, generate(draft_text=draft, threshold=0)),

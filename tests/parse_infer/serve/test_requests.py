@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from parse_infer.models.prompts import Chat
-from parse_infer.models.sampling import Sampling
 from parse_infer.output import Generation
+from parse_infer.sampling import Sampling
 from parse_infer.serve.risk_monitor import RiskMonitor
 from parse_infer.serve.thread_runner import ThreadRunner
 from tests.parse_infer.serve.conftest import Running, running

@@ -9,8 +9,9 @@ import torch
 
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
-from parse_infer.models.sampling import Sampling, distribution, draw
+from parse_infer.models.sampling import distribution, draw, random_generator
 from parse_infer.models.token_map import token_map
+from parse_infer.sampling import Sampling
 from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.proposer import TokenTree
 from tests.parse_infer.language_models import language_model, reduced_pair, resembling
@@ -32,7 +33,7 @@ def plainly(
     draft: LanguageModel, target: LanguageModel, ids: Sequence[int], limit: int, confidence: float, sampling: Sampling
 ) -> tuple[list[int], list[torch.Tensor]]:
     """The chain by a forward over the whole context for each token, and what each token was drawn from."""
-    generator = sampling.generator(draft.decoder.device)
+    generator = random_generator(sampling, draft.decoder.device)
     tokens = token_map(draft.tokenizer, target.tokenizer)
     context = [i for token in ids for i in tokens.from_target(token)]
     chain, drawn = [], []
@@ -59,7 +60,7 @@ def test_chains_are_those_of_whole_forwards(pair, sampling):
     for confidence in (0.0, 0.02, 0.04, 0.05, 0.07, 0.25):
         drafter = DraftModelProposer(draft, target, 6, confidence)
         for context in (ids[:20], ids[:23], ids[:23], ids[:12], ids[:12] + ids[30:50], ids, ids[:1]):
-            guess = drafter.propose(context, 5, sampling, sampling.generator(draft.decoder.device))
+            guess = drafter.propose(context, 5, sampling, random_generator(sampling, draft.decoder.device))
             expected, drawn = plainly(draft, target, context, 5, confidence, sampling)
             assert list(guess.tokens) == expected, (context, confidence)
             lengths.add(len(expected))
@@ -99,7 +100,7 @@ def test_a_token_costs_one_synchronisation_and_no_look_at_the_context(make_model
     for tokens in (2, 9):
         drafter = DraftModelProposer(draft, lm, tokens, confidence=0.0)
         draft.decoder.seek([])
-        generator = sampling.generator(draft.decoder.device)
+        generator = random_generator(sampling, draft.decoder.device)
         with monkeypatch.context() as patch:
             patch.setattr(Decoder, "seek", lambda decoder, context: [seeks.append(1), seek(decoder, context)])
             patch.setattr(torch, "tensor", lambda *args, **kwargs: [transfers.append(1), tensor(*args, **kwargs)][1])

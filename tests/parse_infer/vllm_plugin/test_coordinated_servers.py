@@ -59,7 +59,7 @@ def told(generation: Generation) -> tuple[object, ...]:
 def test_answers_are_those_of_the_local_engine(coordinator, local, settings):
     settings = {"max_new_tokens": 200, **settings}
     found = coordinator.generate(PROMPTS, **settings)
-    wanted = local.generate(PROMPTS, exact_tail=False, **settings)
+    wanted = local.generate(PROMPTS, keep_greedy_match=False, **settings)
     assert [told(g) for g in found] == [told(g) for g in wanted]
     assert coordinator.generate_target(PROMPTS[0], max_new_tokens=200).token_ids == (
         local.generate_target(PROMPTS[0], max_new_tokens=200).token_ids
@@ -75,7 +75,9 @@ def test_answers_end_where_the_local_engines_do(coordinator, local, ends, thresh
         written = local.generate_target(PROMPTS[0], max_new_tokens=120).token_ids
         settings["stop_token_ids"] = [written[place]]
     found = coordinator.generate(PROMPTS[:6], **settings)
-    assert [told(g) for g in found] == [told(g) for g in local.generate(PROMPTS[:6], exact_tail=False, **settings)]
+    assert [told(g) for g in found] == [
+        told(g) for g in local.generate(PROMPTS[:6], keep_greedy_match=False, **settings)
+    ]
     assert all(len(g.token_ids) >= ends.get("min_tokens", 120) for g in found)
     alone = coordinator.generate_target(PROMPTS[0], **settings)
     assert told(alone) == told(local.generate_target(PROMPTS[0], **settings))
@@ -83,7 +85,7 @@ def test_answers_end_where_the_local_engines_do(coordinator, local, ends, thresh
 
 def test_a_stream_is_the_same_answer(coordinator, local):
     *_, done = coordinator.stream(PROMPTS[1], max_new_tokens=200, resume="hand_back")
-    wanted = local.generate(PROMPTS[1], exact_tail=False, max_new_tokens=200, resume="hand_back")
+    wanted = local.generate(PROMPTS[1], keep_greedy_match=False, max_new_tokens=200, resume="hand_back")
     assert told(done.generation) == told(wanted)
 
 
@@ -123,7 +125,7 @@ def test_a_server_refuses_to_judge_for_another_adapter(coordinator):
 def test_servers_that_are_killed_cost_no_answer(coordinator, local):
     """While the draft model's server is gone the target answers alone."""
     processes = coordinator.backend.processes.members
-    wanted = [told(g) for g in local.generate(PROMPTS, exact_tail=False, max_new_tokens=200)]
+    wanted = [told(g) for g in local.generate(PROMPTS, keep_greedy_match=False, max_new_tokens=200)]
     alone = [g.token_ids for g in local.generate_target(PROMPTS, max_new_tokens=200)]
 
     def kill() -> None:

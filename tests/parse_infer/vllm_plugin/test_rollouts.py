@@ -12,7 +12,7 @@ from data_tools.labels.served.writer import ServedWriter
 from parse_infer.models.batch_decoder import BatchDecoder, Row
 from parse_infer.models.loading import load_language_model, load_served_model
 from parse_infer.models.names import collection_folder
-from parse_infer.models.sampling import Sampling
+from parse_infer.sampling import Sampling
 from tests.parse_infer.vllm_plugin.test_plugin import serving
 
 pytestmark = pytest.mark.vllm

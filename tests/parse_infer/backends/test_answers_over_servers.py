@@ -22,8 +22,8 @@ from parse_infer.judge.head import ValidityHead
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models import tokenizer_spec
 from parse_infer.models.fingerprint import describe_target
-from parse_infer.models.sampling import Sampling
 from parse_infer.output import Generation
+from parse_infer.sampling import Sampling
 from parse_infer.serve.loop_runner import LoopRunner
 from parse_infer.settings import GenerationSettings
 from tests.parse_infer.backends.conftest import CUTS
@@ -56,7 +56,7 @@ def test_answers_are_those_of_the_local_engine(engine, connect, overlap, options
     for threshold in (0.0, partial_threshold(engine), 1.01):
         settings = {"max_new_tokens": 40, "threshold": threshold, **options}
         found = coordinator.generate(PROMPTS, **settings)
-        wanted = [engine.generate(prompt, exact_tail=False, **settings) for prompt in PROMPTS]
+        wanted = [engine.generate(prompt, keep_greedy_match=False, **settings) for prompt in PROMPTS]
         assert all(map(same, found, wanted))
     assert coordinator.running == 0
     assert not (local_rows and draft.bodies)
@@ -81,7 +81,7 @@ def test_one_wrong_line_near_the_end_of_a_long_draft_costs_that_line_alone(make_
     """Without a probe all cuts are judged, by either backend: far more than the 32 of the policy."""
     engine = make_engine()
     engine = ParseEngine.from_models(engine.target, engine.draft, surprised(engine.target.model), cut_policy=CUTS)
-    settings = {"max_new_tokens": 320, "exact_tail": False}
+    settings = {"max_new_tokens": 320, "keep_greedy_match": False}
     own = engine.generate_target(PROMPT, max_new_tokens=320).token_ids
     engine.target.decoder.seek([*engine.target.render(PROMPT), *own[:297]])
     logits = engine.target.decoder.next_logits()
@@ -124,13 +124,13 @@ def test_a_response_has_the_score_of_the_local_engine(engine, connect):
 @pytest.mark.parametrize("over_servers", [True, False])
 def test_many_prompts_are_taken_as_they_are_needed(engine, connect, over_servers):
     coordinator = connect(engine, parallel=2)[0] if over_servers else engine
-    own = [g.text for g in engine.generate(PROMPTS * 5, max_new_tokens=6, exact_tail=False)]
+    own = [g.text for g in engine.generate(PROMPTS * 5, max_new_tokens=6, keep_greedy_match=False)]
     taken = []
 
     def prepared():
         for prompt in PROMPTS * 5:
             taken.append(prompt)
-            yield coordinator.events(prompt, GenerationSettings(6, exact_tail=False), watched=False)
+            yield coordinator.events(prompt, GenerationSettings(6, keep_greedy_match=False), watched=False)
 
     found = coordinator.collect(prepared())
     texts = [next(found).text]
@@ -167,7 +167,7 @@ def test_events_tell_the_answer_as_it_comes(engine, connect):
     assert isinstance(done, Done)
     assert [type(e) for e in events[:3]] == [Drafted, Verified, Accepted]
     assert "".join(e.text for e in events if isinstance(e, (Accepted, Resumed))) == done.generation.text
-    local = engine.generate(PROMPT, max_new_tokens=40, threshold=threshold, exact_tail=False)
+    local = engine.generate(PROMPT, max_new_tokens=40, threshold=threshold, keep_greedy_match=False)
     validities = [s.validity for s in local.spans if s.source == "draft"]
     assert [s.validity for s in done.generation.spans if s.source == "draft"] == pytest.approx(validities, abs=1e-4)
     stream = coordinator.stream(PROMPT, max_new_tokens=40, threshold=threshold)
@@ -181,7 +181,7 @@ def test_a_draft_that_breaks_is_stopped_at_once_where_another_one_follows(engine
     coordinator, _, draft = connect(engine)
     draft.pause = 0.02
     settings = {"max_new_tokens": 120, "threshold": 1.0}
-    local = engine.generate(PROMPT, exact_tail=False, **settings)
+    local = engine.generate(PROMPT, keep_greedy_match=False, **settings)
     for guesses, options, stopped in (
         (False, {}, True),
         (True, {}, False),
@@ -200,7 +200,7 @@ def test_a_draft_that_breaks_is_stopped_at_once_where_another_one_follows(engine
 def test_the_target_reads_a_long_prompt_while_the_draft_is_written(engine, connect):
     coordinator, (target,), _ = connect(engine)
     prompt, settings = "Tom has 5 apples. " * 20, {"max_new_tokens": 30, "threshold": 0.0}
-    assert same(coordinator.generate(prompt, **settings), engine.generate(prompt, exact_tail=False, **settings))
+    assert same(coordinator.generate(prompt, **settings), engine.generate(prompt, keep_greedy_match=False, **settings))
     first = target.bodies[0]
     assert first["prompt"] == engine.target.render(prompt) and first["max_tokens"] == 1 and "logprobs" not in first
 
@@ -215,7 +215,7 @@ def test_a_head_without_a_probe_is_asked_about_all_cuts_in_one_prompt(make_engin
         for threshold in (0.0, partial_threshold(engine)):
             settings = {"max_new_tokens": 40, "threshold": threshold}
             found = coordinator.generate(PROMPTS, **settings)
-            assert all(map(same, found, engine.generate(PROMPTS, exact_tail=False, **settings)))
+            assert all(map(same, found, engine.generate(PROMPTS, keep_greedy_match=False, **settings)))
         assert all(len(body["prompt"]) == 1 for body in target.bodies if body.get("logprobs"))
 
 
@@ -258,7 +258,7 @@ def test_a_draft_model_with_tokens_of_its_own(engine, connect, make_model, rando
         for threshold in (0.0, 0.5, 1.01):
             settings = {"max_new_tokens": 40, "threshold": threshold}
             found = coordinator.generate(PROMPTS, **settings)
-            assert all(map(same, found, local.generate(PROMPTS, exact_tail=False, **settings)))
+            assert all(map(same, found, local.generate(PROMPTS, keep_greedy_match=False, **settings)))
 
 
 def test_given_drafts_need_no_draft_server(engine, connect):
@@ -266,7 +266,9 @@ def test_given_drafts_need_no_draft_server(engine, connect):
     text = "Tom has 5 apples.\nHe eats 2.\nSo 3 are left."
     for threshold in (0.0, 0.5):
         settings = {"max_new_tokens": 40, "threshold": threshold, "draft_text": text}
-        assert same(coordinator.generate(PROMPT, **settings), engine.generate(PROMPT, exact_tail=False, **settings))
+        assert same(
+            coordinator.generate(PROMPT, **settings), engine.generate(PROMPT, keep_greedy_match=False, **settings)
+        )
     assert not draft.bodies
 
 
@@ -277,7 +279,9 @@ def test_a_plain_server_is_asked_in_words(engine, connect):
     _, verified, *_ = itertools.islice(local.stream(PROMPT, max_new_tokens=40), 2)
     for threshold in sorted(segment.validity for segment in verified.segments)[::2]:
         settings = {"max_new_tokens": 40, "threshold": threshold - 1e-6, "acceptance": "longest"}
-        assert same(coordinator.generate(PROMPT, **settings), local.generate(PROMPT, exact_tail=False, **settings))
+        assert same(
+            coordinator.generate(PROMPT, **settings), local.generate(PROMPT, keep_greedy_match=False, **settings)
+        )
 
 
 @pytest.mark.parametrize("fault", ["500", "cut", "gone", "half", "nonsense"])
@@ -285,7 +289,7 @@ def test_a_plain_server_is_asked_in_words(engine, connect):
 def test_a_server_that_fails_is_asked_again_and_no_token_comes_twice(engine, connect, fault, watched):
     coordinator, targets, draft = connect(engine, n_targets=2)
     settings = {"max_new_tokens": 60, "threshold": partial_threshold(engine), "resume": "hand_back"}
-    wanted = engine.generate(PROMPT, exact_tail=False, **settings)
+    wanted = engine.generate(PROMPT, keep_greedy_match=False, **settings)
     for server in (*targets, draft):
         server.faults.extend([None, fault, None, fault])
     if watched:
@@ -487,13 +491,17 @@ def test_an_answer_ends_where_the_local_engines_does(engine, connect, overlap, e
         for resume in ("finish", "hand_back"):
             settings = {"max_new_tokens": 40, "threshold": threshold, "resume": resume, **options}
             for ours, prompt in zip(coordinator.generate(PROMPTS[:2], **settings), PROMPTS, strict=False):
-                assert same(ours, engine.generate(prompt, exact_tail=False, **settings)), (threshold, resume, prompt)
+                assert same(ours, engine.generate(prompt, keep_greedy_match=False, **settings)), (
+                    threshold,
+                    resume,
+                    prompt,
+                )
             alone = engine.generate_target(PROMPT, **settings)
             target.bodies.clear()
             assert same(coordinator.generate_target(PROMPT, **settings), alone) and len(target.bodies) == 1
             target.faults.extend(["cut"] if threshold > 1 else [])  # a stream that breaks off goes on
             *_, done = coordinator.stream(PROMPT, **settings)
-            assert same(done.generation, engine.generate(PROMPT, exact_tail=False, **settings))
+            assert same(done.generation, engine.generate(PROMPT, keep_greedy_match=False, **settings))
     written = [body for body in target.bodies if body["max_tokens"] > 1]
     assert all(body.get("min_tokens", 0) <= body["max_tokens"] for body in written), "vLLM refuses it"
 

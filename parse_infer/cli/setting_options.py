@@ -1,0 +1,70 @@
+"""Command-line options from the fields of `GenerationSettings`: their names, help texts, bounds and defaults."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Annotated, Any
+
+import typer
+
+from parse_infer.cli.expand import KIND, expand_parameter
+from parse_infer.sampling import Sampling
+from parse_infer.setting_fields import SettingField, setting_fields
+from parse_infer.settings import GenerationSettings
+
+_LISTS = [one.name for one in setting_fields(GenerationSettings).values() if one.default == ()]
+# Each Sampling field is an option of its own, for both models; the draft model has its own temperature.
+SAMPLING = ("draft_sampling", "resume_sampling")
+DRAFT_TEMPERATURE = "draft_temperature"
+
+
+def option_of(name: str) -> Any:
+    """The typer option of one setting, for a command that spells out its type and default."""
+    return _option(setting_fields(GenerationSettings)[name])
+
+
+def with_settings(without: Collection[str] = (), **defaults: Any) -> Callable[..., Any]:
+    """Replace a command's parameter `settings: GenerationSettings` by one option per field.
+
+    Args:
+        without: fields that are not offered.
+        defaults: other defaults than those of the dataclass.
+    """
+    offered = [one for name, one in setting_fields(GenerationSettings).items() if name not in without]
+    parameters = [_parameter(one, defaults) for one in offered if one.name not in SAMPLING]
+    samples = not {*SAMPLING} & {*without}
+    if samples:
+        parameters += [_parameter(one, defaults) for one in setting_fields(Sampling).values()]
+        text = "Sampling temperature of the draft model; 0 is greedy."
+        parameters.append(_keyword(DRAFT_TEMPERATURE, float, typer.Option(help=text), 0.0))
+
+    def build(**values: Any) -> GenerationSettings:
+        if samples:
+            draft_temperature = values.pop(DRAFT_TEMPERATURE)
+            numbers = {name: values.pop(name) for name in setting_fields(Sampling)}
+            values["resume_sampling"] = Sampling(**numbers)
+            values["draft_sampling"] = Sampling(**numbers | {"temperature": draft_temperature})
+        values |= {name: tuple(values[name] or ()) for name in _LISTS if name in values}
+        return GenerationSettings(**values)
+
+    return expand_parameter("settings", parameters, build)
+
+
+def _parameter(one: SettingField, defaults: dict[str, Any]) -> inspect.Parameter:
+    if one.name in _LISTS:  # a repeatable option
+        item = one.hint.__args__[0]
+        return _keyword(one.name, list[item] | None, _option(one), None)  # type: ignore[valid-type]
+    kind = str if one.choices else one.hint
+    return _keyword(one.name, kind | None if one.optional else kind, _option(one), defaults.get(one.name, one.default))
+
+
+def _keyword(name: str, kind: Any, option: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, KIND, default=default, annotation=Annotated[kind, option])
+
+
+def _option(one: SettingField) -> Any:
+    """The option of a field. The dataclass checks choices and shares, in one sentence with the way out."""
+    text = f"{one.help.removesuffix('.')}; repeatable." if one.name in _LISTS else one.help
+    least = one.bounds.get("ge") if one.hint is int else None
+    return typer.Option(min=least, metavar="|".join(one.choices) or None, help=text)

@@ -1,0 +1,14 @@
+"""`NOT_MEASURED`: generation settings that a benchmark refuses, with the reason. Imports nothing, for `--help`."""
+
+_NOT_IN_TRANSFORMERS = "transformers' own decode loop, which some modes use, ignores it"
+NOT_MEASURED = {
+    "risk": "a calibration measures risks",
+    "mode": "the mode target+draft is the token-exact comparison",
+    "adaptive": "the mode parse:adaptive sets it",
+    "draft_sampling": "all modes answer greedily",
+    "resume_sampling": "all modes answer greedily",
+    "stop": _NOT_IN_TRANSFORMERS,
+    "stop_token_ids": _NOT_IN_TRANSFORMERS,
+    "ignore_eos": _NOT_IN_TRANSFORMERS,
+    "min_tokens": _NOT_IN_TRANSFORMERS,
+}

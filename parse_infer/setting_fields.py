@@ -1,0 +1,69 @@
+"""Fields of settings dataclasses: each carries its help text and bounds, for Python, command line and HTTP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from functools import cache
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from parse_infer.errors import SettingsError
+
+
+def setting(default: Any, text: str, **bounds: float) -> Any:
+    """Define a dataclass field with a help text and bounds (`ge`, `gt`, `le`, `lt`, as in pydantic)."""
+    return field(default=default, metadata={"help": text, "bounds": bounds})
+
+
+@dataclass(frozen=True)
+class SettingField:
+    """Description of one setting.
+
+    Attributes:
+        hint: type, without None.
+        optional: whether None is allowed.
+        bounds: see `setting`.
+    """
+
+    name: str
+    hint: Any
+    optional: bool
+    default: Any
+    help: str
+    bounds: dict[str, Any]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed values of a Literal, else ()."""
+        return get_args(self.hint) if get_origin(self.hint) is Literal else ()
+
+    def check(self, value: object) -> None:
+        """Check a choice, a whole number or a bool; other types have their own checks. Raises SettingsError."""
+        if value is None and self.optional:
+            return
+        if self.choices and value not in self.choices:
+            raise SettingsError(f"{self.name} is {value!r}; it must be one of: {', '.join(self.choices)}.")
+        if self.hint is bool and not isinstance(value, bool):
+            raise SettingsError(f"{self.name} is {value!r}; it must be True or False.")
+        if self.hint is int:
+            least = self.bounds["ge"]
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise SettingsError(f"{self.name} is {value!r}; it must be a whole number of at least {least}.")
+
+
+def setting_fields(settings: type) -> dict[str, SettingField]:
+    """Describe the fields of a settings dataclass, by name and in order."""
+    return _described(settings)
+
+
+@cache
+def _described(settings: type) -> dict[str, SettingField]:
+    hints, found = get_type_hints(settings), {}
+    for one in fields(settings):
+        types = get_args(hints[one.name])
+        optional = NoneType in types
+        hint = next(kind for kind in types if kind is not NoneType) if optional else hints[one.name]
+        found[one.name] = SettingField(
+            one.name, hint, optional, one.default, one.metadata["help"], one.metadata["bounds"]
+        )
+    return found
