@@ -11,7 +11,7 @@ QUESTION = "A boy has 11 pencils. His brother has 4 fewer pencils than he has. H
 
 def main() -> None:
     engine = ParseEngine.from_pretrained(target="zoo:target", draft="zoo:draft", adapter="zoo:adapter")
-    for event in engine.stream(QUESTION, resume="hand_back"):
+    for event in engine.stream(QUESTION):
         match event:
             case Drafted():
                 print(f"[round {event.round}: {event.n_tokens} tokens drafted]")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 
 EDGES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.997, 0.9995)
@@ -198,4 +198,4 @@ def _prior() -> list[float]:
     """Assumed survival of each confidence class before any token: its middle, raised, since most differences between
     draft and target are harmless."""
     bounds = [0.0, *EDGES, 1.0]
-    return [((low + high) / 2) ** 0.5 for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [((low + high) / 2) ** 0.5 for low, high in pairwise(bounds)]

@@ -356,7 +356,7 @@ class ParseEngine:
         with self.backend.turn():
             verdict = self.backend.run(self.backend.judge_text(prompt_ids, draft, cuts))
         answer = Answer(target.tokenizer, target.eos_ids, (), sys.maxsize, left_context(prompt, prompt_ids))
-        return Score(segments_of(answer, draft, verdict), self.threshold)
+        return Score(segments_of(answer, draft, verdict, range(len(verdict.cuts))), self.threshold)
 
     def close(self) -> None:
         """Stop everything that the backend has started, such as servers."""

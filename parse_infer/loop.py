@@ -30,6 +30,11 @@ class Verdict(Protocol):
     @property
     def validity(self) -> list[float]: ...
 
+    @property
+    def doubt(self) -> list[float] | None:
+        """For a block: the doubt about the answer up to each cut. None: the validity depends on this draft alone."""
+        ...
+
 
 V = TypeVar("V", bound=Verdict)
 
@@ -64,9 +69,9 @@ class ModelPair(Protocol, Generic[V]):
         """Adopt the first `kept` draft tokens, which the answer already holds, and drop the others."""
         ...
 
-    def target_tokens(self, draft: Sequence[int], kept: int) -> int | None:
-        """Number of tokens that the target writes after the first `kept` tokens of a draft, before the next draft;
-        None: the rest of the answer. Call it after `commit`."""
+    def draft_continues(self, draft: Sequence[int], kept: int, written: Sequence[int]) -> bool:
+        """Whether the draft model continues after the first `kept` tokens of its draft and the tokens that the target
+        has `written` since. Never for a draft that is a whole answer."""
         ...
 
     def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
@@ -108,20 +113,22 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
         if answer.is_finished:
             return
 
+        if cut and verdict.doubt is not None:
+            request.doubt = verdict.doubt[cut - 1]
+
         # resume: the target continues after the accepted tokens
         pair.commit(draft, verdict, cut + tail)
-        most = pair.target_tokens(draft, cut + tail)
-        if most == 0:
-            continue  # the whole draft is accepted, and the draft model continues
-        written = 0
+        written: list[int] = []
+        if pair.draft_continues(draft, cut + tail, written):
+            continue
         async with aclosing(pair.resume(round, draft[cut + tail :])) as tokens:
             async for token in tokens:
-                written += 1
+                written.append(token)
                 yield Resumed(round, answer.add([token], "target"), token)
                 if answer.is_finished:
                     return
                 # Another tokenizer cannot continue inside a character.
-                if most is not None and written >= most and answer.complete:
+                if answer.complete and pair.draft_continues(draft, cut + tail, written):
                     break
 
 
@@ -134,7 +141,7 @@ def segments_of(answer: Answer, draft: Sequence[int], verdict: Verdict, shown: S
 
 
 def _shown(draft: Sequence[int], verdict: Verdict, kept: int) -> list[int]:
-    """Indices of the cuts to report. If the judge scores every token: the accepted tokens, the rejected one, the rest."""
+    """Indices of the cuts to report. With a cut after every token: the accepted tokens, the rejected one, the rest."""
     n = len(verdict.cuts)
     if n < len(draft):
         return list(range(n))

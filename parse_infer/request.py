@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from parse_infer.settings import GenerationSettings
 
 class Request:
     """Owns the `Answer` to one prompt and its counts.
+
+    Attributes:
+        doubt: the judge's doubt about the accepted draft tokens, for answers that come in blocks.
 
     Args:
         prompt: as the caller gave it.
@@ -51,6 +55,7 @@ class Request:
         self.stats = Statistics()
         self.timings = Timings()
         self.fallback: Fallback | None = None
+        self.doubt = -math.inf
         self._started = 0.0
 
     def start(self) -> None:

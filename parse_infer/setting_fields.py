@@ -34,15 +34,29 @@ class SettingField:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed values of a Literal, else ()."""
-        return get_args(self.hint) if get_origin(self.hint) is Literal else ()
+        """The allowed values of a Literal, or of one in a union with int; else ()."""
+        kinds = (self.hint, *get_args(self.hint))
+        return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+
+    @property
+    def is_number_or_choice(self) -> bool:
+        """Whether the type is a union of int and a Literal."""
+        return int in get_args(self.hint)
 
     def check(self, value: object) -> None:
         """Check a choice, a whole number or a bool; other types have their own checks. Raises SettingsError."""
         if value is None and self.optional:
             return
+        known = ", ".join(self.choices)
+        if self.is_number_or_choice:
+            if value in self.choices or (type(value) is int and value >= self.bounds["ge"]):
+                return
+            raise SettingsError(
+                f"{self.name} is {value!r}; it must be a whole number of at least {self.bounds['ge']}, or one of: "
+                f"{known}."
+            )
         if self.choices and value not in self.choices:
-            raise SettingsError(f"{self.name} is {value!r}; it must be one of: {', '.join(self.choices)}.")
+            raise SettingsError(f"{self.name} is {value!r}; it must be one of: {known}.")
         if self.hint is bool and not isinstance(value, bool):
             raise SettingsError(f"{self.name} is {value!r}; it must be True or False.")
         if self.hint is int:

@@ -13,7 +13,7 @@ from parse_infer.setting_fields import setting, setting_fields
 from parse_infer.suggest import suggestion
 
 Mode = Literal["validity", "exact"]
-Resume = Literal["finish", "hand_back"]
+BlockTokens = int | Literal["auto", "whole"]
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,17 @@ class GenerationSettings:
         "After the accepted cut, also keep draft tokens up to the first mismatch with the target's greedy choice; no "
         "effect with sampling.",
     )
-    """`parse_infer.speculation.rejected_draft` proposes the tokens after the mismatch. With resume "finish" no answer
-    changes (in float32). With "hand_back" the target still writes its own greedy text, but its segment starts at the
-    mismatch, so the draft model takes over later."""
-    resume: Resume = setting(
-        "finish",
-        "After a rejected draft, the target writes the rest (finish), or one segment and the draft model continues "
-        "(hand_back).",
+    """`parse_infer.speculation.rejected_draft` proposes the tokens after the mismatch. No answer changes (in float32).
+    """
+    block_tokens: BlockTokens = setting(
+        "auto",
+        "Draft tokens that the target reads at once. At the first rejected token of a block the target's own token "
+        "takes its place, and the draft model continues. auto: each block ends where one more token stops paying. "
+        "whole: the draft is a whole answer, and the target writes the rest after a rejection.",
+        ge=1,
     )
+    """None means "whole". "auto": see `parse_infer.block_length`; over servers it is "whole". A given draft text is
+    always read whole. "whole" is the published method (PARSE, arXiv 2605.04263)."""
     draft_sampling: Sampling = setting(Sampling(), "Sampling of the draft model.")
     resume_sampling: Sampling = setting(Sampling(), "Sampling of the target.")
     stop: tuple[str, ...] = setting((), "Stop strings: the answer ends after the first one and includes it.")
@@ -68,9 +71,6 @@ class GenerationSettings:
     )
     min_tokens: int = setting(0, "Minimum length in tokens: before it, no end token and no stop string ends.", ge=0)
     """Before it the target samples no end token, and a draft is cut at its end token."""
-    max_rounds: int = setting(
-        32, "With hand_back: maximum number of drafts, after which the target writes the rest.", ge=1
-    )
     adaptive: bool | None = setting(
         None,
         "Let the target answer alone while that measures faster; default: on over servers, off for local models.",
@@ -82,6 +82,8 @@ class GenerationSettings:
         if not isinstance(stop, Iterable):
             raise SettingsError(f"stop is {stop!r}; it must be a text or a list of texts.")
         object.__setattr__(self, "stop", tuple(stop))
+        if self.block_tokens is None:
+            object.__setattr__(self, "block_tokens", "whole")
         for one in setting_fields(type(self)).values():
             one.check(getattr(self, one.name))
         self._check_ends()

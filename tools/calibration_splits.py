@@ -44,7 +44,7 @@ def split(
     - above: share of the splits that lose more than the risk (sampling noise exceeds a valid bound in some splits);
     - speedup: mean speed-up in the other half; 1 without a certified setting, as the target then answers alone.
     """
-    order = {resume: i for i, resume in enumerate(config["resumes"])}
+    order = {length: i for i, length in enumerate(config["blocks"])}
     rng = np.random.default_rng(0)
     timed = [k for k, outcome in enumerate(outcomes) if outcome.target_seconds is not None]
     others = [k for k, outcome in enumerate(outcomes) if outcome.target_seconds is None]
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             risks = tuple(float(part) for part in arguments.risk.split(","))
         except ValueError:
             raise ValueError(f"--risk is {arguments.risk!r}; give numbers such as 0.05,0.1") from None
-        settings = CalibrationSettings(risks, arguments.confidence, config["loss"], tuple(config["resumes"]))
+        settings = CalibrationSettings(risks, arguments.confidence, config["loss"], tuple(config["blocks"]))
         result = split(config, outcomes, settings, arguments.splits)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -354,11 +353,11 @@ class LocalModelPair:
         # Whether to accept draft tokens after the cut that equal the target's greedy choice.
         self._wants_tail = self._exact or (settings.keep_greedy_match and settings.resume_sampling.greedy)
         self._drafts = backend.uses_draft(request, drafter)
-        self._blocks = settings.block_tokens if isinstance(drafter, ModelDrafter) else None
+        self._by_segment = isinstance(drafter, ModelDrafter) and drafter.one_segment
+        whole = self._by_segment or settings.block_tokens == "whole" or not isinstance(drafter, ModelDrafter)
+        self._blocks = None if whole else settings.block_tokens
         self._length = backend.block_length
         self._block = Block([])
-        self._doubt = -math.inf  # about the answer so far
-        self._written_alone = 0
 
     def max_draft_tokens(self) -> int:
         """The remaining budget, or the window minus context and one probe if that is less."""
@@ -397,14 +396,16 @@ class LocalModelPair:
         if self._exact:
             verdict = verifier.verify(draft, cuts=[])
         elif self._blocks is not None and draft and verifier.judges_tokens:
-            verdict = verifier.verify_block(draft, self._doubt)
+            verdict = verifier.verify_block(draft, self._request.doubt)
         else:
             verdict = verifier.verify(draft)
         self._read_s = time.perf_counter() - begin
         return verdict
 
     def count_greedy_matches(self, draft: Sequence[int], verdict: Verification, cut: int) -> int:
-        return self._backend.verifier.greedy_match(draft, verdict, cut) if self._wants_tail else 0
+        # In a block, the first rejected token is never the target's choice.
+        wanted = self._wants_tail and verdict.doubt is None
+        return self._backend.verifier.greedy_match(draft, verdict, cut) if wanted else 0
 
     def compact(self, verdict: Verification, kept: Collection[int]) -> Verification:
         return verdict.compact(kept)
@@ -413,24 +414,25 @@ class LocalModelPair:
         """Crop the cache. The verification pass supplies the logits of the first resumed token."""
         decoder = self._backend.target.decoder
         decoder.seek(self._request.context)
-        if draft and self.target_tokens(draft, kept) != 0:
+        if draft and not self.draft_continues(draft, kept, ()):
             decoder.set_next_logits(decoder.logits(verdict.state(kept)))
         if not draft or self._blocks is None:
             return
-        if kept and verdict.doubt is not None:
-            self._doubt = verdict.doubt[kept - 1]
         block = self._block
         confidences = block.confidences[: len(draft)]
         if block.seconds_per_token is not None:
             draft_s = block.seconds_per_token * len(confidences)
             self._length.note(confidences, kept, kept < len(draft), draft_s, self._read_s, self._read)
 
-    def target_tokens(self, draft: Sequence[int], kept: int) -> int | None:
+    def draft_continues(self, draft: Sequence[int], kept: int, written: Sequence[int]) -> bool:
+        if self._by_segment:  # the target rewrites a rejected segment
+            replaced = kept == len(draft) if not written else self.segmenter.first_segment_end(written) is not None
+            return bool(draft) and replaced
         if self._blocks is None or not self._drafts:
-            return None
+            return False
         if not draft:
-            return self._length.pause or None
-        return int(kept < len(draft))
+            return 0 < self._length.pause <= len(written)
+        return len(written) >= (kept < len(draft))
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         request, proposer = self._request, self._backend.target_drafter

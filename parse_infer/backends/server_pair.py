@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStrea
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import ServerError
 from parse_infer.judge.cuts import CutPolicy, Segmenter
-from parse_infer.loop import may_hand_back
 from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_infer.output import Fallback
 from parse_infer.request import Request
@@ -45,6 +45,7 @@ Drafts = tuple[ReplicaPool | LocalDraft, CrossTokenizerDraft] | TextDrafter
 class Scores:
     cuts: list[int]
     validity: list[float]
+    doubt: None = None
 
 
 class Target:
@@ -103,18 +104,19 @@ class Target:
             ) from error
 
     async def written(
-        self, request: Request, round: int, lease: Lease | None, watched: bool
+        self, request: Request, round: int, lease: Lease | None, watched: bool, at_once: int | None = None
     ) -> AsyncGenerator[int, None]:
         """Yield the target's tokens after the answer so far, until the caller stops.
 
         Args:
             watched: stream the tokens; else they come all at once, which costs less.
+            at_once: tokens of one request to a server; None: all.
 
         Raises Unavailable if a server ends an unfinished answer without a token.
         """
         while request.answer.remaining_tokens > 0:
             before = len(request.answer.ids)
-            async with aclosing(self._written_once(request, round, lease, watched)) as tokens:
+            async with aclosing(self._written_once(request, round, lease, watched, at_once)) as tokens:
                 async for token in tokens:
                     yield token
             # A server may have its own limit, such as max_new_tokens in the model's generation_config.json.
@@ -122,9 +124,9 @@ class Target:
                 raise Unavailable("a target server has ended an answer without a token")
 
     async def _written_once(
-        self, request: Request, round: int, lease: Lease | None, watched: bool
+        self, request: Request, round: int, lease: Lease | None, watched: bool, at_once: int | None
     ) -> AsyncGenerator[int, None]:
-        room = request.answer.remaining_tokens
+        room = min(request.answer.remaining_tokens, at_once or sys.maxsize)
         asked = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(request)
         if not watched:
             asked |= stop_settings(request.settings.stop)
@@ -169,15 +171,17 @@ class ServerModelPair:
         self._target, self._drafts, self._request = target, drafts, request
         self._overlap = overlap
         self._falls_back = falls_back
-        # With hand_back, the target's stream ends early.
-        self._watched = watched or may_hand_back(request.settings, threshold, round=1)
+        self._watched = watched
+        length = request.settings.block_tokens
+        drafts = threshold <= 1 and not isinstance(drafts, TextDrafter)
+        self._blocks = length if isinstance(length, int) and drafts else None
         self._at, self._draft_at = at, draft_at
         self._tasks: set[asyncio.Task[Any]] = set()
         self._verifier = self._new_verifier(round=1)
 
     def max_draft_tokens(self) -> int:
         behind = self._target.language.window - self._target.probe_room - len(self._request.context)
-        return min(self._request.answer.remaining_tokens, behind)
+        return min(self._request.answer.remaining_tokens, behind, self._blocks or behind)
 
     async def propose(self, round: int) -> Sequence[int]:
         request, servers = self._request, self._target.servers
@@ -227,10 +231,14 @@ class ServerModelPair:
         pass  # the next prompt holds all state, and the server has its prefix blocks cached
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
-        async with aclosing(self._target.written(self._request, round, self._at, self._watched)) as tokens:
+        most = None if self._blocks is None else 1
+        async with aclosing(self._target.written(self._request, round, self._at, self._watched, most)) as tokens:
             async for token in tokens:
                 self._request.stats.target_forwards += 1
                 yield token
+
+    def draft_continues(self, draft: Sequence[int], kept: int, written: Sequence[int]) -> bool:
+        return self._blocks is not None and bool(draft) and len(written) >= (kept < len(draft))
 
     async def close(self) -> None:
         """Cancel all pending requests."""
@@ -264,8 +272,7 @@ class ServerModelPair:
             return await self._target.validities(context, draft, cuts, self._at)
 
         # If the target writes all the rest, a rejected draft continues: it supplies speculative tokens.
-        hands_back = may_hand_back(settings, self.threshold, round)
-        breaks = settings.acceptance == "first_failure" and (hands_back or not self._target.speculates)
+        breaks = settings.acceptance == "first_failure" and (self._blocks is not None or not self._target.speculates)
         threshold = self.threshold if breaks else None
         choose = partial(self._target.affordable, context, singly=True)
         return StreamingVerifier(ask, self.segmenter, choose, threshold, self._start)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from parse_infer.acceptance import ACCEPT_NOTHING, Acceptance, check_share
-from parse_infer.calibration.candidates import RESUMES, candidates
+from parse_infer.calibration.candidates import BLOCKS, candidates
 from parse_infer.calibration.replay import Replay, ReplayedEngine
 from parse_infer.calibration.risk import least_problems, n_passing, p_value, upper_bound
 from parse_infer.calibration.schema import LOSSES, Calibration, Loss, OperatingPoint, TestedPoint, risks
@@ -27,7 +27,7 @@ from parse_infer.models.environment import describe_run
 from parse_infer.models.prompts import Prompt
 from parse_infer.record_store import RecordStore
 from parse_infer.sampling import Sampling
-from parse_infer.settings import GenerationSettings, Resume
+from parse_infer.settings import BlockTokens, GenerationSettings
 
 SAMPLE_TEMPERATURE = 0.7  # of the target's samples for a majority answer
 _MIN_TARGET_PROBLEMS = 50  # a usable target answers at least one of this many problems right
@@ -74,7 +74,7 @@ class CalibrationSettings:
     risks: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1)
     confidence: float = 0.9
     loss: Loss = "accuracy"
-    resumes: tuple[Resume, ...] = RESUMES
+    blocks: tuple[BlockTokens, ...] = BLOCKS
     acceptance: Acceptance = GenerationSettings.acceptance
     max_new_tokens: int = 256
     samples: int = 0
@@ -86,7 +86,7 @@ class CalibrationSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "risks", risks(self.risks))
-        object.__setattr__(self, "resumes", tuple(dict.fromkeys(self.resumes)))
+        object.__setattr__(self, "blocks", tuple(dict.fromkeys(self.blocks)))
         check_share(self.confidence, "confidence")
         if self.loss not in get_args(Loss):
             raise CalibrationError(f"loss is {self.loss!r}; choose one of {', '.join(get_args(Loss))}")
@@ -96,17 +96,17 @@ class CalibrationSettings:
             )
         if self.timed < 1:
             raise CalibrationError(f"timed is {self.timed}: without a timed problem no speedup is known")
-        candidates(self.resumes, self.acceptance)  # raises for an unknown value
+        candidates(self.blocks, self.acceptance)  # raises for an unknown value
         self.generation()
 
     @property
     def orders(self) -> list[list[OperatingPoint]]:
-        return candidates(self.resumes, self.acceptance)
+        return candidates(self.blocks, self.acceptance)
 
     @property
     def level(self) -> float:
         """Share of the error budget for each sequence of operating points."""
-        return (1 - self.confidence) / len(self.resumes)
+        return (1 - self.confidence) / len(self.blocks)
 
     def generation(self) -> GenerationSettings:
         return GenerationSettings(self.max_new_tokens, acceptance=self.acceptance, adaptive=False)
@@ -165,7 +165,7 @@ def calibrate(
         raise CalibrationError("a calibration needs a draft model, and a judge: an adapter, or zero_shot=True")
     digest = hashlib.sha256(json.dumps([[p.id, p.prompt] for p in problems]).encode()).hexdigest()[:16]
     config = {
-        **{name: getattr(settings, name) for name in ("loss", "resumes", "acceptance", "max_new_tokens", "samples")},
+        **{name: getattr(settings, name) for name in ("loss", "blocks", "acceptance", "max_new_tokens", "samples")},
         # Fix the number of problems too: adding problems until a promise holds would invalidate the test.
         **{
             "models": models,
@@ -226,7 +226,7 @@ def check_problems(problems: Sequence[CalibrationProblem], settings: Calibration
         raise CalibrationError(f"{count} problems have the id {name!r}: give each its own")
     needed = least_problems(settings.risks[0], settings.level)
     if len(problems) < needed:
-        shared = " (the ways to resume share the error budget)" if len(settings.resumes) > 1 else ""
+        shared = " (the lengths of blocks share the error budget)" if len(settings.blocks) > 1 else ""
         raise CalibrationError(
             f"risk {settings.risks[0]} at confidence {settings.confidence} takes at least {needed} problems{shared}, "
             f"and there are {len(problems)}: give more, or a larger risk"
@@ -278,7 +278,7 @@ def _outcome(
     with Replay(engine) as replay:
         replay.clear_caches()
         if not timed:
-            alone, _ = replay.answer(problem.prompt, plain.override(threshold=ACCEPT_NOTHING, resume="finish"))
+            alone, _ = replay.answer(problem.prompt, plain.override(threshold=ACCEPT_NOTHING, block_tokens="whole"))
         right = check(problem, alone.text)
         if right is None and settings.loss == "accuracy":
             raise CalibrationError(
@@ -324,7 +324,7 @@ def _check_feasible(outcomes: Sequence[Outcome], n_problems: int, settings: Cali
             f"the target answers none of the first {len(outcomes)} problems right, so it has nothing to lose and "
             "a promise would say nothing: check task, chat template and checker"
         )
-    for i in range(len(settings.resumes)):
+    for i in range(len(settings.blocks)):
         lost = [outcome.losses[i][0] for outcome in outcomes]
         best = [*lost, *[0.0] * (n_problems - len(lost))]
         if p_value(best, settings.risks[-1]) <= settings.level:

@@ -103,12 +103,19 @@ class _MemoisedPair(Generic[V]):
     def __init__(self, pair: ModelPair[V], request: Request, memory: Memory) -> None:
         self.segmenter, self.threshold = pair.segmenter, pair.threshold
         self.max_draft_tokens, self.compact = pair.max_draft_tokens, pair.compact
+        self.draft_continues = pair.draft_continues
         self._pair, self._request, self._memory = pair, request, memory
         self._committed: tuple[Sequence[int], V, int] | None = None
 
     async def propose(self, round: int) -> Sequence[int]:
         # A pair may draft nothing at a threshold above 1, which accepts nothing.
-        key = ("draft", self.threshold > 1, tuple(self._request.context), self.max_draft_tokens())
+        key = (
+            "draft",
+            self.threshold > 1,
+            self._request.settings.block_tokens,
+            tuple(self._request.context),
+            self.max_draft_tokens(),
+        )
         if not self._memory.knows(key):
             started = time.perf_counter()
             self._memory.parts[key] = await self._pair.propose(round), time.perf_counter() - started
@@ -116,7 +123,13 @@ class _MemoisedPair(Generic[V]):
 
     async def verify(self, draft: Sequence[int]) -> V:
         # The acceptance rule decides which cuts are reachable, and so which rows `compact` keeps.
-        key = ("verdict", tuple(self._request.context), tuple(draft), self._request.settings.acceptance)
+        key = (
+            "verdict",
+            tuple(self._request.context),
+            tuple(draft),
+            self._request.settings.acceptance,
+            self._request.doubt,
+        )
         if not self._memory.knows(key):
             started = time.perf_counter()
             verdict = await self._pair.verify(draft)

@@ -14,10 +14,10 @@ from typing import Any, Literal
 from parse_infer.acceptance import Acceptance, check_share
 from parse_infer.errors import CalibrationError
 from parse_infer.files import locate, read_json, write_json
-from parse_infer.settings import GenerationSettings, Resume
+from parse_infer.settings import BlockTokens, GenerationSettings
 
 FILE = "calibration.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 Loss = Literal["accuracy", "disagreement"]
 LOSSES: dict[Loss, str] = {
     "accuracy": "the target alone is right and PARSE is wrong",
@@ -32,9 +32,8 @@ class OperatingPoint:
     """Settings that a calibration chooses; fields as in `GenerationSettings`."""
 
     threshold: float
-    resume: Resume = GenerationSettings.resume
+    block_tokens: BlockTokens = "auto"
     acceptance: Acceptance = GenerationSettings.acceptance
-    max_rounds: int = GenerationSettings.max_rounds
 
 
 @dataclass(frozen=True)

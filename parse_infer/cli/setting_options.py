@@ -14,6 +14,7 @@ from parse_infer.setting_fields import SettingField, setting_fields
 from parse_infer.settings import GenerationSettings
 
 _LISTS = [one.name for one in setting_fields(GenerationSettings).values() if one.default == ()]
+_NUMBERS_OR_CHOICES = [one.name for one in setting_fields(GenerationSettings).values() if one.is_number_or_choice]
 # Each Sampling field is an option of its own, for both models; the draft model has its own temperature.
 SAMPLING = ("draft_sampling", "resume_sampling")
 DRAFT_TEMPERATURE = "draft_temperature"
@@ -22,6 +23,11 @@ DRAFT_TEMPERATURE = "draft_temperature"
 def option_of(name: str) -> Any:
     """The typer option of one setting, for a command that spells out its type and default."""
     return _option(setting_fields(GenerationSettings)[name])
+
+
+def number_or_choice(text: str) -> Any:
+    """Read a whole number; return other texts, which the dataclass checks."""
+    return int(text) if text.strip().isdecimal() else text.strip()
 
 
 def with_settings(without: Collection[str] = (), **defaults: Any) -> Callable[..., Any]:
@@ -46,6 +52,7 @@ def with_settings(without: Collection[str] = (), **defaults: Any) -> Callable[..
             values["resume_sampling"] = Sampling(**numbers)
             values["draft_sampling"] = Sampling(**numbers | {"temperature": draft_temperature})
         values |= {name: tuple(values[name] or ()) for name in _LISTS if name in values}
+        values |= {name: number_or_choice(values[name]) for name in _NUMBERS_OR_CHOICES if name in values}
         return GenerationSettings(**values)
 
     return expand_parameter("settings", parameters, build)
@@ -67,4 +74,5 @@ def _option(one: SettingField) -> Any:
     """The option of a field. The dataclass checks choices and shares, in one sentence with the way out."""
     text = f"{one.help.removesuffix('.')}; repeatable." if one.name in _LISTS else one.help
     least = one.bounds.get("ge") if one.hint is int else None
-    return typer.Option(min=least, metavar="|".join(one.choices) or None, help=text)
+    values = (*one.choices, "N") if one.is_number_or_choice else one.choices
+    return typer.Option(min=least, metavar="|".join(values) or None, help=text)

@@ -44,6 +44,7 @@ class ModelDrafter:
         self.target = target
         self.token_drafter = token_drafter
         self.shares_tokens = share_tokens(draft, target)
+        self.one_segment = one_segment is not None
         self._segmenter = None if one_segment is None else Segmenter(draft.tokenizer, one_segment)
         self._translation: CrossTokenizerDraft | None = None
         self._sampling = Sampling()

@@ -21,7 +21,7 @@ from parse_infer.evaluation.statistics import difference_interval, rate_ratio_in
 from parse_infer.files import write_text
 from parse_infer.models.environment import describe_run
 from parse_infer.record_store import RecordStore
-from parse_infer.settings import GenerationSettings, Resume
+from parse_infer.settings import BlockTokens, GenerationSettings
 
 _LM_EVAL_KEYS = ("results", "groups", "versions", "n-shot", "n-samples")  # parts of lm-eval's report in results.json
 
@@ -36,7 +36,7 @@ class EvalSettings:
     """Token limit; None: the task's own, or 256 without one (as in lm-eval)."""
     apply_chat_template: bool | None = None
     """Whether prompts are chat messages; None: if the target has a chat template."""
-    resume: Resume = GenerationSettings.resume
+    block_tokens: BlockTokens = "auto"
     confirm_run_unsafe_code: bool = False
     seed: int = 0
     """Seed of the bootstrap."""
@@ -47,7 +47,7 @@ class EvalSettings:
             raise ParseError(f"limit is {self.limit}; it must be at least 1")
 
     def generation(self) -> GenerationSettings:
-        return GenerationSettings(max_new_tokens=self.max_new_tokens or 256, resume=self.resume)
+        return GenerationSettings(max_new_tokens=self.max_new_tokens or 256, block_tokens=self.block_tokens)
 
 
 def run_eval(
@@ -90,7 +90,7 @@ def run_eval(
         **engine.describe(),
         **engine.describe_drafters(),
         "threshold": engine.threshold,
-        "resume": settings.resume,
+        "block_tokens": settings.block_tokens,
     }
     store = RecordStore(folder, environment, Record, "measurement")
     lm = ParseLM(engine, store, settings.generation(), settings.max_new_tokens, console)

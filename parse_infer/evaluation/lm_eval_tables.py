@@ -71,7 +71,8 @@ def markdown(results: dict[str, Any]) -> str:
     models = " and ".join(environment[role]["name"] for role in ("target", "draft") if environment[role])
     lines = [
         f"`{environment['command']}`, {environment['date']}: {models}, threshold {environment['threshold']:.4g}, "
-        f"resume {environment['resume']}, token proposer of the target: {_proposer(environment['target_drafter'])}; "
+        f"block tokens {environment['block_tokens']}, "
+        f"token proposer of the target: {_proposer(environment['target_drafter'])}; "
         f"{machine(environment)}, {environment['dtype']}.",
         "",
         *markdown_table(HEADER, rows(results)),

@@ -23,7 +23,7 @@ from rich.table import Table
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.figure import plain
-from parse_infer.evaluation.mode_names import is_adaptive, resume_of
+from parse_infer.evaluation.mode_names import block_tokens_of, is_adaptive
 from parse_infer.evaluation.modes import BenchProblem, problems_digest
 from parse_infer.evaluation.statistics import wilson_interval
 from parse_infer.evaluation.tables import format_times
@@ -47,7 +47,6 @@ MODES = {
     "target+eagle3": "vLLM with EAGLE-3",
     "target+parallel": "vLLM with P-EAGLE",
     "parse": "PARSE",
-    "parse:hand_back": "PARSE, hand back",
     "parse:adaptive": "PARSE, adaptive",
 }
 _OWN_HEADS = ("target+eagle3", "target+parallel")
@@ -277,7 +276,9 @@ async def _measure(
 ) -> Cell:
     engine.clear_caches()  # each cell starts with an empty prefix cache
     engine.backend.falls_back = False
-    settings = settings.override(resume=resume_of(mode) or settings.resume, adaptive=is_adaptive(mode))
+    settings = settings.override(
+        block_tokens=block_tokens_of(mode) or settings.block_tokens, adaptive=is_adaptive(mode)
+    )
     waiting = iter(problems)
     first_s, all_s, found = [], [], []
 

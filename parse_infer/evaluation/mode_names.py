@@ -4,7 +4,8 @@ A name begins with a key of `MODES`. These suffixes may follow:
 - sizes of "assisted": "assisted:tokens=8:confidence=0.3";
 - token proposers of the modes in `SPECULATING`: "target+draft:tokens=12", "parse+eagle3", "parse+draft+lookup" (the
   second one is the draft model's);
-- a resume mode or "adaptive" for PARSE: "parse:hand_back" (default: the benchmark's setting), "parse:adaptive";
+- a length of blocks or "adaptive" for PARSE: "parse:whole", "parse:32" (default: the benchmark's setting),
+  "parse:adaptive";
 - the threshold of a sweep: "parse@0.5".
 """
 
@@ -12,11 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import get_args
 
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.assisted import AssistantSettings
-from parse_infer.settings import Resume
+from parse_infer.settings import BlockTokens
 from parse_infer.speculation.registry import check_token_drafter, split_name
 from parse_infer.suggest import suggestion
 
@@ -31,6 +31,7 @@ MODES = {
 }
 SPECULATING = {"target": 1, "parse": 2}  # largest number of token proposers of a mode
 ADAPTIVE = "adaptive"
+LENGTHS = ("auto", "whole")  # of blocks, besides numbers
 NO_DRAFTER = "none"  # parse+none: no token proposer for the target, except the rejected draft
 SPECULATION = "target+draft"
 DEFAULT_MODES = ("target", "draft", SPECULATION, "assisted", "sequential", "parse", "parse-zero-shot")
@@ -54,10 +55,10 @@ def base_of(name: str) -> str:
     return re.split("[@+:]", name)[0]
 
 
-def resume_of(name: str) -> Resume | None:
-    """The resume mode in a name, if any."""
+def block_tokens_of(name: str) -> BlockTokens | None:
+    """The length of blocks in a name, if any."""
     said = _variant(name)
-    return said if said in get_args(Resume) else None  # type: ignore[return-value]
+    return int(said) if said.isdecimal() else said if said in LENGTHS else None  # type: ignore[return-value]
 
 
 def is_adaptive(name: str) -> bool:
@@ -68,7 +69,7 @@ def is_adaptive(name: str) -> bool:
 def _variant(name: str) -> str:
     """The known suffix after ":" of a PARSE mode, or ""."""
     base, _, said = re.split("[@+]", name)[0].partition(":")
-    return said if base in SWEPT and said in (*get_args(Resume), ADAPTIVE) else ""
+    return said if base in SWEPT and (said in (*LENGTHS, ADAPTIVE) or (said.isdecimal() and int(said))) else ""
 
 
 def drafters_of(name: str) -> list[str]:
@@ -87,7 +88,7 @@ def check_modes(names: Iterable[str]) -> tuple[str, ...]:
         if name.startswith("assisted:"):
             AssistantSettings.parse(name)
         elif drafters or base not in MODES:
-            known = [*MODES, *(f"{mode}:{variant}" for mode in SWEPT for variant in (*get_args(Resume), ADAPTIVE))]
+            known = [*MODES, *(f"{mode}:{variant}" for mode in SWEPT for variant in (*LENGTHS, ADAPTIVE))]
             raise ParseError(f"unknown mode {name!r}; {suggestion(name, known)}")
     if not chosen:
         raise ParseError(f"no mode to run; modes: {', '.join(MODES)}")
@@ -142,7 +143,9 @@ def _proposer(drafter: str, who: str) -> str:
 
 
 def _variant_in_words(name: str) -> list[str]:
-    return [f"resume={resume_of(name)}"] if resume_of(name) else [ADAPTIVE] if is_adaptive(name) else []
+    return (
+        [f"block tokens {block_tokens_of(name)}"] if block_tokens_of(name) else [ADAPTIVE] if is_adaptive(name) else []
+    )
 
 
 def _in_words(drafter: str) -> str:

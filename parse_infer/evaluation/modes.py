@@ -19,14 +19,14 @@ from parse_infer.evaluation.mode_names import (
     NO_DRAFTER,
     SWEPT,
     base_of,
+    block_tokens_of,
     check_guides,
     check_modes,
     drafters_of,
     is_adaptive,
     needs,
-    resume_of,
 )
-from parse_infer.evaluation.sequential import sequential_engine, sequentially
+from parse_infer.evaluation.sequential import sequential_engine
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.devices import wait_for
 from parse_infer.models.loading import same_tokenizer
@@ -126,13 +126,13 @@ def make_modes(
             modes.append(Mode(name, _with(speculating.generate_target, plain, speculate=bool(drafters)), speculating))
         elif base == "sequential":
             sequential = sequential_engine(_with_proposers(engine, *_proposers_of(engine, name)))
-            modes.append(Mode(name, _with(sequential.generate, sequentially(judged)), sequential))
+            modes.append(Mode(name, _with(sequential.generate, judged), sequential))
         else:
-            resume = resume_of(name) or judged.resume
+            length = block_tokens_of(name) or judged.block_tokens
             parse, own = _with_proposers(engine, *_proposers_of(engine, name)), judged
             if base == "parse-zero-shot":
                 parse, own = _zero_shot(parse, zero_shot_threshold), plain
-            own = own.override(resume=resume, adaptive=is_adaptive(name))
+            own = own.override(block_tokens=length, adaptive=is_adaptive(name))
             modes.append(Mode(name, _with(parse.generate, own), parse))
             for threshold in thresholds if name in SWEPT else ():
                 at = own.override(threshold=threshold)

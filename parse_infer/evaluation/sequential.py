@@ -7,12 +7,9 @@ for which the draft model waits.
 
 from __future__ import annotations
 
-import sys
-
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
-from parse_infer.settings import GenerationSettings
 
 
 def sequential_engine(engine: ParseEngine) -> ParseEngine:
@@ -33,8 +30,3 @@ def sequential_engine(engine: ParseEngine) -> ParseEngine:
         threshold=engine.threshold,
         cut_policy=policy,
     )
-
-
-def sequentially(settings: GenerationSettings) -> GenerationSettings:
-    """The settings with `hand_back` after every segment and no limit on rounds."""
-    return settings.override(resume="hand_back", max_rounds=sys.maxsize)

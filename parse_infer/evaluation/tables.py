@@ -153,8 +153,8 @@ def _environment(environment: dict[str, Any]) -> list[str]:
             lines.append(f"{role.capitalize()}: {model['name']}, {model['parameters'] / 1e6:.1f} M parameters.")
     lines.append(
         f"Greedy, at most {environment['max_new_tokens']} tokens, {environment['repeats']} run(s) per problem and "
-        f"mode; threshold {environment['chosen_threshold']}, resume {environment['resume']}. Modes take turns on each "
-        "problem, from empty caches, after a warm-up that does not count."
+        f"mode; threshold {environment['chosen_threshold']}, block tokens {environment['block_tokens']}. "
+        "Modes take turns on each problem, from empty caches, after a warm-up that does not count."
     )
     return lines
 

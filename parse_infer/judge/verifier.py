@@ -25,7 +25,6 @@ from parse_infer.models.architecture import text_config
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 
-
 NEGLIGIBLE_DOUBT = -7.0
 """A token below it counts as the target's own. It lowers a validity near 1 by less than 0.001."""
 

@@ -14,13 +14,13 @@ from parse_train import tracking
 from parse_train.validity.build_info import BuildInfo
 from parse_train.validity.config import ValidityTrainingConfig
 
-CURVE = ("risk (upper bound)", "speed-up", "resume", "threshold", "lost")
+CURVE = ("risk (upper bound)", "speed-up", "block tokens", "threshold", "lost")
 
 
 def log(found: Calibration) -> None:
     """Log speed-up over risk, one point per setting, and the calibrated risks to the tracker."""
     points = [
-        (t.bound, t.speedup, t.setting.resume, t.setting.threshold, t.losses / found.n_problems) for t in found.tried
+        (t.bound, t.speedup, str(t.setting.block_tokens), t.setting.threshold, t.losses / found.n_problems) for t in found.tried
     ]
     tracking.log_curve("calibration", CURVE, points)
     kept = {risk: found.tried[place].speedup for risk, place in found.promises.items() if place is not None}

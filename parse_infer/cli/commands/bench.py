@@ -71,7 +71,7 @@ def bench(
       parse-zero-shot   PARSE without adapter: the prompt asks the target whether each prefix is right
       transformers      the target alone in transformers' own decode loop
       target+NAME       the target with the token proposer lookup, draft, eagle3, parallel, medusa or a folder
-      parse:hand_back   PARSE with this resume mode, which overrides --resume; also parse:finish
+      parse:whole       PARSE with this --block-tokens; also parse:auto, parse:32
       parse:adaptive    PARSE; the target answers alone while measurements say that this is faster
       parse+NAME        PARSE with this token proposer for the target; parse+none: without any
       parse+NAME+NAME   PARSE with token proposers for the target (first) and the draft model (second)
@@ -83,7 +83,7 @@ def bench(
 
     \b
     Modes with --backend vllm (clients.json, clients.md, clients.png):
-      target, parse, parse:hand_back, parse:adaptive
+      target, parse, parse:whole, parse:32, parse:adaptive
       target+ngram, target+eagle3, target+parallel: vLLM's own speculative decoding; sizes as in target+ngram:tokens=5
 
     \b

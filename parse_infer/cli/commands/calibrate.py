@@ -14,6 +14,7 @@ from parse_infer.cli import options
 from parse_infer.cli.model_options import ModelOptions, with_models
 from parse_infer.cli.options import read_numbers
 from parse_infer.cli.problems import open_task, take_problems
+from parse_infer.cli.setting_options import number_or_choice
 
 if TYPE_CHECKING:
     from parse_infer.calibration.schema import Calibration
@@ -47,9 +48,10 @@ def calibrate(
             "answer.",
         ),
     ] = 0,
-    resume: Annotated[
-        str, typer.Option(metavar="finish,hand_back", help="Resume modes to try; one alone needs fewer problems.")
-    ] = "finish,hand_back",
+    block_tokens: Annotated[
+        str,
+        typer.Option(metavar="whole,auto,N", help="Lengths of blocks to try; one alone needs fewer problems."),
+    ] = "whole,auto",
     timed: Annotated[
         int,
         typer.Option(
@@ -84,7 +86,7 @@ def calibrate(
         risks=read_numbers(risk, "--risk"),
         confidence=confidence,
         loss=loss,  # type: ignore[arg-type]
-        resumes=tuple(map(str.strip, resume.split(","))),  # type: ignore[arg-type]
+        blocks=tuple(map(number_or_choice, block_tokens.split(","))),
         max_new_tokens=max_new_tokens,
         samples=samples,
         timed=timed,
@@ -111,7 +113,7 @@ def calibrate(
 def promises_table(calibration: Calibration) -> Any:
     """Build the terminal table of a calibration's promises."""
     table = Table(title=f"{calibration.n_problems} problems of {calibration.task}", title_justify="left")
-    for name in ("at most lost", "confidence", "threshold", "resume", "lost here", "speed-up"):
+    for name in ("at most lost", "confidence", "threshold", "block tokens", "lost here", "speed-up"):
         table.add_column(name, justify="right")
     for risk, place in calibration.promises.items():
         row = [f"{risk:.4g}", f"{calibration.confidence:.4g}"]
@@ -120,5 +122,5 @@ def promises_table(calibration: Calibration) -> Any:
             continue
         tried = calibration.tried[place]
         threshold = "accepts nothing" if tried.setting.threshold > 1 else f"{tried.setting.threshold:.4f}"
-        table.add_row(*row, threshold, tried.setting.resume, f"{tried.losses:g}", f"{tried.speedup:.2f}x")
+        table.add_row(*row, threshold, str(tried.setting.block_tokens), f"{tried.losses:g}", f"{tried.speedup:.2f}x")
     return table

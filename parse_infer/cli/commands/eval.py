@@ -10,8 +10,7 @@ from rich.console import Console
 
 from parse_infer.cli import options
 from parse_infer.cli.model_options import LOCAL_ONLY, ModelOptions, with_models
-from parse_infer.cli.setting_options import option_of
-from parse_infer.settings import GenerationSettings
+from parse_infer.cli.setting_options import number_or_choice, option_of
 
 
 @with_models(calibration=None, **LOCAL_ONLY)
@@ -42,7 +41,7 @@ def evaluate(
             help="Send prompts as chat messages; default: if the target has a chat template.",
         ),
     ] = None,
-    resume: Annotated[str, option_of("resume")] = GenerationSettings.resume,
+    block_tokens: Annotated[str, option_of("block_tokens")] = "auto",
     confirm_run_unsafe_code: Annotated[
         bool, typer.Option("--confirm-run-unsafe-code", help="Let lm-eval execute code that the models write.")
     ] = False,
@@ -77,7 +76,7 @@ def evaluate(
         max_new_tokens=max_new_tokens,
         apply_chat_template=apply_chat_template,
         confirm_run_unsafe_code=confirm_run_unsafe_code,
-        resume=resume,  # type: ignore[arg-type]
+        block_tokens=number_or_choice(block_tokens),
     )
     loaded = load_tasks(
         names, read_data(data or (), names), num_fewshot=num_fewshot, confirm_run_unsafe_code=confirm_run_unsafe_code

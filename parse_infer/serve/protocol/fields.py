@@ -113,7 +113,6 @@ OUTSIDE_PARSE = {
 }
 SETTINGS = setting_fields(GenerationSettings)
 ALONE = "target"  # a mode of requests only
-MOST_ROUNDS = 1000
 
 
 def _parse_fields() -> dict[str, Any]:
@@ -121,11 +120,9 @@ def _parse_fields() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, one in SETTINGS.items():
         if name not in OUTSIDE_PARSE:
-            hint, text, bounds = one.hint, one.help, dict(one.bounds)
+            hint, text, bounds = one.hint, one.help, {} if one.is_number_or_choice else one.bounds
             if name == "mode":
                 hint, text = Literal[(*one.choices, ALONE)], f"{text} {ALONE}: no draft, the target answers alone."
-            elif name == "max_rounds":
-                bounds["le"] = MOST_ROUNDS
             found[name] = (hint | None, Field(None, description=text, **bounds))
     return found
 
