@@ -32,7 +32,7 @@ from parse_infer.models.token_map import token_map
 from parse_infer.output import Source
 from parse_infer.provenance import describe_drafter, describe_models
 from parse_infer.request import Request
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings import BlockTokens, GenerationSettings
 from parse_infer.speculation.decode import speculative_decode
 from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.proposer import TokenProposer
@@ -160,7 +160,7 @@ class LocalBackend:
             cut_policy = CutPolicy.from_dict(judge.config.cut_policy) if judge is not None else CutPolicy()
         self.segmenter = Segmenter(target.tokenizer, cut_policy, self.probe_tokens)
         self.verifier = Verifier(target.decoder, judge, self.segmenter)
-        self.block_length = BlockLength()
+        self.block_lengths = {False: BlockLength(), True: BlockLength()}  # with a judge, and without
         self._current: Request | None = None
         self._turn = RLock()
 
@@ -348,16 +348,30 @@ class LocalModelPair:
         assert settings.threshold is not None
         self.threshold = settings.threshold
         self._backend, self._request, self._drafter = backend, request, drafter
-        self._exact = settings.mode == "exact" or self.threshold > 1
-        self._probe_tokens = 0 if self._exact else backend.probe_tokens
+        self._exact = settings.mode == "exact"
         # Whether to accept draft tokens after the cut that equal the target's greedy choice.
         self._wants_tail = self._exact or (settings.keep_greedy_match and settings.resume_sampling.greedy)
+        no_judge = self._exact or self.threshold > 1
+        self._probe_tokens = 0 if self._exact else backend.probe_tokens
         self._drafts = backend.uses_draft(request, drafter)
         self._by_segment = isinstance(drafter, ModelDrafter) and drafter.one_segment
-        whole = self._by_segment or settings.block_tokens == "whole" or not isinstance(drafter, ModelDrafter)
-        self._blocks = None if whole else settings.block_tokens
-        self._length = backend.block_length
+        self._blocks: int | None = None  # longest block
+        self._ends_early = False
+        if isinstance(drafter, ModelDrafter) and not self._by_segment and (self._wants_tail or not no_judge):
+            self._blocks, self._ends_early = self._block_length(settings.block_tokens, no_judge)
+        self._judges_tokens = self._blocks is not None and not no_judge and backend.verifier.judges_tokens
+        self._length = backend.block_lengths[no_judge]
         self._block = Block([])
+
+    def _block_length(self, length: BlockTokens, no_judge: bool) -> tuple[int | None, bool]:
+        """Return the longest block (None: whole drafts), and whether it may end earlier."""
+        if length == "whole":
+            return None, False
+        if length != "auto":
+            return length, False
+        if no_judge or self._backend.verifier.judges_tokens:
+            return LONGEST, True
+        return self._request.answer.remaining_tokens, False  # a judge of segments reads them all at once
 
     def max_draft_tokens(self) -> int:
         """The remaining budget, or the window minus context and one probe if that is less."""
@@ -370,7 +384,7 @@ class LocalModelPair:
         answer, most = self._request.answer, self.max_draft_tokens()
         if self._blocks is None:
             return self._drafter.propose(answer.ids, most).ids
-        if self._blocks == "auto" and self._length.pause:
+        if self._ends_early and self._length.pause:
             return ()
         assert isinstance(self._drafter, ModelDrafter)
         survival = 1.0
@@ -378,11 +392,9 @@ class LocalModelPair:
         def ends(confidence: float) -> bool:
             nonlocal survival
             survival *= self._length.survival_of(confidence)
-            return self._blocks == "auto" and self._length.end_after(survival)
+            return self._ends_early and self._length.end_after(survival)
 
-        longest = LONGEST if self._blocks == "auto" else self._blocks
-        self._started = time.perf_counter()
-        self._block = self._drafter.propose_block(answer.ids, min(most, longest), ends)
+        self._block = self._drafter.propose_block(answer.ids, min(most, self._blocks), ends)
         return self._block.ids
 
     async def verify(self, draft: Sequence[int]) -> Verification:
@@ -395,7 +407,7 @@ class LocalModelPair:
         self._read = len(context) - decoder.cached + len(draft)
         if self._exact:
             verdict = verifier.verify(draft, cuts=[])
-        elif self._blocks is not None and draft and verifier.judges_tokens:
+        elif draft and self._judges_tokens:
             verdict = verifier.verify_block(draft, self._request.doubt)
         else:
             verdict = verifier.verify(draft)
@@ -420,7 +432,7 @@ class LocalModelPair:
             return
         block = self._block
         confidences = block.confidences[: len(draft)]
-        if block.seconds_per_token is not None:
+        if self._ends_early and block.seconds_per_token is not None:
             draft_s = block.seconds_per_token * len(confidences)
             self._length.note(confidences, kept, kept < len(draft), draft_s, self._read_s, self._read)
 
@@ -431,7 +443,7 @@ class LocalModelPair:
         if self._blocks is None or not self._drafts:
             return False
         if not draft:
-            return 0 < self._length.pause <= len(written)
+            return self._ends_early and 0 < self._length.pause <= len(written)
         return len(written) >= (kept < len(draft))
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
@@ -445,5 +457,5 @@ class LocalModelPair:
             for token in self._backend.decode(self._backend.target, request, proposer, "target", seeded):
                 yield token
         finally:
-            if self._blocks is not None and self._length.pause:
+            if self._ends_early and self._length.pause:
                 self._length.note_alone(request.timings.resume_s - seconds, len(request.answer.ids) - before)
