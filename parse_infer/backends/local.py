@@ -405,7 +405,7 @@ class LocalModelPair:
         decoder.reserve(len(context), self._request.answer.remaining_tokens + probes)
         decoder.seek(context)
         self._read = len(context) - decoder.cached + len(draft)
-        if self._exact:
+        if self._exact or (self._blocks is not None and self.threshold > 1):
             verdict = verifier.verify(draft, cuts=[])
         elif draft and self._judges_tokens:
             verdict = verifier.verify_block(draft, self._request.doubt)
