@@ -41,7 +41,7 @@ class SettingField:
     @property
     def is_number_or_choice(self) -> bool:
         """Whether the type is a union of int and a Literal."""
-        return int in get_args(self.hint)
+        return bool(self.choices) and int in get_args(self.hint)
 
     def check(self, value: object) -> None:
         """Check a choice, a whole number or a bool; other types have their own checks. Raises SettingsError."""
