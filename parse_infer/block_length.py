@@ -3,10 +3,11 @@
 A longer block saves target forwards. But the tokens after the first rejected one are wasted. This module measures the
 costs and how often draft tokens survive verification, and ends a block where one more token stops paying:
 
-    survival of the block with the next token x seconds per accepted token  <  seconds to draft and to read it
+    survival of the block so far x seconds per token of the answer  <  seconds to draft and to read one more token
 
-The left side is what the next token is expected to save. This rule minimises the long-run time per accepted token
-(marginal value theorem), because survival falls with each token. Survival depends on the draft model's confidence,
+The left side is what the next token is expected to save: if all tokens before it survive, it gives a token of the
+answer, its own or the target's correction. This rule minimises the long-run time per token (marginal value theorem),
+because survival falls with each token. Survival depends on the draft model's confidence,
 as in SpecDec++ (arXiv 2405.19715); costs are measured while decoding, as in Nightjar (arXiv 2512.22420).
 """
 
@@ -45,8 +46,8 @@ def pays(survival: float, costs: Costs, seconds_per_token: float) -> bool:
     """Whether one more draft token is expected to save time.
 
     Args:
-        survival: probability that the target accepts the block up to and including this token.
-        seconds_per_token: long-run time per accepted token.
+        survival: probability that the target accepts all tokens of the block before it.
+        seconds_per_token: long-run time per token of the answer.
     """
     return survival * seconds_per_token >= costs.per_token
 
@@ -127,7 +128,6 @@ class BlockLength:
 
     pause: int = 0
     _survival: list[_Share] = field(default_factory=lambda: [_Share(s, 1.0) for s in _prior()])
-    _next: _Share = field(default_factory=lambda: _Share(0.9, 1.0))
     _draft: _Rate = field(default_factory=_Rate)
     _reads: _Line = field(default_factory=_Line)
     _pace: _Rate = field(default_factory=_Rate)
@@ -152,7 +152,7 @@ class BlockLength:
         if costs is None:
             return survival < 0.5
         pace = self._pace.value or 2 * costs.per_token
-        return not pays(survival * self._next.value, costs, pace)
+        return not pays(survival, costs, pace)
 
     def note(
         self, confidences: Sequence[float], accepted: int, rejected: bool, draft_s: float, read_s: float, read: int
@@ -168,30 +168,28 @@ class BlockLength:
         """
         for confidence in confidences[:accepted]:
             self._survival[bisect_right(EDGES, confidence)].note(True)
-            self._next.note(True)
         if rejected and accepted < len(confidences):
             self._survival[bisect_right(EDGES, confidences[accepted])].note(False)
-            self._next.note(False)
         self._draft.note(draft_s, len(confidences))
         self._reads.note(read, read_s)
         costs = self.costs
         assert costs is not None
         # A long prompt is not part of the pace.
         self._pace.note(draft_s + costs.forward_s + costs.read_s * len(confidences), accepted + rejected, _PACES)
-        self._last_pause, self.pause = self._next_pause(costs)
+        self.pause = self._last_pause = self.next_pause()
 
     def note_alone(self, seconds: float, tokens: int) -> None:
         """Record tokens that the target wrote alone."""
         self._alone.note(seconds, tokens, _PACES)
         self.pause = 0
 
-    def _next_pause(self, costs: Costs) -> tuple[int, int]:
-        """Return the length of the last pause and of the next one: twice as long each time that drafts do not pay."""
-        alone = self._alone.value or costs.forward_s + costs.read_s
-        if self._pace.value <= alone:
-            return 0, 0
-        pause = min(max(_FIRST_PAUSE, 2 * self._last_pause), _LONGEST_PAUSE)
-        return pause, pause
+    def next_pause(self) -> int:
+        """Return the length of the next pause: 0 if drafts pay, else twice the last one."""
+        costs = self.costs
+        assert costs is not None
+        if self._pace.value <= (self._alone.value or costs.forward_s + costs.read_s):
+            return 0
+        return min(max(_FIRST_PAUSE, 2 * self._last_pause), _LONGEST_PAUSE)
 
 
 def _prior() -> list[float]:

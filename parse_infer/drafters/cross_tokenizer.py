@@ -46,10 +46,18 @@ class CrossTokenizerDraft:
         draft.check_tokens(self.prompt_ids)
         self.before, self.left = open_turn(prompt), left_context(prompt, self.prompt_ids)
 
-    def begin(self, answer_ids: Sequence[int], max_new_tokens: int) -> DraftStream | None:
-        """Start a draft that continues the answer; None if the draft model cannot continue."""
+    def begin(
+        self, answer_ids: Sequence[int], max_new_tokens: int, tokens: TokenMap | None = None
+    ) -> DraftStream | None:
+        """Start a draft that continues the answer; None if the draft model cannot continue.
+
+        Args:
+            tokens: translates the answer token by token instead of as text, so that the draft model's own tokens stay.
+        """
         written = list(answer_ids)
-        if not self.shares_tokens:
+        if tokens is not None:
+            written = [own for token in answer_ids for own in tokens.from_target(token)]
+        elif not self.shares_tokens:
             text = decode(self.target.tokenizer, answer_ids)
             if text.endswith("\ufffd"):  # inside a character, which the target must complete
                 return None
@@ -132,11 +140,11 @@ class DraftStream:
         Args:
             tokens: maps single tokens, so that a block may end after any of them.
         """
+        ids = self.own_ids[:-1] if self._answer.finish_reason == "eos" else self.own_ids
+        if tokens is not None and all(token in tokens.to_target for token in ids):
+            return self._ending([tokens.to_target[token] for token in ids])
         if self.is_finished or self._translation.shares_tokens:
             return self.draft()
-        ids = self.own_ids
-        if tokens is not None and self._answer.complete and all(token in tokens.to_target for token in ids):
-            return Draft([tokens.to_target[token] for token in ids])
         text = self.text.rstrip("\ufffd")
         begin = re.search(r"\s+\S*\s*$", text)  # of the last word, which may go on
         if begin is not None and begin.start():

@@ -88,7 +88,7 @@ class ModelDrafter:
         """
         if self._translation is None:
             raise PromptError("the drafter has no prompt: call reset() first")
-        writing = self._translation.begin(answer_ids, max_new_tokens)
+        writing = self._translation.begin(answer_ids, max_new_tokens, self._token_map)
         if writing is None:
             return Block([])
         decoder, sampling, start = self.draft.decoder, self._sampling, len(writing.context)

@@ -1,0 +1,287 @@
+"""Answers that come in blocks: the same text for every length of blocks, corrected by the target's own tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from parse_infer.block_length import BlockLength
+from parse_infer.engine import ParseEngine
+from parse_infer.events import Accepted, Done, Drafted, Resumed, Verified
+from parse_infer.judge.cuts import Segmenter
+from parse_infer.judge.verifier import Verifier
+from parse_infer.models.decoder import Decoder
+from parse_infer.sampling import Sampling
+from tests.parse_infer.language_models import (
+    language_model,
+    llama_tokenizer,
+    reduced_pair,
+    resembling,
+    word_tokenizer,
+)
+
+PROMPT = "Tom has 5 apples."
+N = 48
+LENGTHS = (1, 3, 7, 64, "auto")
+
+
+@pytest.fixture
+def make_block_engine(make_model, tokenizer, random_adapter) -> Callable[..., ParseEngine]:
+    """An engine whose judge has token doubt alone, with a draft model that resembles the target."""
+
+    def make(architecture: str = "llama", noise: float = 0.3, **options) -> ParseEngine:
+        model = make_model(architecture)
+        draft = resembling(make_model, model, noise, architecture)
+        judge = random_adapter(model, probe_ids=(), **options)
+        pair = language_model(model, tokenizer, "target"), language_model(draft, tokenizer, "draft")
+        return ParseEngine.from_models(*pair, judge)
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _drafts_pay(monkeypatch):
+    """The target never writes alone: with models this small it can be faster, and the text would depend on the time."""
+    monkeypatch.setattr(BlockLength, "next_pause", lambda self: 0)
+
+
+@pytest.fixture
+def engine(make_block_engine) -> ParseEngine:
+    return make_block_engine()
+
+
+def middling(engine: ParseEngine, prompt: str = PROMPT) -> float:
+    """A threshold that accepts some tokens other than the target's choice, and rejects others."""
+    for threshold in (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02):
+        found = engine.generate(prompt, max_new_tokens=N, threshold=threshold, block_tokens=8)
+        corrected = sum(span.n_tokens for span in found.spans if span.source == "target")
+        if 0 < corrected < len(found.token_ids) and found.token_ids != alone(engine, prompt):
+            return threshold
+    raise AssertionError("no threshold accepts a part of what differs: choose other seeds")
+
+
+def alone(engine: ParseEngine, prompt: str = PROMPT) -> list[int]:
+    return engine.generate_target(prompt, max_new_tokens=N).token_ids
+
+
+# The text does not depend on the blocks
+
+
+@pytest.mark.parametrize("vocabulary", [(), tuple(range(40, 120))], ids=["all tokens", "reduced"])
+def test_the_text_is_the_same_for_every_length(make_block_engine, vocabulary):
+    engine = make_block_engine(vocabulary=vocabulary)
+    threshold = middling(engine)
+    found = {
+        length: engine.generate(PROMPT, max_new_tokens=N, threshold=threshold, block_tokens=length).token_ids
+        for length in LENGTHS
+    }
+    assert len(set(map(tuple, found.values()))) == 1, found
+
+
+def test_sampled_texts_are_the_same_for_every_length(engine):
+    """Each place has its own random numbers."""
+    sampling = Sampling(0.8, seed=3)
+    for seed in range(3):
+        sampling = Sampling(0.8, seed=seed)
+        settings = {"draft_sampling": sampling, "resume_sampling": sampling, "threshold": 0.5, "max_new_tokens": N}
+        found = [engine.generate(PROMPT, **settings, block_tokens=length).token_ids for length in (1, 5, 64)]
+        assert found[0] == found[1] == found[2]
+
+
+def test_a_verdict_does_not_depend_on_how_the_draft_was_cut(model, tokenizer, random_adapter):
+    """The validities of one pass over a draft, and of passes over its pieces (to 1e-4)."""
+    verifier = Verifier(Decoder(model, ()), random_adapter(model, probe_ids=()), Segmenter(tokenizer))
+    numbers = random.Random(4)
+    context, draft = ([numbers.randrange(1, 250) for _ in range(n)] for n in (9, 30))
+    verifier.decoder.seek(context)
+    whole = verifier.verify_block(draft)
+    assert len({round(v, 3) for v in whole.validity}) > 5, "the judge sees no difference"
+    for sizes in ([10, 10, 10], [1, 28, 1], [7, 2, 13, 8]):
+        validity, doubt, start = [], -float("inf"), 0
+        for size in sizes:
+            verifier.decoder.seek(context + draft[:start])
+            found = verifier.verify_block(draft[start : start + size], doubt)
+            validity += found.validity
+            doubt, start = found.doubt[-1], start + size
+        assert validity == pytest.approx(whole.validity, abs=1e-4)
+
+
+def test_the_targets_own_choice_adds_no_doubt(make_block_engine):
+    """Blocks of the target's own greedy text: every validity is 1, with the full and with a reduced vocabulary."""
+    engine = make_block_engine()
+    verifier, prompt, ids = engine.backend.verifier, engine.target.render(PROMPT), alone(engine)
+    verifier.decoder.seek(prompt)
+    assert verifier.verify_block(ids).validity == [1.0] * len(ids)
+    changed = [*ids[:5], (ids[5] + 1) % 200, *ids[6:]]
+    verifier.decoder.seek(prompt)
+    assert verifier.verify_block(changed).validity[4:6] == [1.0, pytest.approx(0.5, abs=0.4999)]
+
+
+# What each event says
+
+
+def test_each_correction_is_the_targets_choice_at_its_place(engine):
+    threshold, decoder = middling(engine), Decoder(engine.target.model, ())
+    prompt, ids, corrections = engine.target.render(PROMPT), [], 0
+    drafted: list[int] = []
+    for event in engine.stream(PROMPT, max_new_tokens=N, threshold=threshold, block_tokens=8):
+        match event:
+            case Drafted():
+                assert event.n_tokens <= 8
+            case Verified():
+                drafted = [segment.n_tokens for segment in event.segments]
+                assert len(drafted) <= 3
+            case Accepted():
+                assert event.n_tokens in (0, drafted[0], sum(drafted))
+            case Resumed():
+                corrections += 1
+            case Done(generation):
+                ids = generation.token_ids
+    assert corrections
+    place = 0
+    for span in generation.spans:
+        for token in ids[place : place + span.n_tokens]:
+            decoder.seek([*prompt, *ids[:place]])
+            if span.source == "target":
+                assert token == int(decoder.next_logits().argmax())
+            place += 1
+    assert place == len(ids) and "".join(span.text for span in generation.spans) == generation.text
+    assert generation.stats.accepted_tokens + corrections == len(ids)
+
+
+def test_one_forward_of_the_target_reads_each_block(engine):
+    found = engine.generate(PROMPT, max_new_tokens=N, threshold=0.0, block_tokens=8)
+    assert found.stats.accepted_tokens == N and found.stats.target_forwards == N // 8
+    assert found.token_ids == engine.generate_draft(PROMPT, max_new_tokens=N).token_ids
+
+
+def test_the_draft_model_drafts_few_tokens_again(engine):
+    """Blocks end near a rejected token, and what follows it is read as guesses: fewer drafting steps."""
+    threshold = middling(engine)
+    whole, blocks = (
+        engine.generate(PROMPT, max_new_tokens=N, threshold=threshold, block_tokens=length) for length in (N, 6)
+    )
+    assert blocks.token_ids == whole.token_ids
+    assert blocks.stats.draft_tokens < whole.stats.draft_tokens
+
+
+def test_guesses_do_not_change_what_is_drafted(make_block_engine):
+    drafter = make_block_engine(noise=0.05).backend.drafter
+    for place in (1, 4, 9):
+        drafter.reset(PROMPT, Sampling())
+        first = drafter.propose_block([], 20, lambda confidence: False).ids
+        corrected = [*first[:place], (first[place] + 1) % 200]
+        again = drafter.propose_block(corrected, 20, lambda confidence: False)
+        drafter.reset(PROMPT, Sampling())
+        drafter.draft.decoder.seek([])
+        fresh = drafter.propose_block(corrected, 20, lambda confidence: False)
+        assert again.ids == fresh.ids
+        assert again.confidences == pytest.approx(fresh.confidences, abs=1e-4)
+
+
+# Exactness
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_above_one_is_the_greedy_target(make_block_engine, architecture, length):
+    engine = make_block_engine(architecture)
+    found = engine.generate(PROMPT, max_new_tokens=N, threshold=2, block_tokens=length)
+    assert found.token_ids == alone(engine)
+    exact = engine.generate(PROMPT, max_new_tokens=N, mode="exact", block_tokens=length)
+    assert exact.token_ids == found.token_ids
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("tokens", [word_tokenizer, llama_tokenizer])
+def test_above_one_is_the_greedy_target_with_other_tokens(make_block_engine, make_model, tokens, length):
+    """A block may end inside a word or a character of either tokenizer."""
+    words = tokens()
+    draft = make_model("llama", seed=15, vocab_size=300, eos_token_id=words.eos_token_id)
+    engine = make_block_engine()
+    mixed = ParseEngine.from_models(engine.target, language_model(draft, words, "draft"), engine.backend.judge)
+    for threshold in (2, 0.0):
+        found = mixed.generate(PROMPT, max_new_tokens=N, threshold=threshold, block_tokens=length)
+        if threshold == 2:
+            assert found.token_ids == alone(mixed)
+        assert found.text == "".join(span.text for span in found.spans)
+
+
+def test_a_reduced_vocabulary_drafts_token_by_token(make_model, random_adapter):
+    target, draft = reduced_pair(make_model, noise=0.3)
+    engine = ParseEngine.from_models(target, draft, random_adapter(target.model, probe_ids=()))
+    prompt = "There are students in the other room."
+    found = [
+        engine.generate(prompt, max_new_tokens=N, threshold=0.6, block_tokens=length).token_ids for length in (2, 64)
+    ]
+    assert found[0] == found[1]
+    assert engine.generate(prompt, max_new_tokens=N, threshold=2, block_tokens=3).token_ids == alone(engine, prompt)
+
+
+@pytest.mark.parametrize("length", [1, 4, "auto"])
+def test_a_probe_alone_judges_segments_of_blocks(make_engine, length):
+    engine = make_engine()
+    found = engine.generate(PROMPT, max_new_tokens=N, threshold=0.5, block_tokens=length)
+    assert len(found.token_ids) == N or found.finish_reason != "length"
+    assert engine.generate(PROMPT, max_new_tokens=N, threshold=2, block_tokens=length).token_ids == alone(engine)
+
+
+# Where an answer ends
+
+
+@pytest.mark.parametrize("length", [1, 5, 64, "auto"])
+def test_stops_ends_and_budgets_inside_a_block(engine, length):
+    threshold = middling(engine)
+    ids = engine.generate(PROMPT, max_new_tokens=N, threshold=threshold, block_tokens=8).token_ids
+
+    def answer(**settings):
+        return engine.generate(PROMPT, threshold=threshold, block_tokens=length, **{"max_new_tokens": N, **settings})
+
+    for budget in (1, 2, 13):
+        assert answer(max_new_tokens=budget).token_ids == ids[:budget]
+    end = next(token for token in ids[10:] if token not in ids[:10])
+    found = answer(stop_token_ids=[end])
+    assert found.token_ids == ids[: ids.index(end) + 1] and found.finish_reason == "eos"
+    text = answer().text
+    stop = text[8:11]
+    assert answer(stop=stop).text == text[: text.index(stop) + 3]
+
+
+@pytest.mark.parametrize("length", [1, 5, "auto"])
+def test_a_window_that_ends_inside_a_block(make_block_engine, length):
+    engine = make_block_engine()
+    threshold = middling(engine)
+    expected = engine.generate(PROMPT, max_new_tokens=N, threshold=threshold, block_tokens=8).token_ids
+    engine.target.model.config.max_position_embeddings = len(engine.target.render(PROMPT)) + 17
+    short = language_model(engine.target.model, engine.target.tokenizer, "target")
+    narrow = ParseEngine.from_models(short, engine.draft, engine.backend.judge)
+    found = narrow.generate(PROMPT, max_new_tokens=N, threshold=threshold, block_tokens=length)
+    assert found.token_ids == expected[:17] and found.finish_reason == "length"
+
+
+def test_interrupted_at_any_event_the_next_answer_is_right(engine):
+    threshold = middling(engine)
+    settings = {"max_new_tokens": N, "threshold": threshold, "block_tokens": 6}
+    expected = engine.generate(PROMPT, **settings).token_ids
+    for events in range(1, 30):
+        stream = engine.stream(PROMPT, **settings)
+        for _ in range(events):
+            next(stream, None)
+        del stream
+        assert engine.generate(PROMPT, **settings).token_ids == expected, f"after {events} events"
+
+
+def test_the_target_writes_alone_while_drafts_do_not_pay(engine, monkeypatch):
+    """Blocks pause for 5 tokens after each: the draft model writes blocks again in between."""
+    monkeypatch.setattr(BlockLength, "next_pause", lambda self: 5)
+    found = engine.generate(PROMPT, max_new_tokens=N, threshold=0.0)
+    runs = [span.n_tokens for span in found.spans if span.source == "target"]
+    assert set(runs[:-1]) == {5} and len(runs) > 1
+    assert found.stats.accepted_tokens + sum(runs) == N
+
+
+def test_a_given_text_is_read_whole(engine):
+    text = engine.generate_draft(PROMPT, max_new_tokens=30).text
+    found = engine.generate(PROMPT, draft_text=text, max_new_tokens=N, threshold=0.0, block_tokens=4)
+    assert found.stats.rounds == 1 and found.text.startswith(text[:10])
