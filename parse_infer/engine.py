@@ -96,6 +96,7 @@ class ParseEngine:
         backend: str = "local",
         threshold: float | None = None,
         calibration: str | Path | None = None,
+        cut_policy: CutPolicy | str | None = None,
         **options: Any,
     ) -> ParseEngine:
         """Load target, draft model and adapter, each by Hugging Face id, local folder or a name such as "zoo:target".
@@ -104,6 +105,8 @@ class ParseEngine:
             backend: "local" runs the models in this process, "vllm" on servers.
             threshold: default threshold; None takes the adapter's threshold.
             calibration: file written by `parse-infer calibrate`; None reads the file in the adapter's folder, if any.
+            cut_policy: where to cut drafts, such as "sentence" or "tokens:4"; None takes the adapter's policy. A
+                calibration holds for one policy only.
             options: further arguments of `parse_infer.backends.local.load_backend` (device, dtype, zero_shot,
                 target_drafter, …) or of `parse_infer.backends.vllm.connect_backend` (target_url, draft_url, …).
 
@@ -113,17 +116,19 @@ class ParseEngine:
         """
         if threshold is not None:
             check_threshold(threshold)
+        options |= {
+            "calibration": calibration,
+            "cut_policy": CutPolicy.parse(cut_policy) if isinstance(cut_policy, str) else cut_policy,
+        }
         if backend == "vllm":
             from parse_infer.backends.vllm import connect_backend
 
-            return cls(
-                connect_backend(target, draft, adapter, calibration=calibration, **options), threshold=threshold
-            )
+            return cls(connect_backend(target, draft, adapter, **options), threshold=threshold)
         if backend != "local":
             raise SettingsError(f"backend is {backend!r}; it must be one of: {', '.join(BACKENDS)}.")
         from parse_infer.backends.local import load_backend
 
-        engine = cls(load_backend(target, draft, adapter, calibration=calibration, **options), threshold=threshold)
+        engine = cls(load_backend(target, draft, adapter, **options), threshold=threshold)
         if calibration is not None:
             engine.check_calibration()
         return engine

@@ -7,7 +7,6 @@ end of the draft leaves only the last segments to verify.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -16,8 +15,6 @@ from parse_infer.judge.cuts import Segmenter
 Ask = Callable[[Sequence[int], Sequence[int]], Awaitable[list[float]]]
 """Returns the validities of a draft (target tokens) at the given cuts."""
 
-# A segment is complete when something other than whitespace follows its end.
-_MAY_END = {"step": re.compile(r"\n\s*\S"), "sentence": re.compile(r"[.!?]\S*\s+\S"), "tokens": re.compile(r"\S")}
 _OVERLAP = 8  # characters to search again: a later character may complete a segment's end
 
 
@@ -50,9 +47,9 @@ class StreamingVerifier:
         self.stop: Callable[[], object] = lambda: None
         self._ask, self._segmenter, self._choose = ask, segmenter, choose
         self._threshold, self._start = threshold, start
-        self._may_end = _MAY_END[segmenter.policy.kind]
+        self._may_end = segmenter.policy.rule.may_end
         self._searched = 0  # characters
-        self._least = segmenter.policy.every if segmenter.policy.kind == "tokens" else 0
+        self._least = segmenter.policy.every if segmenter.policy.rule.by_tokens else 0
         self._searched_tokens = 0
         self._complete: list[int] = []
         self._known: dict[int, float] = {}

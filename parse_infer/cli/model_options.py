@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from parse_infer.cli.expand import KIND, expand_parameter
-from parse_infer.cli.options import Device, Dtype, check_device, check_dtype, read_pairs
+from parse_infer.cli.options import Device, Dtype, check_device, check_dtype, given, read_pairs
 from parse_infer.cli.setting_options import option_of
 from parse_infer.errors import ParseError
+from parse_infer.judge.cuts import CUT_RULES
 from parse_infer.suggest import suggestion
 
 if TYPE_CHECKING:
@@ -44,6 +45,14 @@ class ModelOptions:
     ] = False
     calibration: Annotated[
         str | None, typer.Option(help="calibration.json for --risk; default: the file in the adapter's folder.")
+    ] = None
+    cut_policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Where to cut drafts: {', '.join(CUT_RULES)}; a distance follows the name, as in tokens:4. Default: "
+            "the adapter's.",
+        ),
     ] = None
     target_drafter: Annotated[
         str,
@@ -163,6 +172,7 @@ class ModelOptions:
             backend=self.backend,
             threshold=self.threshold,
             calibration=self.calibration,
+            cut_policy=self.cut_policy,
             **options,
         )
 
@@ -209,6 +219,7 @@ class ModelOptions:
             "target_url": self.target_url,
             "draft_url": self.draft_url,
             "local_draft": self.local_draft,
+            **given(cut_policy=self.cut_policy),
         }
 
     @property

@@ -1,4 +1,4 @@
-"""Cuts of a draft: after each step (line), after each sentence, or at a fixed distance in tokens.
+"""Cuts of a draft: after each step (line), after each sentence, at a fixed distance in tokens, or by a rule of yours.
 
 A cut is a token offset in the draft: cut `c` ends the prefix `draft[:c]`. The last cut is always the whole draft.
 """
@@ -6,13 +6,17 @@ A cut is a token offset in the draft: cut `c` ends the prefix `draft[:c]`. The l
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from parse_infer.errors import SettingsError
 
-CutKind = Literal["step", "sentence", "tokens"]
+Ends = Callable[[Sequence[str], int], list[int]]
+"""Maps the texts of a draft's tokens, and `CutPolicy.every`, to the increasing offsets after which a segment ends.
+
+A draft that grows must keep the offsets that it had, except at its very end.
+"""
 
 # An end mark, optional closing quotes or brackets, then whitespace. "3.5" and "e.g.," do not match.
 _SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*(?=\s)")
@@ -20,11 +24,76 @@ _LIST_NUMBER = re.compile(r"(?:^|\n)[ \t]*\d+$")  # the "1" of a list item "1. A
 
 
 @dataclass(frozen=True)
+class CutRule:
+    """A way to cut, see `cut_rule`."""
+
+    ends: Ends
+    may_end: re.Pattern[str]
+    by_tokens: bool
+
+
+CUT_RULES: dict[str, CutRule] = {}
+"""All rules by name, the kinds of a `CutPolicy`."""
+
+
+def cut_rule(name: str, *, may_end: str = r"\S", by_tokens: bool = False) -> Callable[[Ends], Ends]:
+    """Register a function as the rule `name`.
+
+    Args:
+        may_end: regular expression; the text of a growing draft matches it where a segment may have become complete.
+            Over servers it saves the search for cuts. Default: anywhere.
+        by_tokens: the rule uses `every`, and segments of whitespace alone are kept. Other rules join such a segment
+            to a neighbour.
+    """
+
+    def register(ends: Ends) -> Ends:
+        CUT_RULES[name] = CutRule(ends, re.compile(may_end), by_tokens)
+        return ends
+
+    return register
+
+
+@cut_rule("step", may_end=r"\n\s*\S")
+def step_ends(texts: Sequence[str], every: int) -> list[int]:
+    """Return the offsets after every run of newline tokens."""
+    ends = []
+    for i, text in enumerate(texts):
+        following = texts[i + 1] if i + 1 < len(texts) else ""
+        run_goes_on = "\n" in following and not following.strip()
+        if "\n" in text and not run_goes_on:
+            ends.append(i + 1)
+    return ends
+
+
+@cut_rule("sentence", may_end=r"[.!?]\S*\s+\S")
+def sentence_ends(texts: Sequence[str], every: int) -> list[int]:
+    """Return the offset after the last token of each sentence."""
+    text = "".join(texts)
+    marks = [m for m in _SENTENCE_END.finditer(text) if not _LIST_NUMBER.search(text[: m.start()][-24:])]
+    ends: list[int] = []
+    token = consumed = 0
+    for mark in marks:
+        while consumed < mark.end():
+            consumed += len(texts[token])
+            token += 1
+        if not ends or ends[-1] != token:
+            ends.append(token)
+    return ends
+
+
+@cut_rule("tokens", by_tokens=True)
+def token_ends(texts: Sequence[str], every: int) -> list[int]:
+    """Return every `every`-th offset."""
+    return list(range(every, len(texts) + 1, every))
+
+
+@dataclass(frozen=True)
 class CutPolicy:
     """Rules for cutting a draft.
 
     Attributes:
-        kind: "step" cuts after every line, "sentence" after every sentence, "tokens" every `every` tokens.
+        kind: a name in `CUT_RULES`; "step" cuts after every line, "sentence" after every sentence, "tokens" every
+            `every` tokens.
         every: distance of two cuts in tokens, for "tokens".
         max_cuts: the judge scores the first `max_cuts` cuts; `Segmenter` selects among later cuts. A labelled draft
             has at most `max_cuts` labels, evenly spread.
@@ -33,17 +102,21 @@ class CutPolicy:
         ValueError: an unknown kind, or a number below 1.
     """
 
-    kind: CutKind = "step"
+    kind: str = "step"
     every: int = 32
     max_cuts: int = 32
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(CutKind):
-            raise SettingsError(f"unknown cut policy {self.kind!r}: choose one of {', '.join(get_args(CutKind))}")
+        if self.kind not in CUT_RULES:
+            raise SettingsError(f"unknown cut policy {self.kind!r}: choose one of {', '.join(CUT_RULES)}")
         for name in ("every", "max_cuts"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SettingsError(f"the cut policy's {name} must be a whole number of at least 1, not {value!r}")
+
+    @property
+    def rule(self) -> CutRule:
+        return CUT_RULES[self.kind]
 
     def even_subset(self, cuts: Sequence[int]) -> list[int]:
         """Return at most `max_cuts` of the cuts, evenly spread, including the last cut."""
@@ -59,6 +132,17 @@ class CutPolicy:
         if unknown:
             raise SettingsError(f"unknown cut policy key {unknown[0]!r}: the keys are kind, every and max_cuts")
         return cls(**values)
+
+    @classmethod
+    def parse(cls, name: str) -> CutPolicy:
+        """Read a name such as "step" or "tokens:4" (`every`). Raise ValueError for another one."""
+        kind, colon, every = name.partition(":")
+        policy = cls(kind)
+        if not colon:
+            return policy
+        if not (policy.rule.by_tokens and every.isdecimal()):
+            raise SettingsError(f"the cut policy {name!r} has no whole number of tokens, as in tokens:4")
+        return cls(kind, int(every))
 
 
 class Segmenter:
@@ -92,17 +176,9 @@ class Segmenter:
         if n == 0:
             return []
         texts = [self.surface(i) for i in draft_ids]
-        if self.policy.kind == "tokens":
-            cuts = list(range(self.policy.every, n, self.policy.every))
-        else:
-            ends = self._step_ends(texts) if self.policy.kind == "step" else self._sentence_ends(texts)
-            cuts, start = [], 0
-            for end in ends:
-                if any(text.strip() for text in texts[start:end]):
-                    cuts.append(end)
-                    start = end
-            if cuts and not any(text.strip() for text in texts[cuts[-1] :]):
-                cuts.pop()  # the rest is whitespace and joins the last segment
+        cuts = self._joined(texts)
+        if not self.policy.rule.by_tokens and cuts and not any(text.strip() for text in texts[cuts[-1] :]):
+            cuts.pop()  # the rest is whitespace and joins the last segment
         return self._worth_a_probe([c for c in cuts if c < n] + [n])
 
     def first_segment_end(self, ids: Sequence[int]) -> int | None:
@@ -111,14 +187,16 @@ class Segmenter:
         For use during decoding. A newline completes a line. The whitespace after a sentence completes it, so one token
         may lie beyond the returned count.
         """
-        if self.policy.kind == "tokens":
-            return self.policy.every if len(ids) >= self.policy.every else None
-        texts = [self.surface(i) for i in ids]
-        if self.policy.kind == "step":
-            ends = [i + 1 for i, text in enumerate(texts) if "\n" in text]
-        else:
-            ends = self._sentence_ends(texts)
-        return next((end for end in ends if any(text.strip() for text in texts[:end])), None)
+        return next(iter(self._joined([self.surface(i) for i in ids])), None)
+
+    def _joined(self, texts: Sequence[str]) -> list[int]:
+        """Return the ends of the segments; one of whitespace alone joins the next, unless the rule is by tokens."""
+        ends, start = [], 0
+        for end in self.policy.rule.ends(texts, self.policy.every):
+            if self.policy.rule.by_tokens or any(text.strip() for text in texts[start:end]):
+                ends.append(end)
+                start = end
+        return ends
 
     def surface(self, token_id: int) -> str:
         """Return the text that a token adds inside a longer text ("" for special tokens); cached."""
@@ -130,32 +208,6 @@ class Segmenter:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    @staticmethod
-    def _step_ends(texts: Sequence[str]) -> list[int]:
-        """Return the offsets after every run of newline tokens."""
-        ends = []
-        for i, text in enumerate(texts):
-            following = texts[i + 1] if i + 1 < len(texts) else ""
-            run_goes_on = "\n" in following and not following.strip()
-            if "\n" in text and not run_goes_on:
-                ends.append(i + 1)
-        return ends
-
-    @staticmethod
-    def _sentence_ends(texts: Sequence[str]) -> list[int]:
-        """Return the offset after the last token of each sentence."""
-        text = "".join(texts)
-        marks = [m for m in _SENTENCE_END.finditer(text) if not _LIST_NUMBER.search(text[: m.start()][-24:])]
-        ends: list[int] = []
-        token = consumed = 0
-        for mark in marks:
-            while consumed < mark.end():
-                consumed += len(texts[token])
-                token += 1
-            if not ends or ends[-1] != token:
-                ends.append(token)
-        return ends
 
     def _worth_a_probe(self, cuts: list[int]) -> list[int]:
         if not self.probe_tokens:

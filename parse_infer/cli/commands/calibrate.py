@@ -67,7 +67,8 @@ def calibrate(
 
     The target alone and PARSE under every threshold answer every problem. Drafts, validities and continuations are
     computed once, so many thresholds cost little. Writes calibration.json into --out. The local backend also writes
-    it into the adapter's folder, if that is on this machine. `parse-infer generate --risk 0.05` reads it there.
+    it into the adapter's folder, if that is on this machine and --cut-policy is not given. `parse-infer generate
+    --risk 0.05` reads it there.
 
     \b
     Examples:
@@ -103,7 +104,8 @@ def calibrate(
     console = Console(highlight=False)
     console.print(promises_table(calibration))
     written = [Path(out) / FILE]
-    if not (models.zero_shot or models.served) and Path(models.adapter_name).is_dir():
+    own_cuts = models.cut_policy is None  # else the adapter's own calibration must stay
+    if own_cuts and not (models.zero_shot or models.served) and Path(models.adapter_name).is_dir():
         written.insert(0, Path(models.adapter_name) / FILE)
     for path in written:
         calibration.save(path)

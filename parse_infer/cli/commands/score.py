@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from parse_infer.cli.model_options import LOCAL_ONLY, NO_DRAFTER, ModelOptions, with_models
-from parse_infer.cli.options import given, print_json
+from parse_infer.cli.options import print_json
 from parse_infer.errors import ParseError
 
 if TYPE_CHECKING:
@@ -24,12 +24,6 @@ def score(
     file: Annotated[
         str | None, typer.Option(help='jsonl with "prompt", "response" and optionally "id"; - is standard input.')
     ] = None,
-    cuts: Annotated[
-        str | None, typer.Option(metavar="step|sentence|tokens", help="Cut policy; default: the adapter's.")
-    ] = None,
-    every: Annotated[
-        int | None, typer.Option(help="With --cuts tokens: tokens between two cuts.", show_default="32")
-    ] = None,
     unfinished: Annotated[bool, typer.Option("--unfinished", help="The response is not complete yet.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per response.")] = False,
 ) -> None:
@@ -42,18 +36,14 @@ def score(
     """
     from parse_infer.cli.prompt_rows import check_prompts
     from parse_infer.cli.rich_view import score_table
-    from parse_infer.judge.cuts import CutPolicy
 
-    if every is not None and cuts != "tokens":
-        raise ParseError("--every needs --cuts tokens")
-    policy = CutPolicy(cuts, **given(every=every)) if cuts is not None else None  # type: ignore[arg-type]
     rows = _response_rows(prompt, response, file)
     engine = models.load(needs_draft=False)
     check_prompts(engine.target, rows)
     out = Console(highlight=False)
     for row in rows:
         with row.located():
-            result = engine.score(row.prompt, row.response or "", policy, finished=not unfinished)
+            result = engine.score(row.prompt, row.response or "", finished=not unfinished)
         if as_json:
             figures = {"validity": result.validity, "first_error": result.first_error}
             print_json({**row.labels, **figures, **asdict(result)})

@@ -14,6 +14,7 @@ from parse_infer.backends.launch import command, environment, plain_options, sto
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.vllm import VLLMBackend
 from parse_infer.engine import Coordinator, ParseEngine
+from parse_infer.judge.cuts import CutPolicy
 from parse_infer.vllm_plugin.options import REJECTED_DRAFTS, SETTINGS, VARIABLES
 
 
@@ -177,6 +178,12 @@ def test_the_target_alone_runs_on_a_stock_server(coordinator):
         assert server.stock and server.options == stock_options("zoo:target") | options
     assert not any(server.stock for server in coordinator().backend.processes.members)
     assert not any(server.stock for server in coordinator(None, zero_shot=True).backend.processes.members)
+
+
+def test_a_cut_policy_replaces_the_adapters_over_servers_too(coordinator):
+    made = coordinator(cut_policy="tokens:4")
+    assert made.backend._target.segmenter.policy == CutPolicy("tokens", 4)
+    assert made.describe()["cut_policy"] == CutPolicy("tokens", 4).to_dict()  # what a calibration must equal
 
 
 def test_the_former_name_still_connects_to_servers(coordinator):

@@ -148,17 +148,31 @@ def test_a_draft_model_guesses_unless_it_is_told_not_to(models, capsys):
 
 
 def test_score_gives_the_validity_of_every_segment(models, tmp_path, capsys):
-    assert main(["score", "Hi", "one\ntwo\n", "--cuts", "step", "--json", *judge_only(models)]) == 0
+    assert main(["score", "Hi", "one\ntwo\n", "--cut-policy", "step", "--json", *judge_only(models)]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [s["text"] for s in result["segments"]] == ["one\n", "two\n"]
     assert result["validity"] == result["segments"][-1]["validity"]
-    assert main(["score", "Hi", "one\ntwo\n", "--cuts", "step", *judge_only(models)]) == 0
+    assert main(["score", "Hi", "one\ntwo\n", "--cut-policy", "step", *judge_only(models)]) == 0
     shown = capsys.readouterr().out
     assert "one" in shown and f"{result['validity']:.2f}" in shown
     (tmp_path / "r.jsonl").write_text(json.dumps({"prompt": "Hi", "response": "one\ntwo\n", "id": 7}))
-    command = ["score", "--file", str(tmp_path / "r.jsonl"), "--cuts", "step", "--json"]
+    command = ["score", "--file", str(tmp_path / "r.jsonl"), "--cut-policy", "step", "--json"]
     assert main([*command, *judge_only(models)]) == 0
     assert json.loads(capsys.readouterr().out) == {"id": 7, **result}
+
+
+def test_a_cut_policy_replaces_the_adapters_and_has_its_own_calibration(models, tmp_path, capsys):
+    assert main(["score", "Hi", "abcdefgh", "--cut-policy", "tokens:3", "--json", *judge_only(models)]) == 0
+    assert [s["text"] for s in json.loads(capsys.readouterr().out)["segments"]] == ["abc", "def", "gh"]
+    sizes = ["--limit", "5", "--risk", "0.5", "--confidence", "0.5", "--max-new-tokens", "4"]
+    command = ["calibrate", "--cut-policy", "tokens:3", "--loss", "disagreement", *sizes, "--out", str(tmp_path)]
+    assert main([*command, *models]) == 0
+    assert (tmp_path / "calibration.json").exists() and not (Path(_folders["adapter"]) / "calibration.json").exists()
+    calibration = ["--calibration", str(tmp_path / "calibration.json")]
+    capsys.readouterr()
+    assert "made with another cut_policy" in error_of(capsys, "generate", "Hi", *calibration, *models)
+    options = ["--cut-policy", "tokens:3", "--max-new-tokens", "4", "--risk", "0.5"]
+    assert main(["generate", "Hi", *calibration, *options, *models]) == 0
 
 
 def test_demo_shows_problems_and_one_table(models, capsys):
@@ -272,7 +286,7 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
         (["generate", "Hi", "--template-option", "thinking"], "--template-option 'thinking' is not KEY=VALUE"),
         (["generate", "--file", "/no/such.jsonl"], "no file /no/such.jsonl"),
         (["score", "Hi"], "score needs a prompt and a response"),
-        (["score", "Hi", "Ho", "--cuts", "word"], "unknown cut policy 'word'"),
+        (["score", "Hi", "Ho", "--cut-policy", "word"], "unknown cut policy 'word'"),
         (["bench", "--modes", "target,parze"], "unknown mode 'parze'; did you mean 'parse'?"),
         (
             ["generate", "1 + 1?", "--target", "zoo:targte"],
@@ -305,7 +319,7 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
         (["bench", "--backend", "vllm", "--clients", "1.7"], "--clients is '1.7'; give whole numbers of at least 1"),
         (["bench", "--zero-shot-threshold", "0.5", "--modes", "parse"], "is for the mode parse-zero-shot"),
         (["generate", "Hi", "--device", "meta"], "device 'meta' holds no weights"),
-        (["score", "Hi", "Ho", "--every", "3"], "--every needs --cuts tokens"),
+        (["score", "Hi", "Ho", "--cut-policy", "step:3"], "the cut policy 'step:3' has no whole number of tokens"),
         (["bench", "--split", "tset"], "unknown split 'tset'; choose one of train, validation, test"),
         (["bench", "--modes", "assisted:tokens=few"], "'tokens=few' in mode 'assisted:tokens=few' is none of"),
         (["bench", "--limit", "1", "--resume", "go_on"], "resume is 'go_on'; it must be one of: finish, hand_back"),

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from parse_infer.judge.cuts import CutPolicy, Segmenter
+from parse_infer.judge.cuts import CUT_RULES, CutPolicy, Segmenter, cut_rule
 
 ANSWER = "There are 19 x 2 = 38.5 apples? Yes.\n\n1. So 3.5 it is.\n#### 90<|end|>"
 
@@ -50,11 +50,11 @@ def test_whitespace_and_the_end_token_are_no_segments(tokenizer):
 
 
 def test_an_empty_draft_has_no_cuts(tokenizer):
-    for kind in ("step", "sentence", "tokens"):
+    for kind in CUT_RULES:
         assert Segmenter(tokenizer, CutPolicy(kind)).cuts([]) == []
 
 
-@pytest.mark.parametrize("kind", ["step", "sentence", "tokens"])
+@pytest.mark.parametrize("kind", sorted(CUT_RULES))
 def test_cuts_increase_and_end_with_the_draft(tokenizer, kind):
     rng = random.Random(0)
     for _ in range(200):
@@ -136,6 +136,41 @@ def test_tokens_that_carry_their_space_in_front():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
     ids = tokenizer.encode("It is so. And 3.5 more.", add_special_tokens=False)
     assert Segmenter(tokenizer, CutPolicy("sentence")).cuts(ids) == [3, 6]
+
+
+def test_a_policy_of_ones_own_is_one_function(tokenizer, monkeypatch):
+    """As docs/extending.md shows; tests/test_pages.py runs its code."""
+    monkeypatch.setattr("parse_infer.judge.cuts.CUT_RULES", dict(CUT_RULES))
+
+    @cut_rule("paragraph")
+    def paragraph_ends(texts, every):
+        return [i for i in range(1, len(texts) + 1) if "".join(texts[:i]).endswith("\n\n")]
+
+    text = "\n\nOne.\nTwo.\n\n\nThree.\n\n"
+    assert segments(tokenizer, text, kind="paragraph") == ["\n\nOne.\nTwo.\n\n", "\nThree.\n\n"]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    end = Segmenter(tokenizer, CutPolicy.parse("paragraph")).first_segment_end(ids)
+    assert tokenizer.decode(ids[:end]) == "\n\nOne.\nTwo.\n\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("sentence", CutPolicy("sentence")),
+        ("tokens", CutPolicy("tokens")),
+        ("tokens:4", CutPolicy("tokens", 4)),
+        ("word", "unknown cut policy 'word'"),
+        ("step:4", "the cut policy 'step:4' has no whole number of tokens"),
+        ("tokens:", "the cut policy 'tokens:' has no whole number of tokens"),
+        ("tokens:0", "every must be a whole number of at least 1"),
+    ],
+)
+def test_names_of_policies(name, policy):
+    if isinstance(policy, CutPolicy):
+        assert CutPolicy.parse(name) == policy
+        return
+    with pytest.raises(ValueError, match=policy):
+        CutPolicy.parse(name)
 
 
 def test_policies_survive_json(tokenizer):
