@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from data_tools.labels.served.check import check_servers
-from data_tools.labels.served.completions import Answer, Request
-from data_tools.labels.served.servers import CompletionServers
+from data_tools.labels.served.servers import Answer, CompletionServers, Request
 from parse_infer.errors import ParseError
 from parse_infer.models.batch_decoder import Contexts, Row
 from parse_infer.models.detokenizer import encode_continuation
@@ -36,35 +34,36 @@ class ServedWriter:
         self._trust_remote_code = trust_remote_code
 
     @classmethod
-    def connect(cls, config: BuildConfig, role: Role, note: Callable[[str], None]) -> ServedWriter:
+    def connect(cls, config: BuildConfig, role: Role) -> ServedWriter:
         """Load the tokenizer of the role, and check the servers that `config` names for the role.
 
         Raises:
             ValueError, OSError: the tokenizer or a server is unusable; the message is one sentence.
         """
         name: str = getattr(config, role)
-        url_key = "draft_base_url" if role == "draft" and config.draft_base_url else "base_url"
+        own_urls = config.draft_base_url if role == "draft" else []
         model = load_served_model(
             name, trust_remote_code=config.trust_remote_code, template_options=config.template_options
         )
         servers = CompletionServers(
-            getattr(config, url_key),
+            own_urls or config.base_url,
             getattr(config, f"served_{role}") or name,
+            role,
             concurrency=config.concurrency,
             timeout=config.request_timeout,
             retries=config.retries,
             max_outage=config.max_outage,
-            note=note,
         )
         writer = cls(model, servers, config.wire, config.trust_remote_code)
-        window = check_servers(servers, writer.prompt(model.render("What is 3 + 4?")), url_key, f"served_{role}")
-        if window is not None and window < model.window:
+        window = servers.check(writer.prompt(model.render("What is 3 + 4?")))
+        if 0 < window < model.window:
             # A rollout cut short by the window would count as wrong.
             needed = config.max_draft_tokens + (config.max_rollout_tokens if role == "target" else 0)
             if window <= needed:
                 raise ParseError(
-                    f"{', '.join(servers.urls)} has a window of {window} tokens, too few for a prompt and {needed} "
-                    f"more: start the server with a longer window, or lower max_draft_tokens or max_rollout_tokens"
+                    f"{', '.join(own_urls or config.base_url)} has a window of {window} tokens, too few for a prompt "
+                    f"and {needed} more: start the server with a longer window, or lower max_draft_tokens or "
+                    "max_rollout_tokens"
                 )
             model.window = window
         return writer

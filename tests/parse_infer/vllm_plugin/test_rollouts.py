@@ -6,7 +6,6 @@ from random import Random
 
 import pytest
 
-from data_tools.labels.served.check import check_servers
 from data_tools.labels.served.servers import CompletionServers
 from data_tools.labels.served.writer import ServedWriter
 from parse_infer.models.batch_decoder import BatchDecoder, Row
@@ -27,8 +26,7 @@ def test_rows_from_a_server(tmp_path):
     with serving(words, tmp_path / "log") as call:
         servers = CompletionServers([f"{call.address}/v1"], "draft", concurrency=8)
         prompts = [language.render(question) for question in QUESTIONS]
-        window = check_servers(servers, prompts[0], "base_url", "served_target")
-        assert window == language.window
+        assert servers.check(prompts[0]) == language.window
         served = ServedWriter(language, servers).decoder(language.eos_ids)
 
         def both(rows, suffixes):
