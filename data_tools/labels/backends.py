@@ -68,7 +68,7 @@ def load_writer(config: BuildConfig, role: Role) -> Writer:
     if config.backend == "openai":
         from data_tools.labels.served.writer import ServedWriter  # aiohttp is an optional dependency
 
-        return ServedWriter.connect(config, role)
+        return ServedWriter(config, role)
     model = load_language_model(
         getattr(config, role),
         role=role,

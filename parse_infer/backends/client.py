@@ -55,7 +55,9 @@ class Client:
 
     def __init__(self, api_key: str | None = None, timeout_s: float = _SILENCE_S, key_hint: str = _KEY_HINT) -> None:
         self._timeout_s, self._key_hint = timeout_s, key_hint
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers = {"Accept-Encoding": "identity"}  # answers are read as they come
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 

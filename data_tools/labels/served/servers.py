@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection, Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parse_infer.backends.client import Client, RequestRejected, TransientServerError
 from parse_infer.backends.handshake import Identity
@@ -19,6 +19,10 @@ from parse_infer.backends.replicas import ReplicaPool
 from parse_infer.backends.retries import Failing, Unavailable
 from parse_infer.errors import ParseError
 from parse_infer.sampling import Sampling
+
+if TYPE_CHECKING:
+    from data_tools.labels.backends import Role
+    from data_tools.labels.build_config import BuildConfig
 
 _BACK_OFF_S = 0.5
 _RESUME_HINT = "the same command continues where it stopped"
@@ -77,41 +81,25 @@ class Request:
 
 
 class CompletionServers:
-    """Replicas that serve one model. The API key is the environment variable OPENAI_API_KEY.
+    """The replicas that `config` names for the role. The API key is the environment variable OPENAI_API_KEY.
 
-    Args:
-        urls: base addresses.
-        model: the model's name on the servers.
-        role: "target" or "draft", for messages.
-        concurrency: maximum number of requests in flight; only these requests are in memory.
-        timeout: seconds for one answer.
-        retries: retries of a failed request.
-        max_outage: seconds to wait while no server answers.
+    `config.concurrency` bounds the requests in flight; only these requests are in memory.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        model: str,
-        role: str = "target",
-        *,
-        concurrency: int = 64,
-        timeout: float = 600.0,
-        retries: int = 5,
-        max_outage: float = 900.0,
-    ) -> None:
-        self.concurrency, self.max_outage = concurrency, max_outage
+    def __init__(self, config: BuildConfig, role: Role) -> None:
+        self.urls = config.draft_base_url if role == "draft" and config.draft_base_url else config.base_url
+        self._concurrency, self._max_outage = config.concurrency, config.max_outage
         key = os.environ.get("OPENAI_API_KEY") or None
-        self._client = Client(key, timeout, "set the environment variable OPENAI_API_KEY")
+        self._client = Client(key, config.request_timeout, "set the environment variable OPENAI_API_KEY")
+        model = getattr(config, f"served_{role}") or getattr(config, role)
         url_key = "draft_base_url" if role == "draft" else "base_url"
-        identity = Identity(role, self._client, None, model, url_key, f"served_{role}")
         self._pool = ReplicaPool(
             role,
-            urls,
+            self.urls,
             self._client,
-            patience_s=max_outage,
-            identity=identity,
-            attempts=retries + 1,
+            patience_s=config.max_outage,
+            identity=Identity(role, self._client, None, model, url_key, f"served_{role}"),
+            attempts=config.retries + 1,
             back_off_s=_BACK_OFF_S,
         )
 
@@ -142,7 +130,7 @@ class CompletionServers:
             raise ParseError(f"{error}: repair the server, or raise retries; {_RESUME_HINT}") from None
         except Unavailable as error:
             raise ConnectionError(
-                f"{error}; the build has waited max_outage, {self.max_outage:g} s: restart the server; {_RESUME_HINT}"
+                f"{error}; the build has waited max_outage, {self._max_outage:g} s: restart the server; {_RESUME_HINT}"
             ) from None
         except RequestRejected as error:
             raise ParseError(f"{error}; {_RESUME_HINT}") from None
@@ -158,7 +146,7 @@ class CompletionServers:
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(self.concurrency):
+                for _ in range(self._concurrency):
                     group.create_task(work())
         except ExceptionGroup as failures:  # the first failure cancelled the other tasks
             raise failures.exceptions[0] from None
