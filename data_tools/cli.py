@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -11,19 +10,14 @@ from typing import Annotated
 import typer
 
 from data_tools.labels.build_config import BuildConfig
+from parse_infer.cli.entry_point import APP_OPTIONS, run_app
 from parse_infer.errors import ParseError
-from parse_infer.optional_dependencies import missing_package
 
 app = typer.Typer(
     help="Build training data for PARSE: drafts of one model, cut into prefixes, labelled by rollouts of another.",
     epilog="PARSE_TRACEBACK=1 prints the traceback of an error.",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    **APP_OPTIONS,
 )
-# typer does not export ClickException, and its module has moved between versions.
-_ClickException: type[Exception] = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 
 _BUILD_HELP = f"""Build a data set, or resume an interrupted build.
 
@@ -91,24 +85,7 @@ def inspect(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `parse-data` and return the exit code: 2 for a user error, which stderr reports in one sentence."""
-    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    try:
-        result = app(arguments, prog_name="parse-data", standalone_mode=False)
-    except _ClickException as error:
-        return _fail(error.format_message())  # type: ignore[attr-defined]
-    except (ModuleNotFoundError, ValueError, OSError) as error:
-        if os.environ.get("PARSE_TRACEBACK"):
-            raise
-        return _fail(missing_package(error) if isinstance(error, ModuleNotFoundError) else str(error))
-    except (KeyboardInterrupt, typer.Abort):
-        print("interrupted; the same command continues where it stopped", file=sys.stderr)
-        return 130
-    return result if isinstance(result, int) else 0
-
-
-def _fail(sentence: str) -> int:
-    print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
-    return 2
+    return run_app(app, "parse-data", argv, "interrupted; the same command continues where it stopped")
 
 
 if __name__ == "__main__":

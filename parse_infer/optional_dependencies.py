@@ -11,7 +11,6 @@ EXTRAS = {
     "datasets": "data",
     "trl": "data",
     "yaml": "data",
-    "openai": "openai",
     "accelerate": "train",
     "peft": "train",
     "sklearn": "train",

@@ -12,6 +12,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
 from parse_infer.errors import ParseError
 from parse_infer.files import read_json, write_json
 
@@ -88,6 +91,12 @@ class RecordStore(Generic[R]):
                     f"{self.folder} holds a {self._what} with {key} {_short(found.get(key))} and this one has "
                     f"{_short(wanted.get(key))}: give another folder with --out, or delete that one"
                 )
+
+
+def progress_bar(console: Console | None = None) -> Progress:
+    """Return the bar of a measurement, with elapsed and remaining time; on standard error by default."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console or Console(stderr=True))
 
 
 def _short(value: Any) -> str:

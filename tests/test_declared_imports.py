@@ -25,7 +25,7 @@ DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}  
 
 FAMILY = re.compile("(?<=^opentelemetry)-.*")  # distributions that share a module
 # The smaller before the larger.
-EXTRA_NAMES = ("bench", "data", "openai", "train", "gguf", "vllm-client", "serve", "eval", "vllm", "otel")
+EXTRA_NAMES = ("bench", "data", "train", "gguf", "vllm-client", "serve", "eval", "vllm", "otel")
 
 
 def declared(*extras: str) -> set[str]:
@@ -73,7 +73,7 @@ OUTER = [path for path in OUTER if path not in LM_EVAL]
         (LM_EVAL, ["eval"]),
         (VLLM, ["vllm"]),
         (BACKENDS, ["vllm-client"]),
-        (files("data_tools"), ["data", "openai"]),
+        (files("data_tools"), ["data"]),
         (files("parse_train"), ["train"]),
         (files("zoo/parse_zoo"), ["train"]),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from parse_infer.models.batch_decoder import BatchDecoder, Contexts, Row
@@ -59,19 +59,16 @@ class LocalWriter:
         return describe_target(self.model.model)
 
 
-def load_writer(config: BuildConfig, role: Role, note: Callable[[str], None]) -> Writer:
+def load_writer(config: BuildConfig, role: Role) -> Writer:
     """Load the target or the draft model of a build.
-
-    Args:
-        note: called with each message for the user.
 
     Raises:
         ValueError, OSError: the model cannot be loaded, or the server is unusable; the message is one sentence.
     """
     if config.backend == "openai":
-        from data_tools.labels.served.writer import ServedWriter  # openai is an optional dependency
+        from data_tools.labels.served.writer import ServedWriter  # aiohttp is an optional dependency
 
-        return ServedWriter.connect(config, role, note)
+        return ServedWriter(config, role)
     model = load_language_model(
         getattr(config, role),
         role=role,

@@ -121,9 +121,9 @@ class Labeller:
     ) -> Labeller:
         """Load the models that `config` names."""
         activity("loading the target")
-        target = load_writer(config, "target", note)
+        target = load_writer(config, "target")
         activity("loading the draft model")
-        return cls(config, task, target, load_writer(config, "draft", note), activity, note)
+        return cls(config, task, target, load_writer(config, "draft"), activity, note)
 
     def describe_models(self) -> dict[str, dict[str, Any]]:
         return {role: writer.describe() for role, writer in self.writers.items()}

@@ -92,10 +92,8 @@ class BuildConfig:
     )
     concurrency: int = field(default=64, metadata={"help": "Requests in flight."})
     request_timeout: float = field(default=600.0, metadata={"help": "Timeout of one request in seconds."})
-    retries: int = field(default=5, metadata={"help": "Retries of a failed request."})
-    max_outage: float = field(
-        default=900.0, metadata={"help": "Seconds to wait for an unavailable or overloaded server."}
-    )
+    retries: int = field(default=5, metadata={"help": "Retries of a failed request; status 429 is a failure."})
+    max_outage: float = field(default=900.0, metadata={"help": "Seconds to wait while no server is available."})
 
     task: str = field(default="", metadata={"help": "Source of problems: gsm_symbolic, gsm8k or jsonl (required)."})
     task_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "Options of the task."})
@@ -242,8 +240,9 @@ class BuildConfig:
 
 
 def _url(key: str, text: str) -> str:
-    """Return the address for the client; append /v1 to a bare host."""
-    parts = urlsplit(text.strip())
+    """Return the address without spaces; raise ValueError if it is none."""
+    text = text.strip()
+    parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ParseError(f"{key} is {text!r}; it must be an address such as http://localhost:8000/v1")
-    return parts._replace(path=parts.path.rstrip("/") or "/v1").geturl()
+    return text

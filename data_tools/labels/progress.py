@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from rich.console import Console
@@ -9,16 +10,22 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Te
 from rich.table import Column
 
 LINE_EVERY = 30.0  # seconds between lines without a terminal
+_servers = logging.getLogger("parse_infer.backends")
 
 
 class BuildProgress:
-    """Context manager that shows progress. Problems of earlier runs count as done, but not in the rate."""
+    """Context manager that shows progress, and the messages about servers.
+
+    Problems of earlier runs count as done, but not in the rate.
+    """
 
     def __init__(self, name: str, total: int | None, done: int, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self.total, self.before, self.done = total, done, done
         self.rows = self.n_rollouts = 0
         self.started = self.last_line = time.monotonic()
+        self._notes = logging.Handler()
+        self._notes.emit = lambda record: self.note(record.getMessage())  # type: ignore[method-assign]
         columns: list[ProgressColumn] = [
             SpinnerColumn(),
             BarColumn(bar_width=12),
@@ -37,12 +44,17 @@ class BuildProgress:
         self._print(f"{name}: {done} of {of} problems are done" if done else f"{name}: {of} problems")
 
     def __enter__(self) -> BuildProgress:
+        self._level = _servers.level
+        _servers.setLevel(logging.INFO)
+        _servers.addHandler(self._notes)
         self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._bar.update(self._task, left="" if self.done == self.total else "left", activity="")
         self._bar.stop()
+        _servers.removeHandler(self._notes)
+        _servers.setLevel(self._level)
         if self.done > self.before and not self.console.is_terminal:
             self._print(self._state())
 

@@ -15,10 +15,19 @@ from parse_infer.errors import ServerError
 KEEP_ALIVE_S = 3.0  # of an idle connection; vLLM closes it after 5 s and could lose a request
 _CONNECT_S = 5.0
 _SILENCE_S = 600.0  # a request may queue that long
+_KEY_HINT = "give its API key with --server-key (or api_key)"
 
 
 class TransientServerError(Exception):
-    """The server sent no complete answer; a retry may help. The message goes into logs, so it quotes no response."""
+    """The server sent no complete answer; a retry may help. The message goes into logs, so it quotes no response.
+
+    Attributes:
+        status: HTTP status of the failure; 0: no answer, or an unusable one.
+    """
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class RequestRejected(ServerError):
@@ -40,10 +49,15 @@ class Client:
 
     Args:
         api_key: API key of the servers, if they need one.
+        timeout_s: how long a server may send nothing.
+        key_hint: how to give another key, for messages.
     """
 
-    def __init__(self, api_key: str | None = None) -> None:
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    def __init__(self, api_key: str | None = None, timeout_s: float = _SILENCE_S, key_hint: str = _KEY_HINT) -> None:
+        self._timeout_s, self._key_hint = timeout_s, key_hint
+        self._headers = {"Accept-Encoding": "identity"}  # answers are read as they come
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -111,23 +125,25 @@ class Client:
     def _answer(self, method: str, url: str, body: dict[str, Any] | None = None) -> _Answer:
         loop = asyncio.get_running_loop()
         if self._session is None or self._loop is not loop:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENCE_S)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._timeout_s)
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(
                 connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False
             )
             self._loop = loop
-        return _Answer(self._session, method, url, body)
+        return _Answer(self._session, method, url, body, self._key_hint)
 
 
 class _Answer:
     """`async with` context of a 200 response; connection errors become `TransientServerError`."""
 
-    def __init__(self, session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None, key_hint: str
+    ) -> None:
         data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
         self._request = session.request(method, url, data=data, headers=headers)
-        self._url = url
+        self._url, self._key_hint = url, key_hint
         self._response: aiohttp.ClientResponse | None = None
 
     async def __aenter__(self) -> aiohttp.ClientResponse:
@@ -140,10 +156,10 @@ class _Answer:
             raise TransientServerError(f"{self._url} does not answer: {error or type(error).__name__}") from error
         if 400 <= response.status < 500 and response.status not in (408, 429):
             sentence = _message(said)
-            hint = ": give its API key with --server-key (or api_key)" if response.status == 401 else ""
+            hint = f": {self._key_hint}" if response.status in (401, 403) else ""
             message = f"{self._url} rejects a request ({response.status}): {sentence}{hint}"
             raise RequestRejected(message, sentence, response.status)
-        raise TransientServerError(f"{self._url} failed ({response.status})")
+        raise TransientServerError(f"{self._url} failed ({response.status})", response.status)
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._response is None:
@@ -196,7 +212,7 @@ def _message(said: str) -> str:
     """The message in an error's body."""
     try:
         found = json.loads(said)
-        found = found.get("error", found)
+        found = found.get("error", found.get("detail", found))
         return str(found["message"] if isinstance(found, dict) else found)[:300]
     except (ValueError, KeyError, AttributeError):
         return " ".join(said.split())[:300]

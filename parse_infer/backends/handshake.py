@@ -33,17 +33,22 @@ class Identity:
     Args:
         role: "target" or "draft", for messages.
         judge: model name that only servers with the right adapter list; None: the judge needs no adapter.
+        model: served model name, if the servers may list others before it.
+        url_key, name_key: options for the addresses and for `model`, for messages.
 
     Attributes:
-        model: served model name; set by `handshake`.
-        window: context window in tokens; set by `handshake`.
+        model: served model name; set by `handshake` if not given.
+        window: context window in tokens, or 0 if unknown; set by `handshake`.
     """
 
-    def __init__(self, role: str, client: Client, judge: str | None) -> None:
+    def __init__(
+        self, role: str, client: Client, judge: str | None, model: str = "", url_key: str = "", name_key: str = ""
+    ) -> None:
         self.role, self.judge = role, judge
-        self.model = ""
+        self.model = self._given = model
         self.window = 0
         self._client = client
+        self._url_key, self._name_key = url_key or f"{role}_url", name_key
 
     async def handshake(self, members: Sequence[Server], examine: Callable[[Server], Awaitable[None]]) -> None:
         """Identify and examine each server; mark those that do not answer unhealthy.
@@ -59,10 +64,10 @@ class Identity:
             except TransientServerError as error:
                 self._away(server, error)
         names = sorted({card.names[0] for card in cards.values()})
-        if len(names) > 1:
+        if len(names) > 1 and not self._given:
             raise ServerError(f"the {self.role} servers serve different models: {' and '.join(names)}")
         if cards:
-            self.model, self.window = names[0], min(card.window for card in cards.values())
+            self.model, self.window = self._given or names[0], min(card.window for card in cards.values())
         judged = self.judge is None or any(self.judge in card.names for card in cards.values())
         for server, card in cards.items():
             server.root, server.judges = None, judged
@@ -103,19 +108,31 @@ class Identity:
     async def _card(self, server: Server) -> Card:
         try:
             listed = (await self._client.get(f"{server.url}/v1/models"))["data"]
-            first = listed[0]
+            if self._given:  # first
+                listed = sorted(listed, key=lambda one: one["id"] != self._given) or [{"id": self._given}]
             names = [str(one["id"]) for one in listed]
-            return Card(names, first.get("root"), int(first.get("max_model_len") or 0))
-        except RequestRejected:
+            return Card(names, listed[0].get("root"), int(listed[0].get("max_model_len") or 0))
+        except TransientServerError as error:
+            if self._given and error.status == 500:  # `transformers serve` without a hub cache
+                return Card([self._given], None, 0)
             raise
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise ServerError(f"the {self.role} server {server.url} is not OpenAI-compatible") from error
+            if isinstance(error, RequestRejected) and error.status in (401, 403):
+                raise
+            reason = f" ({error})" if isinstance(error, RequestRejected) else ""
+            raise ServerError(
+                f"the {self.role} server {server.url} is not OpenAI-compatible{reason}: correct {self._url_key}"
+            ) from error
 
     def _compare(self, server: Server, card: Card) -> None:
         """Raise ValueError unless the server serves the right model; record whether it has the adapter."""
         judges = self.judge is None or self.judge in card.names
         if card.names[0] != self.model:
-            raise ServerError(f"the {self.role} server {server.url} serves {card.names[0]!r} and not {self.model!r}")
+            message = f"the {self.role} server {server.url} serves {card.names[0]!r} and not {self.model!r}"
+            if self._name_key:
+                names = ", ".join(card.names[:12])
+                message += f": set {self._name_key} to one of {names}, or {self._url_key} to another server"
+            raise ServerError(message)
         moved = server.root is not None and card.root != server.root
         if moved and not (judges and self.judge):  # the adapter's name identifies the target's weights too
             raise ServerError(
@@ -144,4 +161,4 @@ class Identity:
         server.healthy, server.examined, server.last_error = False, False, str(error)
 
     def _hint(self, server: Server) -> str:
-        return f"the {self.role} server {server.last_error}: start it, or correct {self.role}_url"
+        return f"the {self.role} server {server.last_error}: start it, or correct {self._url_key}"

@@ -21,7 +21,9 @@ from parse_infer.errors import ServerError
 
 PATIENCE_S = 120.0  # while no replica is healthy
 _PULSE_S = 0.5
-_BACK_OFF_S = 0.05  # before the second attempt at the same replica; doubles with each further attempt
+ATTEMPTS = 4  # per request
+BACK_OFF_S = 0.05
+_LONGEST_BACK_OFF_S = 30.0
 
 
 async def _nothing_to_examine(server: Server) -> None:
@@ -37,6 +39,9 @@ class ReplicaPool:
         failure: returns why the servers cannot recover; None: they may recover.
         patience_s: how long a request waits while no replica is healthy.
         judge: see `Identity`.
+        identity: takes the place of an `Identity` without model name.
+        attempts: attempts per request.
+        back_off_s: wait before the second attempt at the same replica; doubles with each further attempt.
 
     Attributes:
         identity: model and adapter of the replicas.
@@ -52,16 +57,20 @@ class ReplicaPool:
         failure: Callable[[], str | None] = lambda: None,
         patience_s: float = PATIENCE_S,
         judge: str | None = None,
+        identity: Identity | None = None,
+        attempts: int = ATTEMPTS,
+        back_off_s: float = BACK_OFF_S,
     ) -> None:
         if not urls:
             raise ServerError(f"the {role} needs the address of a server")
         self.role = role
         self.members = [Server(url) for url in urls]
-        self.identity = Identity(role, client, judge)
+        self.identity = identity or Identity(role, client, judge)
         self.fields: dict[str, Any] = {}
         self.patience_s = patience_s
         self.examine: Callable[[Server], Awaitable[None]] = _nothing_to_examine
         self._client = client
+        self._attempts, self._back_off_s = attempts, back_off_s
         self._failure = failure
         self._health = HealthChecks(role, self.members, client, self.identity.check, self._examine)
 
@@ -95,25 +104,36 @@ class ReplicaPool:
         await self.identity.handshake(self.members, self.examine)
 
     @contextmanager
-    def acquire(self, patience_s: float | None = None, judging: bool = False) -> Iterator[Lease]:
+    def acquire(
+        self, patience_s: float | None = None, judging: bool = False, home: int | None = None
+    ) -> Iterator[Lease]:
         """Lease the least busy replica for all requests of one answer. See `Lease`.
 
         Args:
             judging: some of the requests judge a draft.
+            home: index of the replica, modulo their number. Answers with a common prefix share the index.
         """
         healthy = [server for server in self.members if server.healthy] or self.members
         able = [server for server in healthy if server.judges or not judging] or healthy
-        lease = Lease(_least_busy(able), patience_s)
+        at = _least_busy(able) if home is None else self.members[home % len(self.members)]
+        lease = Lease(at, patience_s)
         try:
             yield lease
         finally:
             lease.server.busy -= 1
 
-    async def ask(self, body: dict[str, Any], lease: Lease | None = None, judging: bool = False) -> Any:
-        """Send a completion request of one token per prompt and return the response.
+    async def ask(
+        self,
+        body: dict[str, Any],
+        lease: Lease | None = None,
+        judging: bool = False,
+        read: Callable[[Any, str], Any] = lambda response, url: response,
+    ) -> Any:
+        """Send a completion request and return the response.
 
         Args:
             judging: the request judges a draft; only replicas with the right adapter get it.
+            read: reads a response from an address; raises TransientServerError for an incomplete one.
 
         Raises:
             Unavailable: no server answers.
@@ -121,7 +141,11 @@ class ReplicaPool:
             Replaced: no healthy replica has the adapter.
         """
         body = self._with_common_fields(body)
-        return await self._with_retries(lambda url: self._client.post(url, body), lease, judging=judging)
+
+        async def request(url: str) -> Any:
+            return read(await self._client.post(url, body), url)
+
+        return await self._with_retries(request, lease, judging=judging)
 
     async def ask_one(self, server: Server, body: dict[str, Any]) -> Any:
         """Send the request once to this replica, healthy or not. Raises TransientServerError or RequestRejected."""
@@ -139,7 +163,7 @@ class ReplicaPool:
             yield await self._with_retries(lambda url: self._client.whole(url, body), lease)
             return
         got: list[int] = []
-        tried = FailedAttempts()
+        tried = FailedAttempts(self._attempts)
         while tried.left:
             server = await self._server(lease, tried)
             body = self._body([*ids, *got], most - len(got), settings)
@@ -164,7 +188,7 @@ class ReplicaPool:
         if not body.get("stream"):
             yield await self._with_retries(lambda url: self._client.post(url, body), None, path)
             return
-        begun, tried = False, FailedAttempts()
+        begun, tried = False, FailedAttempts(self._attempts)
         while tried.left and not begun:
             server = await self._server(None, tried)
             async with self._attempt(server, tried):
@@ -195,7 +219,7 @@ class ReplicaPool:
         path: str = "/v1/completions",
         judging: bool = False,
     ) -> Any:
-        tried = FailedAttempts()
+        tried = FailedAttempts(self._attempts)
         while tried.left:
             server = await self._server(lease, tried, judging)
             async with self._attempt(server, tried, judging), self._waiting(server):
@@ -218,7 +242,7 @@ class ReplicaPool:
         times = min(map(tried.failed.count, able))
         able = [server for server in able if tried.failed.count(server) == times]
         if times:
-            await asyncio.sleep(_BACK_OFF_S * 2 ** (times - 1))
+            await asyncio.sleep(min(self._back_off_s * 2.0 ** min(times - 1, 30), _LONGEST_BACK_OFF_S))
         if lease is None:
             return _least_busy(able)
         if lease.server not in able:

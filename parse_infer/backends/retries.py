@@ -5,8 +5,6 @@ from __future__ import annotations
 from parse_infer.backends.health import Server
 from parse_infer.errors import ServerError
 
-ATTEMPTS = 4  # per request
-
 
 class Unavailable(OSError):
     """No server answers."""
@@ -39,20 +37,21 @@ class Lease:
 
 
 class FailedAttempts:
-    """Failed attempts of one request.
+    """Failed attempts of one request, which has `attempts` in all.
 
     Attributes:
         failed: the server of each attempt.
         last_error: error of the last attempt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attempts: int) -> None:
+        self.attempts = attempts
         self.failed: list[Server] = []
         self.last_error = ""
 
     @property
     def left(self) -> int:
-        return ATTEMPTS - len(self.failed)
+        return self.attempts - len(self.failed)
 
     def record(self, server: Server, last_error: str) -> None:
         self.failed.append(server)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from parse_infer.acceptance import ACCEPT_NOTHING, Acceptance, check_share
 from parse_infer.calibration.candidates import BLOCKS, candidates
@@ -25,7 +24,7 @@ from parse_infer.errors import CalibrationError
 from parse_infer.held_out import leave_out_learnt
 from parse_infer.models.environment import describe_run
 from parse_infer.models.prompts import Prompt
-from parse_infer.record_store import RecordStore
+from parse_infer.record_store import RecordStore, progress_bar
 from parse_infer.sampling import Sampling
 from parse_infer.settings import BlockTokens, GenerationSettings
 
@@ -244,8 +243,7 @@ def _measure(
 ) -> list[Outcome]:
     timed = {problem.id for problem in (problems[: settings.timed] if engine.deterministic else problems)}
     pending = [problem for problem in problems if problem.id not in store.records]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console or Console(stderr=True)) as progress:
+    with progress_bar(console) as progress:
         bar = progress.add_task("calibrate", total=len(problems), completed=len(problems) - len(pending))
         if pending:
             _outcome(engine, pending[0], check, same, settings, timed=True)  # warm-up

@@ -12,14 +12,13 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.modes import Mode, timed
 from parse_infer.models.prompts import Prompt, Verbatim
 from parse_infer.output import Generation
-from parse_infer.record_store import RecordStore
+from parse_infer.record_store import RecordStore, progress_bar
 from parse_infer.settings import GenerationSettings
 
 MODES = ("target", "parse")
@@ -154,8 +153,7 @@ class ParseLM(LM):
                     raise ParseError(f"{where}: {error}") from error
         if not pending:
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, TimeRemainingColumn(), console=self._console) as progress:
+        with progress_bar(self._console) as progress:
             bar = progress.add_task("warm-up", total=len(requests) * 2, completed=len(requests) * 2 - len(pending))
             for mode in MODES:
                 self._timed(pending[0][0], mode)  # warm-up

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from parse_infer.acceptance import check_threshold
 from parse_infer.engine import ParseEngine
@@ -29,7 +28,7 @@ from parse_infer.evaluation.tables import markdown
 from parse_infer.files import write_text
 from parse_infer.held_out import leave_out_learnt
 from parse_infer.models.environment import describe_run
-from parse_infer.record_store import RecordStore
+from parse_infer.record_store import RecordStore, progress_bar
 from parse_infer.settings import GenerationSettings
 
 THRESHOLDS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99)
@@ -157,8 +156,7 @@ def _measure(
     pending = [run for run in runs if (run[0].id, run[1].name, run[2]) not in store.records]
     if not pending:
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console or Console(stderr=True)) as progress:
+    with progress_bar(console) as progress:
         bar = progress.add_task("warm-up", total=len(runs), completed=len(runs) - len(pending))
         for mode in {run[1].name: run[1] for run in pending}.values():
             timed(engine, mode, pending[0][0].prompt)  # warm-up

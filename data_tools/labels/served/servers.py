@@ -1,131 +1,175 @@
-"""Concurrent completions from OpenAI-compatible servers of one model, with retries."""
+"""Concurrent completions from the replicas of one model.
+
+Rollouts continue a partial answer. Only `/v1/completions` supports this: a chat completion begins a new turn.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import count
+from collections.abc import Collection, Coroutine, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from openai import APIError, AsyncOpenAI, Timeout
+from parse_infer.backends.client import Client, RequestRejected, TransientServerError
+from parse_infer.backends.handshake import Identity
+from parse_infer.backends.health import Server
+from parse_infer.backends.replicas import ReplicaPool
+from parse_infer.backends.retries import Failing, Unavailable
+from parse_infer.errors import ParseError
+from parse_infer.sampling import Sampling
 
-from data_tools.labels.served.completions import Answer, BrokenAnswer, Request, read_answer, read_models
-from data_tools.labels.served.retry import RetryPolicy, is_away, reason
+if TYPE_CHECKING:
+    from data_tools.labels.backends import Role
+    from data_tools.labels.build_config import BuildConfig
 
-_CONNECT = 5.0  # seconds
+_BACK_OFF_S = 0.5
+_RESUME_HINT = "the same command continues where it stopped"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completion: text, token ids if requested, and whether an end token ended the completion."""
+
+    text: str
+    ids: list[int] | None
+    ended: bool
+
+
+@dataclass(frozen=True)
+class Request:
+    """Request of at most `max_tokens` tokens after `prompt`: token ids, or text for a server that takes no ids."""
+
+    home: int
+    """Index of the first server to try, modulo their number. Requests with a common prefix share the index."""
+    prompt: list[int] | str
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    end_ids: Collection[int] = ()
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON of the request, without the model. A text prompt uses only parameters of OpenAI's API."""
+        sampling = self.sampling
+        body: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": sampling.temperature}
+        body |= {"prompt": self.prompt, "top_p": sampling.top_p}
+        if sampling.seed is not None and not sampling.greedy:
+            body["seed"] = sampling.seed
+        if isinstance(self.prompt, list):
+            # Without these values, vLLM uses the model's generation config.
+            body |= {"top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
+            body |= {"stop_token_ids": sorted(self.end_ids), "return_token_ids": True}
+        return body
+
+    def read(self, response: Any, url: str) -> Answer:
+        """Return the answer in a response; raise TransientServerError if it is incomplete."""
+        try:
+            choice = response["choices"][0]
+            text, reason, ids = choice["text"], choice["finish_reason"], choice.get("token_ids")
+        except (LookupError, TypeError, AttributeError):
+            raise TransientServerError(f"{url} sent no completion") from None
+        if reason not in ("stop", "length") or not isinstance(text, str):  # vLLM reports "abort" at its shutdown
+            raise TransientServerError(f"{url} ended an answer with finish_reason {reason!r}")
+        if isinstance(self.prompt, str):
+            return Answer(text, None, reason == "stop")
+        if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+            raise TransientServerError(f"{url} sent an answer without token_ids")
+        if len(ids) > self.max_tokens or (reason == "length" and len(ids) < self.max_tokens):
+            raise TransientServerError(f"{url} sent {len(ids)} tokens, but {self.max_tokens} were requested")
+        return Answer(text, ids, reason == "stop")
 
 
 class CompletionServers:
-    """Replicas that serve one model. The API key is the environment variable OPENAI_API_KEY.
+    """The replicas that `config` names for the role. The API key is the environment variable OPENAI_API_KEY.
 
-    Args:
-        urls: base addresses, with /v1.
-        model: the model's name on the servers.
-        concurrency: maximum number of requests in flight; only these requests are in memory.
-        timeout: seconds for one answer.
-        retries, max_outage: see `RetryPolicy`. The next attempt goes to the next server.
-        note: called with a message when a server becomes unavailable, and when the server recovers.
+    `config.concurrency` bounds the requests in flight; only these requests are in memory.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        model: str,
-        *,
-        concurrency: int = 64,
-        timeout: float = 600.0,
-        retries: int = 5,
-        max_outage: float = 900.0,
-        note: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.urls, self.model, self.concurrency, self.timeout = list(urls), model, concurrency, timeout
-        self.retries, self.max_outage = retries, max_outage
-        self.note = note
-        self._away: set[str] = set()
+    def __init__(self, config: BuildConfig, role: Role) -> None:
+        self.urls = config.draft_base_url if role == "draft" and config.draft_base_url else config.base_url
+        self._concurrency, self._max_outage = config.concurrency, config.max_outage
+        key = os.environ.get("OPENAI_API_KEY") or None
+        self._client = Client(key, config.request_timeout, "set the environment variable OPENAI_API_KEY")
+        model = getattr(config, f"served_{role}") or getattr(config, role)
+        url_key = "draft_base_url" if role == "draft" else "base_url"
+        self._pool = ReplicaPool(
+            role,
+            self.urls,
+            self._client,
+            patience_s=config.max_outage,
+            identity=Identity(role, self._client, None, model, url_key, f"served_{role}"),
+            attempts=config.retries + 1,
+            back_off_s=_BACK_OFF_S,
+        )
+
+    def check(self, prompt: list[int] | str) -> int:
+        """Request the model list and one token after `prompt` from every server that answers.
+
+        Returns:
+            The smallest context window of the servers; 0 if unknown.
+
+        Raises:
+            OSError: no server answers.
+            ValueError: a server is unusable; the message is one sentence.
+        """
+        self._pool.examine = partial(self._examine, Request(0, prompt, max_tokens=1))
+        asyncio.run(self._closing(self._pool.handshake()))
+        return self._pool.identity.window
 
     def complete(self, requests: Iterable[Request]) -> list[Answer]:
         """Send the requests in order, and return the answers in the same order.
 
         Raises:
-            ConnectionError, ValueError: one request got no answer, see `RetryPolicy.wait`.
+            ConnectionError: the servers have been unavailable for more than `max_outage` seconds.
+            ValueError: a server rejected a request, or a request failed too often.
         """
-        return asyncio.run(self._complete(requests))
-
-    def models(self, url: str) -> dict[str, int | None]:
-        """Return `read_models` of one server, without retries. Raises the client's errors and BrokenAnswer."""
-
-        async def ask() -> str:
-            async with self._client(url) as client:
-                return (await client.models.with_raw_response.list()).http_response.text
-
-        return read_models(asyncio.run(ask()))
-
-    def try_out(self, url: str, request: Request) -> Answer:
-        """Return the answer of one server, without retries. Raises the client's errors and BrokenAnswer."""
-
-        async def ask() -> Answer:
-            async with self._client(url) as client:
-                return await self._ask(client, request)
-
-        return asyncio.run(ask())
+        try:
+            return asyncio.run(self._closing(self._complete(requests)))
+        except Failing as error:
+            raise ParseError(f"{error}: repair the server, or raise retries; {_RESUME_HINT}") from None
+        except Unavailable as error:
+            raise ConnectionError(
+                f"{error}; the build has waited max_outage, {self._max_outage:g} s: restart the server; {_RESUME_HINT}"
+            ) from None
+        except RequestRejected as error:
+            raise ParseError(f"{error}; {_RESUME_HINT}") from None
 
     async def _complete(self, requests: Iterable[Request]) -> list[Answer]:
         answers: dict[int, Answer] = {}
         waiting = enumerate(requests)
-        async with self._clients() as clients:
 
-            async def work() -> None:
-                for number, request in waiting:
-                    answers[number] = await self._answer(clients, request)
+        async def work() -> None:
+            for number, request in waiting:
+                with self._pool.acquire(home=request.home) as lease:
+                    answers[number] = await self._pool.ask(request.body(), lease, read=request.read)
 
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(self.concurrency):
-                        group.create_task(work())
-            except ExceptionGroup as failures:  # the first failure cancelled the other tasks
-                raise failures.exceptions[0] from None
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._concurrency):
+                    group.create_task(work())
+        except ExceptionGroup as failures:  # the first failure cancelled the other tasks
+            raise failures.exceptions[0] from None
         return [answers[number] for number in range(len(answers))]
 
-    async def _answer(self, clients: Sequence[AsyncOpenAI], request: Request) -> Answer:
-        policy = RetryPolicy(self.retries, self.max_outage)
-        for attempt in count(request.home):
-            url, client = self.urls[attempt % len(clients)], clients[attempt % len(clients)]
-            try:
-                answer = await self._ask(client, request)
-            except (APIError, BrokenAnswer) as error:
-                seconds = policy.wait(url, error)
-                self._report_outage(url, away=reason(error) if is_away(error) else None)
-                await asyncio.sleep(seconds)
-            else:
-                self._report_outage(url, away=None)
-                return answer
-        raise AssertionError("attempts do not end")
+    async def _closing(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await work
+        finally:  # the next call has another event loop
+            self._pool.close()
+            await self._client.close()
 
-    async def _ask(self, client: AsyncOpenAI, request: Request) -> Answer:
-        body = request.body()
-        # The client would accept an incomplete answer, so `read_answer` parses the raw response.
-        response = await client.completions.with_raw_response.create(
-            model=self.model, prompt=body.pop("prompt"), extra_body=body
-        )
-        return read_answer(response.http_response.text, request)
-
-    def _report_outage(self, url: str, away: str | None) -> None:
-        """Report once that a server is unavailable, and once that the server recovered."""
-        if away is not None and url not in self._away:
-            self._away.add(url)
-            self.note(f"{url} is unavailable ({away}): retrying for {self.max_outage:g} s at most")
-        elif away is None and url in self._away:
-            self._away.remove(url)
-            self.note(f"{url} is available again")
-
-    @asynccontextmanager
-    async def _clients(self) -> AsyncIterator[list[AsyncOpenAI]]:
-        async with AsyncExitStack() as stack:
-            yield [await stack.enter_async_context(self._client(url)) for url in self.urls]
-
-    def _client(self, url: str) -> AsyncOpenAI:
-        """Return a client without retries, because the client does not distinguish outages from failed requests."""
-        key = os.environ.get("OPENAI_API_KEY") or "none"
-        timeout = Timeout(self.timeout, connect=min(_CONNECT, self.timeout))
-        return AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=timeout)
+    async def _examine(self, request: Request, server: Server) -> None:
+        """Raise ValueError if the server does not continue the prompt of the request."""
+        text = "" if isinstance(request.prompt, str) else "; if the server does not take token ids, set wire to text"
+        try:
+            request.read(await self._pool.ask_one(server, request.body()), server.url)
+        except TransientServerError as error:
+            raise ParseError(f"the server at {server.url} does not continue a prompt: {error}{text}") from None
+        except RequestRejected as error:
+            if error.status in (404, 405):
+                raise ParseError(
+                    f"the server at {server.url} has no /v1/completions ({error.status} {error.sentence}), and chat "
+                    "completions cannot continue a partial answer: use vLLM, SGLang or transformers serve"
+                ) from None
+            raise ParseError(f"the server at {server.url} refuses to continue a prompt: {error}{text}") from None

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from data_tools.labels.served.check import check_servers
-from data_tools.labels.served.completions import Answer, Request
-from data_tools.labels.served.servers import CompletionServers
+from data_tools.labels.served.servers import Answer, CompletionServers, Request
 from parse_infer.errors import ParseError
 from parse_infer.models.batch_decoder import Contexts, Row
 from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.fingerprint import describe_config, fingerprint_of
 from parse_infer.models.loading import load_config, load_served_model
-from parse_infer.models.tokenizer_spec import TokenizerSpec
 
 if TYPE_CHECKING:
     from data_tools.labels.backends import Role
@@ -22,64 +19,45 @@ if TYPE_CHECKING:
 
 
 class ServedWriter:
-    """A model whose weights are on `servers` and whose tokenizer is in this process.
+    """A model whose weights are on servers and whose tokenizer is in this process.
 
-    Args:
-        wire: "ids" sends and receives token ids. "text" is for servers without ids: the server tokenizes prompts, and
-            this process tokenizes answers.
+    `config.wire` "ids" sends and receives token ids. "text" is for servers without ids: the server tokenizes prompts,
+    and this process tokenizes answers.
+
+    Raises:
+        ValueError, OSError: the tokenizer or a server is unusable; the message is one sentence.
     """
 
-    def __init__(
-        self, model: TokenizerSpec, servers: CompletionServers, wire: str = "ids", trust_remote_code: bool = False
-    ) -> None:
-        self.model, self.servers, self.wire = model, servers, wire
-        self._trust_remote_code = trust_remote_code
-
-    @classmethod
-    def connect(cls, config: BuildConfig, role: Role, note: Callable[[str], None]) -> ServedWriter:
-        """Load the tokenizer of the role, and check the servers that `config` names for the role.
-
-        Raises:
-            ValueError, OSError: the tokenizer or a server is unusable; the message is one sentence.
-        """
-        name: str = getattr(config, role)
-        url_key = "draft_base_url" if role == "draft" and config.draft_base_url else "base_url"
-        model = load_served_model(
-            name, trust_remote_code=config.trust_remote_code, template_options=config.template_options
+    def __init__(self, config: BuildConfig, role: Role) -> None:
+        self.model = model = load_served_model(
+            getattr(config, role),
+            trust_remote_code=config.trust_remote_code,
+            template_options=config.template_options,
         )
-        servers = CompletionServers(
-            getattr(config, url_key),
-            getattr(config, f"served_{role}") or name,
-            concurrency=config.concurrency,
-            timeout=config.request_timeout,
-            retries=config.retries,
-            max_outage=config.max_outage,
-            note=note,
-        )
-        writer = cls(model, servers, config.wire, config.trust_remote_code)
-        window = check_servers(servers, writer.prompt(model.render("What is 3 + 4?")), url_key, f"served_{role}")
-        if window is not None and window < model.window:
+        self.config, self.servers = config, CompletionServers(config, role)
+        window = self.servers.check(self.prompt(model.render("What is 3 + 4?")))
+        if 0 < window < model.window:
             # A rollout cut short by the window would count as wrong.
             needed = config.max_draft_tokens + (config.max_rollout_tokens if role == "target" else 0)
             if window <= needed:
                 raise ParseError(
-                    f"{', '.join(servers.urls)} has a window of {window} tokens, too few for a prompt and {needed} "
-                    f"more: start the server with a longer window, or lower max_draft_tokens or max_rollout_tokens"
+                    f"{', '.join(self.servers.urls)} has a window of {window} tokens, too few for a prompt and "
+                    f"{needed} more: start the server with a longer window, or lower max_draft_tokens or "
+                    "max_rollout_tokens"
                 )
             model.window = window
-        return writer
 
     def decoder(self, end_ids: Collection[int]) -> ServedDecoder:
         return ServedDecoder(self, end_ids)
 
     def describe(self) -> dict[str, Any]:
-        config = load_config(self.model.name, trust_remote_code=self._trust_remote_code)
+        config = load_config(self.model.name, trust_remote_code=self.config.trust_remote_code)
         config._name_or_path = self.model.name
         return describe_config(config, self.model.name) | {"fingerprint": fingerprint_of([None] * 3)}
 
     def prompt(self, ids: list[int]) -> list[int] | str:
         """Return the request's prompt for these tokens; a text omits the BOS token that the server adds."""
-        if self.wire == "ids":
+        if self.config.wire == "ids":
             return ids
         tokenizer = self.model.tokenizer
         begin = tokenizer.bos_token_id

@@ -52,8 +52,8 @@ def serve(models: dict[str, LanguageModel]) -> Iterator[Serve]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_tools.labels.served.retry._FIRST_WAIT", 0.01)
-    monkeypatch.setattr("data_tools.labels.served.retry._LONGEST_WAIT", 0.1)
+    monkeypatch.setattr("data_tools.labels.served.servers._BACK_OFF_S", 0.01)
+    monkeypatch.setattr("parse_infer.backends.replicas._LONGEST_BACK_OFF_S", 0.1)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
@@ -168,7 +168,8 @@ def test_a_server_that_is_killed_and_comes_back_loses_nothing_and_doubles_nothin
     build(local := make_config("local", **SAMPLED))
     assert labelled(config.output_dir) == labelled(local.output_dir)
     said = " ".join(capsys.readouterr().err.split())
-    assert said.count(f"{server.url} is unavailable") == said.count(f"{server.url} is available again") == 2
+    url = server.url.removesuffix("/v1")
+    assert said.count(f"{url} is unhealthy") == said.count(f"{url} is healthy again") == 2
 
 
 def test_another_replica_stands_in(make: Make, make_config: Make, serve: Serve) -> None:
@@ -193,18 +194,17 @@ def test_a_build_without_its_server_ends_in_one_sentence_and_is_continued(
         return None
 
     server.fault = after_a_group
-    with pytest.raises(
-        ConnectionError, match=r"has been unavailable for more than max_outage, 0.2 s .*: restart the server"
-    ):
+    gone = r"no target server answers: http\S* does not answer: .* waited max_outage, 0.2 s: restart the"
+    with pytest.raises(ConnectionError, match=gone):
         build(config)
     assert list(files(config.output_dir)) == ["train-000000-000002.jsonl"]
     checked = len(server.asked) + 2
     server.start().fault = lambda number: "status 500" if number >= checked else None
     config.retries = 0
-    with pytest.raises(ValueError, match=r"failed the same request 1 times \(500 on purpose\): repair the server"):
+    with pytest.raises(ValueError, match=r"failed 1 times: http\S* failed \(500\): repair the server, or"):
         build(config)
     server.fault = lambda number: "status 400"
-    with pytest.raises(ValueError, match=r"refuses to continue a prompt \(400 on purpose\)"):
+    with pytest.raises(ValueError, match=r"refuses to continue a prompt: .* \(400\): on purpose"):
         build(config)
     server.fault = lambda number: None
     build(config)
@@ -256,19 +256,27 @@ def test_folders_know_how_they_were_begun(make: Make, make_config: Make, serve: 
 @pytest.mark.parametrize(
     ("options", "overrides", "message"),
     [
-        ({}, {"base_url": "http://127.0.0.1:9/v1"}, r"no server answers at http://127.0.0.1:9/v1 \(.*\): start it"),
-        ({}, {"draft_base_url": "http://127.0.0.1:9"}, r"at http://127.0.0.1:9/v1 .* or correct draft_base_url"),
-        ({}, {"base_url": "URL/v2"}, r"is no OpenAI-compatible server \(.*/v2/models: 404 Not Found\): correct base"),
-        ({}, {"served_target": "tagret"}, r"not serve 'tagret' \(it serves target, draft\): set served_target"),
-        ({}, {"served_draft": None}, r"does not serve '.*/draft' \(it .*\): set served_draft .* or draft_base_url to"),
+        ({}, {"base_url": "http://127.0.0.1:9/v1"}, r"http://127.0.0.1:9/v1\S* does not answer: .*: start it"),
+        ({}, {"draft_base_url": "http://127.0.0.1:9"}, r"http://127.0.0.1:9/v1.* or correct draft_base_url"),
+        (
+            {},
+            {"base_url": "URL/v2"},
+            r"not OpenAI-compatible \(.*/v2/v1/models .*\(404\): Not Found\): correct base",
+        ),
+        (
+            {},
+            {"served_target": "tagret"},
+            r"not 'tagret': set served_target to one of target, draft, or base_url to",
+        ),
+        ({}, {"served_draft": None}, r"not '.*/draft': set served_draft to .* or draft_base_url to another"),
         (
             {"completions": False},
             {},
             r"has no /v1/completions \(404 Not Found\), and chat completions cannot continue",
         ),
-        ({"ids": False}, {}, r"refuses to continue a prompt \(422 prompt must be a string\); .* set wire to text"),
-        ({"fault": lambda number: "garbage"}, {}, r"does not continue a prompt: the answer is not a complete"),
-        ({"key": "secret"}, {}, r"rejects the API key \(401 Invalid API key\): set .* OPENAI_API_KEY"),
+        ({"ids": False}, {}, r"refuses .* prompt: .* \(422\): prompt must be a string; .* set wire to text"),
+        ({"fault": lambda number: "garbage"}, {}, r"does not continue a prompt: http\S* sent no completion"),
+        ({"key": "secret"}, {}, r"http\S* rejects a request \(401\): Invalid API key.: set .* OPENAI_API_KEY"),
         ({"max_model_len": 40}, {}, r"a window of 40 tokens, too few for a prompt and 48 more: start the server with"),
         ({}, {"base_url": None}, "backend openai needs base_url"),
         ({}, {"backend": "local"}, "base_url requires backend openai, but backend is local: add --backend openai"),

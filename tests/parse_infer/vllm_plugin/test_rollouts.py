@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from data_tools.labels.served.check import check_servers
-from data_tools.labels.served.servers import CompletionServers
+from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.served.writer import ServedWriter
 from parse_infer.models.batch_decoder import BatchDecoder, Row
 from parse_infer.models.loading import load_language_model, load_served_model
@@ -25,11 +24,12 @@ def test_rows_from_a_server(tmp_path):
     local = BatchDecoder(lm.model, lm.eos_ids)
     words = ["--model", str(collection_folder() / "draft"), "--served-model-name", "draft", *OPTIONS]
     with serving(words, tmp_path / "log") as call:
-        servers = CompletionServers([f"{call.address}/v1"], "draft", concurrency=8)
+        config = BuildConfig("data", "zoo:draft", "zoo:draft", task="jsonl", backend="openai", base_url=[call.address])
+        config.served_target, config.concurrency = "draft", 8
         prompts = [language.render(question) for question in QUESTIONS]
-        window = check_servers(servers, prompts[0], "base_url", "served_target")
-        assert window == language.window
-        served = ServedWriter(language, servers).decoder(language.eos_ids)
+        writer = ServedWriter(config, "target")
+        assert writer.servers.check(prompts[0]) == language.window
+        served = writer.decoder(language.eos_ids)
 
         def both(rows, suffixes):
             parents = range(len(prompts))
