@@ -42,7 +42,7 @@ RESUME_SAFE_FIELDS = (
     *("disable_tqdm", "debug", "skip_memory_metrics", "push_to_hub", "push_to_hub_", "hub_"),
     # evaluation and export
     *("save_", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_accumulation_steps", "do_"),
-    *("per_device_eval_batch_size", "n_eval_problems", "baselines", "draft", "risk_", "calibration_", "cut_policy"),
+    *("per_device_eval_batch_size", "n_eval_problems", "risk_", "calibration_", "cut_policy"),
     *("head_dtype", "adapter_dtype"),
     # devices and processes
     *("use_cpu", "local_rank", "ddp_", "torch_compile", "torch_compile_", "batch_size", "resume_from_checkpoint"),

@@ -80,7 +80,7 @@ def test_every_form_is_trained_and_compared(training_folder: Path, capsys: pytes
     folders = []
     for name, options in forms.items():
         output = training_folder / "forms" / name
-        few = ["--max_steps", "1", "--save_steps", "1", "--baselines", "false"]
+        few = ["--max_steps", "1", "--save_steps", "1"]
         assert train([recipe, "--output_dir", str(output), *few, *options]) == 0
         folders.append(str(output / "adapter"))
     out = training_folder / "judges.json"
