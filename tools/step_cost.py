@@ -20,9 +20,8 @@ from transformers import set_seed
 from parse_infer.judge.packing import probe_mask, probe_positions, readout_index
 from parse_infer.models.attention import layer_masks
 from parse_infer.models.devices import device_name, wait_for
-from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.data import load_datasets
+from parse_train.validity.data import ValidityCollator, load_datasets
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.train import build_model, encoder_for, load_target, pad_id
 from parse_train.validity.trainer import EpochLengthSampler, ValidityTrainer

@@ -27,9 +27,8 @@ from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_train import checkpoints, tracking
 from parse_train.validity.build_info import BuildInfo, read_build_info
-from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.data import Encoder, ValidityDataset, load_datasets
+from parse_train.validity.data import Encoder, ValidityCollator, ValidityDataset, load_datasets
 from parse_train.validity.export import AdapterFacts, export_adapter
 from parse_train.validity.figures import acceptance_figure, png, reliability_diagram
 from parse_train.validity.metrics import headline_metrics

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from parse_train.__main__ import main as train
-from parse_train.validity.metrics import ScoredDrafts, accept
+from parse_train.validity.metrics import ScoredDrafts
+from tests.parse_train.validity.accepted_prefixes import accept
 from tools.compare_judges import main
 from tools.comparison_table import compare_judges, false_accepts_at, oracle_acceptance
 

@@ -16,9 +16,8 @@ from parse_infer.models.fingerprint import describe_target
 from parse_train.__main__ import main
 from parse_train.training_config import IGNORED
 from parse_train.validity.build_info import BuildInfo, read_build_info
-from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.data import Encoder, encode_rows, load_datasets, split_by_problem
+from parse_train.validity.data import Encoder, ValidityCollator, encode_rows, load_datasets, split_by_problem
 
 PLAIN = {"prompt": "1+1?", "completions": ["one", "two\n", "three"], "labels": [True, True, False]}
 

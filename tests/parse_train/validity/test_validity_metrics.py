@@ -15,7 +15,6 @@ from parse_train.validity.data import ValidityDataset, ValidityExample
 from parse_train.validity.figures import acceptance_figure, reliability_diagram
 from parse_train.validity.metrics import (
     ScoredDrafts,
-    accept,
     acceptance_at_risk,
     acceptance_curve,
     expected_calibration_error,
@@ -26,6 +25,7 @@ from parse_train.validity.metrics import (
 from parse_train.validity.pass_risk import choose_threshold
 from parse_train.validity.train import served_drafts
 from parse_train.validity.trainer import balanced_weights
+from tests.parse_train.validity.accepted_prefixes import accept
 from tools.baselines import segment_log_probability
 
 # Three drafts: right throughout; first error at cut 1; wrong from the start.

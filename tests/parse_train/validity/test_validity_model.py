@@ -26,9 +26,8 @@ from parse_infer.models.decoder import Decoder
 from parse_infer.models.devices import multiplies_in_16_bits
 from parse_infer.models.fingerprint import describe_target
 from parse_train.recipe import load_recipe
-from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.data import ValidityDataset, ValidityExample
+from parse_train.validity.data import ValidityCollator, ValidityDataset, ValidityExample
 from parse_train.validity.draft_states import DraftStates, StateStore
 from parse_train.validity.export import AdapterFacts, export_adapter
 from parse_train.validity.model import ValidityModel
