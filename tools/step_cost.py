@@ -80,7 +80,7 @@ def _packed(model: ValidityModel, input_ids: Tensor, visible: Tensor) -> tuple[T
     (b, k), p, n_keys = visible.shape, len(model.probe.ids), input_ids.shape[1]
     context = torch.arange(n_keys, device=input_ids.device).expand(b, -1)
     probes = torch.tensor(model.probe.ids, device=visible.device).repeat(b, k)
-    with model.lora.on(k * p):
+    with model.adapted(b, k * p):
         output = model.backbone(
             input_ids=torch.cat([input_ids, probes], dim=1),
             position_ids=torch.cat([context, probe_positions(visible, p)], dim=1),

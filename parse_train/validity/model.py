@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -16,8 +17,8 @@ from parse_infer.judge.head import Probe, ReducedLMHead, TokenDoubt, ValidityHea
 from parse_infer.judge.packing import probe_mask, probe_positions, readout_index
 from parse_infer.models.architecture import layer_windows, output_layer
 from parse_infer.models.attention import enable_split_attention, layer_masks
+from parse_train.validity.activated_lora import attach_activated_lora
 from parse_train.validity.draft_states import DraftStates, StateStore
-from parse_train.validity.trailing_lora import TrailingLora, attach_trailing_lora
 
 _NO_DOUBT = -1e4  # finite: logcumsumexp has no gradient for a row of -inf
 
@@ -64,7 +65,7 @@ class ValidityModel(nn.Module):
         self._part = None if vocabulary is None else _reduced_lm_head(target, vocabulary)
         self.target: PreTrainedModel | PeftModel
         if probe.ids:
-            self.target, self.lora = attach_trailing_lora(
+            self.target = attach_activated_lora(
                 target,
                 probe.ids,
                 rank=lora_rank,
@@ -73,7 +74,7 @@ class ValidityModel(nn.Module):
                 target_modules=lora_target_modules,
             )
         else:
-            self.target, self.lora = target.requires_grad_(False), TrailingLora()
+            self.target = target.requires_grad_(False)
         self.head = copy.deepcopy(head).to(target.device)
         # DeepSpeed cannot broadcast a 0-d parameter; `exported_head` restores the shape of the bias.
         self.head.bias = nn.Parameter(head.bias.detach().reshape(1).to(target.device))
@@ -91,7 +92,7 @@ class ValidityModel(nn.Module):
 
     @property
     def base(self) -> PreTrainedModel:
-        """The target without peft's wrapper. Its adapted layers add nothing unless `TrailingLora` is on."""
+        """The target without peft's wrapper. Its adapted layers add nothing outside `adapted`."""
         return cast(PreTrainedModel, self.target if self.peft_model is None else self.peft_model.get_base_model())
 
     @property
@@ -193,7 +194,7 @@ class ValidityModel(nn.Module):
         the cache."""
         context, cache = self._prefill(input_ids)
         (b, k), p, n_keys = visible.shape, len(self.probe.ids), input_ids.shape[1]
-        with self.lora.on(k * p):
+        with self.adapted(b, k * p):
             output = self.backbone(
                 input_ids=torch.tensor(self.probe.ids, device=visible.device).repeat(b, k),
                 position_ids=probe_positions(visible, p),
@@ -202,6 +203,14 @@ class ValidityModel(nn.Module):
                 use_cache=True,
             )
         return context, output.last_hidden_state[:, readout_index(k, p).to(visible.device)]
+
+    def adapted(self, rows: int, n: int) -> AbstractContextManager[None]:
+        """Apply the LoRA to the last `n` tokens of each of the `rows` within the `with` block.
+
+        peft's own way through its wrapper would also run the output layer on every token.
+        """
+        assert self.peft_model is not None
+        return cast(Any, self.peft_model.base_model)._enable_peft_forward_hooks(alora_offsets=[n] * rows)
 
     def exported_head(self) -> ValidityHead:
         """Return the head for export: on the CPU, in float32."""

@@ -20,6 +20,7 @@ from transformers import set_seed
 
 from parse_infer.errors import ParseError
 from parse_infer.held_out import prompt_hash
+from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.adapter_files import PROMISE
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.head import Probe, ValidityHead, verbalizer_ids
@@ -29,7 +30,7 @@ from parse_train import checkpoints, tracking
 from parse_train.validity.build_info import BuildInfo, read_build_info
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import Encoder, ValidityCollator, ValidityDataset, load_datasets
-from parse_train.validity.export import AdapterFacts, export_adapter
+from parse_train.validity.export import export_adapter
 from parse_train.validity.figures import acceptance_figure, png, reliability_diagram
 from parse_train.validity.metrics import headline_metrics
 from parse_train.validity.model import ValidityModel
@@ -161,7 +162,7 @@ def pad_id(lm: LanguageModel) -> int:
 
 def describe(
     config: ValidityTrainingConfig, lm: LanguageModel, counts: dict[str, int], label: dict[str, Any]
-) -> AdapterFacts:
+) -> ValidityConfig:
     """Return the metadata of the adapter folder; call this function before wrapping the target."""
     target = describe_target(lm.model)
     if config.target.startswith("zoo:"):
@@ -173,12 +174,14 @@ def describe(
         del provenance["lora_rank"], provenance["lora_alpha"]
     provenance["parse_engine"] = importlib.metadata.version("parse-engine") if _installed() else "source"
     label = {"kind": "hard", **label, "class_weighting": config.class_weighting}
-    return AdapterFacts(
-        target,
-        _words(config) if config.probe_text else None,
-        CutPolicy.from_dict(config.cut_policy).to_dict(),
-        label,
-        provenance,
+    return ValidityConfig(
+        probe_ids=(),  # `export_adapter` knows the probe
+        probe_text=config.probe_text,
+        target=target,
+        verbalizer=_words(config) if config.probe_text else None,
+        cut_policy=CutPolicy.from_dict(config.cut_policy).to_dict(),
+        label=label,
+        provenance=provenance,
     )
 
 
@@ -202,7 +205,7 @@ def finish(
     config: ValidityTrainingConfig,
     trainer: ValidityTrainer,
     evaluation: ValidityDataset,
-    facts: AdapterFacts,
+    facts: ValidityConfig,
     learnt: Collection[str] = (),
 ) -> None:
     """Evaluate on held-out problems, choose the threshold, and export.

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
-from parse_infer.judge.adapter import ValidityAdapter
+from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
 from parse_infer.judge.adapter_files import HEAD
 from parse_infer.judge.cuts import Segmenter
 from parse_infer.judge.head import Probe, ValidityHead
@@ -29,7 +29,7 @@ from parse_train.recipe import load_recipe
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import ValidityCollator, ValidityDataset, ValidityExample
 from parse_train.validity.draft_states import DraftStates, StateStore
-from parse_train.validity.export import AdapterFacts, export_adapter
+from parse_train.validity.export import export_adapter
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.pass_risk import RiskControl
 from parse_train.validity.train import build_model, describe, frequent_tokens
@@ -61,6 +61,17 @@ def trained(
         out.weight.copy_(torch.randn(out.weight.shape, generator=generator) * 0.2)
         out.bias.zero_()
     return model
+
+
+def facts_of(
+    target: dict[str, Any],
+    verbalizer: tuple[str, str],
+    cut_policy: dict[str, Any],
+    label: dict[str, Any] | None = None,
+    provenance: dict[str, Any] | None = None,
+) -> ValidityConfig:
+    known = {"label": label or {}, "provenance": provenance or {}}
+    return ValidityConfig((), "", target, verbalizer=verbalizer, cut_policy=cut_policy, **known)
 
 
 @pytest.fixture
@@ -163,7 +174,7 @@ def test_training_and_inference_agree(
     for example in examples[:2]:
         example.draft_ids[-1] = tokenizer.eos_token_id
     batch = ValidityCollator(pad_id=258)(examples)
-    facts = AdapterFacts(describe_target(model), ("C", "I"), {"kind": "step"})
+    facts = facts_of(describe_target(model), ("C", "I"), {"kind": "step"})
     validity = trained(model, probe, vocabulary)
     back_propagate_throughout(validity, backprop)
     with torch.no_grad():
@@ -191,7 +202,7 @@ def test_a_rounded_adapter_is_judged_by_as_it_was_measured(
 ) -> None:
     """Exported in bfloat16, half the size, with the validities that training has measured after rounding."""
     target = make_model("llama")
-    facts = AdapterFacts(describe_target(target), ("C", "I"), {"kind": "step"})
+    facts = facts_of(describe_target(target), ("C", "I"), {"kind": "step"})
     validity = trained(target).eval()
     exact = export_adapter(tmp_path / "exact", validity, facts, {}) / "adapter_model.safetensors"
     with torch.no_grad():
@@ -289,7 +300,7 @@ def test_the_update_is_pefts_activated_lora(
     make_model: Callable[..., PreTrainedModel], examples: list[ValidityExample], tmp_path: Path
 ) -> None:
     """peft itself, given the exported folder and the offset of the probe, computes the same hidden state."""
-    facts = AdapterFacts(describe_target(make_model("llama")), ("C", "I"), {})
+    facts = facts_of(describe_target(make_model("llama")), ("C", "I"), {})
     validity = trained(make_model("llama"))
     validity.head.tokens = None  # it reads no update
     export_adapter(tmp_path / "adapter", validity, facts, {})
@@ -385,7 +396,7 @@ def test_the_exported_folder_says_what_it_is(make_model: Callable[..., PreTraine
     from parse_train.validity.metrics import ScoredDrafts
 
     target = make_model("llama")
-    facts = AdapterFacts(describe_target(target), ("C", "I"), {"kind": "step"}, {"kind": "hard"}, {"data": "d"})
+    facts = facts_of(describe_target(target), ("C", "I"), {"kind": "step"}, {"kind": "hard"}, {"data": "d"})
     risk = RiskControl(0.7, 0.05, 0.1, 0.04, 0.03, 0.6, 300)
     figure = reliability_diagram(ScoredDrafts.from_rows([[0.9, 0.2]], [[True, False]], [[2, 4]]))
     for _ in range(2):  # an adapter that is there is replaced
