@@ -34,7 +34,7 @@ class BuildProgress:
         )
         of = "?" if total is None else str(total)
         self._task = self._bar.add_task(name, total=total, completed=done, of=of, rate="", left="left", activity="")
-        self._print(f"{name}: {done} of {of} problems are done" if done else f"{name}: {of} problems")
+        self.note(f"{name}: {done} of {of} problems are done" if done else f"{name}: {of} problems")
 
     def __enter__(self) -> BuildProgress:
         self._bar.start()
@@ -44,14 +44,10 @@ class BuildProgress:
         self._bar.update(self._task, left="" if self.done == self.total else "left", activity="")
         self._bar.stop()
         if self.done > self.before and not self.console.is_terminal:
-            self._print(self._state())
+            self.note(self._state())
 
     def activity(self, text: str) -> None:
         self._bar.update(self._task, activity=text)
-
-    def note(self, text: str) -> None:
-        """Print one message for the user."""
-        self._print(text)
 
     def advance(self, done: int, rows: int, rollouts: int) -> None:
         """Set the number of finished problems, add `rows`, and set the number of rollouts of this run."""
@@ -59,7 +55,7 @@ class BuildProgress:
         self.rows += rows
         self._bar.update(self._task, completed=done, rate=self._rate())
         if not self.console.is_terminal and time.monotonic() - self.last_line > LINE_EVERY:
-            self._print(self._state())
+            self.note(self._state())
 
     def _rate(self) -> str:
         seconds = max(time.monotonic() - self.started, 1e-6)
@@ -72,7 +68,8 @@ class BuildProgress:
             text += f"  {seconds / 60:.1f} min left"
         return text
 
-    def _print(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Print one message for the user."""
         self.last_line = time.monotonic()
         self.console.print(text, highlight=False, soft_wrap=True)
 
