@@ -27,22 +27,12 @@ STATE = "trainer_state.json"
 # starts a different training.
 RESUME_SAFE_FIELDS = (
     # paths and logging
-    *(
-        "output_dir",
-        "adapter_dir",
-        "answers",
-        "run_name",
-        "project",
-        "artifacts",
-        "report_to",
-        "trackio_",
-        "log_",
-        "logging_",
-    ),
-    *("disable_tqdm", "debug", "skip_memory_metrics", "push_to_hub", "push_to_hub_", "hub_"),
+    *("output_dir", "adapter_dir", "answers", "run_name", "project", "artifacts", "report_to"),
+    *("trackio_", "log_", "logging_", "disable_tqdm", "debug", "skip_memory_metrics"),
+    *("push_to_hub", "push_to_hub_", "hub_"),
     # evaluation and export
     *("save_", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_accumulation_steps", "do_"),
-    *("per_device_eval_batch_size", "n_eval_problems", "baselines", "draft", "risk_", "calibration_", "cut_policy"),
+    *("per_device_eval_batch_size", "n_eval_problems", "risk_", "calibration_", "cut_policy"),
     *("head_dtype", "adapter_dtype"),
     # devices and processes
     *("use_cpu", "local_rank", "ddp_", "torch_compile", "torch_compile_", "batch_size", "resume_from_checkpoint"),
@@ -136,9 +126,8 @@ def incomplete(folder: Path) -> str | None:
 
 def _weights(folder: Path) -> Path:
     """Return the weight file of a checkpoint: the LoRA's file if present, else the model's."""
-    return next(
-        (path for path in [folder / "adapter_model.safetensors"] if path.is_file()), folder / "model.safetensors"
-    )
+    lora = folder / "adapter_model.safetensors"
+    return lora if lora.is_file() else folder / "model.safetensors"
 
 
 def _find(config: TrainingConfig, recipe: dict[str, Any]) -> Start:

@@ -10,8 +10,7 @@ import netrc
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
@@ -84,27 +83,29 @@ def runs() -> bool:
 
 def log_images(pictures: Mapping[str, bytes], step: int) -> None:
     """Log PNG images to the current run, if any."""
-    with _current_run("figures") as run:
-        if run is None:
-            return
+
+    def log(run: Any) -> None:
         import wandb
         from PIL import Image
 
         images = {name: wandb.Image(Image.open(io.BytesIO(content))) for name, content in pictures.items()}
         run.log({**images, "train/global_step": step})
 
+    _to_run("figures", log)
+
 
 def log_curve(name: str, columns: tuple[str, str, str, *tuple[str, ...]], rows: Sequence[tuple[Any, ...]]) -> None:
     """Log a table to the current run, with a chart of column 2 over column 1 and a line per value of column 3."""
-    with _current_run(name) as run:
-        if run is None:
-            return
+
+    def log(run: Any) -> None:
         import wandb
 
         x, y, line = columns[:3]
         table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
         chart = wandb.plot.line(table, x, y, stroke=line, title=f"{y} against {x}")
         run.log({f"{name}/table": table, f"{name}/chart": chart})
+
+    _to_run(name, log)
 
 
 def log_artifact(
@@ -119,9 +120,8 @@ def log_artifact(
     Args:
         source: a file, a folder (without hidden files), or the Hub id of a data set, which is always a reference.
     """
-    with _current_run(f"the artifact {name}") as run:
-        if run is None or config.artifacts == "none":
-            return
+
+    def log(run: Any) -> None:
         import wandb
 
         artifact = wandb.Artifact(re.sub(r"[^\w.-]+", "-", name), kind, metadata=dict(metadata or {}))
@@ -136,29 +136,27 @@ def log_artifact(
                 else:
                     artifact.add_reference(f"file://{file}", name=str(inside))
         # Offline wandb cannot record inputs of a run.
-        log = run.use_artifact if kind == "dataset" and not run.offline else run.log_artifact
-        log(artifact)
+        (run.use_artifact if kind == "dataset" and not run.offline else run.log_artifact)(artifact)
+
+    if config.artifacts != "none":
+        _to_run(f"the artifact {name}", log)
 
 
 def summarise(figures: Mapping[str, float]) -> None:
     """Add final figures to the summary of the current run."""
-    with _current_run("the summary") as run:
-        if run is not None:
-            run.summary.update(dict(figures))
+    _to_run("the summary", lambda run: run.summary.update(dict(figures)))
 
 
 def finish() -> None:
     """End the current run."""
-    with _current_run("the end of the run") as run:
-        if run is not None:
-            run.finish()
+    _to_run("the end of the run", lambda run: run.finish())
 
 
-@contextmanager
-def _current_run(what: str) -> Iterator[Any]:
-    """Yield the run of this process, or None; print errors of wandb instead of raising them."""
+def _to_run(what: str, log: Callable[[Any], None]) -> None:
+    """Call `log` with the run of this process, if any; print errors of wandb instead of raising them."""
     try:
-        yield _run()
+        if (run := _run()) is not None:
+            log(run)
     except Exception as error:
         print(f"wandb could not log {what}: {error}")
 

@@ -38,7 +38,7 @@ LESS = {
     "parse-infer calibrate": "--limit 46 --risk 0.05 --resume finish --loss disagreement --max-new-tokens 8",
     "parse-infer cost": "--rounds 1",
     "parse-data build": "--limit 8 --problems_per_group 8 --max_draft_tokens 128",
-    "validity": "--max_steps 1 --baselines false --calibration_problems 0 --report_to none --use_cpu true",
+    "validity": "--max_steps 1 --calibration_problems 0 --report_to none --use_cpu true",
     "eagle": "--max_steps 1 --n_problems 4 --n_eval_problems 2 --report_to none --use_cpu true",
 }
 

@@ -3,7 +3,7 @@
 `python -m tools.compare_judges recipes/train.yaml --adapters FOLDER [FOLDER …] [--key value …]`
 
 Recipe and overrides determine the held-out drafts, as in the training of the adapters. Each adapter scores draft by
-draft, as in the engine. The recipe selects the baselines. `python -m tools.render_docs` renders the resulting JSON
+draft, as in the engine. `python -m tools.render_docs` renders the resulting JSON
 file as the table `judges`.
 """
 
@@ -32,15 +32,13 @@ from parse_infer.models.environment import describe_machine, describe_run
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.timing import Step, measure
-from parse_train.validity.baselines import LOG_PROBABILITY, LOWEST_LOG_PROBABILITY, ZERO_SHOT, baseline_scores
-from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import ValidityDataset, ValidityExample
-from parse_train.validity.kl_judge import KL_JUDGE, LARGEST_KL, MEAN_KL, find_kl_judge
 from parse_train.validity.metrics import ScoredDrafts, acceptance_curve
-from parse_train.validity.train import build_model, pad_id, prepare, served_drafts
-from parse_train.validity.trainer import ValidityTrainer
+from parse_train.validity.train import prepare, served_drafts
+from tools.baselines import LOG_PROBABILITY, LOWEST_LOG_PROBABILITY, ZERO_SHOT, baseline_scores
 from tools.comparison_table import FIGURES, compare_judges, oracle_acceptance
+from tools.kl_judge import KL_JUDGE, LARGEST_KL, MEAN_KL, find_kl_judge
 from tools.measured_command import run_measurement
 
 COMMAND = "python -m tools.compare_judges"
@@ -68,6 +66,14 @@ class ComparisonArguments:
         default=False,
         metadata={"help": "Compare on all held-out drafts instead of those sampled at risk_temperature."},
     )
+    baselines: bool = field(
+        default=True,
+        metadata={"help": "Also evaluate the zero-shot judge, the target's token probabilities and the KL judge."},
+    )
+    draft: str | None = field(
+        default=None,
+        metadata={"help": "Draft model that wrote the data, for the KL judge; default: as recorded by the build."},
+    )
     cost_drafts: int = field(default=10, metadata={"help": "Held-out drafts for the timing of passes; 0: none."})
     cost_rounds: int = field(default=5, metadata={"help": "Rounds of timing; judges alternate."})
     out: str | None = field(default=None, metadata={"help": "Result file; default: OUTPUT_DIR/judges.json."})
@@ -89,7 +95,7 @@ def compare(config: ValidityTrainingConfig, how: ComparisonArguments) -> dict[st
         raise ValueError(f"acceptance is {how.acceptance}; it must lie between 0 and 1")
     config.report_to = []
     set_seed(config.seed)
-    lm, build, train, held_out, counts = prepare(config)
+    lm, build, _, held_out, counts = prepare(config)
     target = config.target if config.target.startswith("zoo:") else describe_target(lm.model)["name"]
     if how.all_drafts:
         config.risk_temperature = None
@@ -108,18 +114,14 @@ def compare(config: ValidityTrainingConfig, how: ComparisonArguments) -> dict[st
     acceptance = how.acceptance or _kept(drafts, first.config.threshold)
     cost: dict[str, tuple[float, list[float]]] = {}
     if how.cost_drafts:
-        rivals: dict[str, Judge] = {ZERO_SHOT: ZeroShotJudge(lm.model, lm.tokenizer)} if config.baselines else {}
+        rivals: dict[str, Judge] = {ZERO_SHOT: ZeroShotJudge(lm.model, lm.tokenizer)} if how.baselines else {}
         timed = evaluation.examples[:: max(1, len(evaluation) // how.cost_drafts)][: how.cost_drafts]
         cost = pass_costs(lm, {**adapters, **rivals}, timed, how.cost_rounds)
-
-    # Last, because `build_model` wraps the target.
-    kl_judge, reason = find_kl_judge(config, build, lm, evaluation) if config.baselines else (None, "")
-    if reason:
-        print(reason)
-    if config.baselines:
-        model = build_model(config, lm)
-        trainer = ValidityTrainer(model, config, train, evaluation, data_collator=ValidityCollator(pad_id(lm)))
-        scores |= baseline_scores(trainer, lm, evaluation, kl_judge)
+    if how.baselines:
+        kl_judge, reason = find_kl_judge(config, build, lm, evaluation, how.draft)
+        if reason:
+            print(reason)
+        scores |= baseline_scores(lm, evaluation, kl_judge)
     problems = [example.problem for example in evaluation.examples]
     judges = compare_judges(scores, problems, acceptance, config.seed)
     for name, figures in judges.items():

@@ -11,15 +11,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import set_seed
 
+from parse_infer.judge.packing import probe_mask, probe_positions, readout_index
+from parse_infer.models.attention import layer_masks
 from parse_infer.models.devices import device_name, wait_for
-from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.data import load_datasets
+from parse_train.validity.data import ValidityCollator, load_datasets
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.train import build_model, encoder_for, load_target, pad_id
 from parse_train.validity.trainer import EpochLengthSampler, ValidityTrainer
@@ -66,6 +68,29 @@ class StepCost:
         return "\n".join(lines)
 
 
+def back_propagate_throughout(model: ValidityModel, on: bool) -> None:
+    """Let one packed pass carry gradient through every token (`on`), or restore the cached context."""
+    vars(model).pop("_context_and_probes", None)
+    if on:
+        vars(model)["_context_and_probes"] = partial(_packed, model)
+
+
+def _packed(model: ValidityModel, input_ids: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states of context [B, T, H] and probes [B, K, H] from one packed pass."""
+    (b, k), p, n_keys = visible.shape, len(model.probe.ids), input_ids.shape[1]
+    context = torch.arange(n_keys, device=input_ids.device).expand(b, -1)
+    probes = torch.tensor(model.probe.ids, device=visible.device).repeat(b, k)
+    with model.adapted(b, k * p):
+        output = model.backbone(
+            input_ids=torch.cat([input_ids, probes], dim=1),
+            position_ids=torch.cat([context, probe_positions(visible, p)], dim=1),
+            attention_mask=layer_masks(model.windows, lambda window: probe_mask(visible, p, n_keys, window)),
+            use_cache=False,
+        )
+    hidden = output.last_hidden_state
+    return hidden[:, :n_keys], hidden[:, n_keys + readout_index(k, p).to(visible.device)]
+
+
 def measure(
     model: ValidityModel, batches: Sequence[dict[str, Tensor]], step: Callable[[dict[str, Tensor]], None], rounds: int
 ) -> StepCost:
@@ -80,7 +105,7 @@ def measure(
     tokens: list[int] = []
 
     def once(kind: str, batch: dict[str, Tensor]) -> float:
-        model.backprop_context = kind == WHOLE
+        back_propagate_throughout(model, kind == WHOLE)
         model.zero_grad(set_to_none=True)
         wait_for(device)
         if device.type == "cuda":

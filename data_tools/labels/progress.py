@@ -41,7 +41,7 @@ class BuildProgress:
         )
         of = "?" if total is None else str(total)
         self._task = self._bar.add_task(name, total=total, completed=done, of=of, rate="", left="left", activity="")
-        self._print(f"{name}: {done} of {of} problems are done" if done else f"{name}: {of} problems")
+        self.note(f"{name}: {done} of {of} problems are done" if done else f"{name}: {of} problems")
 
     def __enter__(self) -> BuildProgress:
         self._level = _servers.level
@@ -56,14 +56,10 @@ class BuildProgress:
         _servers.removeHandler(self._notes)
         _servers.setLevel(self._level)
         if self.done > self.before and not self.console.is_terminal:
-            self._print(self._state())
+            self.note(self._state())
 
     def activity(self, text: str) -> None:
         self._bar.update(self._task, activity=text)
-
-    def note(self, text: str) -> None:
-        """Print one message for the user."""
-        self._print(text)
 
     def advance(self, done: int, rows: int, rollouts: int) -> None:
         """Set the number of finished problems, add `rows`, and set the number of rollouts of this run."""
@@ -71,7 +67,7 @@ class BuildProgress:
         self.rows += rows
         self._bar.update(self._task, completed=done, rate=self._rate())
         if not self.console.is_terminal and time.monotonic() - self.last_line > LINE_EVERY:
-            self._print(self._state())
+            self.note(self._state())
 
     def _rate(self) -> str:
         seconds = max(time.monotonic() - self.started, 1e-6)
@@ -84,7 +80,8 @@ class BuildProgress:
             text += f"  {seconds / 60:.1f} min left"
         return text
 
-    def _print(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Print one message for the user."""
         self.last_line = time.monotonic()
         self.console.print(text, highlight=False, soft_wrap=True)
 

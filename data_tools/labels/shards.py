@@ -25,8 +25,6 @@ from parse_infer.models.fingerprint import same_weights
 
 FORMAT = 2
 _REMEDY = "choose another folder"
-# Values of keys that older folders do not record.
-_OLD_VALUES = {"backend": "local", "wire": "ids", "max_rollouts": 1, "max_label_error": 0.05}
 
 
 class GroupFolder:
@@ -162,5 +160,5 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
     if not isinstance(before, dict):
         raise ParseError(f"{path} is damaged, it has no config: {_REMEDY}")
     for key, value in json.loads(json.dumps(dict(identity))).items():
-        if (begun := before.get(key, _OLD_VALUES.get(key))) != value:
+        if (begun := before.get(key)) != value:
             raise ParseError(f"{folder} was begun with {key} {begun!r}, not {value!r}; set {key} back, or {_REMEDY}")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from parse_infer.errors import ModelError
-from parse_infer.models.low_rank import check_options, low_rank_updates
+from parse_infer.models.lora import check_options, low_rank_updates
 
 
 class ProbeLoRA:

@@ -49,16 +49,14 @@ class ZeroShotJudge:
         question: str = QUESTION,
         words: tuple[str, str] = ("Correct", "Incorrect"),
     ) -> None:
-        chat = bool(getattr(tokenizer, "chat_template", None))
-        text = chat_suffix(tokenizer, question) if chat else f"\n\n{question}\nAnswer: "
-        yes_id, no_id = verbalizer_ids(tokenizer, text, words)
-        self.probe = Probe(tuple(tokenizer.encode(text, add_special_tokens=False)), text, closes_turn=chat)
+        self.probe = question_probe(tokenizer, question)
+        yes_id, no_id = verbalizer_ids(tokenizer, self.probe.text, words)
         self.head = ValidityHead.from_verbalizer(model, yes_id, no_id).requires_grad_(False).eval()
         self.lora: ProbeLoRA | None = None
         self.config = ValidityConfig(
             probe_ids=self.probe.ids,
-            probe_text=text,
-            closes_turn=chat,
+            probe_text=self.probe.text,
+            closes_turn=self.probe.closes_turn,
             verbalizer=words,
             cut_policy=(cut_policy or CutPolicy()).to_dict(),
             target=describe_target(model),
@@ -69,6 +67,13 @@ class ZeroShotJudge:
     @property
     def fingerprint(self) -> str:
         return judge_fingerprint((self.config.to_dict(),), (self.head.state_dict(),))
+
+
+def question_probe(tokenizer: Any, question: str) -> Probe:
+    """Return the question as a probe; it closes the turn if the tokenizer has a chat template."""
+    chat = bool(getattr(tokenizer, "chat_template", None))
+    text = chat_suffix(tokenizer, question) if chat else f"\n\n{question}\nAnswer: "
+    return Probe(tuple(tokenizer.encode(text, add_special_tokens=False)), text, closes_turn=chat)
 
 
 def chat_suffix(tokenizer: Any, question: str) -> str:

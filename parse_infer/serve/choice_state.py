@@ -1,7 +1,8 @@
-"""State of one answer of a request: the client's text so far, and statistics."""
+"""State of one answer of a request: the client's text so far, statistics and token usage."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Literal
 
@@ -10,7 +11,6 @@ from pydantic import BaseModel, ConfigDict
 from parse_infer.events import Accepted, Done, Drafted, Event, Resumed, Verified
 from parse_infer.output import Fallback, Generation, Source, Span
 from parse_infer.serve.runner import Job, Moment
-from parse_infer.serve.stop_strings import StopStrings
 
 
 class Part(BaseModel):
@@ -57,6 +57,39 @@ class ParseStatistics(BaseModel):
     unpromised: str | None
     """Why the server's risk promise does not cover the answer; None: it does."""
     timings: Seconds
+
+
+class StopStrings:
+    """Releases growing text without stop strings. The engine ends its text right after the first stop string.
+
+    Attributes:
+        text: all released text.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.text = ""
+        self._strings = strings
+        self._held = ""
+
+    def add(self, text: str) -> str:
+        """Add text; return the text that cannot be part of a stop string."""
+        text = self._held + text
+        begun = 0  # length of the longest suffix of the text that begins a stop string
+        for string in self._strings:
+            sizes = range(min(len(string), len(text)), begun, -1)
+            begun = next((size for size in sizes if text.endswith(string[:size])), begun)
+        return self._release(text, begun)
+
+    def finish(self, stopped: bool) -> str:
+        """Release the rest, without the stop string at its end if a stop string ended the answer (`stopped`)."""
+        ends = (len(string) for string in self._strings if stopped and self._held.endswith(string))
+        return self._release(self._held, max(ends, default=0))
+
+    def _release(self, text: str, behind: int) -> str:
+        end = len(text) - behind
+        self._held = text[end:]
+        self.text += text[:end]
+        return text[:end]
 
 
 class ChoiceState:
@@ -142,3 +175,42 @@ def event_body(event: Event) -> dict[str, object] | None:
     if isinstance(event, (Drafted, Accepted, Verified, Resumed)):
         return {"event": name, **asdict(event)}
     return {"event": name}
+
+
+class CompletionDetails(BaseModel):
+    """Accepted and rejected draft tokens, under OpenAI's names."""
+
+    model_config = ConfigDict(extra="forbid")
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    completion_tokens_details: CompletionDetails | None = None
+
+
+def usage_so_far(choice: ChoiceState, completion_tokens: int) -> Usage:
+    """Usage of an unfinished choice, without its draft tokens."""
+    total = choice.prompt_tokens + completion_tokens
+    return Usage(prompt_tokens=choice.prompt_tokens, completion_tokens=completion_tokens, total_tokens=total)
+
+
+def usage_of(choices: Sequence[ChoiceState], per_prompt: int) -> Usage:
+    """Usage of a request. Each run of `per_prompt` choices shares a prompt, which counts once."""
+    prompt = sum(choice.prompt_tokens for choice in choices[::per_prompt])
+    completion = sum(choice.tokens for choice in choices)
+    stats = [choice.answer.stats for choice in choices]
+    accepted = sum(s.accepted_tokens for s in stats)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        completion_tokens_details=CompletionDetails(
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=sum(s.draft_tokens for s in stats) - accepted,
+        ),
+    )

@@ -7,21 +7,53 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 
 from parse_infer.events import Done, Event
+from parse_infer.models.prompts import Prompt
 from parse_infer.serve.admission import AdmissionQueue
 from parse_infer.serve.choice_state import ChoiceState
 from parse_infer.serve.errors import ApiError, failure
 from parse_infer.serve.metrics import Metrics
-from parse_infer.serve.protocol.requested import RequestedAnswers
 from parse_infer.serve.risk_monitor import Audit
-from parse_infer.serve.runner import InvalidRequest, Runner
+from parse_infer.serve.runner import InvalidRequest, Job, Runner, TokenPrompt
+from parse_infer.settings import GenerationSettings
 
 log = logging.getLogger("parse_infer.serve")
 
 
 Told = tuple[ChoiceState, Event, str]
 """The choice of an event, the event, and the text that may be sent now."""
+
+
+@dataclass(frozen=True)
+class RequestedAnswers:
+    """One answer to each prompt with each of the settings. The other fields are those of `Job`."""
+
+    prompts: Sequence[Prompt | TokenPrompt]
+    settings: Sequence[GenerationSettings]
+    draft_text: str | None = None
+    alone: bool = False
+    watched: bool = True
+
+    def __len__(self) -> int:
+        return len(self.prompts) * len(self.settings)
+
+    async def jobs(self, backend: Runner) -> list[tuple[Job, int]]:
+        """Render each prompt once; return the jobs with their numbers of prompt tokens. Raises ApiError."""
+        found = []
+        for prompt in self.prompts:
+            try:
+                rendered, ids = await backend.render(prompt, drafted=not self.alone and self.draft_text is None)
+            except InvalidRequest as error:
+                code = "context_length_exceeded" if "window" in str(error) else "invalid_value"
+                raise ApiError(400, str(error), code) from error
+            tokens = len(ids)
+            found += [
+                (Job(rendered, settings, self.draft_text, self.alone, self.watched), tokens)
+                for settings in self.settings
+            ]
+        return found
 
 
 async def answers(

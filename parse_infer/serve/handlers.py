@@ -13,16 +13,14 @@ from starlette.types import Send
 from parse_infer.calibration.schema import promised
 from parse_infer.sampling import Sampling
 from parse_infer.serve.admission import AdmissionQueue
-from parse_infer.serve.cancellable_response import CancellableResponse
 from parse_infer.serve.errors import ApiError, unknown_field
-from parse_infer.serve.event_stream import answers
+from parse_infer.serve.event_stream import RequestedAnswers, answers
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.passthrough import relayed
 from parse_infer.serve.protocol.chat import ChatBody
 from parse_infer.serve.protocol.completion import CompletionBody
 from parse_infer.serve.protocol.fields import MOST_UNKNOWN, Body
-from parse_infer.serve.protocol.requested import RequestedAnswers
-from parse_infer.serve.response import AnswerWriter, Shape, event_line, write_events, write_whole
+from parse_infer.serve.response import AnswerWriter, CancellableResponse, Shape, event_line, write_events, write_whole
 from parse_infer.serve.risk_monitor import Audit
 from parse_infer.serve.runner import Runner
 from parse_infer.settings import GenerationSettings

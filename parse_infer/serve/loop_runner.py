@@ -15,8 +15,7 @@ from parse_infer.backends.retries import Failing, Unavailable
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.serve.errors import ApiError
-from parse_infer.serve.runner import InvalidRequest, Job, Moment
-from parse_infer.serve.tokenizer_service import TokenizerService
+from parse_infer.serve.runner import InvalidRequest, Job, Moment, Runner
 
 log = logging.getLogger("parse_infer.serve")
 
@@ -24,8 +23,8 @@ PATIENCE_S = 2.0  # while no target replica is healthy; then the client gets 503
 _RETRY_AFTER_S = 5
 
 
-class LoopRunner(TokenizerService):
-    """A `Runner` with exclusive use of one `ParseEngine` over vLLM servers."""
+class LoopRunner(Runner):
+    """Has exclusive use of one `ParseEngine` over vLLM servers."""
 
     def __init__(self, engine: ParseEngine) -> None:
         super().__init__(engine.target, engine.draft)

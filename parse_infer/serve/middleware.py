@@ -13,10 +13,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from parse_infer.serve.cancellable_response import GONE
 from parse_infer.serve.errors import ApiError, failure
 from parse_infer.serve.logs import request_id
 from parse_infer.serve.metrics import Metrics
+from parse_infer.serve.response import GONE
 
 log = logging.getLogger("parse_infer.serve")
 OPEN = ("/", "/page.js", "/page.css", "/health")  # paths that need no key

@@ -9,11 +9,11 @@ from contextlib import aclosing
 from typing import Any
 
 from parse_infer.serve.admission import AdmissionQueue
+from parse_infer.serve.choice_state import CompletionDetails, Usage
 from parse_infer.serve.event_stream import api_errors
 from parse_infer.serve.logs import request_id
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.protocol.chat import ChatBody, ChatChoice, ChatCompletion, Reply, TargetAlone
-from parse_infer.serve.protocol.usage import CompletionDetails, Usage
 from parse_infer.serve.runner import Runner
 
 log = logging.getLogger("parse_infer.serve")

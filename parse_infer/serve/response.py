@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
 from pydantic import BaseModel
-from starlette.types import Send
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from parse_infer.events import Done, Event
-from parse_infer.serve.choice_state import ChoiceState, event_body
+from parse_infer.serve.choice_state import ChoiceState, Usage, event_body, usage_of, usage_so_far
 from parse_infer.serve.errors import ApiError, failure
 from parse_infer.serve.event_stream import Told
 from parse_infer.serve.logs import request_id
 from parse_infer.serve.protocol.fields import AnswerBody
-from parse_infer.serve.protocol.usage import Usage, usage_of, usage_so_far
 
 log = logging.getLogger("parse_infer.serve")
 Answers = AsyncGenerator[Told, None]
+GONE = 499  # nginx's status for a client that disconnected, for logs and metrics
+
+
+class CancellableResponse(Response):
+    """Runs `work(send)`, which sends the whole response, and cancels `work` when the client disconnects.
+
+    The framework answers errors that `work` raises before it sends anything.
+    """
+
+    def __init__(self, work: Callable[[Send], Awaitable[None]]) -> None:
+        super().__init__()
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.ensure_future(self._work(send))
+        gone = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class Shape(Protocol):

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from parse_infer.calibration.schema import Calibration
 from parse_infer.errors import ParseError
 from parse_infer.events import Event
-from parse_infer.models.prompts import Prompt, RenderedPrompt
-from parse_infer.sampling import Sampling
+from parse_infer.models.loading import same_tokenizer
+from parse_infer.models.prompts import Prompt, RenderedPrompt, Verbatim
+from parse_infer.models.tokenizer_spec import TokenizerSpec, reads_alike
 from parse_infer.settings import GenerationSettings
+
+Result = TypeVar("Result")
+_NO_FORMS = (
+    "the local backend does not support tools and structured output: use `parse-infer serve --backend vllm`, which "
+    "passes them to vLLM"
+)
 
 
 @dataclass(frozen=True)
@@ -49,68 +60,133 @@ class InvalidRequest(ParseError):
     """The backend cannot answer the request; the message says why."""
 
 
-class Runner(Protocol):
-    """Answers jobs with one engine. Call its methods only from the event loop's thread."""
+class Runner(ABC):
+    """Answers jobs with one engine. Call its methods only from the event loop's thread.
 
-    name: str
-    """Name of the target."""
+    It tokenizes in a thread of its own, so that long texts block neither the event loop nor the engine, with copies of
+    the tokenizers, which are not thread-safe.
+
+    Args:
+        target: the target, for its tokens and limits.
+        draft: tokenizer and chat template of the draft model.
+
+    Attributes:
+        name: name of the target.
+        window: context window in tokens, for prompt and answer.
+        default_sampling: sampling of the target's generation config.
+        parallel: number of concurrent answers.
+        threshold: default threshold.
+        calibration: source of the settings for a `risk`.
+    """
+
     parallel: int
-    """Number of concurrent answers."""
-    window: int
-    """Context window in tokens, for prompt and answer."""
     threshold: float
-    """Default threshold."""
-    default_sampling: Sampling
-    """Sampling of the target's generation config."""
-
     calibration: Calibration | None
-    """Source of the settings for a `risk`."""
 
+    def __init__(self, target: TokenizerSpec, draft: TokenizerSpec | None = None) -> None:
+        self.name = target.name
+        self.window = target.window
+        self.default_sampling = target.default_sampling
+        self._target = target
+        self._own = _own_copy(target)
+        self._draft = draft
+        self._own_draft = None if draft is None else _own_copy(draft)
+        self._shares_tokens = draft is not None and same_tokenizer(draft.tokenizer, target.tokenizer)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse-tokenizer")
+
+    @abstractmethod
     def check_calibration(self) -> None:
         """Raise ValueError if the calibration was made with other models."""
-        ...
 
     @property
+    @abstractmethod
     def running(self) -> int:
         """Number of answers in progress."""
-        ...
 
     @property
     def gauges(self) -> Mapping[str, tuple[str, Callable[[], float]]]:
         """Extra metrics of this backend: name to description and value."""
-        ...
+        return {}
 
-    async def encode(self, text: str, special_tokens: bool) -> list[int]: ...
+    @abstractmethod
+    def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
+        """Yield the events of the job's answer, `Done` last. Closing the generator cancels the job at once.
+
+        Raises InvalidRequest before the first event, and other errors at any time.
+        """
+
+    async def encode(self, text: str, special_tokens: bool) -> list[int]:
+        return await self.ask(lambda own: own.tokenizer.encode(text, add_special_tokens=special_tokens))
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Raises InvalidRequest for ids outside the vocabulary."""
-        ...
 
-    async def token_texts(self, ids: Sequence[int]) -> list[str]: ...
+        def decoded(own: TokenizerSpec) -> str:
+            own.check_tokens(ids)
+            return str(own.tokenizer.decode(list(ids)))
+
+        return await self.ask(decoded)
+
+    async def token_texts(self, ids: Sequence[int]) -> list[str]:
+        return await self.ask(lambda own: [str(own.tokenizer.convert_ids_to_tokens(i)) for i in ids])
 
     async def render(self, prompt: Prompt | TokenPrompt, drafted: bool = False) -> tuple[RenderedPrompt, list[int]]:
         """Render a prompt; return it with the target's token ids. `drafted`: also tokenize for the draft model.
 
         Raises InvalidRequest if the prompt is empty, too long, outside the vocabulary or invalid for the template.
         """
-        ...
+        return await self.ask(lambda own: self._rendered(own, prompt, drafted))
 
-    def tokenizer_info(self) -> dict[str, Any]: ...
+    def tokenizer_info(self) -> dict[str, Any]:
+        tokenizer = self._target.tokenizer
+        special = {
+            name: getattr(tokenizer, name, None) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            "vocab_size": len(tokenizer),
+            "max_model_len": self.window,
+            "chat_template": tokenizer.chat_template,
+            **{name: None if token is None else str(token) for name, token in special.items()},
+        }
 
-    def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
-        """Yield the events of the job's answer, `Done` last. Closing the generator cancels the job at once.
-
-        Raises InvalidRequest before the first event, and other errors at any time.
-        """
-        ...
-
-    def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
+    async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """Pass a chat request through to the target's server; yield its completion or chunks.
 
         Raises InvalidRequest before the first item.
         """
-        ...
+        raise InvalidRequest(_NO_FORMS)
+        yield  # makes this an asynchronous generator
 
     def close(self) -> None:
         """Stop the runner after its last job."""
-        ...
+        self._thread.shutdown(wait=False)
+
+    async def ask(self, question: Callable[[TokenizerSpec], Result]) -> Result:
+        """Call `question` with the target's copy in the tokenizer thread. A ValueError becomes InvalidRequest."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, question, self._own)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+
+    def _rendered(
+        self, own: TokenizerSpec, asked: Prompt | TokenPrompt, drafted: bool
+    ) -> tuple[RenderedPrompt, list[int]]:
+        if isinstance(asked, TokenPrompt):
+            own.check_tokens(asked.ids)
+            asked = Verbatim.of_tokens(asked.ids, own.tokenizer)
+        rendered = RenderedPrompt.of(asked)
+        ids = own.render(rendered.prompt)
+        rendered.remember(self._target, ids)
+        draft = self._own_draft if drafted else None
+        if draft is None or (self._shares_tokens and reads_alike(draft, own, rendered)):
+            return rendered, ids  # the draft model takes the same tokens
+        theirs = rendered if self._shares_tokens else rendered.as_text
+        theirs.remember(self._draft, draft.encode(theirs.prompt))
+        return rendered, ids
+
+
+def _own_copy(language: TokenizerSpec) -> TokenizerSpec:
+    own = copy.copy(language)
+    own.tokenizer = copy.deepcopy(language.tokenizer)
+    return own

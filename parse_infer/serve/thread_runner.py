@@ -13,12 +13,11 @@ from threading import Thread
 
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Done, Event, Interrupted
-from parse_infer.serve.runner import InvalidRequest, Job, Moment
-from parse_infer.serve.tokenizer_service import TokenizerService
+from parse_infer.serve.runner import InvalidRequest, Job, Moment, Runner
 
 
-class ThreadRunner(TokenizerService):
-    """A `Runner` with exclusive use of one `ParseEngine`.
+class ThreadRunner(Runner):
+    """Has exclusive use of one `ParseEngine`.
 
     Args:
         engine: the engine, or a function that loads it in the worker thread. OpenMP keeps a thread pool for each

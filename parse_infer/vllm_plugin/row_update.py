@@ -15,7 +15,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 
 from parse_infer.errors import ServerError
 from parse_infer.judge.adapter_files import AdapterFiles
-from parse_infer.models.low_rank import LowRankUpdate, low_rank_updates
+from parse_infer.models.lora import LowRankUpdate, low_rank_updates
 
 
 class RowUpdate:

@@ -20,7 +20,7 @@ from typing import Any
 from parse_infer.errors import ServerError
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.head import verbalizer_ids
-from parse_infer.judge.zero_shot import QUESTION, chat_suffix
+from parse_infer.judge.zero_shot import QUESTION, question_probe
 from parse_infer.vllm_plugin.probe_ids import ProbeIds, answer_ids
 
 LogProbabilities = Mapping[int, float]
@@ -251,12 +251,10 @@ class ZeroShotQuestions(Questions):
         Raises:
             ValueError: as `ZeroShotJudge` does.
         """
-        chat = bool(getattr(tokenizer, "chat_template", None))
-        text = chat_suffix(tokenizer, question) if chat else f"\n\n{question}\nAnswer: "
-        yes, no = verbalizer_ids(tokenizer, text, words)
-        asked = tuple(tokenizer.encode(text, add_special_tokens=False))
+        probe = question_probe(tokenizer, question)
+        yes, no = verbalizer_ids(tokenizer, probe.text, words)
         texts = {tokenizer.decode([i]): i for i in (yes, no)}
-        return cls(tuple(end_ids), chat, [(yes, no)], top, asked=asked, words=texts)
+        return cls(tuple(end_ids), probe.closes_turn, [(yes, no)], top, asked=probe.ids, words=texts)
 
     def suffix(self, draft_tokens: int, end: int | None) -> Sequence[int]:
         return self.asked

@@ -119,13 +119,6 @@ class ValidityTrainingConfig(TrackedTrainingConfig):
     lora_target_modules: list[str] = field(
         default_factory=lambda: ["all-linear"], metadata={"help": "Names of the adapted linear layers."}
     )
-    backprop_context: bool = field(
-        default=False,
-        metadata={
-            "help": "Back-propagate through prompt and draft too: the same gradients at a higher cost, for "
-            "measurements only."
-        },
-    )
 
     class_weighting: str = field(
         default="none",
@@ -157,14 +150,6 @@ class ValidityTrainingConfig(TrackedTrainingConfig):
     calibration_risks: list[float] = field(
         default_factory=lambda: [0.01, 0.02, 0.05, 0.1],
         metadata={"help": "Risks to calibrate: maximum shares of requests that lose their right answer."},
-    )
-    baselines: bool = field(
-        default=True,
-        metadata={"help": "Also evaluate the zero-shot judge, the target's token probabilities and the KL judge."},
-    )
-    draft: str | None = field(
-        default=None,
-        metadata={"help": "Draft model that wrote the data, for the KL judge; default: as recorded by the build."},
     )
     adapter_dtype: str = field(
         default="float32",

@@ -1,4 +1,4 @@
-"""In-memory data sets of labelled drafts as token ids of the target."""
+"""In-memory data sets of labelled drafts as token ids of the target, and their batches."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +16,7 @@ from data_tools.labels.rows import LabelledDraft, read_rows
 from parse_infer.errors import ParseError
 from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.prompts import Prompt, render_prompt
+from parse_train.training_config import IGNORED
 from parse_train.validity.config import ValidityTrainingConfig
 
 
@@ -50,6 +53,37 @@ class ValidityDataset(Dataset[ValidityExample]):
 
     def __getitem__(self, index: int) -> ValidityExample:
         return self.examples[index]
+
+
+@dataclass(frozen=True)
+class ValidityCollator:
+    """Collates B examples; T is the length of the longest example, K the largest number of cuts.
+
+    input_ids  int64 [B, T]    prompt, draft, padding
+    visible    int64 [B, K]    number of tokens before each probe; 0 for padding
+    cuts       int64 [B, K]    number of draft tokens before each probe; -100 for padding
+    labels     int64 [B, K]    1 valid, 0 invalid, -100 padding
+    weights    float32 [B, K]  weight of each label in the loss, 0 for padding
+
+    Padding is to the right of every visible token, so causal attention hides it without a mask.
+    """
+
+    pad_id: int = 0
+
+    def __call__(self, examples: Sequence[ValidityExample]) -> dict[str, Tensor]:
+        size, longest, most = len(examples), max(e.length for e in examples), max(len(e.cuts) for e in examples)
+        input_ids = torch.full((size, longest), self.pad_id)
+        visible = torch.zeros(size, most, dtype=torch.long)
+        cuts, labels = (torch.full((size, most), IGNORED) for _ in range(2))
+        weights = torch.zeros(size, most)
+        for i, example in enumerate(examples):
+            k = len(example.cuts)
+            input_ids[i, : example.length] = torch.tensor(example.context_ids + example.draft_ids)
+            cuts[i, :k] = torch.tensor(example.cuts)
+            visible[i, :k] = cuts[i, :k] + len(example.context_ids)
+            labels[i, :k] = torch.tensor(example.labels, dtype=torch.long)
+            weights[i, :k] = torch.tensor(example.weights)
+        return {"input_ids": input_ids, "visible": visible, "cuts": cuts, "labels": labels, "weights": weights}
 
 
 class Encoder:

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
+from parse_train.validity.activated_lora import ADAPTER
 from parse_train.validity.figures import png
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.pass_risk import RiskControl
-from parse_train.validity.trailing_lora import ADAPTER
-
-
-@dataclass(frozen=True)
-class AdapterFacts:
-    """Metadata of the exported adapter, with fields as in `ValidityConfig`; describe `target` before wrapping it."""
-
-    target: dict[str, Any]
-    verbalizer: tuple[str, str] | None
-    cut_policy: dict[str, Any]
-    label: dict[str, Any] = field(default_factory=dict)
-    provenance: dict[str, Any] = field(default_factory=dict)
 
 
 def export_adapter(
     folder: str | Path,
     model: ValidityModel,
-    facts: AdapterFacts,
+    facts: ValidityConfig,
     metrics: Mapping[str, float],
     risk: RiskControl | None = None,
     figures: Mapping[str, Figure] | None = None,
@@ -40,6 +28,7 @@ def export_adapter(
     """Write the adapter folder, replacing an existing adapter, and return its path.
 
     Args:
+        facts: what is known before the training: target, verbalizer, cut policy, label and provenance.
         metrics: held-out figures for the model card.
         risk: source of the threshold; None exports no threshold.
         figures: saved as NAME.png and shown in the model card.
@@ -49,13 +38,13 @@ def export_adapter(
     Raises:
         ValueError: `folder` holds other files than an adapter.
     """
-    config = ValidityConfig(
+    config = replace(
+        facts,
         probe_ids=model.probe.ids,
         probe_text=model.probe.text,
         closes_turn=model.probe.closes_turn,
         token_rank=model.token_rank,
         surprise_vocab_size=model.surprise_vocab_size,
-        **asdict(facts),
         probability=probability,
         threshold=None if risk is None else risk.threshold,
         risk=None if risk is None else risk.to_dict(),

@@ -65,32 +65,12 @@ class ScoredDrafts:
         return self.scores[self.real], self.labels[self.real]
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """Result of first-failure acceptance at one threshold, per draft: [N]."""
-
-    accepted: NDArray[np.int64]
-    """Number of accepted cuts."""
-    tokens: NDArray[np.int64]
-    """Number of accepted tokens."""
-    wrong: NDArray[np.bool_]
-    """Whether the accepted prefix is not empty and is invalid (a false accept)."""
-
-
-def accept(drafts: ScoredDrafts, threshold: float) -> Acceptance:
-    """Apply `parse_infer.acceptance.maximal_valid_prefix` with the rule "first_failure" to every draft."""
-    accepted = np.cumprod((drafts.scores >= threshold) & drafts.real, axis=1).sum(axis=1)
-    rows, last = np.arange(len(accepted)), np.maximum(accepted - 1, 0)
-    some = accepted > 0
-    tokens = np.where(some, drafts.cuts[rows, last], 0)
-    return Acceptance(accepted, tokens, some & (drafts.labels[rows, last] == 0))
-
-
 def acceptance_curve(drafts: ScoredDrafts, thresholds: ArrayLike) -> tuple[Floats, Floats]:
-    """Return the false-accept rate (share of drafts) and acceptance rate (share of tokens) of `accept` per threshold.
+    """Return the false-accept rate (share of drafts) and acceptance rate (share of tokens) at each threshold.
 
-    First-failure acceptance accepts exactly k cuts at thresholds above the minimum of the first k + 1 scores, up to
-    the minimum of the first k scores. The sum over these intervals costs the same for one threshold or thousands.
+    A false accept is a draft whose accepted prefix is not empty and is invalid. First-failure acceptance accepts
+    exactly k cuts at thresholds above the minimum of the first k + 1 scores, up to the minimum of the first k scores.
+    The sum over these intervals costs the same for one threshold or thousands.
     """
     thresholds = np.asarray(thresholds, dtype=np.float64)
     order = np.argsort(thresholds)

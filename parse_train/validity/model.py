@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -16,8 +17,8 @@ from parse_infer.judge.head import Probe, ReducedLMHead, TokenDoubt, ValidityHea
 from parse_infer.judge.packing import probe_mask, probe_positions, readout_index
 from parse_infer.models.architecture import layer_windows, output_layer
 from parse_infer.models.attention import enable_split_attention, layer_masks
+from parse_train.validity.activated_lora import attach_activated_lora
 from parse_train.validity.draft_states import DraftStates, StateStore
-from parse_train.validity.trailing_lora import TrailingLora, attach_trailing_lora
 
 _NO_DOUBT = -1e4  # finite: logcumsumexp has no gradient for a row of -inf
 
@@ -26,9 +27,8 @@ class ValidityModel(nn.Module):
     """Scores prefixes of drafts. Only adapter and head receive gradients; without a probe, only the head.
 
     First, prompt and draft run without adapter and gradient, and fill a KV cache as the base target does at inference.
-    Then the K·P probe tokens run with gradient against that cache. With `backprop_context`, one packed pass carries
-    gradient through every token. The adapter stays off on prompt and draft, so the gradients are equal at a higher
-    cost.
+    Then the K·P probe tokens run with gradient against that cache. The adapter stays off on prompt and draft, so
+    back-propagation through them would give the same gradients at a higher cost (`tools.step_cost`).
 
     The state dict holds adapter and head only: the target is frozen and identified by its name.
 
@@ -54,7 +54,6 @@ class ValidityModel(nn.Module):
         lora_alpha: int = 32,
         lora_dropout: float = 0.0,
         lora_target_modules: Sequence[str] = ("all-linear",),
-        backprop_context: bool = False,
         state_store_gib: float = 0.0,
     ) -> None:
         super().__init__()
@@ -66,7 +65,7 @@ class ValidityModel(nn.Module):
         self._part = None if vocabulary is None else _reduced_lm_head(target, vocabulary)
         self.target: PreTrainedModel | PeftModel
         if probe.ids:
-            self.target, self._lora = attach_trailing_lora(
+            self.target = attach_activated_lora(
                 target,
                 probe.ids,
                 rank=lora_rank,
@@ -75,13 +74,12 @@ class ValidityModel(nn.Module):
                 target_modules=lora_target_modules,
             )
         else:
-            self.target, self._lora = target.requires_grad_(False), TrailingLora()
+            self.target = target.requires_grad_(False)
         self.head = copy.deepcopy(head).to(target.device)
         # DeepSpeed cannot broadcast a 0-d parameter; `exported_head` restores the shape of the bias.
         self.head.bias = nn.Parameter(head.bias.detach().reshape(1).to(target.device))
         self.probe = probe
         self.end_ids = sorted(end_ids)
-        self.backprop_context = backprop_context
         self.store = StateStore(int(state_store_gib * 2**30))
         self.adapter_dtype = torch.float32
         self._register_state_dict_hook(_drop_frozen)
@@ -94,7 +92,7 @@ class ValidityModel(nn.Module):
 
     @property
     def base(self) -> PreTrainedModel:
-        """The target without peft's wrapper. Its adapted layers add nothing unless `TrailingLora` is on."""
+        """The target without peft's wrapper. Its adapted layers add nothing outside `adapted`."""
         return cast(PreTrainedModel, self.target if self.peft_model is None else self.peft_model.get_base_model())
 
     @property
@@ -128,11 +126,7 @@ class ValidityModel(nn.Module):
         if not self.probe.ids:
             stored = self._stored_states(input_ids, drafted, start, end)
             return {"logits": self._read_out(None, stored, input_ids, drafted, visible, cuts)}
-        if self.backprop_context:
-            context, hidden = self._packed(input_ids, self._shown(self.probe, input_ids, visible, cuts))
-        else:
-            context, cache = self._prefill(input_ids)
-            hidden = self._probe(cache, self._shown(self.probe, input_ids, visible, cuts), self.probe, adapter=True)
+        context, hidden = self._context_and_probes(input_ids, self._shown(input_ids, visible, cuts))
         states = self._states(context, input_ids, drafted) if self.head.tokens is not None else None
         return {"logits": self._read_out(hidden, states, input_ids, drafted, visible, cuts)}
 
@@ -176,17 +170,9 @@ class ValidityModel(nn.Module):
             doubt = each.new_full(drafted.shape, _NO_DOUBT).masked_scatter(drafted, each)
             return self.head(hidden, TokenDoubt.pool_over_prefixes(doubt, visible - 1) * (cuts > 0))
 
-    @torch.no_grad()
-    def judge(self, input_ids: Tensor, visible: Tensor, cuts: Tensor, probe: Probe, head: nn.Module) -> Tensor:
-        """Compute logits [B, K] of the zero-shot judge: the target without adapter, with another probe and head."""
-        shown = self._shown(probe, input_ids, visible, cuts)
-        hidden = self._probe(self._prefill(input_ids)[1], shown, probe, adapter=False)
-        with torch.autocast(hidden.device.type, enabled=False):
-            return head(hidden)
-
-    def _shown(self, probe: Probe, input_ids: Tensor, visible: Tensor, cuts: Tensor) -> Tensor:
+    def _shown(self, input_ids: Tensor, visible: Tensor, cuts: Tensor) -> Tensor:
         """Return `visible`, minus 1 where the probe repeats the prefix's end token, as in `Verifier`."""
-        if not probe.closes_turn:
+        if not self.probe.closes_turn:
             return visible
         last = input_ids.gather(1, (visible - 1).clamp_min(0))
         ends = torch.isin(last, torch.tensor(self.end_ids, dtype=torch.long, device=last.device))
@@ -203,33 +189,28 @@ class ValidityModel(nn.Module):
         output = self.backbone(input_ids=input_ids, past_key_values=cache, use_cache=True)
         return output.last_hidden_state, cache
 
-    def _probe(self, cache: DynamicCache, visible: Tensor, probe: Probe, adapter: bool) -> Tensor:
-        """Return hidden states [B, K, H] at the last token of each probe, run against the cache."""
-        (b, k), p, n_keys = visible.shape, len(probe.ids), cache.get_seq_length()
-        with self._lora.on(k * p if adapter else 0):
+    def _context_and_probes(self, input_ids: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+        """Return hidden states of context [B, T, H], and of the last token of each probe [B, K, H], which runs against
+        the cache."""
+        context, cache = self._prefill(input_ids)
+        (b, k), p, n_keys = visible.shape, len(self.probe.ids), input_ids.shape[1]
+        with self.adapted(b, k * p):
             output = self.backbone(
-                input_ids=torch.tensor(probe.ids, device=visible.device).repeat(b, k),
+                input_ids=torch.tensor(self.probe.ids, device=visible.device).repeat(b, k),
                 position_ids=probe_positions(visible, p),
                 attention_mask=layer_masks(self.windows, lambda window: probe_mask(visible, p, n_keys, window)),
                 past_key_values=cache,
                 use_cache=True,
             )
-        return output.last_hidden_state[:, readout_index(k, p).to(visible.device)]
+        return context, output.last_hidden_state[:, readout_index(k, p).to(visible.device)]
 
-    def _packed(self, input_ids: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """Return hidden states of context [B, T, H] and probes [B, K, H] from one packed pass."""
-        (b, k), p, n_keys = visible.shape, len(self.probe.ids), input_ids.shape[1]
-        context = torch.arange(n_keys, device=input_ids.device).expand(b, -1)
-        probes = torch.tensor(self.probe.ids, device=visible.device).repeat(b, k)
-        with self._lora.on(k * p):
-            output = self.backbone(
-                input_ids=torch.cat([input_ids, probes], dim=1),
-                position_ids=torch.cat([context, probe_positions(visible, p)], dim=1),
-                attention_mask=layer_masks(self.windows, lambda window: probe_mask(visible, p, n_keys, window)),
-                use_cache=False,
-            )
-        hidden = output.last_hidden_state
-        return hidden[:, :n_keys], hidden[:, n_keys + readout_index(k, p).to(visible.device)]
+    def adapted(self, rows: int, n: int) -> AbstractContextManager[None]:
+        """Apply the LoRA to the last `n` tokens of each of the `rows` within the `with` block.
+
+        peft's own way through its wrapper would also run the output layer on every token.
+        """
+        assert self.peft_model is not None
+        return cast(Any, self.peft_model.base_model)._enable_peft_forward_hooks(alora_offsets=[n] * rows)
 
     def exported_head(self) -> ValidityHead:
         """Return the head for export: on the CPU, in float32."""

@@ -1,4 +1,4 @@
-"""Recipe `validity`: train adapter and head, choose the threshold, compare with baselines, export.
+"""Recipe `validity`: train adapter and head, choose the threshold, export.
 
 `accelerate launch recipes/train.yaml`
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,28 +20,24 @@ from transformers import set_seed
 
 from parse_infer.errors import ParseError
 from parse_infer.held_out import prompt_hash
+from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.adapter_files import PROMISE
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.head import Probe, ValidityHead, verbalizer_ids
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_train import checkpoints, tracking
-from parse_train.validity.baselines import baseline_scores
 from parse_train.validity.build_info import BuildInfo, read_build_info
-from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.data import Encoder, ValidityDataset, load_datasets
-from parse_train.validity.export import AdapterFacts, export_adapter
+from parse_train.validity.data import Encoder, ValidityCollator, ValidityDataset, load_datasets
+from parse_train.validity.export import export_adapter
 from parse_train.validity.figures import acceptance_figure, png, reliability_diagram
-from parse_train.validity.kl_judge import KLJudge, find_kl_judge
-from parse_train.validity.metrics import ScoredDrafts, headline_metrics, ranking_metrics
+from parse_train.validity.metrics import headline_metrics
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.pass_risk import RiskControl, choose_threshold
 from parse_train.validity.platt_scaling import fit_probabilities
 from parse_train.validity.request_risk import calibrate_requests
 from parse_train.validity.trainer import ValidityTrainer
-
-TRAINED = "trained head"
 
 
 def main(config: ValidityTrainingConfig) -> None:
@@ -49,13 +45,10 @@ def main(config: ValidityTrainingConfig) -> None:
     set_seed(config.seed)
     lm, build, train, evaluation, counts = prepare(config)
     served_drafts(config, evaluation)  # reject a wrong temperature before the training
-    kl_judge, reason = find_kl_judge(config, build, lm, evaluation) if config.baselines else (None, "")
     facts = describe(config, lm, counts, build.label)
     model = build_model(config, lm, frequent_tokens(train, lm, config.surprise_vocab_size))
     if config.process_index == 0:
         print(", ".join(f"{name} {value}" for name, value in counts.items()))
-        if reason:
-            print(reason)
     start = checkpoints.prepare(config, len(train))
     tracking.start(config, resumed=start.checkpoint is not None)
     for data in filter(None, (config.data, config.eval_data)):
@@ -63,8 +56,8 @@ def main(config: ValidityTrainingConfig) -> None:
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=ValidityCollator(pad_id(lm)))
     checkpoints.train(trainer, start)
     learnt = {prompt_hash(example.prompt) for example in train.examples}
-    finish(config, lm, trainer, evaluation, facts, learnt, kl_judge)
-    del lm, model, trainer, kl_judge  # free memory for the calibration; collect the Trainer's reference cycles
+    finish(config, trainer, evaluation, facts, learnt)
+    del lm, model, trainer  # free memory for the calibration; collect the Trainer's reference cycles
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -158,7 +151,6 @@ def build_model(config: ValidityTrainingConfig, lm: LanguageModel, vocabulary: T
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         lora_target_modules=config.lora_target_modules,
-        backprop_context=config.backprop_context,
         state_store_gib=config.state_store_gib,
     )
 
@@ -170,7 +162,7 @@ def pad_id(lm: LanguageModel) -> int:
 
 def describe(
     config: ValidityTrainingConfig, lm: LanguageModel, counts: dict[str, int], label: dict[str, Any]
-) -> AdapterFacts:
+) -> ValidityConfig:
     """Return the metadata of the adapter folder; call this function before wrapping the target."""
     target = describe_target(lm.model)
     if config.target.startswith("zoo:"):
@@ -182,12 +174,14 @@ def describe(
         del provenance["lora_rank"], provenance["lora_alpha"]
     provenance["parse_engine"] = importlib.metadata.version("parse-engine") if _installed() else "source"
     label = {"kind": "hard", **label, "class_weighting": config.class_weighting}
-    return AdapterFacts(
-        target,
-        _words(config) if config.probe_text else None,
-        CutPolicy.from_dict(config.cut_policy).to_dict(),
-        label,
-        provenance,
+    return ValidityConfig(
+        probe_ids=(),  # `export_adapter` knows the probe
+        probe_text=config.probe_text,
+        target=target,
+        verbalizer=_words(config) if config.probe_text else None,
+        cut_policy=CutPolicy.from_dict(config.cut_policy).to_dict(),
+        label=label,
+        provenance=provenance,
     )
 
 
@@ -209,44 +203,34 @@ def served_drafts(config: ValidityTrainingConfig, evaluation: ValidityDataset) -
 
 def finish(
     config: ValidityTrainingConfig,
-    lm: LanguageModel,
     trainer: ValidityTrainer,
     evaluation: ValidityDataset,
-    facts: AdapterFacts,
+    facts: ValidityConfig,
     learnt: Collection[str] = (),
-    kl_judge: KLJudge | None = None,
 ) -> None:
-    """Evaluate on held-out problems, choose the threshold, compare with the baselines, and export.
+    """Evaluate on held-out problems, choose the threshold, and export.
 
     Args:
         learnt: `prompt_hash` of every training prompt.
     """
     trainer.model.round_adapter(getattr(torch, config.adapter_dtype))
     raw = trainer.score(evaluation)
-    drafts = {TRAINED: raw}
-    if config.baselines:
-        drafts |= baseline_scores(trainer, lm, evaluation, kl_judge)
     if config.process_index == 0:
         chosen = served_drafts(config, evaluation)
         served = raw.select(chosen)
         owners = [example.problem for example, one in zip(evaluation.examples, chosen, strict=True) if one]
         fitted = fit_probabilities(served, owners)
-        drafts[TRAINED] = fitted.of_drafts(raw)
+        drafts = fitted.of_drafts(raw)
         # The threshold grid must not depend on the drafts, so choose the threshold on raw validities.
         risk = choose_threshold(served, config.risk_alpha, config.risk_delta)
         risk = replace(risk, threshold=fitted.of_threshold(risk.threshold))
-        metrics = headline_metrics(drafts[TRAINED], risk.threshold, config.risk_alpha)
+        metrics = headline_metrics(drafts, risk.threshold, config.risk_alpha)
         metrics |= {"ece_served_before": fitted.ece_before, "ece_served": fitted.ece}
-        for name, scored in drafts.items():
-            if name != TRAINED:
-                prefix = name.replace(" ", "_").replace("-", "_")
-                metrics |= {f"{prefix}_{k}": v for k, v in ranking_metrics(scored, config.risk_alpha).items()}
+        chosen_point = (risk.false_accept_rate, risk.acceptance_rate) if risk.accepts else None
         figures = {
             "reliability": reliability_diagram(fitted.of_drafts(served)),
             "reliability_before": reliability_diagram(served),
-            "acceptance": acceptance_figure(
-                drafts, config.risk_alpha, (risk.false_accept_rate, risk.acceptance_rate) if risk.accepts else None
-            ),
+            "acceptance": acceptance_figure({"trained head": drafts}, config.risk_alpha, chosen_point),
         }
         folder = export_adapter(
             str(config.adapter_dir), trainer.model, facts, metrics, risk, figures, learnt, fitted.to_dict()
@@ -254,14 +238,14 @@ def finish(
         pictures = {f"final/{name}": png(figure) for name, figure in figures.items()}
         tracking.log_images(pictures, trainer.state.global_step)
         tracking.summarise(metrics)
-        print(report(drafts, config.risk_alpha, risk))
+        print(report(metrics, config.risk_alpha, risk))
         print(f"adapter exported to {folder}")
     trainer.accelerator.wait_for_everyone()
     trainer.end()
 
 
-def report(drafts: dict[str, ScoredDrafts], alpha: float, risk: RiskControl) -> str:
-    """Return a table of all scores, and a sentence about the chosen threshold."""
+def report(metrics: Mapping[str, float], alpha: float, risk: RiskControl) -> str:
+    """Return the main figures of the held-out drafts, and a sentence about the chosen threshold."""
     names = {
         "auroc": "AUROC",
         "auprc": "AUPRC",
@@ -269,20 +253,15 @@ def report(drafts: dict[str, ScoredDrafts], alpha: float, risk: RiskControl) -> 
         "best_first_error_f1": "first-error F1",
         "acceptance_at_risk": f"acceptance at {alpha:.0%} false accepts",
     }
-    lines = [f"{'held-out drafts':<34}" + "".join(f"{title:>{len(title) + 3}}" for title in names.values())]
-    for name, scored in drafts.items():
-        values = ranking_metrics(scored, alpha)
-        cells = (f"{values[k]:.3f}" if k in values else "-" for k in names)
-        lines.append(f"{name:<34}" + "".join(f"{c:>{len(t) + 3}}" for c, t in zip(cells, names.values(), strict=True)))
-    if risk.accepts:
-        lines.append(
-            f"threshold {risk.threshold:.4f}: on {risk.n_drafts} held-out drafts it accepts "
-            f"{risk.acceptance_rate:.1%} of the tokens, with false accepts in {risk.false_accept_rate:.1%} of the "
-            f"drafts; at most {risk.bound:.1%} at confidence {1 - risk.delta:g} ({PROMISE})"
-        )
-    else:
-        lines.append(f"WARNING: {risk.warning()}")
-    return "\n".join(lines)
+    figures = ", ".join(f"{title} {metrics[key]:.3f}" for key, title in names.items() if key in metrics)
+    if not risk.accepts:
+        return f"trained head: {figures}\nWARNING: {risk.warning()}"
+    return (
+        f"trained head: {figures}\n"
+        f"threshold {risk.threshold:.4f}: on {risk.n_drafts} held-out drafts it accepts "
+        f"{risk.acceptance_rate:.1%} of the tokens, with false accepts in {risk.false_accept_rate:.1%} of the "
+        f"drafts; at most {risk.bound:.1%} at confidence {1 - risk.delta:g} ({PROMISE})"
+    )
 
 
 def _words(config: ValidityTrainingConfig) -> tuple[str, str]:

@@ -50,7 +50,7 @@ def finished(
     """A training that was not interrupted."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "validity":
-        arguments = [str(training_folder / "recipe.yaml"), "--baselines", "false"]
+        arguments = [str(training_folder / "recipe.yaml")]
         training = Training(tuple(arguments), folder / "out", "adapter/adapter_model.safetensors")
     elif request.param == "medusa":
         splits = ["train"] * 3 + ["validation"]

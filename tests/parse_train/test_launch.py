@@ -74,7 +74,7 @@ def update(output: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def uninterrupted(training_folder: Path) -> Path:
-    """Output of the recipe in one process, with a threshold, baselines and a tracker that has no key."""
+    """Output of the recipe in one process, with a threshold and a tracker that has no key."""
     output = training_folder / "uninterrupted"
     result = launch(
         "cpu.yaml",
@@ -97,7 +97,7 @@ def test_one_process(uninterrupted: Path, training_folder: Path) -> None:
     assert all(tensor.abs().max() > 0 for tensor in b)  # every update starts at zero
     log = (training_folder / "log").read_text()
     assert log.count("wandb has no API key") == 1
-    for name in ("trained head", "zero-shot judge", "log-probability of the segment", "adapter exported to"):
+    for name in ("trained head: AUROC", "adapter exported to"):
         assert name in log
     assert (uninterrupted / "wandb").is_dir()
 
@@ -148,7 +148,7 @@ def test_deepspeed_in_bfloat16_learns_the_same_and_resumes(uninterrupted: Path, 
     rounding. (On a CPU without instructions for bfloat16 the training itself falls back to float32.)"""
     output = training_folder / "zero2"
     arguments = (training_folder / "recipe.yaml", "--output_dir", output)
-    options = ("--per_device_train_batch_size", "2", "--baselines", "false", "--bf16", "true")
+    options = ("--per_device_train_batch_size", "2", "--bf16", "true")
     result = launch("deepspeed-zero2.yaml", *arguments, *options)
     assert result.returncode == 0, result.stderr
     assert losses(output) == pytest.approx(losses(uninterrupted), rel=0.03)

@@ -10,9 +10,8 @@ from pydantic_core import PydanticCustomError
 
 from parse_infer.models.prompts import Chat
 from parse_infer.sampling import Sampling
-from parse_infer.serve.choice_state import ChoiceState, ParseStatistics
+from parse_infer.serve.choice_state import ChoiceState, ParseStatistics, Usage
 from parse_infer.serve.protocol.fields import AnswerBody, AtMost1024, AtMost4096, Body, Text, ignored, neutral
-from parse_infer.serve.protocol.usage import Usage
 
 _OLD_TOOLS = "OpenAI's deprecated form of tools is not supported: use tools"
 _FORM = "The target answers alone; needs the vllm backend."

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from parse_infer.models.prompts import Verbatim
-from parse_infer.serve.choice_state import ChoiceState, ParseStatistics
+from parse_infer.serve.choice_state import ChoiceState, ParseStatistics, Usage
 from parse_infer.serve.protocol.fields import AnswerBody, AtMost1024, Text, Tokens, neutral
-from parse_infer.serve.protocol.usage import Usage
 from parse_infer.serve.runner import TokenPrompt
 
 

@@ -178,21 +178,6 @@ def test_greedy_labels_are_those_of_one_rollout(make_config: Make) -> None:
         assert row["labels"] == expected + [row["draft_correct"]] * row["finished"]
 
 
-def test_a_build_begun_before_there_was_a_confidence_is_continued(make_config: Make) -> None:
-    config = make_config(limit=4, problems_per_group=2)
-    build(config)
-    folder = Path(config.output_dir)
-    begun = json.loads((folder / "build.json").read_text())
-    for key in ("max_rollouts", "max_label_error"):
-        del begun["config"][key]
-    (folder / "build.json").write_text(json.dumps(begun))
-    first = folder / "data" / "train-000000-000002.jsonl"
-    old = [{k: v for k, v in row.items() if k not in ("confidence", "undecided")} for row in rows_of(folder)]
-    first.write_text("".join(json.dumps(row) + "\n" for row in old[: len(first.read_text().splitlines())]))
-    summary = build(make_config(limit=6, problems_per_group=2))
-    assert (summary.undecided, summary.confidence) == (0, summary.prefixes)
-
-
 def test_unsolved_problems_can_be_left_out(make_config: Make) -> None:
     config = make_config(drop_unsolved=True)
     summary = build(config)

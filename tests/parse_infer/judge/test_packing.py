@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parse_infer.judge.packing import dense_mask, probe_mask, probe_positions, readout_index
+from parse_infer.judge.packing import probe_mask, probe_positions, readout_index
+from tests.parse_infer.dense_mask import dense_mask
 
 LAYOUTS = [
     # visible, probe length, keys in front of the probes

@@ -22,7 +22,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from parse_infer.judge.packing import dense_mask, probe_mask, probe_positions, probes
+from parse_infer.judge.packing import probe_mask, probe_positions, probes
 from parse_infer.models import attention
 from parse_infer.models.architecture import layer_windows
 from parse_infer.models.attention import (
@@ -32,6 +32,7 @@ from parse_infer.models.attention import (
     split_attention_mask,
 )
 from parse_infer.models.decoder import Decoder
+from tests.parse_infer.dense_mask import dense_mask
 
 HEADS, HEAD_DIM = 4, 8
 

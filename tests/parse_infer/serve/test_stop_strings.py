@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from parse_infer.serve.stop_strings import StopStrings
+from parse_infer.serve.choice_state import StopStrings
 
 
 def ended(text: str, stops: list[str]) -> tuple[str, bool]:

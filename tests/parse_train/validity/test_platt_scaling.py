@@ -7,8 +7,9 @@ import pytest
 
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.verifier import Verifier
-from parse_train.validity.metrics import ScoredDrafts, accept, expected_calibration_error
+from parse_train.validity.metrics import ScoredDrafts, expected_calibration_error
 from parse_train.validity.platt_scaling import Probabilities, fit_probabilities
+from tests.parse_train.validity.accepted_prefixes import accept
 
 
 def drafts(scale: float, shift: float, n: int = 400, seed: int = 0) -> tuple[ScoredDrafts, list[str]]:

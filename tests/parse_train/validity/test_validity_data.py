@@ -16,9 +16,8 @@ from parse_infer.models.fingerprint import describe_target
 from parse_train.__main__ import main
 from parse_train.training_config import IGNORED
 from parse_train.validity.build_info import BuildInfo, read_build_info
-from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.data import Encoder, encode_rows, load_datasets, split_by_problem
+from parse_train.validity.data import Encoder, ValidityCollator, encode_rows, load_datasets, split_by_problem
 
 PLAIN = {"prompt": "1+1?", "completions": ["one", "two\n", "three"], "labels": [True, True, False]}
 
@@ -156,7 +155,7 @@ def test_a_public_set_is_trained_on_and_another_one_evaluated_on(
         bench.append(problem | {"id": f"gsm8k-{i}", "generator": "g", "label": -1 if i % 2 else 0})
     data, evaluation = write_jsonl(tmp_path / "a.jsonl", shepherd), write_jsonl(tmp_path / "b.jsonl", bench)
     options = ["--layout", "math_shepherd", "--eval_data", str(evaluation), "--eval_layout", "processbench"]
-    options += ["--data", str(data), "--output_dir", str(tmp_path / "out"), "--max_steps", "1", "--baselines", "false"]
+    options += ["--data", str(data), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
     assert main([str(training_folder / "recipe.yaml"), *options]) == 0
     config = json.loads((tmp_path / "out" / "adapter" / "validity_config.json").read_text())
     assert (config["provenance"]["train_drafts"], config["provenance"]["eval_drafts"]) == (8, 8)

@@ -10,13 +10,11 @@ import torch
 
 from parse_infer.acceptance import ACCEPT_NOTHING, maximal_valid_prefix
 from parse_infer.calibration.risk import exact_bound
-from parse_train.validity.baselines import segment_log_probability
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import ValidityDataset, ValidityExample
 from parse_train.validity.figures import acceptance_figure, reliability_diagram
 from parse_train.validity.metrics import (
     ScoredDrafts,
-    accept,
     acceptance_at_risk,
     acceptance_curve,
     expected_calibration_error,
@@ -27,6 +25,8 @@ from parse_train.validity.metrics import (
 from parse_train.validity.pass_risk import choose_threshold
 from parse_train.validity.train import served_drafts
 from parse_train.validity.trainer import balanced_weights
+from tests.parse_train.validity.accepted_prefixes import accept
+from tools.baselines import segment_log_probability
 
 # Three drafts: right throughout; first error at cut 1; wrong from the start.
 DRAFTS = ScoredDrafts.from_rows(
@@ -183,15 +183,12 @@ def test_class_weights_balance() -> None:
 
 def test_log_probability_of_segments_by_hand() -> None:
     vocabulary, hidden_size = 5, 5
-    hidden = torch.randn(1, 6, hidden_size, generator=torch.Generator().manual_seed(0))
-    ids = torch.tensor([[0, 1, 2, 3, 4, 0]])
-    scores = segment_log_probability(
-        hidden, ids, torch.tensor([[3, 5, 0]]), torch.tensor([[1, 3, -100]]), lambda states: states[:, :vocabulary]
-    )
-    logs = hidden[0].log_softmax(-1)
-    first = logs[1, 2]
-    second = (logs[2, 3] + logs[3, 4]) / 2
-    torch.testing.assert_close(scores, torch.tensor([[first, second, 0.0]]))
+    before = torch.randn(3, hidden_size, generator=torch.Generator().manual_seed(0))
+    scores = segment_log_probability(before, [2, 3, 4], [1, 3], lambda states: states[:, :vocabulary])
+    logs = before.log_softmax(-1)
+    first = logs[0, 2]
+    second = (logs[1, 3] + logs[2, 4]) / 2
+    torch.testing.assert_close(scores.float(), torch.tensor([first, second]))
 
 
 def test_thresholds_cover_every_decision() -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
-from parse_infer.judge.adapter import ValidityAdapter
+from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
 from parse_infer.judge.adapter_files import HEAD
 from parse_infer.judge.cuts import Segmenter
 from parse_infer.judge.head import Probe, ValidityHead
@@ -26,16 +26,16 @@ from parse_infer.models.decoder import Decoder
 from parse_infer.models.devices import multiplies_in_16_bits
 from parse_infer.models.fingerprint import describe_target
 from parse_train.recipe import load_recipe
-from parse_train.validity.collator import ValidityCollator
 from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.data import ValidityDataset, ValidityExample
+from parse_train.validity.data import ValidityCollator, ValidityDataset, ValidityExample
 from parse_train.validity.draft_states import DraftStates, StateStore
-from parse_train.validity.export import AdapterFacts, export_adapter
+from parse_train.validity.export import export_adapter
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.pass_risk import RiskControl
 from parse_train.validity.train import build_model, describe, frequent_tokens
 from tests.conftest import MOE_ARCHITECTURES
 from tests.parse_infer.language_models import language_model
+from tools.step_cost import back_propagate_throughout
 
 PROBE = Probe((256, 63), "?!")
 CLOSING = Probe((258, 63), "!?", closes_turn=True)
@@ -61,6 +61,17 @@ def trained(
         out.weight.copy_(torch.randn(out.weight.shape, generator=generator) * 0.2)
         out.bias.zero_()
     return model
+
+
+def facts_of(
+    target: dict[str, Any],
+    verbalizer: tuple[str, str],
+    cut_policy: dict[str, Any],
+    label: dict[str, Any] | None = None,
+    provenance: dict[str, Any] | None = None,
+) -> ValidityConfig:
+    known = {"label": label or {}, "provenance": provenance or {}}
+    return ValidityConfig((), "", target, verbalizer=verbalizer, cut_policy=cut_policy, **known)
 
 
 @pytest.fixture
@@ -103,7 +114,7 @@ def test_back_propagating_through_the_context_changes_no_gradient(
     validity = trained(model)
     gradients = []
     for backprop in (False, True):
-        validity.backprop_context = backprop
+        back_propagate_throughout(validity, backprop)
         validity.zero_grad()
         loss = loss_of(validity, batch)
         loss.backward()
@@ -163,8 +174,9 @@ def test_training_and_inference_agree(
     for example in examples[:2]:
         example.draft_ids[-1] = tokenizer.eos_token_id
     batch = ValidityCollator(pad_id=258)(examples)
-    facts = AdapterFacts(describe_target(model), ("C", "I"), {"kind": "step"})
-    validity = trained(model, probe, vocabulary, backprop_context=backprop)
+    facts = facts_of(describe_target(model), ("C", "I"), {"kind": "step"})
+    validity = trained(model, probe, vocabulary)
+    back_propagate_throughout(validity, backprop)
     with torch.no_grad():
         expected = validity.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
     export_adapter(tmp_path / "adapter", validity, facts, {"auroc": 0.9})
@@ -190,7 +202,7 @@ def test_a_rounded_adapter_is_judged_by_as_it_was_measured(
 ) -> None:
     """Exported in bfloat16, half the size, with the validities that training has measured after rounding."""
     target = make_model("llama")
-    facts = AdapterFacts(describe_target(target), ("C", "I"), {"kind": "step"})
+    facts = facts_of(describe_target(target), ("C", "I"), {"kind": "step"})
     validity = trained(target).eval()
     exact = export_adapter(tmp_path / "exact", validity, facts, {}) / "adapter_model.safetensors"
     with torch.no_grad():
@@ -229,9 +241,6 @@ def test_token_doubt_alone_is_what_an_empty_probe_text_trains(
     assert set(validity.state_dict()) == learning and validity.base is lm.model
     adapter = ValidityAdapter.from_pretrained(export_adapter(tmp_path / "a", validity, facts, {}), make_model("llama"))
     assert adapter.config.verbalizer is None and "lora_rank" not in adapter.config.provenance
-    zero_shot = ZeroShotJudge(lm.model, tokenizer)
-    logits = validity.judge(batch["input_ids"], batch["visible"], batch["cuts"], zero_shot.probe, zero_shot.head)
-    assert logits.shape == batch["cuts"].shape
 
 
 def test_the_most_frequent_tokens_of_the_training_drafts(
@@ -291,7 +300,7 @@ def test_the_update_is_pefts_activated_lora(
     make_model: Callable[..., PreTrainedModel], examples: list[ValidityExample], tmp_path: Path
 ) -> None:
     """peft itself, given the exported folder and the offset of the probe, computes the same hidden state."""
-    facts = AdapterFacts(describe_target(make_model("llama")), ("C", "I"), {})
+    facts = facts_of(describe_target(make_model("llama")), ("C", "I"), {})
     validity = trained(make_model("llama"))
     validity.head.tokens = None  # it reads no update
     export_adapter(tmp_path / "adapter", validity, facts, {})
@@ -335,17 +344,22 @@ def test_padding_changes_nothing(
 
 
 def test_the_untrained_head_is_the_verbalizer(
-    make_model: Callable[..., PreTrainedModel], batch: dict[str, Tensor], tokenizer: PreTrainedTokenizerFast
+    make_model: Callable[..., PreTrainedModel],
+    examples: list[ValidityExample],
+    batch: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     """Before training, with the zero-shot judge's probe, the model is the zero-shot judge."""
     target = make_model("llama")
     judge = ZeroShotJudge(target, tokenizer)
+    verifier = Verifier(Decoder(make_model("llama"), {258}), judge, Segmenter(tokenizer))
     validity = ValidityModel(target, judge.probe, judge.head.requires_grad_(True), lora_rank=4)
     with torch.no_grad():
         logits = validity.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
-    zero_shot = validity.judge(batch["input_ids"], batch["visible"], batch["cuts"], judge.probe, judge.head)
-    real = batch["visible"] > 0
-    torch.testing.assert_close(logits[real], zero_shot[real])
+    for example, row in zip(examples, logits, strict=True):
+        verifier.decoder.seek(example.context_ids)
+        found = torch.tensor(verifier.verify(example.draft_ids, example.cuts).validity)
+        torch.testing.assert_close(row[: len(found)].sigmoid(), found, rtol=1e-4, atol=1e-5)
 
 
 def test_the_state_is_adapter_and_head(make_model: Callable[..., PreTrainedModel], batch: dict[str, Tensor]) -> None:
@@ -382,7 +396,7 @@ def test_the_exported_folder_says_what_it_is(make_model: Callable[..., PreTraine
     from parse_train.validity.metrics import ScoredDrafts
 
     target = make_model("llama")
-    facts = AdapterFacts(describe_target(target), ("C", "I"), {"kind": "step"}, {"kind": "hard"}, {"data": "d"})
+    facts = facts_of(describe_target(target), ("C", "I"), {"kind": "step"}, {"kind": "hard"}, {"data": "d"})
     risk = RiskControl(0.7, 0.05, 0.1, 0.04, 0.03, 0.6, 300)
     figure = reliability_diagram(ScoredDrafts.from_rows([[0.9, 0.2]], [[True, False]], [[2, 4]]))
     for _ in range(2):  # an adapter that is there is replaced
@@ -494,7 +508,7 @@ def test_layers_that_see_flattened_tokens_are_refused_before_training(
     validity = build_model(config, language_model(make_model(architecture), tokenizer, "t")).train()
     gradients = []
     for backprop in (False, True):
-        validity.backprop_context = backprop
+        back_propagate_throughout(validity, backprop)
         validity.zero_grad()
         loss_of(validity, batch).backward()
         gradients.append({n: p.grad.clone() for n, p in validity.named_parameters() if p.grad is not None})

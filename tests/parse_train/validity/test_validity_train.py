@@ -31,7 +31,7 @@ def test_what_is_evaluated_is_what_is_exported(training_folder: Path, tmp_path: 
 
     monkeypatch.setattr(ValidityTrainer, "score", noted)
     recipe = str(training_folder / "recipe.yaml")
-    options = ["--output_dir", str(tmp_path), "--max_steps", "2", "--baselines", "false"]
+    options = ["--output_dir", str(tmp_path), "--max_steps", "2"]
     assert main([recipe, *options, "--adapter_dtype", "bfloat16"]) == 0
     exported = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
@@ -50,7 +50,7 @@ def test_the_run_lasts_until_the_promise_and_has_data_and_adapter(
     while_promising = []
     monkeypatch.setattr(train, "calibrate_requests", lambda config, build: while_promising.append(tracking.runs()))
     recipe = str(training_folder / "recipe.yaml")
-    options = ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--baselines", "false"]
+    options = ["--output_dir", str(tmp_path / "out"), "--max_steps", "2"]
     assert main([recipe, *options, "--report_to", "wandb"]) == 0
     assert while_promising == [True] and not tracking.runs()
     [(_, records)] = offline_runs(tmp_path / "out")
@@ -72,7 +72,7 @@ def test_without_a_probe_the_target_runs_in_the_first_epoch_only(
     )
     recipe = str(training_folder / "recipe.yaml")
     options = ["--max_steps", "-1", "--num_train_epochs", "3", "--probe_text", "", "--token_dropout", "0.5"]
-    options += ["--eval_strategy", "epoch", "--baselines", "false", "--output_dir", str(tmp_path)]
+    options += ["--eval_strategy", "epoch", "--output_dir", str(tmp_path)]
     assert main([recipe, *options]) == 0
     config = json.loads((tmp_path / "adapter" / "validity_config.json").read_text())
     provenance = config["provenance"]
@@ -100,7 +100,7 @@ def test_labels_that_are_no_better_than_a_guess_teach_nothing(
             rows.append(row | {"labels": labels, "confidence": [confidence if doubtful else 1.0] * len(labels)})
         data = write_jsonl(tmp_path / name / "rows.jsonl", rows)
         options = ["--data", str(data), "--output_dir", str(tmp_path / name), "--max_steps", "2"]
-        assert main([str(training_folder / "recipe.yaml"), *options, "--baselines", "false"]) == 0
+        assert main([str(training_folder / "recipe.yaml"), *options]) == 0
         learnt[name] = load_file(tmp_path / name / "adapter" / "validity_head.safetensors")
     for key, weight in learnt["a"].items():
         assert torch.equal(weight, learnt["b"][key]), key

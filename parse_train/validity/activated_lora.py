@@ -1,22 +1,15 @@
-"""peft's activated LoRA, applied to the last n tokens of every row by slicing.
-
-peft selects tokens with a boolean mask (a device synchronisation per layer) and registers hooks on every layer at
-every call. In the packed layout the probes always come last, so a slice is equivalent. Parameters, names and file
-format are peft's.
-"""
+"""peft's activated LoRA for the probes: attach it, and refuse layers that do not see the order of the tokens."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
-from peft.tuners.lora.variants import ALoraLinearVariant
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -25,38 +18,7 @@ from parse_infer.errors import ParseError
 ADAPTER = "default"
 
 
-class TrailingLora(ALoraLinearVariant):
-    """Replaces peft's activated-LoRA variant in all adapted layers, which share `active` = n."""
-
-    def __init__(self) -> None:
-        self.active = 0
-
-    def forward(  # type: ignore[override]  # static in peft, but called on the object
-        self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any
-    ) -> Tensor:
-        """Add the update of `x` [..., T, in] to the last n tokens of `result` [..., T, out]."""
-        if self.active == 0:
-            return result
-        lora_a: nn.Linear = module.lora_A[active_adapter]
-        tail = module.lora_dropout[active_adapter](x[..., -self.active :, :].to(lora_a.weight.dtype))
-        update = module.lora_B[active_adapter](lora_a(tail)) * module.scaling[active_adapter]
-        if update.shape[-2] == result.shape[-2]:
-            return result + update.to(result.dtype)
-        return result.slice_scatter(
-            result[..., -self.active :, :] + update.to(result.dtype), dim=-2, start=result.shape[-2] - self.active
-        )
-
-    @contextmanager
-    def on(self, n: int) -> Iterator[None]:
-        """Apply the update to the last `n` tokens inside the `with` block."""
-        self.active, before = n, self.active
-        try:
-            yield
-        finally:
-            self.active = before
-
-
-def attach_trailing_lora(
+def attach_activated_lora(
     target: PreTrainedModel,
     probe_ids: Sequence[int],
     *,
@@ -64,7 +26,7 @@ def attach_trailing_lora(
     alpha: int,
     dropout: float,
     target_modules: Sequence[str],
-) -> tuple[PeftModel, TrailingLora]:
+) -> PeftModel:
     """Wrap `target` with a new activated LoRA, whose initial update is zero, and freeze all other parameters.
 
     Raises:
@@ -88,15 +50,10 @@ def attach_trailing_lora(
                 raise
             # peft has no activated LoRA for routers and fused experts; its error does not name them.
             raise ParseError(_refusal(f"peft does not support {', '.join(names)} here", ordered, flattened)) from error
-    switch, adapted = TrailingLora(), set()
-    for name, layer in model.get_base_model().named_modules():
-        if isinstance(layer, LoraLayer):
-            adapted.add(name)
-            layer.lora_variant[ADAPTER] = switch
-            layer.cast_input_dtype_enabled = False  # `TrailingLora.forward` casts only the slice
+    adapted = {name for name, layer in model.get_base_model().named_modules() if isinstance(layer, LoraLayer)}
     if wrong := [name for name in flattened if name in adapted]:
         raise ParseError(_refusal("the LoRA would change other tokens than the probe's", ordered, wrong))
-    return model, switch
+    return model
 
 
 @torch.no_grad()

@@ -1,11 +1,10 @@
-"""The KL judge against values worked out by hand, and in a training from a build."""
+"""The KL judge against values worked out by hand, and with the draft model of a build."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,8 @@ from parse_infer.models.names import resolve
 from parse_train.validity.build_info import BuildInfo
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import ValidityDataset, ValidityExample
-from parse_train.validity.kl_judge import (
+from tests.parse_infer.language_models import language_model, pruned_tokenizer, resembling, word_tokenizer
+from tools.kl_judge import (
     KL_JUDGE,
     LARGEST_KL,
     MEAN_KL,
@@ -28,7 +28,6 @@ from parse_train.validity.kl_judge import (
     judge_tokens,
     shared_tokens,
 )
-from tests.parse_infer.language_models import language_model, pruned_tokenizer, resembling, word_tokenizer
 
 PROMPT = "Sum 3?"
 
@@ -140,9 +139,9 @@ def test_where_there_is_no_kl_judge_the_reason_is_said(
         lm.tokenizer.save_pretrained(tmp_path / name)
     data = ValidityDataset([example])
 
-    def find(build: BuildInfo, **options: Any) -> tuple[KLJudge | None, str]:
-        config = ValidityTrainingConfig(target="t", data="d", output_dir="o", use_cpu=True, **options)
-        return find_kl_judge(config, build, target, data)
+    def find(build: BuildInfo, draft: str | None = None) -> tuple[KLJudge | None, str]:
+        config = ValidityTrainingConfig(target="t", data="d", output_dir="o", use_cpu=True)
+        return find_kl_judge(config, build, target, data, draft)
 
     recorded = {"name": str(tmp_path / "draft"), "fingerprint": fingerprint(draft.model)}
     judge, reason = find(BuildInfo(draft=recorded))
@@ -150,7 +149,7 @@ def test_where_there_is_no_kl_judge_the_reason_is_said(
     assert len(judge.score(example, states_of(target, example))[KL_JUDGE]) == 2
     assert find(BuildInfo(), draft=str(tmp_path / "draft"))[0] is not None
     for build, sentence in (
-        (BuildInfo(), "set the key draft"),
+        (BuildInfo(), "set --draft"),
         (BuildInfo(draft={"name": str(tmp_path / "gone")}), "cannot be loaded"),
         (BuildInfo(draft=recorded | {"fingerprint": fingerprint(target.model)}), "has other weights"),
         (BuildInfo(draft={"name": str(tmp_path / "other")}), "and big have different tokens"),

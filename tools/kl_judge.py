@@ -116,20 +116,27 @@ def shared_tokens(draft: LanguageModel, target: LanguageModel) -> Tensor | None:
 
 
 def find_kl_judge(
-    config: ValidityTrainingConfig, build: BuildInfo, target: LanguageModel, dataset: ValidityDataset
+    config: ValidityTrainingConfig,
+    build: BuildInfo,
+    target: LanguageModel,
+    dataset: ValidityDataset,
+    draft_name: str | None = None,
 ) -> tuple[KLJudge | None, str]:
     """Return the KL judge for the drafts of `dataset`, or None and the reason in one sentence.
 
+    Args:
+        draft_name: draft model that wrote the data; default: as recorded by the build.
+
     Raises:
-        ValueError, OSError: the draft model named by the recipe cannot be loaded.
+        ValueError, OSError: the draft model `draft_name` cannot be loaded.
     """
 
     def without(reason: str) -> tuple[None, str]:
         return None, f"no {KL_JUDGE} among the baselines: {reason}"
 
-    name = config.draft or build.draft.get("name")
+    name = draft_name or build.draft.get("name")
     if not name:
-        return without("the data does not name the model that wrote its drafts; set the key draft")
+        return without("the data does not name the model that wrote its drafts; set --draft")
     try:
         draft = load_language_model(
             name,
@@ -139,9 +146,9 @@ def find_kl_judge(
             template_options=config.template_options,
         )
     except (OSError, ValueError) as error:
-        if config.draft:
+        if draft_name:
             raise
-        return without(f"the draft model of the data cannot be loaded ({error}); set the key draft")
+        return without(f"the draft model of the data cannot be loaded ({error}); set --draft")
     known = build.draft.get("fingerprint")
     if known and not same_weights(known, fingerprint(draft.model)):
         return without(f"{name} has other weights than the model that wrote the drafts")
