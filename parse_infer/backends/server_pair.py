@@ -173,8 +173,8 @@ class ServerModelPair:
         self._falls_back = falls_back
         self._watched = watched
         length = request.settings.block_tokens
-        drafts = threshold <= 1 and not isinstance(drafts, TextDrafter)
-        self._blocks = length if isinstance(length, int) and drafts else None
+        in_blocks = isinstance(length, int) and threshold <= 1 and not isinstance(drafts, TextDrafter)
+        self._blocks = length if isinstance(length, int) and in_blocks else None
         self._at, self._draft_at = at, draft_at
         self._tasks: set[asyncio.Task[Any]] = set()
         self._verifier = self._new_verifier(round=1)

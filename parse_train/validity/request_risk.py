@@ -20,7 +20,8 @@ CURVE = ("risk (upper bound)", "speed-up", "block tokens", "threshold", "lost")
 def log(found: Calibration) -> None:
     """Log speed-up over risk, one point per setting, and the calibrated risks to the tracker."""
     points = [
-        (t.bound, t.speedup, str(t.setting.block_tokens), t.setting.threshold, t.losses / found.n_problems) for t in found.tried
+        (t.bound, t.speedup, str(t.setting.block_tokens), t.setting.threshold, t.losses / found.n_problems)
+        for t in found.tried
     ]
     tracking.log_curve("calibration", CURVE, points)
     kept = {risk: found.tried[place].speedup for risk, place in found.promises.items() if place is not None}

@@ -43,7 +43,7 @@ def make_block_engine(make_model, tokenizer, random_adapter) -> Callable[..., Pa
 
 @pytest.fixture(autouse=True)
 def _drafts_pay(monkeypatch):
-    """The target never writes alone: with models this small it can be faster, and the text would depend on the time."""
+    """The target never writes alone: models this small can be faster so, and the text would depend on the time."""
     monkeypatch.setattr(BlockLength, "next_pause", lambda self: 0)
 
 
@@ -158,7 +158,7 @@ def test_one_forward_of_the_target_reads_each_block(engine):
 
 
 def test_the_draft_model_drafts_few_tokens_again(engine):
-    """Blocks end near a rejected token, and what follows it is read as guesses: fewer drafting steps."""
+    """Fewer drafting steps, because blocks end near a rejected token and what follows it is read as guesses."""
     threshold = middling(engine)
     whole, blocks = (
         engine.generate(PROMPT, max_new_tokens=N, threshold=threshold, block_tokens=length) for length in (N, 6)
