@@ -24,7 +24,7 @@ from parse_infer.backends.base import Backend
 from parse_infer.calibration.schema import Calibration, resolve_risk
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import PromptError, SettingsError
-from parse_infer.events import Done, Event
+from parse_infer.events import Accepted, Done, Event, Resumed
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.loop import PairWrapper, identity, segments_of
 from parse_infer.models.prompts import Prompt, as_batch, left_context, with_drafts
@@ -401,6 +401,8 @@ class ParseEngine:
                 chosen = events if answer is None or answer.drafted or alone is None else alone
                 async with aclosing(chosen):
                     async for event in chosen:
+                        if isinstance(event, (Accepted, Resumed)) and event.text:
+                            request.note_text()
                         yield event
                 generation = request.result()
                 # The controller ignores empty drafts (prompt beyond the draft model's window) and fallbacks.

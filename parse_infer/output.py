@@ -62,6 +62,10 @@ class Timings:
     verify_s: float = 0.0
     resume_s: float = 0.0
     total_s: float = 0.0
+    first_text_s: float | None = None
+    """Seconds to the first text; None without any."""
+    longest_wait_s: float = 0.0
+    """Longest time without new text, from the first text on."""
 
     @property
     def work_s(self) -> float:

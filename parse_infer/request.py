@@ -56,10 +56,19 @@ class Request:
         self.timings = Timings()
         self.fallback: Fallback | None = None
         self.doubt = -math.inf
-        self._started = 0.0
+        self._started = self._last_text = 0.0
 
     def start(self) -> None:
         self._started = time.perf_counter()
+
+    def note_text(self) -> None:
+        """Record that the consumer gets new text now."""
+        now, timings = time.perf_counter() - self._started, self.timings
+        if timings.first_text_s is None:
+            timings.first_text_s = now
+        else:
+            timings.longest_wait_s = max(timings.longest_wait_s, now - self._last_text)
+        self._last_text = now
 
     @property
     def context(self) -> list[int]:

@@ -1,13 +1,13 @@
 """Answers on a terminal: author, acceptance and validity of each stretch of text.
 
-Accepted draft text is green, rejected draft text red, the target's text cyan. The first column says the same in words,
-for pipes and colour-blind readers.
+Accepted draft text is green, rejected draft text red, the target's text cyan. A corrected token stands in its line, as
+[rejected → the target's]. The first column says the same in words, for pipes and colour-blind readers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rich.table import Table
@@ -16,12 +16,13 @@ from rich.text import Text
 from parse_infer.events import Accepted, Drafted, Event, Resumed, Verified
 from parse_infer.output import Score, Span
 
-Kind = Literal["pending", "accepted", "exact", "rejected", "target"]
+Kind = Literal["pending", "accepted", "exact", "rejected", "corrected", "target"]
 STYLES: dict[Kind, str] = {
     "pending": "dim",
     "accepted": "green",
     "exact": "green",
     "rejected": "red",
+    "corrected": "bold cyan",
     "target": "cyan",
 }
 LABELS: dict[Kind, str] = {
@@ -29,17 +30,33 @@ LABELS: dict[Kind, str] = {
     "accepted": "draft ✓",
     "exact": "draft =",
     "rejected": "draft ✗",
+    "corrected": "repaired",
     "target": "target",
 }
 
 
 @dataclass
 class Row:
-    """A stretch of text of one kind; `validity` belongs to the prefix that ends with this text."""
+    """A stretch of text of one kind; `validity` belongs to the prefix that ends with this text.
+
+    Attributes:
+        n_tokens: tokens of a draft's segment.
+        instead: the target's text for a corrected token.
+    """
 
     kind: Kind
     text: str
     validity: float | None = None
+    n_tokens: int = 0
+    instead: str = ""
+
+    @property
+    def styled(self) -> Text:
+        if self.kind != "corrected":
+            return Text(self.text, STYLES[self.kind])
+        inside = ((_visible(self.text), STYLES["rejected"]), " → ", (_visible(self.instead), STYLES["corrected"]))
+        space = " " * (self.text.startswith(" ") or self.instead.startswith(" "))
+        return Text.assemble(space, "[", *inside, "]", "\n" * self.instead.endswith("\n"))
 
 
 class AnswerView:
@@ -59,7 +76,7 @@ class AnswerView:
             self._pending = [Row("pending", event.text)]
         elif isinstance(event, Verified):
             if event.segments:
-                self._pending = [Row("pending", s.text, s.validity) for s in event.segments]
+                self._pending = [Row("pending", s.text, s.validity, s.n_tokens) for s in event.segments]
         elif isinstance(event, Accepted):
             self._decide(len(event.text))
         elif isinstance(event, Resumed):
@@ -69,20 +86,27 @@ class AnswerView:
         return _grid([*self.rows, *self._pending])
 
     def _decide(self, kept: int) -> None:
-        """Accept the first `kept` characters of the pending rows and reject the rest."""
+        """Accept the first `kept` characters of the pending rows and reject the rest. Of a block, the rest is drafted
+        again, so only the rejected token remains."""
         for row in self._pending:
             mine, kept = min(kept, len(row.text)), max(0, kept - len(row.text))
             if mine == len(row.text):
                 valid = row.validity is not None and row.validity >= self._threshold
                 self.rows.append(Row("accepted" if valid else "exact", row.text, row.validity))
-            else:
-                if mine:
-                    self.rows.append(Row("exact", row.text[:mine]))
-                self.rows.append(Row("rejected", row.text[mine:], row.validity))
+                continue
+            if mine:
+                self.rows.append(Row("exact", row.text[:mine]))
+            self.rows.append(Row("rejected", row.text[mine:], row.validity, row.n_tokens))
+            if row.n_tokens == 1:
+                break
         self._pending = []
 
     def _extend(self, text: str) -> None:
-        """Append the target's text, one row per line."""
+        """Append the target's text, one row per line; after a rejected token it is the correction."""
+        last = self.rows[-1] if self.rows else None
+        if last is not None and last.kind == "rejected" and last.n_tokens == 1 and text:
+            self.rows[-1] = Row("corrected", last.text, last.validity, instead=text)
+            return
         for line in text.splitlines(keepends=True):
             last = self.rows[-1] if self.rows else None
             if last is not None and last.kind == "target" and not last.text.endswith("\n"):
@@ -91,12 +115,17 @@ class AnswerView:
                 self.rows.append(Row("target", line))
 
 
+def _visible(text: str) -> str:
+    return text.strip() or text.replace("\n", "⏎").replace(" ", "␣")
+
+
 def legend() -> Text:
     """Explain labels and colours."""
     meanings: tuple[tuple[Kind, str], ...] = (
         ("accepted", "accepted: valid"),
         ("exact", "accepted: the target's own choice"),
         ("rejected", "rejected"),
+        ("corrected", "a token corrected by the target"),
         ("target", "written by the target"),
     )
     parts = [(f"{LABELS[kind]} {meaning}", STYLES[kind]) for kind, meaning in meanings]
@@ -124,13 +153,35 @@ def score_table(score: Score) -> Table:
 
 
 def _grid(rows: Sequence[Row], labels: Sequence[str] | None = None) -> Table:
+    """One table row per line of text: accepted text, corrections and the target's text share their line."""
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True)
     grid.add_column(justify="right", no_wrap=True, style="dim", min_width=4)
     grid.add_column(overflow="fold")
-    for row, label in zip(rows, labels or [LABELS[row.kind] for row in rows], strict=True):
-        if row.text.strip():
-            style = STYLES[row.kind]
-            validity = "" if row.validity is None else f"{row.validity:.2f}"
-            grid.add_row(Text(label, style), validity, Text(row.text.strip("\n"), style))
+    for line in [[row] for row in rows] if labels else _lines(rows):
+        text = Text().join(row.styled for row in line)
+        if text.plain.strip():
+            kinds = {row.kind for row in line if row.text.strip()}
+            kind: Kind = "corrected" if "corrected" in kinds else line[-1].kind
+            label = labels[rows.index(line[0])] if labels else LABELS[kind]
+            found = [row.validity for row in line if row.validity is not None and row.kind != "corrected"]
+            plain = text.plain
+            shown = text[len(plain) - len(plain.lstrip("\n")) : len(plain.rstrip("\n"))]
+            grid.add_row(Text(label, STYLES[kind]), f"{found[-1]:.2f}" if found else "", shown)
     return grid
+
+
+def _lines(rows: Sequence[Row]) -> list[list[Row]]:
+    """Group rows that share a line, and split rows with several lines of accepted text."""
+    lines: list[list[Row]] = []
+    joins = False
+    for row in rows:
+        parts = row.text.splitlines(keepends=True) if row.kind in ("accepted", "exact", "pending") else [row.text]
+        for part in parts:
+            piece = replace(row, text=part)
+            if joins and row.kind != "rejected":
+                lines[-1].append(piece)
+            else:
+                lines.append([piece])
+            joins = row.kind != "rejected" and not (row.instead or part).endswith("\n")
+    return lines
