@@ -24,13 +24,15 @@ class Part(BaseModel):
 
 
 class Seconds(BaseModel):
-    """Timings. `waiting_s`: time in the queue; `first_text_s`: from the request to the first text."""
+    """Timings. `waiting_s`: time in the queue; `first_text_s`: from the request to the first text; `longest_wait_s`:
+    longest time without new text after it."""
 
     model_config = ConfigDict(extra="forbid")
     draft_s: float
     verify_s: float
     resume_s: float
     total_s: float
+    longest_wait_s: float
     waiting_s: float
     first_text_s: float | None
 
@@ -151,9 +153,8 @@ class ChoiceState:
             fallback=self.answer.fallback,
             unpromised=self.unpromised,
             timings=Seconds(
-                **asdict(timings),
-                waiting_s=max(0.0, self.started_at - self.asked_at),
-                first_text_s=self.first_text_s,
+                **asdict(timings)
+                | {"waiting_s": max(0.0, self.started_at - self.asked_at), "first_text_s": self.first_text_s}
             ),
         )
 
