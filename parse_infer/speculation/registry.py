@@ -1,7 +1,7 @@
 """Token proposers by name: NAME[:KEY=VALUE…].
 
-NAME is "lookup", "draft", or the folder or Hugging Face id of an EAGLE-3 head or of Medusa heads. The keys are sizes of
-the proposer's class, for example "runs/eagle3/head:tokens=4:top_k=3".
+NAME is "lookup", "draft", or the folder or Hugging Face id of an EAGLE-3 head or of Medusa heads. The keys are sizes
+of the proposer's class, for example "runs/eagle3/head:tokens=4:top_k=3".
 """
 
 from __future__ import annotations
