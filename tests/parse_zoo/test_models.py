@@ -61,7 +61,7 @@ def test_the_targets_answers_come_with_fewer_forwards(engine, prompts, alone, he
 
 def test_parse_writes_the_same_spans_with_and_without_drafters(engine, prompts, heads):
     names = ["parse+none", *(f"parse+{drafter(name, heads)}" for name in DRAFTERS), "parse+draft+lookup"]
-    modes = make_modes(engine, names, GenerationSettings(200, resume="hand_back"))
+    modes = make_modes(engine, names, GenerationSettings(200, block_tokens=32))
     for prompt in prompts:
         plain, *others = (timed(engine, mode, prompt)[0] for mode in modes)
         for mode, other in zip(modes[1:], others, strict=True):
