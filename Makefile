@@ -14,7 +14,7 @@ help:
 	@echo "make test-vllm    set up .venv-vllm with vLLM for CPUs and run the tests that need it"
 	@echo "make lint         ruff (lint and format) and type hints"
 	@echo "make format       let ruff correct and format the code"
-	@echo "make zoo          train the embedded models again, from nothing (three and a half hours)"
+	@echo "make zoo          train the embedded models again, from nothing (about three hours)"
 	@echo "make zoo-smollm2  train the SmolLM2 pair again (five hours)"
 	@echo "make clean        remove the environments and what was built"
 
@@ -43,7 +43,7 @@ $(VLLM_VENV)/installed: pyproject.toml zoo/pyproject.toml constraints-vllm.txt
 test-vllm: $(VLLM_VENV)/installed
 	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -o addopts="-q --strict-markers --durations=10" tests/parse_infer/vllm_plugin
 
-# The embedded models, from nothing: about three and a half hours on two CPU cores. Each step resumes if it is interrupted.
+# The embedded models, from nothing: about three hours on two CPU cores. Each step resumes if it is interrupted.
 zoo: setup
 	$(BIN)/python -m parse_train recipes/zoo/tokenizer.yaml
 	$(BIN)/python -m parse_train recipes/zoo/base.yaml
@@ -51,9 +51,6 @@ zoo: setup
 	$(BIN)/python -m parse_train recipes/zoo/draft.yaml
 	$(BIN)/parse-data build recipes/data.yaml --target runs/zoo/target/final --draft runs/zoo/draft/final --output_dir runs/zoo/data
 	$(BIN)/python -m parse_train recipes/train.yaml --target runs/zoo/target/final --data runs/zoo/data --output_dir runs/zoo/validity
-	for head in eagle3 parallel medusa; do \
-	    $(BIN)/python -m parse_train recipes/$$head.yaml --model runs/zoo/target/final --answers runs/zoo/answers --output_dir runs/zoo/$$head || exit 1; done
-	$(BIN)/python -m parse_train recipes/parallel-draft.yaml --model runs/zoo/draft/final --output_dir runs/zoo/parallel-draft
 
 # The SmolLM2 pair, from the public weights: about five hours. (The target that ships was trained in stages; see its README.)
 zoo-smollm2: setup

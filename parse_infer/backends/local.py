@@ -67,7 +67,7 @@ def load_backend(
         gguf_file: as in transformers, the target's file in its folder or repository.
         zero_shot: use the target as zero-shot judge instead of an adapter. Without a judge only mode "exact" works.
         target_drafter, draft_drafter: token proposers for the tokens that each model writes itself: "lookup", the
-            folder or name of a head, or for the target "draft" (`parse_infer.speculation.registry`). Greedy tokens
+            folder or id of a head, or for the target "draft" (`parse_infer.speculation.registry`). Greedy tokens
             stay the same (in float32), sampled tokens keep their distribution. "auto" selects "draft" if all tokens
             of the draft model are tokens of the target. None: no proposer.
         cut_policy: where to cut drafts; None takes the judge's training policy.
@@ -90,9 +90,9 @@ def load_backend(
     if draft_drafter is not None and draft is None:
         raise SettingsError(f"draft_drafter is {draft_drafter!r}, but the engine has no draft model: pass draft=…")
     if target_drafter not in (None, AUTO):
-        check_token_drafter("target_drafter", target_drafter, str(target), has_draft=draft is not None)
+        check_token_drafter("target_drafter", target_drafter, has_draft=draft is not None)
     if draft_drafter is not None:
-        check_token_drafter("draft_drafter", draft_drafter, str(draft), has_draft=False)
+        check_token_drafter("draft_drafter", draft_drafter, has_draft=False)
     load = partial(
         load_language_model,
         device=device,

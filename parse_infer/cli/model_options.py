@@ -59,15 +59,15 @@ class ModelOptions:
         typer.Option(
             metavar="NAME",
             help="Token-level drafter for the text that the target writes; keeps greedy answers (in float32). auto: "
-            "the draft model, if it has the target's tokens. Also none, lookup, draft, eagle3, parallel, medusa, or "
-            "the folder of a head. Sizes follow the name, as in eagle3:tokens=4:top_k=3.",
+            "the draft model, if it has the target's tokens. Also none, lookup, draft, or the folder of an EAGLE-3, "
+            "P-EAGLE or Medusa head. Sizes follow the name, as in draft:tokens=4.",
         ),
     ] = "auto"
     draft_drafter: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Token-level drafter for the text that the draft model writes: lookup, parallel or a folder; "
+            help="Token-level drafter for the text that the draft model writes: lookup or the folder of a head; "
             "default: none.",
         ),
     ] = None

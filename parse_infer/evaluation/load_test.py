@@ -7,7 +7,6 @@ The modes take turns, so that a change in the machine's speed affects all of the
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
@@ -30,26 +29,20 @@ from parse_infer.evaluation.tables import format_times
 from parse_infer.events import Accepted, Done, Resumed
 from parse_infer.files import atomic_write, write_json, write_text
 from parse_infer.models.environment import describe_run
-from parse_infer.models.names import resolve
 from parse_infer.record_store import RecordStore
 from parse_infer.settings import GenerationSettings
+from parse_infer.speculation.medusa import MedusaConfig
+from parse_infer.speculation.registry import check_head_name, find_head, is_medusa, split_name
 
 _TOKENS = 3
-_EAGLE3 = {"method": "eagle3", "model": "zoo:eagle3"}
-_SPECULATION: dict[str, dict[str, Any]] = {
-    "target+ngram": {"method": "ngram", "prompt_lookup_max": 4},
-    "target+eagle3": _EAGLE3,
-    "target+parallel": {**_EAGLE3, "model": "zoo:parallel", "parallel_drafting": True},
-}
+_NGRAM = "ngram"
 MODES = {
     "target": "vLLM, target alone",
-    "target+ngram": "vLLM with n-grams",
-    "target+eagle3": "vLLM with EAGLE-3",
-    "target+parallel": "vLLM with P-EAGLE",
     "parse": "PARSE",
     "parse:adaptive": "PARSE, adaptive",
 }
-_OWN_HEADS = ("target+eagle3", "target+parallel")
+_SPECULATING = "target+"
+"""Followed by "ngram" or a head; then a size may follow, as in "target+ngram:tokens=5"."""
 _COLOURS = ("#222222", "#999999", "#7b3294", "#c51b7d", "#1b7837", "#7fbf7b", "#2166ac", "#b2611d", "#8c510a")
 
 
@@ -78,40 +71,56 @@ class Cell:
         return self.way, self.clients, self.turn
 
 
-def check_modes(names: Sequence[str], target: str, starts: bool = True) -> None:
-    """Raise ValueError for an unknown mode or a head that does not fit the target. With `starts` False, also for a
-    mode that must start a server."""
+def check_modes(names: Sequence[str], starts: bool = True) -> None:
+    """Raise ValueError or FileNotFoundError for an unknown mode or a head that vLLM cannot use. With `starts` False,
+    also for a mode that must start a server."""
     for name in names:
-        base = _base(name)
-        if base not in MODES or (name != base and not re.fullmatch(r":tokens=[1-9]\d*", name.removeprefix(base))):
-            raise ParseError(f"unknown mode {name!r} for --backend vllm; choose from {', '.join(MODES)}")
-        if base in _SPECULATION and not starts:
+        if name not in MODES and not name.startswith(_SPECULATING):
+            known = [*MODES, _SPECULATING + _NGRAM, f"{_SPECULATING}FOLDER"]
+            raise ParseError(f"unknown mode {name!r} for --backend vllm; choose from {', '.join(known)}")
+        if name not in MODES and not starts:
             raise ParseError(f"{name} needs a server of its own: leave --target-url out")
-        if base in _OWN_HEADS and target != "zoo:target":
-            raise ParseError(f"{name} uses the embedded head of zoo:target, which does not fit {target!r}")
+        server_of(name)
 
 
 def server_of(name: str) -> tuple[bool, dict[str, Any]]:
-    """The target server of a mode: whether it is a stock server, and vLLM's options for its own speculation."""
-    base = _base(name)
-    if base not in _SPECULATION:
-        return not base.startswith("parse"), {}
-    tokens = int(name.partition("=")[2] or _TOKENS)
-    speculation = {**_SPECULATION[base], "num_speculative_tokens": tokens}
-    if "model" in speculation:
-        speculation["model"] = str(resolve(speculation["model"]))
-    return True, {"speculative_config": speculation}
+    """The target server of a mode: whether it is a stock server, and vLLM's options for its own speculation.
+
+    Raises ValueError or FileNotFoundError for a size or a head that vLLM cannot use.
+    """
+    if name in MODES:
+        return not name.startswith("parse"), {}
+    kind, sizes = split_name(name.removeprefix(_SPECULATING))
+    tokens = sizes.pop("tokens", _TOKENS)
+    if sizes or not isinstance(tokens, int) or tokens < 1:
+        raise ParseError(f"mode {name!r} has a wrong size: give tokens=NUMBER, at least 1, and nothing else")
+    speculation = {"method": "ngram", "prompt_lookup_max": 4} if kind == _NGRAM else _head_options(name, kind)
+    return True, {"speculative_config": {**speculation, "num_speculative_tokens": tokens}}
 
 
-def _base(name: str) -> str:
-    """The key of `MODES`; a size may follow vLLM's own speculation, as in "target+ngram:tokens=5"."""
-    base = name.partition(":tokens=")[0]
-    return base if base in _SPECULATION else name
+def _head_options(name: str, head: str) -> dict[str, Any]:
+    """vLLM's speculative options for a head, a folder or Hugging Face id."""
+    check_head_name(f"the head of mode {name!r}", head, (_NGRAM,))
+    folder, config = find_head(head)
+    folder = folder.absolute()
+    if not is_medusa(config):
+        parallel = {"parallel_drafting": True} if config.get("parallel_drafting") else {}
+        return {"method": "eagle3", "model": str(folder), **parallel}
+    shape = MedusaConfig.from_dict(config)
+    if "target_num_hidden_layers" in config or shape.truncated_vocab_size != shape.vocab_size:
+        raise ParseError(
+            f"vLLM cannot load the Medusa heads {folder} as they are: rewrite them with "
+            "parse_infer.vllm_plugin.medusa_head.convert, and give the new folder"
+        )
+    return {"method": "medusa", "model": str(folder)}
 
 
 def _label(name: str) -> str:
-    base = _base(name)
-    return MODES[base] + (f", {name.partition('=')[2]} tokens" if name != base else "")
+    if name in MODES:
+        return MODES[name]
+    kind, sizes = split_name(name.removeprefix(_SPECULATING))
+    label = f"vLLM with {'n-grams' if kind == _NGRAM else kind}"
+    return label + (f", {sizes['tokens']} tokens" if sizes else "")
 
 
 def run_clients(
@@ -143,13 +152,14 @@ def run_clients(
     config = {**about, "settings": asdict(settings), "problems": problems_digest(problems)}
     store = RecordStore(folder, config, Cell)
     todo = [key for key in _order(modes, clients, turns) if key not in store.records]
+    server_by_mode = {mode: server_of(mode) for mode in modes}
     if not together:
-        todo.sort(key=lambda key: list(map(server_of, modes)).index(server_of(key[0])))
+        todo.sort(key=lambda key: list(server_by_mode.values()).index(server_by_mode[key[0]]))
     with ExitStack() as servers:
         up: dict[str, ParseEngine] = {}
         warm = set()
         for mode, n, turn in todo:
-            server = server_of(mode)
+            server = server_by_mode[mode]
             if str(server) not in up:
                 if not together:
                     servers.close()

@@ -2,7 +2,7 @@
 
 A name begins with a key of `MODES`. These suffixes may follow:
 - sizes of "assisted": "assisted:tokens=8:confidence=0.3";
-- token proposers of the modes in `SPECULATING`: "target+draft:tokens=12", "parse+eagle3", "parse+draft+lookup" (the
+- token proposers of the modes in `SPECULATING`: "target+draft:tokens=12", "parse+FOLDER", "parse+draft+lookup" (the
   second one is the draft model's);
 - a length of blocks or "adaptive" for PARSE: "parse:whole", "parse:32" (default: the benchmark's setting),
   "parse:adaptive";
@@ -78,12 +78,18 @@ def drafters_of(name: str) -> list[str]:
 
 
 def check_modes(names: Iterable[str]) -> tuple[str, ...]:
-    """Drop repetitions. Raises ValueError for an unknown mode, with the closest known name, or for no mode."""
+    """Drop repetitions.
+
+    Raises ValueError for an unknown mode or token proposer, with the closest known name, or for no mode.
+    """
     chosen = tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
     for name in chosen:
         base, drafters = name.split("+")[0], drafters_of(name)
         base = base.removesuffix(f":{_variant(name)}")
         if 0 < len(drafters) <= SPECULATING.get(base, 0) and all(drafters):
+            for place, drafter in enumerate(drafters):
+                if (base, place, drafter) != ("parse", 0, NO_DRAFTER):
+                    check_token_drafter(f"the token drafter of mode {name!r}", drafter, has_draft=place == 0)
             continue
         if name.startswith("assisted:"):
             AssistantSettings.parse(name)
@@ -93,16 +99,6 @@ def check_modes(names: Iterable[str]) -> tuple[str, ...]:
     if not chosen:
         raise ParseError(f"no mode to run; modes: {', '.join(MODES)}")
     return chosen
-
-
-def check_guides(names: Sequence[str], target: str, draft: str | None) -> None:
-    """Raise ValueError for a token proposer that these models (by name) cannot use, before they are loaded."""
-    for name in names:
-        for place, drafter in enumerate(drafters_of(name)):
-            if (base_of(name), place, drafter) == ("parse", 0, NO_DRAFTER):
-                continue
-            model, has_draft = (target, draft is not None) if place == 0 else (str(draft), False)
-            check_token_drafter(f"the token drafter of mode {name!r}", drafter, model, has_draft)
 
 
 def needs(names: Sequence[str]) -> tuple[bool, bool]:

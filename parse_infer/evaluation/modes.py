@@ -20,7 +20,6 @@ from parse_infer.evaluation.mode_names import (
     SWEPT,
     base_of,
     block_tokens_of,
-    check_guides,
     check_modes,
     drafters_of,
     is_adaptive,
@@ -106,7 +105,6 @@ def make_modes(
             raise ParseError(f"mode {name!r} needs a draft model: give one, or leave the mode out")
         if adapter and engine.backend.judge is None:
             raise ParseError(f"mode {name!r} needs an adapter: give one, or leave the mode out")
-    check_guides(names, engine.target.name, engine.draft.name if engine.draft else None)
     for value in (*thresholds, *([] if zero_shot_threshold is None else [zero_shot_threshold])):
         check_threshold(value)
     judged = settings or GenerationSettings()

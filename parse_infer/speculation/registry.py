@@ -1,46 +1,37 @@
 """Token proposers by name: NAME[:KEY=VALUE…].
 
-NAME is "lookup", "draft", an embedded head ("eagle3", "parallel", "medusa"), or the folder or Hugging Face id of an
-EAGLE-3 head or of Medusa heads. The keys are sizes of the proposer's class, for example "eagle3:tokens=4:top_k=3".
+NAME is "lookup", "draft", or the folder or Hugging Face id of an EAGLE-3 head or of Medusa heads. The keys are sizes
+of the proposer's class, for example "runs/eagle3/head:tokens=4:top_k=3".
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from parse_infer.errors import ModelError
 from parse_infer.files import locate
 from parse_infer.models.loading import LanguageModel
-from parse_infer.models.names import collection_folder
 from parse_infer.speculation import eagle_head, medusa
 from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.eagle import EagleDrafter
+from parse_infer.speculation.eagle_head import EagleHead
 from parse_infer.speculation.head_files import CONFIG, WEIGHTS, read_config
 from parse_infer.speculation.medusa import MedusaDrafter, MedusaHead
 from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
 from parse_infer.speculation.proposer import TokenProposer
 from parse_infer.suggest import suggestion
 
-_CLASSES: dict[str, type] = {
-    "lookup": PromptLookupDrafter,
-    "draft": DraftModelProposer,
-    "eagle3": EagleDrafter,
-    "parallel": EagleDrafter,
-    "medusa": MedusaDrafter,
-}
-NAMES = tuple(_CLASSES)
-# Embedded heads by model.
-_EMBEDDED = {
-    "zoo:target": {"eagle3": "eagle3", "parallel": "parallel", "medusa": "medusa"},
-}
+_CLASSES: dict[str, type] = {"lookup": PromptLookupDrafter, "draft": DraftModelProposer}
+# Kinds of heads that are often typed as names, and have recipes of that name.
+_RECIPES = ("eagle3", "parallel", "medusa")
 
 
 def split_name(name: str) -> tuple[str, dict[str, float]]:
-    """Split "eagle3:tokens=4" into ("eagle3", {"tokens": 4}). Raise ValueError for a value that is no number."""
+    """Split "draft:tokens=4" into ("draft", {"tokens": 4}). Raise ValueError for a value that is no number."""
     parts = name.split(":")
     first = next((i for i, part in enumerate(parts) if "=" in part), len(parts))
     sizes: dict[str, float] = {}
@@ -52,28 +43,61 @@ def split_name(name: str) -> tuple[str, dict[str, float]]:
     return ":".join(parts[:first]), sizes
 
 
-def check_token_drafter(role: str, name: str, model: str, has_draft: bool) -> None:
+def check_token_drafter(role: str, name: str, has_draft: bool) -> None:
     """Check the name of a token proposer before any model is loaded.
 
     Args:
         role: name of the setting, for messages.
-        model: name of the verifying model.
         has_draft: whether a draft model is available ("draft").
 
     Raises:
-        ValueError: an unknown name or size, a missing draft model, or a head that is not embedded for `model`.
+        ValueError: an unknown name or size, or a missing draft model.
     """
     kind, sizes = split_name(name)
-    if kind in NAMES:
+    if kind in _CLASSES:
         _fit(_CLASSES[kind], sizes, name)
     if kind == "draft" and not has_draft:
         raise ModelError(f"{role} is 'draft', which needs a draft model")
-    if kind in ("lookup", "draft") or kind in _EMBEDDED.get(model, ()):
+    if kind not in _CLASSES:
+        check_head_name(role, kind, _CLASSES)
+
+
+def check_head_name(role: str, name: str, others: Iterable[str]) -> None:
+    """Raise ValueError unless `name` is a folder or may be a Hugging Face id.
+
+    Args:
+        role: name of the setting, for messages.
+        others: names without a head that the setting knows.
+    """
+    if _is_folder_or_id(name):
         return
-    if kind in NAMES:
-        raise ModelError(f"{role} is {kind!r}, and no such head is embedded for {model!r}: give the folder of a head")
-    if not _is_folder_or_id(kind):
-        raise ModelError(f"{role} is {kind!r}; {suggestion(kind, [*NAMES, 'or the folder of a head'])}")
+    if name in _RECIPES:
+        raise ModelError(f"{role} is {name!r}: give the folder of a trained head, as recipes/{name}.yaml trains one")
+    raise ModelError(f"{role} is {name!r}; {suggestion(name, [*others, 'or the folder of a head'])}")
+
+
+def find_head(name: str) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of a head, and its config.json.
+
+    Args:
+        name: folder or Hugging Face id.
+
+    Raises:
+        FileNotFoundError, ValueError: a missing or damaged head, or neither an EAGLE-3 head nor Medusa heads.
+    """
+    folder = locate(name, (CONFIG, WEIGHTS), "head")
+    config = read_config(folder)
+    architecture, known = _architecture(config), eagle_head.ARCHITECTURES + medusa.ARCHITECTURES
+    if architecture not in known:
+        raise ModelError(
+            f"{folder} is no EAGLE-3 or Medusa head: its architecture is {architecture}, not one of {', '.join(known)}"
+        )
+    return folder, config
+
+
+def is_medusa(config: Mapping[str, Any]) -> bool:
+    """Whether a head's config.json describes Medusa heads."""
+    return _architecture(config) in medusa.ARCHITECTURES
 
 
 def load_token_drafter(name: str, model: LanguageModel, draft: LanguageModel | None = None) -> TokenProposer:
@@ -88,17 +112,16 @@ def load_token_drafter(name: str, model: LanguageModel, draft: LanguageModel | N
     if kind == "draft":
         assert draft is not None
         return DraftModelProposer(draft, model, **_fit(DraftModelProposer, sizes, name))
-    embedded = _EMBEDDED.get(model.name, {}).get(kind)
-    folder = collection_folder() / embedded if embedded else locate(kind, (CONFIG, WEIGHTS), "head")
-    architecture = (read_config(folder).get("architectures") or ["nothing"])[0]
-    if architecture in medusa.ARCHITECTURES:
+    folder, config = find_head(kind)
+    if is_medusa(config):
         options = _fit(MedusaDrafter, sizes, name)
         return MedusaDrafter(MedusaHead.from_pretrained(folder, model), model, **options)
-    if architecture in eagle_head.ARCHITECTURES:
-        options = _fit(EagleDrafter, sizes, name)
-        return EagleDrafter(eagle_head.EagleHead.from_pretrained(folder, model), model, **options)
-    known = ", ".join(eagle_head.ARCHITECTURES + medusa.ARCHITECTURES)
-    raise ModelError(f"{folder} is no EAGLE-3 or Medusa head: its architecture is {architecture}, not one of {known}")
+    options = _fit(EagleDrafter, sizes, name)
+    return EagleDrafter(EagleHead.from_pretrained(folder, model), model, **options)
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    return str((config.get("architectures") or ["nothing"])[0])
 
 
 def _fit(kind: Callable[..., object], sizes: Mapping[str, float], name: str) -> Mapping[str, Any]:

@@ -920,7 +920,7 @@ def test_token_drafters_change_no_span(engine, name, resume):
         ({"draft": "zoo:draft", "draft_drafter": "draft"}, "which needs a draft model"),
         ({"target_drafter": "draft"}, "which needs a draft model"),
         ({"draft_drafter": "lookup"}, "the engine has no draft model"),
-        ({"draft": "zoo:draft", "draft_drafter": "eagle3"}, "no such head is embedded for 'zoo:draft'"),
+        ({"draft": "zoo:draft", "draft_drafter": "eagle3"}, "draft_drafter is 'eagle3': give the folder of a trained"),
         ({"target_drafter": "lookup:tokens=x"}, "'tokens=x' in the token drafter 'lookup:tokens=x' is not KEY=NUMBER"),
     ],
 )

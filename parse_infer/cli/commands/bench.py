@@ -70,7 +70,7 @@ def bench(
       parse             PARSE with its defaults: trained adapter, the draft model as token proposer
       parse-zero-shot   PARSE without adapter: the prompt asks the target whether each prefix is right
       transformers      the target alone in transformers' own decode loop
-      target+NAME       the target with the token proposer lookup, draft, eagle3, parallel, medusa or a folder
+      target+NAME       the target with the token proposer lookup, draft or the folder of a trained head
       parse:whole       PARSE with this --block-tokens; also parse:auto, parse:32
       parse:adaptive    PARSE; the target answers alone while measurements say that this is faster
       parse+NAME        PARSE with this token proposer for the target; parse+none: without any
@@ -78,19 +78,19 @@ def bench(
 
     \b
     Sizes follow a name:
-      target+draft:tokens=12:confidence=0.3, parse+eagle3:tokens=4:top_k=3
+      target+draft:tokens=12:confidence=0.3, parse+FOLDER:tokens=4:top_k=3
       assisted:tokens=12:confidence=0.3:schedule=heuristic (default: transformers' own)
 
     \b
     Modes with --backend vllm (clients.json, clients.md, clients.png):
       target, parse, parse:whole, parse:32, parse:adaptive
-      target+ngram, target+eagle3, target+parallel: vLLM's own speculative decoding; sizes as in target+ngram:tokens=5
+      target+ngram, target+FOLDER (of a head): vLLM's own speculative decoding; sizes as in target+ngram:tokens=5
 
     \b
     Examples:
       parse-infer bench --backend vllm --clients 1,4,16,32 --out runs/bench-clients
       parse-infer bench --limit 300 --out runs/bench
-      parse-infer bench --modes target,target+eagle3,parse,parse+eagle3,parse+draft+lookup --out runs/bench-tokens
+      parse-infer bench --modes target,target+lookup,parse,parse+lookup,parse+draft+lookup --out runs/bench-tokens
       parse-infer bench --split validation --modes target,assisted,assisted:tokens=8 --out runs/search
       parse-infer bench --task jsonl --task-option path=problems.jsonl --modes target,parse --out runs/mine
     """
@@ -109,7 +109,7 @@ def bench(
         return
     if clients is not None:
         raise ParseError("--clients needs --backend vllm: the local backend answers one request at a time")
-    from parse_infer.evaluation.mode_names import DEFAULT_MODES, base_of, check_guides, needs
+    from parse_infer.evaluation.mode_names import DEFAULT_MODES, base_of, needs
     from parse_infer.evaluation.run import THRESHOLDS, BenchSettings, run_bench
     from parse_infer.evaluation.tables import acceptance_note, terminal_tables
 
@@ -125,7 +125,6 @@ def bench(
     needs_draft, needs_judge = needs(benchmark.modes)
     if zero_shot_threshold is not None and "parse-zero-shot" not in map(base_of, benchmark.modes):
         raise ParseError("--zero-shot-threshold is for the mode parse-zero-shot: name it in --modes")
-    check_guides(benchmark.modes, models.target_name, models.draft_name if needs_draft else None)
     problems = take_problems(loaded_task, split, seed, limit)
     engine = models.load(needs_draft=needs_draft, needs_judge=needs_judge)
     if modes is None:
@@ -164,7 +163,7 @@ def _bench_clients(
     parts = [part.strip() for part in clients.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
         raise ParseError(f"--clients is {clients!r}; give whole numbers of at least 1, such as 1,4,16")
-    check_modes(modes, models.target_name, starts=not models.target_url)
+    check_modes(modes, starts=not models.target_url)
     if any(mode.startswith("parse") for mode in modes):
         problems = leave_out_learnt(problems, models.train_problems)
     alone = replace(models, draft=None, adapter=None, draft_url=None, local_draft=None)

@@ -12,8 +12,10 @@ from PIL import Image
 
 from parse_infer.backends.retries import Unavailable
 from parse_infer.evaluation.load_test import check_modes, run_clients, server_of
-from parse_infer.models.names import collection_folder
 from parse_infer.settings import GenerationSettings
+from parse_infer.vllm_plugin.medusa_head import convert
+from tests.parse_infer.speculation.test_eagle import make_head
+from tests.parse_infer.speculation.test_medusa import make_heads
 
 
 @dataclass(frozen=True)
@@ -136,16 +138,38 @@ def test_answers_without_a_draft_are_not_taken_for_answers_with_one(engine, conn
 
 def test_modes_are_checked():
     with pytest.raises(ValueError, match="unknown mode 'eagle'"):
-        check_modes(["eagle"], "zoo:target")
-    with pytest.raises(ValueError, match="unknown mode 'target\\+ngram:tokens=0'"):
-        check_modes(["target+ngram:tokens=0"], "zoo:target")
-    check_modes(["target+ngram:tokens=5", "target+parallel:tokens=4"], "zoo:target")
+        check_modes(["eagle"])
+    with pytest.raises(ValueError, match="mode 'target\\+ngram:tokens=0' has a wrong size"):
+        check_modes(["target+ngram:tokens=0"])
+    with pytest.raises(ValueError, match="'target\\+eagle3' is 'eagle3': give the folder of a trained head"):
+        check_modes(["target+eagle3"])
+    with pytest.raises(ValueError, match="is 'ngarm'; did you mean 'ngram'"):
+        check_modes(["target+ngarm"])
+    check_modes(["target+ngram:tokens=5", "parse:hand_back"])
     speculation = {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 5}
     assert server_of("target+ngram:tokens=5") == (True, {"speculative_config": speculation})
-    head = server_of("target+eagle3")[1]["speculative_config"]["model"]
-    assert head == str(collection_folder() / "eagle3")  # a folder, as vLLM wants it
     assert server_of("target") == (True, {}) and server_of("parse:adaptive") == (False, {})
-    with pytest.raises(ValueError, match="does not fit 'zoo:smollm2'"):
-        check_modes(["target+eagle3"], "zoo:smollm2")
     with pytest.raises(ValueError, match="needs a server of its own"):
-        check_modes(["target+ngram"], "zoo:target", starts=False)
+        check_modes(["target+ngram"], starts=False)
+
+
+def test_a_head_decides_how_vllm_speculates(engine, tmp_path, monkeypatch):
+    target = engine.target
+    make_head(target).save_pretrained(tmp_path / "chain")
+    make_head(target, parallel=True).save_pretrained(tmp_path / "block")
+    medusa = make_heads(target).save_pretrained(tmp_path / "medusa")
+    convert(medusa, tmp_path / "whole", target.model.config.vocab_size)
+    monkeypatch.chdir(tmp_path)
+
+    def speculation(name: str) -> dict[str, object]:
+        stock, options = server_of(f"target+{name}")
+        assert stock and options["speculative_config"].pop("model") == str(tmp_path / name.partition(":")[0])
+        return options["speculative_config"]
+
+    assert speculation("chain") == {"method": "eagle3", "num_speculative_tokens": 3}
+    assert speculation("block:tokens=4") == {
+        "method": "eagle3", "parallel_drafting": True, "num_speculative_tokens": 4
+    }  # fmt: skip
+    assert speculation("whole") == {"method": "medusa", "num_speculative_tokens": 3}
+    with pytest.raises(ValueError, match=r"vLLM cannot load the Medusa heads .*medusa as they are: rewrite them"):
+        check_modes(["target+medusa"])

@@ -292,13 +292,13 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
             ["generate", "1 + 1?", "--target", "zoo:targte"],
             "'zoo:targte' is not an embedded model; did you mean 'zoo:target'?",
         ),
-        (["bench", "--modes", "target+eagel3"], "mode 'target+eagel3' is 'eagel3'; did you mean 'eagle3'?"),
+        (["bench", "--modes", "target+lokup"], "mode 'target+lokup' is 'lokup'; did you mean 'lookup'?"),
         (["bench", "--modes", "parse+draft+draft"], "which needs a draft model"),
         (
-            ["generate", "1 + 1?", "--target-drafter", "eagle3:top_k=2:tree_tokens=512"],
-            "do not fit the context window",
+            ["generate", "1 + 1?", "--target-drafter", "eagle3:top_k=2"],
+            "target_drafter is 'eagle3': give the folder of a trained head, as recipes/eagle3.yaml trains one",
         ),
-        (["generate", "1 + 1?", "--draft-drafter", "eagle3"], "no such head is embedded for 'zoo:draft'"),
+        (["generate", "1 + 1?", "--draft-drafter", "parallel"], "draft_drafter is 'parallel': give the folder"),
         (["bench", "--task", "gsm_symbolik"], "unknown task 'gsm_symbolik'; did you mean 'gsm_symbolic'?"),
         (["bench", "--task-option", "max_numbr=3"], "did you mean 'max_number'?"),
         (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -30,13 +29,13 @@ from parse_infer.evaluation.target_vocabulary import in_target_vocabulary
 from parse_infer.held_out import prompt_hash
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.models.loading import LanguageModel
-from parse_infer.models.names import collection_folder
 from parse_infer.models.token_map import token_map
 from parse_infer.record_store import RecordStore
 from parse_infer.settings import GenerationSettings
 from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
 from tests.parse_infer.language_models import reduced_pair, resembling, word_tokenizer
+from tests.parse_infer.speculation.test_eagle import make_head
 
 KEYS = {
     *("accuracy", "accuracy_ci", "accuracy_diff", "accuracy_diff_ci", "tokens_per_s", "speedup", "speedup_ci"),
@@ -263,10 +262,7 @@ def test_modes_in_words():
         "target + draft model (tokens 12, confidence 0.3), lossless speculation"
     )
     assert title("assisted:tokens=8") == "transformers' assisted generation (tokens 8)"
-    assert (
-        title("parse+none+parallel")
-        == "PARSE, no token proposer for the target, parallel proposes for the draft model"
-    )
+    assert title("parse+none+lookup") == "PARSE, no token proposer for the target, lookup proposes for the draft model"
     assert describe("parse+none") == "PARSE with the trained adapter, no token proposer for the target"
     assert set(DEFAULT_MODES) - set(MODES) == {"target+draft"}
 
@@ -301,7 +297,11 @@ def test_a_mode_may_let_the_target_answer_alone(engine):
 
 @pytest.mark.parametrize(
     ("names", "message"),
-    [(["parze"], "unknown mode 'parze'; did you mean 'parse'"), ([" "], "no mode to run; modes: target")]
+    [
+        (["parze"], "unknown mode 'parze'; did you mean 'parse'"),
+        ([" "], "no mode to run; modes: target"),
+        (["parse+draft+medusa"], "'medusa': give the folder of a trained head, as recipes/medusa.yaml trains one"),
+    ]
     + [
         ([name], "unknown mode")
         for name in ("draft+lookup", "parse+", "target:tokens=2", "target+lookup+lookup", "parse+a+b+c")
@@ -412,15 +412,13 @@ def test_problems_that_the_adapter_was_trained_on_are_not_measured(engine, tmp_p
 
 def test_a_head_that_was_trained_again_is_measured_again(engine, tmp_path: Path):
     """It has the same name and is another rival."""
-    head = tmp_path / "head"
-    shutil.copytree(collection_folder() / "eagle3", head)
-    zoo = ParseEngine.from_pretrained("zoo:target", target_drafter=None)
+    head = make_head(engine.target).save_pretrained(tmp_path / "head")
     settings = BenchSettings(("target", f"target+{head}"), GenerationSettings(4))
-    run_bench(zoo, PROBLEMS[:1], lambda p, t: True, tmp_path / "out", settings)
+    run_bench(engine, PROBLEMS[:1], lambda p, t: True, tmp_path / "out", settings)
     weights = load_file(path := head / "model.safetensors")
     save_file({name: values * 2 if values.is_floating_point() else values for name, values in weights.items()}, path)
     with pytest.raises(ValueError, match="holds a benchmark with drafters"):
-        run_bench(zoo, PROBLEMS[:1], lambda p, t: True, tmp_path / "out", settings)
+        run_bench(engine, PROBLEMS[:1], lambda p, t: True, tmp_path / "out", settings)
 
 
 def test_settings_out_of_range_are_refused():

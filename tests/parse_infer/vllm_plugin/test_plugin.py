@@ -27,11 +27,12 @@ from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.cuts import Segmenter
 from parse_infer.judge.verifier import Verifier
 from parse_infer.models.loading import LanguageModel, load_language_model
-from parse_infer.models.names import collection_folder, resolve
+from parse_infer.models.names import resolve
 from parse_infer.vllm_plugin.medusa_head import convert
 from parse_infer.vllm_plugin.options import arguments, engine_options
 from parse_infer.vllm_plugin.validity_requests import TrainedQuestions
 from tests.conftest import randomise
+from tests.parse_infer.speculation.trained_heads import save_head
 
 pytestmark = pytest.mark.vllm
 SHAPE = {
@@ -342,11 +343,17 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(run, tmp_path, tokeniz
             begin()
 
 
+def head_of(kind: str, lm: LanguageModel, drafts: Sequence[Draft], folder: Path) -> Path:
+    """A head that learnt what the target writes from half of each draft on."""
+    return save_head(lm, kind, [(draft.context + draft.ids[: draft.half], draft.resume) for draft in drafts], folder)
+
+
 def test_over_http_beside_an_eagle3_head(tmp_path, zoo, options):
     """A whole server, in processes of its own; the head guesses what the target writes, and changes none of it."""
     lm, adapter, drafts = zoo
     questions = TrainedQuestions.of(adapter.config, sorted(lm.eos_ids))
-    guesses = {"method": "eagle3", "model": str(collection_folder() / "eagle3"), "num_speculative_tokens": 3}
+    head = head_of("eagle3", lm, drafts[:3], tmp_path / "head")
+    guesses = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
     server = options | {"enforce_eager": True, "served_model_name": "target", "speculative_config": guesses}
     with serving(arguments(server), tmp_path / "log") as call:
         for draft in drafts[:3]:
@@ -364,14 +371,10 @@ def test_over_http_beside_an_eagle3_head(tmp_path, zoo, options):
 def test_the_other_heads_guess_beside_the_plugin(run, tmp_path, zoo, options, head):
     lm, adapter, drafts = zoo
     questions = TrainedQuestions.of(adapter.config, sorted(lm.eos_ids))
-    guesses = {
-        "method": "eagle3",
-        "model": str(collection_folder() / head),
-        "num_speculative_tokens": 3,
-        "parallel_drafting": True,
-    }
+    own = head_of(head, lm, drafts[:6], tmp_path / "head")
+    guesses = {"method": "eagle3", "model": str(own), "num_speculative_tokens": 3, "parallel_drafting": True}
     if head == "medusa":
-        folder = convert(collection_folder() / head, tmp_path / head, options["hf_overrides"]["vocab_size"])
+        folder = convert(own, tmp_path / "whole", options["hf_overrides"]["vocab_size"])
         guesses = {"method": "medusa", "model": str(folder), "num_speculative_tokens": 3}
     with run(**options | {"speculative_config": guesses}, disable_log_stats=False) as llm:
         resumes = [draft.context + draft.ids[: draft.half] for draft in drafts[:6]]
