@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol, TypeVar
 
-from parse_infer.errors import CalibrationError
+from parse_infer.errors import CalibrationError, ParseError
 
 
 class HasPrompt(Protocol):
@@ -36,6 +37,15 @@ def prompt_hash(prompt: Any) -> str:
         case [{"role": "user", "content": str(text), **others}] if not others:
             prompt = text
     return hashlib.sha256(json.dumps(prompt, sort_keys=True, default=dict).encode()).hexdigest()[:16]
+
+
+def check_ids(problems: Sequence[HasPrompt]) -> None:
+    """Raise ValueError unless there are problems, with unique ids."""
+    if not problems:
+        raise ParseError("there are no problems to run: choose another task, split or limit")
+    name, count = Counter(p.id for p in problems).most_common(1)[0]
+    if count > 1:
+        raise ParseError(f"{count} problems have the id {name!r}: ids must be unique")
 
 
 def leave_out_learnt(problems: Sequence[P], learnt: Collection[str]) -> list[P]:

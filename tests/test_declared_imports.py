@@ -90,7 +90,7 @@ OUTER = [path for path in OUTER if path not in LM_EVAL]
     ],
 )
 def test_every_import_is_declared(sources, extras):
-    assert len(sources) > 3
+    assert len(sources) > 2
     known = declared(*extras)
     undeclared = {module: path.name for module, path in imported(*sources) if distribution(module) not in known}
     assert not undeclared

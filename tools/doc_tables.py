@@ -23,12 +23,12 @@ For calibrations:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from parse_infer.evaluation.mode_names import title
-from parse_infer.evaluation.results_file import read_results
+from parse_infer.errors import ParseError
+from parse_infer.evaluation.mode_names import ADAPTIVE, base_of, block_tokens_of, drafters_of, is_adaptive, proposers
 from parse_infer.evaluation.tables import (
     HEADER,
     category_table,
@@ -40,8 +40,18 @@ from parse_infer.evaluation.tables import (
     markdown_table,
     rows,
 )
+from parse_infer.files import read_json
 from parse_infer.suggest import suggestion
 
+_TITLES = {
+    "target": "target alone",
+    "draft": "draft model alone",
+    "parse": "**PARSE**",
+    "parse-zero-shot": "PARSE, zero-shot judge",
+    "sequential": "sequential verification (SpecReason style)",
+    "assisted": "transformers' assisted generation",
+    "transformers": "target alone, transformers' loop",
+}
 _HEADLINE = (
     "mode",
     "right, %",
@@ -255,3 +265,44 @@ def _measured(environment: dict[str, Any]) -> str:
     date = environment["date"].partition("T")[0]
     where = f"{machine(environment)}, {environment['dtype']}"
     return f"{where}; `{environment['command']}`, {date}. Brackets: 95 % intervals."
+
+
+def read_results(path: Path, needed: Sequence[str] = ("environment", "modes", "sweep")) -> dict[str, Any]:
+    """Read the results of a benchmark, or other results with the `needed` keys.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: a needed key is missing.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}: run parse-infer bench, and keep its results.json there")
+    results = read_json(path, "write it again with parse-infer bench")
+    missing = [key for key in needed if key not in results]
+    if missing:
+        raise ParseError(f"{path} has no key {missing[0]!r}: give the results.json of parse-infer bench")
+    return results
+
+
+def title(name: str) -> str:
+    """Name of a mode in the tables of the documentation, in Markdown."""
+    base, drafters = base_of(name), [_in_words(drafter) for drafter in drafters_of(name)]
+    if base == "target" and drafters:
+        return f"target + {drafters[0]}, lossless speculation"
+    if drafters:
+        return ", ".join([f"PARSE{_bracket(_variant_in_words(name))}", *proposers(name)])
+    sizes = name.split(":")[1:] if base == "assisted" else _variant_in_words(name)
+    return f"{_TITLES[base]}{_bracket(sizes)}"
+
+
+def _variant_in_words(name: str) -> list[str]:
+    length = block_tokens_of(name)
+    return [f"block tokens {length}"] if length else [ADAPTIVE] if is_adaptive(name) else []
+
+
+def _in_words(drafter: str) -> str:
+    kind, *sizes = drafter.split(":")
+    return f"{'draft model' if kind == 'draft' else kind}{_bracket(sizes)}"
+
+
+def _bracket(sizes: Sequence[str]) -> str:
+    return f" ({', '.join(size.replace('=', ' ') for size in sizes)})" if sizes else ""

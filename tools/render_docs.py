@@ -18,11 +18,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parse_infer.evaluation.figure import draw_figure, drawn_from
-from parse_infer.evaluation.promise_figure import draw_promises
-from parse_infer.evaluation.results_file import digest, read_results
+from PIL import Image
+
+from parse_infer.evaluation.figure import ORIGIN, draw_figure
+from parse_infer.evaluation.results_file import digest
 from parse_infer.files import write_text
-from tools.doc_tables import table
+from tools.doc_tables import read_results, table
+from tools.promise_figure import draw_promises
 
 COMMAND = "python -m tools.render_docs"
 _TABLE = re.compile(r"<!-- results: (\S+) table=(\S+) -->")
@@ -62,6 +64,14 @@ def update(root: Path, write: bool = True) -> list[str]:
                 if write:
                     (draw_promises if "rows" in results else draw_figure)(results, root / picture)
     return list(dict.fromkeys(stale))
+
+
+def drawn_from(path: Path) -> str | None:
+    """Digest of the results that a figure shows; None without the file or its digest."""
+    if not path.is_file():
+        return None
+    with Image.open(path) as image:
+        return image.info.get(ORIGIN)
 
 
 def _rewritten(text: str, root: Path, name: str) -> tuple[str, list[tuple[str, str]]]:

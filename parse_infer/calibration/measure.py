@@ -7,63 +7,48 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from rich.console import Console
 
 from parse_infer.acceptance import ACCEPT_NOTHING, Acceptance, check_share
-from parse_infer.calibration.candidates import BLOCKS, candidates
-from parse_infer.calibration.replay import Replay, ReplayedEngine
+from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.risk import least_problems, n_passing, p_value, upper_bound
 from parse_infer.calibration.schema import LOSSES, Calibration, Loss, OperatingPoint, TestedPoint, risks
 from parse_infer.errors import CalibrationError
-from parse_infer.held_out import leave_out_learnt
+from parse_infer.held_out import HasPrompt, check_ids, leave_out_learnt
 from parse_infer.models.environment import describe_run
-from parse_infer.models.prompts import Prompt
-from parse_infer.record_store import RecordStore, progress_bar
+from parse_infer.record_runner import run_missing
+from parse_infer.record_store import RecordStore
 from parse_infer.sampling import Sampling
 from parse_infer.settings import BlockTokens, GenerationSettings
 
+if TYPE_CHECKING:
+    from parse_infer.engine import ParseEngine
+
+# Fixed before any problem is seen. Evenly spaced in log-odds, because validities concentrate near 1.
+THRESHOLDS: tuple[float, ...] = (ACCEPT_NOTHING, *(1 / (1 + math.exp(x / 4)) for x in range(-28, 29)), 0.0)
+BLOCKS: tuple[BlockTokens, ...] = ("whole", "auto")
 SAMPLE_TEMPERATURE = 0.7  # of the target's samples for a majority answer
 _MIN_TARGET_PROBLEMS = 50  # a usable target answers at least one of this many problems right
 
 
-class CalibratedEngine(ReplayedEngine, Protocol):
-    """A `ParseEngine` with a draft model and a judge."""
+def candidates(
+    blocks: Sequence[BlockTokens] = BLOCKS, acceptance: Acceptance = GenerationSettings.acceptance
+) -> list[list[OperatingPoint]]:
+    """Return one sequence of operating points per length of blocks, from accepting nothing to accepting everything.
 
-    @property
-    def train_problems(self) -> frozenset[str]:
-        """Hashes of the judge's training prompts, see `leave_out_learnt`."""
-        ...
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether greedy output is the same for every way to compute it, such as speculation or a packed pass."""
-        ...
-
-    def describe(self) -> dict[str, Any]: ...
-
-    def describe_drafters(self) -> dict[str, Any]: ...
-
-    def describe_machine(self) -> dict[str, Any]: ...
-
-    def generate_target(
-        self, prompts: Prompt, settings: GenerationSettings | None = None, **overrides: Any
-    ) -> Any: ...
-
-
-class CalibrationProblem(Protocol):
-    """A problem with an id and a prompt."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def prompt(self) -> Prompt: ...
+    Raises ValueError for empty `blocks` or an invalid length.
+    """
+    if not blocks:
+        raise CalibrationError("block_tokens is empty; give auto, whole or numbers")
+    for length in blocks:
+        GenerationSettings(block_tokens=length)  # raises for an invalid one
+    return [[OperatingPoint(t, length, acceptance) for t in THRESHOLDS] for length in dict.fromkeys(blocks)]
 
 
 @dataclass(frozen=True)
@@ -132,8 +117,8 @@ class Outcome:
 
 
 def calibrate(
-    engine: CalibratedEngine,
-    problems: Sequence[CalibrationProblem],
+    engine: ParseEngine,
+    problems: Sequence[HasPrompt],
     check: Callable[[Any, str], bool | None],
     same: Callable[[str, str], bool],
     folder: str | Path,
@@ -175,7 +160,15 @@ def calibrate(
         },
     }
     store = RecordStore(folder, config, Outcome, "calibration")
-    outcomes = _measure(engine, problems, check, same, settings, store, console)
+    timed = {problem.id for problem in (problems[: settings.timed] if engine.deterministic else problems)}
+
+    def measure(pending: list[HasPrompt]) -> Iterator[Outcome]:
+        _outcome(engine, pending[0], check, same, settings, timed=True)  # warm-up
+        for problem in pending:
+            yield _outcome(engine, problem, check, same, settings, timed=problem.id in timed)
+            _check_feasible([store.records[p.id] for p in problems if p.id in store.records], len(problems), settings)
+
+    outcomes = run_missing(store, {problem.id: problem for problem in problems}, measure, "calibrate", console)
     made = {**engine.describe_machine(), **describe_run()}
     made["timed_problems"] = sum(outcome.target_seconds is not None for outcome in outcomes)
     calibration = Calibration(
@@ -216,13 +209,9 @@ def speedup(outcomes: Sequence[Outcome], i: int, j: int) -> float:
     return sum(alone for alone, _ in timed) / sum(seconds for _, seconds in timed)
 
 
-def check_problems(problems: Sequence[CalibrationProblem], settings: CalibrationSettings) -> None:
+def check_problems(problems: Sequence[HasPrompt], settings: CalibrationSettings) -> None:
     """Raise ValueError unless the problems suffice for the smallest risk level."""
-    if not problems:
-        raise CalibrationError("a calibration needs problems: choose another task, split or limit")
-    name, count = Counter(p.id for p in problems).most_common(1)[0]
-    if count > 1:
-        raise CalibrationError(f"{count} problems have the id {name!r}: give each its own")
+    check_ids(problems)
     needed = least_problems(settings.risks[0], settings.level)
     if len(problems) < needed:
         shared = " (the lengths of blocks share the error budget)" if len(settings.blocks) > 1 else ""
@@ -232,31 +221,9 @@ def check_problems(problems: Sequence[CalibrationProblem], settings: Calibration
         )
 
 
-def _measure(
-    engine: CalibratedEngine,
-    problems: Sequence[CalibrationProblem],
-    check: Callable[[Any, str], bool | None],
-    same: Callable[[str, str], bool],
-    settings: CalibrationSettings,
-    store: RecordStore[Outcome],
-    console: Console | None,
-) -> list[Outcome]:
-    timed = {problem.id for problem in (problems[: settings.timed] if engine.deterministic else problems)}
-    pending = [problem for problem in problems if problem.id not in store.records]
-    with progress_bar(console) as progress:
-        bar = progress.add_task("calibrate", total=len(problems), completed=len(problems) - len(pending))
-        if pending:
-            _outcome(engine, pending[0], check, same, settings, timed=True)  # warm-up
-        for problem in pending:
-            store.append(_outcome(engine, problem, check, same, settings, timed=problem.id in timed))
-            progress.advance(bar)
-            _check_feasible([store.records[p.id] for p in problems if p.id in store.records], len(problems), settings)
-    return [store.records[problem.id] for problem in problems]
-
-
 def _outcome(
-    engine: CalibratedEngine,
-    problem: CalibrationProblem,
+    engine: ParseEngine,
+    problem: HasPrompt,
     check: Callable[[Any, str], bool | None],
     same: Callable[[str, str], bool],
     settings: CalibrationSettings,
@@ -266,7 +233,7 @@ def _outcome(
     target_seconds = None
     if timed:
         engine.clear_caches()
-        alone = engine.generate_target(problem.prompt, plain)
+        alone: Any = engine.generate_target(problem.prompt, plain)
         target_seconds = round(alone.timings.total_s, 4)
     majority = _majority(engine, problem, same, settings) if settings.samples else None
     losses: list[list[float]] = []
@@ -300,8 +267,8 @@ def _outcome(
 
 
 def _majority(
-    engine: CalibratedEngine,
-    problem: CalibrationProblem,
+    engine: ParseEngine,
+    problem: HasPrompt,
     same: Callable[[str, str], bool],
     settings: CalibrationSettings,
 ) -> str:
@@ -309,7 +276,8 @@ def _majority(
     texts = []
     for seed in range(settings.samples):
         sampling = Sampling(SAMPLE_TEMPERATURE, seed=seed)
-        texts.append(engine.generate_target(problem.prompt, settings.generation(), resume_sampling=sampling).text)
+        sample: Any = engine.generate_target(problem.prompt, settings.generation(), resume_sampling=sampling)
+        texts.append(sample.text)
     votes = [sum(same(one, other) for other in texts) for one in texts]
     return texts[votes.index(max(votes))]
 

@@ -11,25 +11,18 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Generic
 
 from parse_infer.acceptance import reachable_prefixes
 from parse_infer.errors import CalibrationError
-from parse_infer.loop import ModelPair, PairWrapper, V
+from parse_infer.loop import ModelPair, V
 from parse_infer.models.prompts import Prompt
 from parse_infer.output import Generation
 from parse_infer.request import Request
 from parse_infer.settings import GenerationSettings
 
-
-class ReplayedEngine(Protocol):
-    """The part of `ParseEngine` that a replay uses."""
-
-    pair_wrapper: PairWrapper
-
-    def generate(self, prompts: Prompt, settings: GenerationSettings | None = None) -> Any: ...
-
-    def clear_caches(self) -> None: ...
+if TYPE_CHECKING:
+    from parse_infer.engine import ParseEngine
 
 
 @dataclass
@@ -64,7 +57,7 @@ class Replay:
         generation, seconds = replay.answer(prompt, settings)
     """
 
-    def __init__(self, engine: ReplayedEngine) -> None:
+    def __init__(self, engine: ParseEngine) -> None:
         self.engine = engine
         self.memory = Memory()
 

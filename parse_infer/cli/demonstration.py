@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -15,35 +13,17 @@ from rich.text import Text
 
 from parse_infer.cli.rich_view import AnswerView, legend
 from parse_infer.engine import ParseEngine
-from parse_infer.errors import ParseError
-from parse_infer.evaluation.modes import BenchProblem, Mode, clear_caches, make_modes, timed
+from parse_infer.evaluation.modes import BenchProblem, make_modes, timed
+from parse_infer.evaluation.records import Record, acceptance_rate, costs
+from parse_infer.evaluation.tables import terminal_table
 from parse_infer.events import Done, Resumed
+from parse_infer.held_out import check_ids
 from parse_infer.models.prompts import Prompt, Verbatim, content_of
 from parse_infer.output import Generation
 from parse_infer.settings import GenerationSettings
 
 REFRESH_S = 0.05
 NAMES = {"target": "target alone", "draft": "draft model alone", "parse": "PARSE"}
-
-
-@dataclass
-class Tally:
-    """Totals of one mode."""
-
-    problems: int = 0
-    right: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def add(self, generation: Generation, seconds: float, right: bool) -> None:
-        self.problems += 1
-        self.right += right
-        self.tokens += len(generation.token_ids)
-        self.seconds += seconds
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
 
 
 def run_demo(
@@ -53,7 +33,7 @@ def run_demo(
     console: Console,
     *,
     max_new_tokens: int = 256,
-) -> dict[str, Tally]:
+) -> dict[str, list[Record]]:
     """Answer every problem with PARSE (shown live), the target alone and the draft model alone; print a table.
 
     All three decode greedily from empty caches. Timings exclude the terminal drawing.
@@ -61,37 +41,33 @@ def run_demo(
     Raises:
         ValueError: no problems, or an engine without draft model or judge.
     """
-    if not problems:
-        raise ParseError("there are no problems to show: choose another limit")
+    check_ids(problems)
     settings = GenerationSettings(max_new_tokens)
     modes = make_modes(engine, ("target", "draft"), settings)
     engine.generate(problems[0].prompt, settings)  # warm-up
     for mode in modes:
         timed(engine, mode, problems[0].prompt)
-    tallies = {name: Tally() for name in NAMES}
-    accepted = drafted = 0
+    records: dict[str, list[Record]] = {name: [] for name in NAMES}
     console.print(legend())
     for number, problem in enumerate(problems, 1):
         console.print()
         console.print(Text(f"{number}/{len(problems)}  {_question(problem.prompt)}", "bold"))
-        generation, seconds = watch(engine, problem.prompt, settings, console)
-        right = check(problem, generation.text)
-        tallies["parse"].add(generation, seconds, right)
-        accepted, drafted = accepted + generation.stats.accepted_tokens, drafted + generation.stats.draft_tokens
-        alone = {}
-        for mode in modes:
-            alone[mode.name] = _alone(engine, mode, problem, check, tallies)
-        console.print(_verdict(problem, right, generation, seconds, alone))
+        answers = {"parse": watch(engine, problem.prompt, settings, console)}
+        answers |= {mode.name: timed(engine, mode, problem.prompt) for mode in modes}
+        for name, (generation, seconds) in answers.items():
+            own = {"problem_id": problem.id, "mode": name, "repeat": 0}
+            records[name].append(Record.of(generation, seconds, correct=check(problem, generation.text), **own))
+        console.print(_verdict(problem, *(records[name][-1] for name in NAMES)))
     console.print()
-    console.print(summary(tallies, accepted / max(1, drafted)))
-    return tallies
+    console.print(summary(records))
+    return records
 
 
 def watch(
     engine: ParseEngine, prompt: Prompt, settings: GenerationSettings, console: Console
 ) -> tuple[Generation, float]:
     """Show an answer while the engine generates it; returns the answer and the engine's seconds."""
-    clear_caches(engine)
+    engine.clear_caches()
     view = AnswerView(engine.threshold if settings.threshold is None else settings.threshold)
     worked, drawn, generation = 0.0, 0.0, None
     with Live(view, console=console, auto_refresh=False, vertical_overflow="visible") as live:
@@ -111,40 +87,29 @@ def watch(
     return generation, worked
 
 
-def summary(tallies: dict[str, Tally], acceptance: float) -> Table:
+def summary(records: dict[str, list[Record]]) -> Table:
     """Build the table of right answers and tokens per second of each mode."""
-    caption = f"PARSE kept {acceptance:.0%} of the draft."
-    table = Table(box=SIMPLE_HEAD, caption=caption, caption_justify="left", padding=(0, 2, 0, 0), pad_edge=False)
-    for heading in ("", "right", "tokens/s", "speed-up"):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for name, tally in tallies.items():
-        ratio = tally.tokens_per_s / tallies["target"].tokens_per_s
-        share = f"{tally.right} of {tally.problems} ({tally.right / tally.problems:.0%})"
-        style = "bold" if name == "parse" else None
-        table.add_row(NAMES[name], share, f"{tally.tokens_per_s:.0f}", f"{ratio:.1f}×", style=style)
-    return table
+    rate = {name: costs(rows)["tokens_per_s"] for name, rows in records.items()}
+    right = {name: sum(bool(row.correct) for row in rows) for name, rows in records.items()}
+    n = len(records["parse"])
+    cells = [
+        [
+            NAMES[name],
+            f"{right[name]} of {n} ({right[name] / n:.0%})",
+            f"{rate[name]:.0f}",
+            f"{rate[name] / rate['target']:.1f}×",
+        ]
+        for name in records
+    ]
+    caption = f"PARSE kept {acceptance_rate(records['parse']):.0%} of the draft."
+    return terminal_table(("", "right", "tokens/s", "speed-up"), cells, caption=caption)
 
 
-def _alone(
-    engine: ParseEngine,
-    mode: Mode,
-    problem: BenchProblem,
-    check: Callable[[Any, str], bool],
-    tallies: dict[str, Tally],
-) -> float:
-    generation, seconds = timed(engine, mode, problem.prompt)
-    tallies[mode.name].add(generation, seconds, check(problem, generation.text))
-    return seconds
-
-
-def _verdict(
-    problem: BenchProblem, right: bool, generation: Generation, seconds: float, alone: dict[str, float]
-) -> Text:
-    text = Text("right" if right else f"wrong (it is {problem.reference})", "green" if right else "red")
-    stats = generation.stats
+def _verdict(problem: BenchProblem, target: Record, draft: Record, parse: Record) -> Text:
+    text = Text(*(("right", "green") if parse.correct else (f"wrong (it is {problem.reference})", "red")))
     text.append(
-        f"  kept {stats.acceptance_rate:.0%} of the draft, {stats.target_forwards} target forwards, {seconds:.2f} s; "
-        f"target alone {alone['target']:.2f} s, draft model alone {alone['draft']:.2f} s",
+        f"  kept {acceptance_rate([parse]):.0%} of the draft, {parse.target_forwards} target forwards, "
+        f"{parse.seconds:.2f} s; target alone {target.seconds:.2f} s, draft model alone {draft.seconds:.2f} s",
         "dim",
     )
     return text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from parse_infer.cli.rich_view import STYLES, coloured_spans
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Accepted, Done, Event, Resumed
 from parse_infer.output import Generation
+from parse_infer.record_runner import run_missing
 from parse_infer.record_store import RecordStore
 from parse_infer.settings import GenerationSettings
 
@@ -83,17 +83,13 @@ def answer_file(engine: ParseEngine, rows: Sequence[PromptRow], settings: Genera
         "settings": asdict(resolve_risk(settings, engine.calibration)),
     }
     store = RecordStore(folder, config, AnswerRecord, "run of answers")
-    left = [(number, row) for number, row in enumerate(rows) if number not in store.records]
-    progress = Console(stderr=True, highlight=False)
-    generations = _generations(engine, [row for _, row in left], settings)
-    try:
-        for (number, row), generation in zip(left, generations, strict=True):
-            store.append(AnswerRecord(number, row.id, _as_json(generation)))
-            if progress.is_terminal:
-                print(f"{len(store.records)} of {len(rows)} answers", end="\r", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues where it stopped", file=sys.stderr)
-        raise
+
+    def measure(pending: list[tuple[int, PromptRow]]) -> Iterator[AnswerRecord]:
+        generations = _generations(engine, [row for _, row in pending], settings)
+        for (number, row), generation in zip(pending, generations, strict=True):
+            yield AnswerRecord(number, row.id, _as_json(generation))
+
+    run_missing(store, {number: (number, row) for number, row in enumerate(rows)}, measure, "answers")
     print(f"Written: {len(rows)} answers in {folder}/records.jsonl")
 
 

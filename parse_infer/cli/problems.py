@@ -32,3 +32,8 @@ def take_problems(task: Any, split: str, seed: int, limit: int) -> list[Any]:
     if len(problems) < limit:
         print(f"note: task {task.name} has only {len(problems)} {split} problems, not {limit}", file=sys.stderr)
     return problems
+
+
+def describe_problems(name: str, task_options: Sequence[str] | None, split: str, seed: int) -> str:
+    """Name the problems of a run, for its results."""
+    return f"{' '.join([name, *(task_options or ())])}, {split} split, seed {seed}"

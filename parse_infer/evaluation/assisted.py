@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,18 +10,22 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from parse_infer.errors import ParseError
-from parse_infer.evaluation.target_vocabulary import in_target_vocabulary
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.prompts import Prompt
-from parse_infer.models.token_map import token_map
+from parse_infer.models.token_map import TokenMap, token_map
 from parse_infer.output import Generation, Span, Statistics, Timings
 from parse_infer.settings import GenerationSettings
 
 Schedule = Literal["constant", "heuristic"]
+_SIZES: dict[str, tuple[str, type]] = {
+    "tokens": (r"[1-9]\d*", int),
+    "confidence": (r"0(\.\d+)?|1(\.0+)?", float),
+    "schedule": ("|".join(get_args(Schedule)), str),
+}
 
 
 @dataclass(frozen=True)
@@ -44,39 +49,30 @@ class AssistantSettings:
         found: dict[str, Any] = {}
         for part in name.split(":")[1:]:
             key, _, value = part.partition("=")
-            if key == "tokens" and value.isdecimal() and int(value) > 0:
-                found[key] = int(value)
-            elif key == "confidence" and re.fullmatch(r"0(\.\d+)?|1(\.0+)?", value):
-                found[key] = float(value)
-            elif key == "schedule" and value in get_args(Schedule):
-                found[key] = value
-            else:
+            pattern, convert = _SIZES.get(key, ("(?!)", str))
+            if not re.fullmatch(pattern, value):
                 raise ParseError(
                     f"{part!r} in mode {name!r} is none of: tokens=NUMBER, confidence=0 to 1, "
                     f"schedule={' or '.join(get_args(Schedule))}"
                 )
+            found[key] = convert(value)
         return cls(**found)
 
     @contextmanager
     def on(self, assistant: PreTrainedModel) -> Iterator[None]:
-        """Apply the settings to the assistant's generation config inside the block, then restore it.
+        """Give the assistant a generation config with these settings inside the block.
 
         transformers reads them there, and a heuristic schedule also writes them there.
         """
-        config: Any = assistant.generation_config
-        wanted = {
-            "num_assistant_tokens": self.tokens,
-            "assistant_confidence_threshold": self.confidence,
-            "num_assistant_tokens_schedule": self.schedule,
-        }
-        before = {key: getattr(config, key) for key in wanted}
+        before: Any = assistant.generation_config
+        names = ("num_assistant_tokens", "assistant_confidence_threshold", "num_assistant_tokens_schedule")
+        wanted = dict(zip(names, (self.tokens, self.confidence, self.schedule), strict=True))
+        assistant.generation_config = config = copy.deepcopy(before)
+        config.update(**{name: value for name, value in wanted.items() if value is not None})
         try:
-            for key, value in wanted.items():
-                setattr(config, key, before[key] if value is None else value)
             yield
         finally:
-            for key, value in before.items():
-                setattr(config, key, value)
+            assistant.generation_config = before
 
 
 class TransformersGeneration:
@@ -150,3 +146,55 @@ def _counted(model: nn.Module | None) -> Iterator[list[int]]:
     finally:
         if handle is not None:
             handle.remove()
+
+
+def in_target_vocabulary(draft: LanguageModel, target: LanguageModel, tokens: TokenMap) -> PreTrainedModel:
+    """Copy a draft model with a reduced vocabulary: shared layers, and the target's vocabulary.
+
+    Otherwise transformers would assist through text, without special tokens: the draft model would see neither chat
+    template nor end token.
+
+    A target token that maps to several draft tokens gets the mean of their embeddings. A target token without a draft
+    token gets the logit minus infinity.
+
+    Args:
+        tokens: map from the draft model's tokenizer to the target's.
+    """
+    model = draft.model
+    weights = [*model.parameters(), *model.buffers()]
+    other = copy.deepcopy(model, {id(tensor): tensor for tensor in weights})
+    size = target.model.config.get_text_config(decoder=True).vocab_size
+    pieces = [tokens.from_target(token) for token in range(size)]
+    other.set_input_embeddings(_embedding(model.get_input_embeddings(), pieces))
+    other.set_output_embeddings(_Output(model.get_output_embeddings(), tokens, size, model.device))
+    other.config.get_text_config(decoder=True).vocab_size = size
+    return other
+
+
+def _embedding(own: nn.Module, pieces: list[tuple[int, ...]]) -> nn.Embedding:
+    """Input embedding [V, H] over the target's vocabulary; zeros for padding."""
+    weight: Tensor = own.weight  # type: ignore[assignment]
+    device = weight.device
+    flat = torch.tensor([piece for token in pieces for piece in token], device=device)
+    ends = torch.tensor([len(token) for token in pieces], device=device).cumsum(0)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    with torch.no_grad():
+        read = own(torch.arange(len(weight), device=device))  # some embedding modules scale their output
+        return nn.Embedding.from_pretrained(nn.functional.embedding_bag(flat, read, starts, mode="mean"))
+
+
+class _Output(nn.Module):
+    """Output layer with logits [..., V] over the target's vocabulary."""
+
+    def __init__(self, own: nn.Module, tokens: TokenMap, size: int, device: torch.device) -> None:
+        super().__init__()
+        self.own, self.size = own, size
+        self.of_draft, self.of_target = (
+            torch.tensor(ids, device=device) for ids in (tokens.draft_ids, tokens.target_ids)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = self.own(hidden)
+        spread = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
+        spread[..., self.of_target] = logits[..., self.of_draft]
+        return spread

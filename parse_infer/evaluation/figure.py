@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from PIL import Image
 
 from parse_infer.evaluation.results_file import digest
 from parse_infer.files import atomic_write
@@ -28,57 +28,52 @@ POINTS = {
 def draw_figure(results: dict[str, Any], path: Path) -> None:
     """Write a PNG. All points use the same problems: those of the sweep if there is one, else all.
 
-    The file's metadata holds the digest of the results; see `drawn_from`.
     Without mode "target", speed is in tokens per second.
     """
     sweep = results["sweep"]
     modes = sweep["modes"] if sweep else results["modes"]
     n = sweep["problems"] if sweep else results["environment"]["problems"]
     speed = "speedup" if "target" in modes else "tokens_per_s"
-    figure = Figure(figsize=(7.2, 4.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for name, (label, colour) in CURVES.items():
-        points = [p for p in (sweep["points"] if sweep else []) if p["mode"] == name]
-        _curve(axes, points, speed, label, colour)
-        if name in modes:
-            chosen = name == "parse"
-            threshold = results["environment"].get("chosen_threshold") if chosen else None
-            suffix = "" if threshold is None else f", chosen threshold {threshold:.3g}"
-            _point(axes, modes[name], speed, label + suffix, "*" if chosen else "P", colour, 15 if chosen else 8)
-    for name in modes:
-        kind, _, sizes = name.partition(":")
-        if kind in POINTS:
-            label, marker, colour = POINTS[kind]
-            own = f", {sizes.replace(':', ', ').replace('=', ' ')}" if sizes else ""
-            _point(axes, modes[name], speed, label + own, marker, colour, 7)
-    scored = results["environment"].get("scored", True)
-    axes.set_xlabel(
-        f"{'right answers' if scored else 'same answers as the target'}, % (bars: 95 % interval; {n} problems)"
-    )
-    axes.set_ylabel("speed-up over the target alone (tokens/s)" if speed == "speedup" else "tokens/s")
-    axes.margins(x=0.08)
-    plain(axes)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    with plot(path, results) as (axes,):
+        for name, (label, colour) in CURVES.items():
+            points = [p for p in (sweep["points"] if sweep else []) if p["mode"] == name]
+            _curve(axes, points, speed, label, colour)
+            if name in modes:
+                chosen = name == "parse"
+                threshold = results["environment"].get("chosen_threshold") if chosen else None
+                suffix = "" if threshold is None else f", chosen threshold {threshold:.3g}"
+                _point(axes, modes[name], speed, label + suffix, "*" if chosen else "P", colour, 15 if chosen else 8)
+        for name in modes:
+            kind, _, sizes = name.partition(":")
+            if kind in POINTS:
+                label, marker, colour = POINTS[kind]
+                own = f", {sizes.replace(':', ', ').replace('=', ' ')}" if sizes else ""
+                _point(axes, modes[name], speed, label + own, marker, colour, 7)
+        scored = results["environment"].get("scored", True)
+        axes.set_xlabel(
+            f"{'right answers' if scored else 'same answers as the target'}, % (bars: 95 % interval; {n} problems)"
+        )
+        axes.set_ylabel("speed-up over the target alone (tokens/s)" if speed == "speedup" else "tokens/s")
+        axes.margins(x=0.08)
+
+
+@contextmanager
+def plot(path: Path, results: dict[str, Any], columns: int = 1) -> Iterator[list[Axes]]:
+    """Yield axes side by side, then give them the common style and one legend, and write them as a PNG.
+
+    The file's metadata holds the digest of the results.
+    """
+    figure = Figure(figsize=(7.2, 4.8) if columns == 1 else (8.4, 4.0), dpi=150, layout="constrained")
+    found = list(figure.subplots(1, columns, squeeze=False)[0])
+    yield found
+    for axes in found:  # y axis from zero, a faint grid, no frame
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=columns + 1, fontsize=8, frameon=False)
     with atomic_write(path) as beside:
         figure.savefig(beside, format="png", metadata={ORIGIN: digest(results)})
-
-
-def plain(axes: Axes) -> None:
-    """Apply the common style: y axis from zero, a faint grid, no frame."""
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
-def drawn_from(path: Path) -> str | None:
-    """Digest of the results that a figure shows; None without the file or its digest."""
-    if not path.is_file():
-        return None
-    with Image.open(path) as image:
-        return image.info.get(ORIGIN)
 
 
 def _curve(axes: Axes, points: list[dict[str, Any]], speed: str, label: str, colour: str) -> None:

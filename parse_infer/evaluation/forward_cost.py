@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, Qwen3Config
 
 from parse_infer.errors import ParseError
+from parse_infer.evaluation.tables import terminal_table
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
 from parse_infer.judge.cuts import Segmenter
 from parse_infer.judge.head import ValidityHead
@@ -206,10 +206,7 @@ def forward_costs(
 def report(seconds: dict[str, list[float]], drafted: int) -> tuple[Table, str]:
     """Build the table, and a summary of PARSE's largest speed-up with a draft of this many tokens."""
     median = {name: statistics.median(times) for name, times in seconds.items()}
-    table = Table("forward", box=SIMPLE_HEAD)
-    table.columns[0].no_wrap = True
-    for heading in ("ms", "middle half", "target forwards", "pays from"):
-        table.add_column(heading, justify="right")
+    cells = []
     for name, times in seconds.items():
         quarter, ordered = len(times) // 4, sorted(times)
         half = f"{1e3 * ordered[quarter]:.2f}-{1e3 * ordered[-1 - quarter]:.2f}"
@@ -219,9 +216,9 @@ def report(seconds: dict[str, list[float]], drafted: int) -> tuple[Table, str]:
         elif name.endswith((", chain", ", tree")):
             look = median[CHAIN if name.endswith("chain") else TREE]
             pays = f"{(median[name] + look) / median[STEP]:.2f}"
-        table.add_row(name, f"{1e3 * median[name]:.2f}", half, f"{median[name] / median[STEP]:.2f}", pays)
+        cells.append([name, f"{1e3 * median[name]:.2f}", half, f"{median[name] / median[STEP]:.2f}", pays])
     limit = drafted * median[STEP] / (drafted * median[DRAFT_STEP] + median[PACKED])
-    return table, (
+    return terminal_table(("forward", "ms", "middle half", "target forwards", "pays from"), cells), (
         f"A fully accepted draft of {drafted} tokens is {limit:.2f} times as fast as the target alone; with a free "
         f"draft, {drafted * median[STEP] / median[PACKED]:.1f} times. With probes, the pass takes "
         f"{median[PACKED] / median[PREFILL]:.2f} times as long as a prefill. Pays from: break-even of a token "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,32 +16,25 @@ from rich.console import Console
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.modes import Mode, timed
+from parse_infer.evaluation.records import Answer
 from parse_infer.models.prompts import Prompt, Verbatim
 from parse_infer.output import Generation
-from parse_infer.record_store import RecordStore, progress_bar
+from parse_infer.record_runner import run_missing
+from parse_infer.record_store import RecordStore
 from parse_infer.settings import GenerationSettings
 
 MODES = ("target", "parse")
 
 
-@dataclass(frozen=True)
-class Record:
-    """One answer of one mode. Tokens are target tokens."""
+@dataclass(frozen=True, kw_only=True)
+class EvalRecord(Answer):
+    """One answer of one mode. `text` is lm-eval's, without the final stop string."""
 
     request: str
     """Digest of task, problem, prompt, stop strings and token limit."""
     mode: str
     task: str
     problem: int
-    text: str
-    """Text for lm-eval, without the final stop string."""
-    seconds: float
-    """Wall-clock time from prompt to answer, from empty caches."""
-    n_tokens: int
-    finish_reason: str
-    target_forwards: int
-    draft_tokens: int
-    accepted_tokens: int
 
     @property
     def key(self) -> tuple[str, str]:
@@ -77,7 +70,7 @@ class ParseLM(LM):
     def __init__(
         self,
         engine: ParseEngine,
-        store: RecordStore[Record],
+        store: RecordStore[EvalRecord],
         settings: GenerationSettings | None = None,
         max_new_tokens: int | None = None,
         console: Console | None = None,
@@ -89,7 +82,7 @@ class ParseLM(LM):
         self._store = store
         self._settings = settings or GenerationSettings()
         self._max_new_tokens = max_new_tokens
-        self._console = console or Console(stderr=True)
+        self._console = console
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the answers of `mode`, each cut before its first stop string.
@@ -100,7 +93,12 @@ class ParseLM(LM):
         self.asked = {}
         for each in asked:
             self.asked.setdefault(each.task, []).append(each.digest)
-        self._answer(list({each.digest: each for each in asked}.values()))
+        runs = {
+            (request.digest, mode): (request, mode)
+            for i, request in enumerate({each.digest: each for each in asked}.values())
+            for mode in (MODES if i % 2 == 0 else MODES[::-1])  # alternate which mode comes first
+        }
+        run_missing(self._store, runs, self._measure, "eval", self._console)
         return [self._store.records[each.digest, self.mode].text for each in asked]
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
@@ -136,14 +134,7 @@ class ParseLM(LM):
         digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
         return _Request(task, problem, prompt, settings, digest)
 
-    def _answer(self, requests: Sequence[_Request]) -> None:
-        """Run the missing answers, alternating which mode comes first."""
-        pending = [
-            (request, mode)
-            for i, request in enumerate(requests)
-            for mode in (MODES if i % 2 == 0 else MODES[::-1])
-            if (request.digest, mode) not in self._store.records
-        ]
+    def _measure(self, pending: list[tuple[_Request, str]]) -> Iterator[EvalRecord]:
         for model in filter(None, (self._engine.target, self._engine.draft)):
             for request in {request.digest: request for request, _ in pending}.values():
                 try:
@@ -151,32 +142,19 @@ class ParseLM(LM):
                 except ValueError as error:
                     where = f"problem {request.problem} of {request.task} (fewer examples: --num-fewshot)"
                     raise ParseError(f"{where}: {error}") from error
-        if not pending:
-            return
-        with progress_bar(self._console) as progress:
-            bar = progress.add_task("warm-up", total=len(requests) * 2, completed=len(requests) * 2 - len(pending))
-            for mode in MODES:
-                self._timed(pending[0][0], mode)  # warm-up
-            for request, mode in pending:
-                progress.update(bar, description=request.task)
-                self._store.append(self._record(request, mode))
-                progress.advance(bar)
-
-    def _record(self, request: _Request, mode: str) -> Record:
-        answer, seconds = self._timed(request, mode)
-        return Record(
-            request=request.digest,
-            mode=mode,
-            task=request.task,
-            problem=request.problem,
-            text=postprocess_generated_text(answer.text, list(request.settings.stop), None),
-            seconds=round(seconds, 4),
-            n_tokens=len(answer.token_ids),
-            finish_reason=answer.finish_reason,
-            target_forwards=answer.stats.target_forwards,
-            draft_tokens=answer.stats.draft_tokens,
-            accepted_tokens=answer.stats.accepted_tokens,
-        )
+        for mode in MODES:
+            self._timed(pending[0][0], mode)  # warm-up
+        for request, mode in pending:
+            answer, seconds = self._timed(request, mode)
+            yield EvalRecord.of(
+                answer,
+                seconds,
+                request=request.digest,
+                mode=mode,
+                task=request.task,
+                problem=request.problem,
+                text=postprocess_generated_text(answer.text, list(request.settings.stop), None),
+            )
 
     def _timed(self, request: _Request, mode: str) -> tuple[Generation, float]:
         engine = self._engine

@@ -13,16 +13,32 @@ from rich.console import Console
 
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
-from parse_infer.evaluation.lm_eval_model import MODES, ParseLM, Record
-from parse_infer.evaluation.lm_eval_tables import markdown
+from parse_infer.evaluation.lm_eval_model import MODES, EvalRecord, ParseLM
 from parse_infer.evaluation.lm_eval_tasks import Row, Tasks
+from parse_infer.evaluation.records import acceptance_rate, costs
+from parse_infer.evaluation.report import speedups
 from parse_infer.evaluation.results_file import write_results
-from parse_infer.evaluation.statistics import difference_interval, rate_ratio_interval
+from parse_infer.evaluation.statistics import difference_interval
+from parse_infer.evaluation.tables import (
+    Table,
+    format_percent,
+    format_times,
+    machine,
+    markdown_table,
+    terminal_table,
+)
 from parse_infer.files import write_text
 from parse_infer.models.environment import describe_run
 from parse_infer.record_store import RecordStore
 from parse_infer.settings import BlockTokens, GenerationSettings
 
+HEADER = ("task, problems", "metric", "target", "PARSE", "difference", "tokens/s", "speed-up", "accepted, %")
+AGREES = "same text"  # share of answers identical to the target's, for tasks without metrics
+NOTE = (
+    "Metrics are lm-eval's, ± its standard error; brackets: 95 % intervals (paired; Newcombe's for shares, else the "
+    "bootstrap over problems). Both modes answered each problem one right after the other. Speed-up: ratio of "
+    "tokens/s. Accepted: share of the draft tokens that became part of the answer."
+)
 _LM_EVAL_KEYS = ("results", "groups", "versions", "n-shot", "n-samples")  # parts of lm-eval's report in results.json
 
 
@@ -92,7 +108,7 @@ def run_eval(
         "threshold": engine.threshold,
         "block_tokens": settings.block_tokens,
     }
-    store = RecordStore(folder, environment, Record, "measurement")
+    store = RecordStore(folder, environment, EvalRecord, "measurement")
     lm = ParseLM(engine, store, settings.generation(), settings.max_new_tokens, console)
     found: dict[str, Any] = {}
     asked = []
@@ -123,32 +139,14 @@ def run_eval(
 
 def _figures(row: Row, found: Mapping[str, Any], answers: Mapping[str, Any], seed: int) -> dict[str, Any]:
     target, parse = ([record for task in row.tasks for record in answers[task][i]] for i in range(len(MODES)))
-    counts = [[r.n_tokens for r in rows] for rows in (parse, target)]
-    seconds = [[r.seconds for r in rows] for rows in (parse, target)]
-    ones = np.ones(len(parse))
-    speed = {mode: _speed(rows) for mode, rows in zip(MODES, (target, parse), strict=True)}
     return {
         "lm_eval_task": row.result,
         "n": len(parse),
         "metrics": _metrics(row, found, seed),
         "same_text": float(np.mean([t.text == p.text for t, p in zip(target, parse, strict=True)])),
-        "speed": speed,
-        "speedup": speed["parse"]["tokens_per_s"] / speed["target"]["tokens_per_s"],
-        "speedup_ci": rate_ratio_interval(counts[0], seconds[0], counts[1], seconds[1], seed=seed),
-        "time_speedup": sum(seconds[1]) / sum(seconds[0]),
-        "time_speedup_ci": rate_ratio_interval(ones, seconds[0], ones, seconds[1], seed=seed),
-        "acceptance_rate": sum(r.accepted_tokens for r in parse) / max(1, sum(r.draft_tokens for r in parse)),
-    }
-
-
-def _speed(rows: Sequence[Record]) -> dict[str, float]:
-    n, seconds = len(rows), sum(r.seconds for r in rows)
-    return {
-        "tokens_per_s": sum(r.n_tokens for r in rows) / seconds,
-        "seconds_per_answer": seconds / n,
-        "tokens_per_answer": sum(r.n_tokens for r in rows) / n,
-        "target_forwards": sum(r.target_forwards for r in rows) / n,
-        "cut_off": sum(r.finish_reason == "length" for r in rows) / n,
+        "speed": {"target": costs(target), "parse": costs(parse)},
+        **speedups(parse, target, seed),
+        "acceptance_rate": acceptance_rate(parse),
     }
 
 
@@ -184,3 +182,60 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     return value.item() if isinstance(value, np.generic) else value
+
+
+def rows(results: dict[str, Any]) -> list[list[str]]:
+    """Cells under `HEADER`, one row per metric of a task; the first row has the speed."""
+    cells = []
+    for name, task in results["tasks"].items():
+        speed = [
+            " → ".join(f"{task['speed'][mode]['tokens_per_s']:.0f}" for mode in ("target", "parse")),
+            format_times(task["speedup"], task["speedup_ci"]),
+            format_percent(task["acceptance_rate"]),
+        ]
+        label = name if name == task["lm_eval_task"] else f"{name} ({task['lm_eval_task']})"
+        agreement = [AGREES, "", f"{task['same_text']:.3f}", ""]
+        told = [[key, *_compared(metric)] for key, metric in task["metrics"].items()] or [agreement]
+        cells.append([f"{label}, {task['n']}", *told[0], *speed])
+        cells += [["", *columns, *[""] * len(speed)] for columns in told[1:]]
+    return cells
+
+
+def _proposer(drafter: dict[str, Any] | None) -> str:
+    if drafter is None:
+        return "none"
+    sizes = ", ".join(f"{key} {value}" for key, value in drafter.items() if key not in ("kind", "weights"))
+    return f"{drafter['kind']} ({sizes})"
+
+
+def _compared(metric: dict[str, Any]) -> list[str]:
+    errors, interval = metric["stderr"], metric["difference_ci"]
+    values = [
+        f"{metric[mode]:.3f}" + ("" if errors[mode] is None else f" ± {errors[mode]:.3f}")
+        for mode in ("target", "parse")
+    ]
+    around = f" [{interval[0]:+.3f}, {interval[1]:+.3f}]" if interval else ""
+    return [*values, f"{metric['difference']:+.3f}{around}"]
+
+
+def table(results: dict[str, Any]) -> Table:
+    """Build a narrow table, with each interval, error and filter on its own line."""
+    cells = [[*(cell.replace(",", "\n") for cell in row[:2]), *row[2:]] for row in rows(results)]
+    return terminal_table([name.replace(", ", "\n") for name in HEADER], cells, caption=NOTE, breaks=r"(?<![±→]) ")
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The content of `results.md`."""
+    environment = results["environment"]
+    models = " and ".join(environment[role]["name"] for role in ("target", "draft") if environment[role])
+    lines = [
+        f"`{environment['command']}`, {environment['date']}: {models}, threshold {environment['threshold']:.4g}, "
+        f"block tokens {environment['block_tokens']}, token proposer of the target: "
+        f"{_proposer(environment['target_drafter'])}; "
+        f"{machine(environment)}, {environment['dtype']}.",
+        "",
+        *markdown_table(HEADER, rows(results)),
+        "",
+        NOTE,
+    ]
+    return "\n".join(lines) + "\n"

@@ -23,18 +23,7 @@ from parse_infer.suggest import suggestion
 # Benchmarks that lm-eval scores by log-likelihoods, with their generative variants. Both variants reason first, since
 # a one-letter answer leaves nothing to draft.
 GENERATIVE = {"mmlu": "mmlu_cot_llama", "gpqa": "gpqa_diamond_cot_zeroshot"}
-# lm-eval lacks MT-Bench, which needs an LLM judge. Its first turns still measure speed and agreement.
-MT_BENCH: dict[str, Any] = {
-    "task": "mt_bench",
-    "dataset_path": "HuggingFaceH4/mt_bench_prompts",
-    "test_split": "train",
-    "output_type": "generate_until",
-    "doc_to_text": "{{ (turns if turns is defined else prompt)[0] }}",
-    "doc_to_target": "",
-    "generation_kwargs": {"until": [], "max_gen_toks": 1024, "do_sample": False},
-    "metric_list": [{"metric": "bypass", "higher_is_better": True}],
-    "num_fewshot": 0,
-}
+OWN_TASKS = Path(__file__).parent / "tasks"
 SEED = 1234  # of few-shot examples, as in lm-eval
 _SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
@@ -112,14 +101,14 @@ def load_tasks(
     """
     if not names:
         raise ParseError("--tasks is empty: give for example --tasks gsm8k,minerva_math")
-    if num_fewshot is not None and num_fewshot < 0:
-        raise ParseError(f"num_fewshot is {num_fewshot}; it must be at least 0")
-    catalogue, data = Catalogue(), data or {}
-    specs = {}
+    data, specs = data or {}, {}
     for name in dict.fromkeys(names):
-        for config in catalogue.configs(name):
+        members = configs(name)
+        for config in members:
             _check_answerable(name, config, confirm_run_unsafe_code)
-        specs[name] = catalogue.spec(name, data.get(name), num_fewshot)
+        specs[name] = (
+            _from_files(name, members, data[name], num_fewshot) if name in data else GENERATIVE.get(name, name)
+        )
     datasets.disable_progress_bars()
     for noisy in ("lm_eval", "huggingface_hub"):  # hide warnings about overridden defaults and connection attempts
         logging.getLogger(noisy).setLevel(logging.ERROR)
@@ -127,14 +116,16 @@ def load_tasks(
     loaded = Tasks()
     for name, spec in specs.items():
         try:
-            found = catalogue.manager.load([spec])
+            found = _manager().load([spec])
         except Exception as error:  # from the Hub, datasets or the task's own code
+            member = configs(name)[0]
             raise ParseError(
-                f"task {name!r} cannot be loaded with {_source(name, catalogue, data)} ({first_sentence(error)})"
+                f"task {name!r} cannot be loaded ({first_sentence(error)}): check the connection, or give --data "
+                f"{name if member['task'] == GENERATIVE.get(name, name) else member['task']}=FILE with the columns of "
+                f"{member.get('dataset_path')}"
             ) from error
         for task in found["tasks"].values():
-            shots = _shots(task.config.num_fewshot, num_fewshot)
-            task.set_config(key="num_fewshot", value=shots)
+            task.set_config(key="num_fewshot", value=_shots(task.config.num_fewshot, num_fewshot))
             if task.task_name in loaded.tasks:
                 raise ParseError(f"task {task.task_name!r}, part of {name!r}, is given twice: leave one out")
             loaded.tasks[task.task_name] = task
@@ -148,57 +139,37 @@ def load_tasks(
     return loaded
 
 
-class Catalogue:
-    """Configurations of all tasks from lm-eval's YAML files, without running the tasks' code."""
+def configs(name: str) -> list[dict[str, Any]]:
+    """The configurations of a task's, group's or tag's tasks, without running the tasks' code.
 
-    def __init__(self) -> None:
-        self.manager = _manager()
-        self._index = self.manager.task_index
+    Raises ValueError for an unknown name.
+    """
+    manager, known = _manager(), GENERATIVE.get(name, name)
+    if known not in manager.task_index:
+        raise ParseError(f"unknown task {name!r}; {suggestion(name, manager.all_tasks)}")
+    return list(_members(known))
 
-    def configs(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yield the configurations of a task, group or tag. Raises ValueError for an unknown name."""
-        known = GENERATIVE.get(name, name)
-        if name == "mt_bench":
-            yield MT_BENCH
-        elif known not in self._index:
-            raise ParseError(f"unknown task {name!r}; {suggestion(name, ['mt_bench', *self.manager.all_tasks])}")
+
+def _members(item: Any) -> Iterator[dict[str, Any]]:
+    """Yield the tasks of a group, whose members are names or inline tasks and groups."""
+    index = _manager().task_index
+    if isinstance(item, Mapping):
+        item = item["group"] if item.get("group") in index else item.get("task", [])
+    if isinstance(item, list):
+        for each in item:
+            yield from _members(each)
+    elif (entry := index.get(item)) is not None:
+        if entry.kind.name == "TAG":
+            yield from _members(sorted(entry.tags))
+        elif entry.kind.name == "GROUP":
+            yield from _members((entry.cfg or {}).get("task", []))
         else:
-            yield from self._members(known)
-
-    def spec(self, name: str, files: Files | None, num_fewshot: int | None) -> Any:
-        """Input of lm-eval's `TaskManager.load` for a name. Raises ValueError for files that do not fit the task."""
-        own = name == "mt_bench"
-        if files is None:
-            return MT_BENCH if own else GENERATIVE.get(name, name)
-        config, *others = self.configs(name)
-        if others:
-            raise ParseError(
-                f"{name!r} has several tasks: give one, such as {config['task']!r}, in --tasks and --data"
-            )
-        local = _from_files(name, config, files, num_fewshot)
-        # lm-eval overrides a registered task only as a member of a group.
-        member = {"task": config["task"], **local}
-        return {**MT_BENCH, **local} if own else {"group": f"{name} from files", "task": [member]}
-
-    def _members(self, item: Any) -> Iterator[dict[str, Any]]:
-        """Yield the tasks of a group, whose members are names or inline tasks and groups."""
-        if isinstance(item, Mapping):
-            item = item["group"] if item.get("group") in self._index else item.get("task", [])
-        if isinstance(item, list):
-            for each in item:
-                yield from self._members(each)
-        elif (entry := self._index.get(item)) is not None:
-            if entry.tags and item in self.manager.all_tags:
-                yield from self._members(sorted(entry.tags))
-            elif item in self.manager.all_groups:
-                yield from self._members((entry.cfg or {}).get("task", []))
-            else:
-                yield {"task": item, **(entry.cfg or {})}
+            yield {"task": item, **(entry.cfg or {})}
 
 
 @cache
 def _manager() -> TaskManager:
-    return TaskManager()  # reads some ten thousand files
+    return TaskManager(include_path=OWN_TASKS)  # reads some ten thousand files
 
 
 def _check_answerable(name: str, config: Mapping[str, Any], confirm_run_unsafe_code: bool) -> None:
@@ -225,8 +196,14 @@ def _check_answerable(name: str, config: Mapping[str, Any], confirm_run_unsafe_c
         raise ParseError(f"{what} uses Hugging Face's code_eval, which also needs HF_ALLOW_CODE_EVAL=1")
 
 
-def _from_files(name: str, config: Mapping[str, Any], files: Files, num_fewshot: int | None) -> dict[str, Any]:
-    """Overrides of a task's configuration for problems from local files."""
+def _from_files(name: str, members: Sequence[Any], files: Files, num_fewshot: int | None) -> dict[str, Any]:
+    """Input of `TaskManager.load` for a task with problems from local files.
+
+    Raises ValueError for several tasks, or for files that do not fit the task.
+    """
+    config, *others = members
+    if others:
+        raise ParseError(f"{name!r} has several tasks: give one, such as {config['task']!r}, in --tasks and --data")
     evaluated = config.get("test_split") or config.get("validation_split")
     paths = {split or evaluated: str(path) for split, path in files.items()}
     own = [config.get(key) for key in _SPLITS]
@@ -245,16 +222,9 @@ def _from_files(name: str, config: Mapping[str, Any], files: Files, num_fewshot:
             f"--data {name}:{examples}=FILE, or give --num-fewshot 0"
         )
     absent = {key: None for key in _SPLITS if config.get(key) not in paths}
-    return {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": paths}, **absent}
-
-
-def _source(name: str, catalogue: Catalogue, data: Mapping[str, Files]) -> str:
-    """Source of a task's problems and a remedy, for an error message."""
-    config, *others = catalogue.configs(name)
-    columns = config.get("dataset_path")
-    if name in data:
-        return f"{', '.join(map(str, data[name].values()))}, which must have the columns of {columns}"
-    return f"its dataset {columns}: check the connection, or give --data {config['task'] if others else name}=FILE"
+    source = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": paths}, **absent}
+    # lm-eval overrides a registered task only as a member of a group.
+    return {"group": f"{name} from files", "task": [{"task": config["task"], **source}]}
 
 
 def _seed() -> None:

@@ -15,20 +15,19 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
-from parse_infer.evaluation.figure import plain
+from parse_infer.evaluation.figure import plot
 from parse_infer.evaluation.mode_names import block_tokens_of, is_adaptive
 from parse_infer.evaluation.modes import BenchProblem, problems_digest
 from parse_infer.evaluation.statistics import wilson_interval
-from parse_infer.evaluation.tables import format_times
+from parse_infer.evaluation.tables import format_number, format_percent, format_times, markdown_table, terminal_table
 from parse_infer.events import Accepted, Done, Resumed
-from parse_infer.files import atomic_write, write_json, write_text
+from parse_infer.files import write_json, write_text
 from parse_infer.models.environment import describe_run
+from parse_infer.record_runner import run_missing
 from parse_infer.record_store import RecordStore
 from parse_infer.settings import GenerationSettings
 from parse_infer.speculation.medusa import MedusaConfig
@@ -151,34 +150,37 @@ def run_clients(
     modes, clients = list(dict.fromkeys(modes)), list(dict.fromkeys(clients))
     config = {**about, "settings": asdict(settings), "problems": problems_digest(problems)}
     store = RecordStore(folder, config, Cell)
-    todo = [key for key in _order(modes, clients, turns) if key not in store.records]
+    runs = list(_order(modes, clients, turns))
     server_by_mode = {mode: server_of(mode) for mode in modes}
     if not together:
-        todo.sort(key=lambda key: list(server_by_mode.values()).index(server_by_mode[key[0]]))
-    with ExitStack() as servers:
+        runs.sort(key=lambda key: list(server_by_mode.values()).index(server_by_mode[key[0]]))
+
+    def measure(pending: list[tuple[str, int, int]]) -> Iterator[Cell]:
         up: dict[str, ParseEngine] = {}
         warm = set()
-        for mode, n, turn in todo:
-            server = server_by_mode[mode]
-            if str(server) not in up:
-                if not together:
-                    servers.close()
-                    up.clear()
-                up[str(server)] = servers.enter_context(connect(*server))
-            engine = up[str(server)]
-            on_progress(f"{_label(mode)}, {n} clients" + (f", turn {turn + 1} of {turns}" if turns > 1 else ""))
-            if (mode, n) not in warm:
-                engine.backend.run(_measure(engine, mode, n, turn, problems[: 2 * n], check, settings))
-                warm.add((mode, n))
-            store.append(engine.backend.run(_measure(engine, mode, n, turn, problems, check, settings)))
+        with ExitStack() as servers:
+            for mode, n, turn in pending:
+                server = server_by_mode[mode]
+                if str(server) not in up:
+                    if not together:
+                        servers.close()
+                        up.clear()
+                    up[str(server)] = servers.enter_context(connect(*server))
+                engine = up[str(server)]
+                on_progress(f"{_label(mode)}, {n} clients" + (f", turn {turn + 1} of {turns}" if turns > 1 else ""))
+                if (mode, n) not in warm:
+                    engine.backend.run(_measure(engine, mode, n, turn, problems[: 2 * n], check, settings))
+                    warm.add((mode, n))
+                yield engine.backend.run(_measure(engine, mode, n, turn, problems, check, settings))
+
+    run_missing(store, {key: key for key in runs}, measure, "load test")
 
     def measured(mode: str, n: int) -> list[Cell]:
         return [store.records[mode, n, turn] for turn in range(turns) if mode in modes]
 
     cells = [summary(measured(mode, n), measured("target", n)) for n in clients for mode in modes]
     asked = {"max_new_tokens": settings.max_new_tokens, "n_problems": len(problems), "turns": turns}
-    told = {**about, **asked, **describe_run()}
-    results = {"about": told, "cells": cells}
+    results = {"about": {**about, **asked, **describe_run()}, "cells": cells}
     write_json(Path(folder) / "clients.json", results)
     write_text(Path(folder) / "clients.md", markdown(results))
     draw(results, Path(folder) / "clients.png")
@@ -209,7 +211,6 @@ def summary(own: Sequence[Cell], alone: Sequence[Cell]) -> dict[str, Any]:
     right = None if any(cell.correct is None for cell in own) else sum(cell.correct or 0 for cell in own)
     # Answers/s, since answer lengths differ between modes.
     each = [_answers_per_s([cell]) / _answers_per_s([other]) for cell, other in zip(own, alone, strict=False)]
-    first_s, all_s = ([s for cell in own for s in getattr(cell, name)] for name in ("first_s", "all_s"))
     return {
         "way": first.way,
         "clients": first.clients,
@@ -220,10 +221,8 @@ def summary(own: Sequence[Cell], alone: Sequence[Cell]) -> dict[str, Any]:
         "tokens_per_s": sum(cell.tokens for cell in own) / seconds,
         "speedup": _answers_per_s(own) / _answers_per_s(alone) if alone else None,
         "speedup_range": [min(each), max(each)] if len(each) > 1 else None,
-        "first_p50_s": _percentile(first_s, 50),
-        "first_p99_s": _percentile(first_s, 99),
-        "p50_s": _percentile(all_s, 50),
-        "p99_s": _percentile(all_s, 99),
+        **_percentiles("first_", [s for cell in own for s in cell.first_s]),
+        **_percentiles("", [s for cell in own for s in cell.all_s]),
         "acceptance_rate": kept / drafted if drafted else None,
         "coordinator_cpu_ms": 1000 * sum(cell.cpu_s for cell in own) / answers,
     }
@@ -235,44 +234,35 @@ def _answers_per_s(cells: Sequence[Cell]) -> float:
 
 def table(results: dict[str, Any]) -> Table:
     """Build the main columns, for 80 characters; `markdown` has the rest."""
-    shown = Table(title="Concurrent clients", header_style="bold")
-    for name in _SHORT:
-        shown.add_column(name, justify="left" if name == "mode" else "right")
-    for cell in results["cells"]:
-        row = dict(zip(_HEADER, _row(cell), strict=True))
-        shown.add_row(*(row[name].partition(" (")[0] for name in _SHORT))
-    return shown
+    columns = [_HEADER.index(name) for name in _SHORT]
+    heading = [name.replace(", ", "\n") for name in _SHORT]
+    return terminal_table(heading, [[_row(cell)[i] for i in columns] for cell in results["cells"]])
 
 
 def markdown(results: dict[str, Any]) -> str:
-    lines = [f"{key}: {value}" for key, value in results["about"].items()]
-    rows = ["| " + " | ".join(row) + " |" for row in (_HEADER, ["---"] * len(_HEADER), *map(_row, results["cells"]))]
-    return "\n".join([*(f"- {line}" for line in lines), "", *rows]) + "\n"
+    """The content of `clients.md`."""
+    about = [f"- {key}: {value}" for key, value in results["about"].items()]
+    return "\n".join([*about, "", *markdown_table(_HEADER, list(map(_row, results["cells"])))]) + "\n"
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Plot answers per second over the target alone, and the median latency, against the number of clients."""
-    figure = Figure(figsize=(8.4, 4.0), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    compared = all(cell["speedup"] for cell in results["cells"])
-    for mode, colour in zip(dict.fromkeys(cell["way"] for cell in results["cells"]), cycle(_COLOURS), strict=False):
-        own = [cell for cell in results["cells"] if cell["way"] == mode]
-        at = [cell["clients"] for cell in own]
-        speed = [cell["speedup" if compared else "tokens_per_s"] for cell in own]
-        left.plot(at, speed, "o-", color=colour, linewidth=1.2, markersize=5, label=_label(mode))
-        right.plot(at, [cell["p50_s"] for cell in own], "o-", color=colour, linewidth=1.2, markersize=5)
-    left.set_ylabel("answers/s over the target alone" if compared else "tokens/s")
-    right.set_ylabel("median time of an answer, s")
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted({cell["clients"] for cell in results["cells"]}))
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axes.set_xlabel("concurrent clients")
-        plain(axes)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    with atomic_write(path) as beside:
-        figure.savefig(beside, format="png")
+    cells = results["cells"]
+    compared = all(cell["speedup"] for cell in cells)
+    with plot(path, results, columns=2) as (left, right):
+        for mode, colour in zip(dict.fromkeys(cell["way"] for cell in cells), cycle(_COLOURS), strict=False):
+            own = [cell for cell in cells if cell["way"] == mode]
+            at = [cell["clients"] for cell in own]
+            speed = [cell["speedup" if compared else "tokens_per_s"] for cell in own]
+            left.plot(at, speed, "o-", color=colour, label=_label(mode))
+            right.plot(at, [cell["p50_s"] for cell in own], "o-", color=colour)
+        left.set_ylabel("answers/s over the target alone" if compared else "tokens/s")
+        right.set_ylabel("median time of an answer, s")
+        for axes in (left, right):
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sorted({cell["clients"] for cell in cells}))
+            axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+            axes.set_xlabel("concurrent clients")
 
 
 async def _measure(
@@ -310,41 +300,42 @@ async def _measure(
     await asyncio.gather(*(client() for _ in range(clients)))
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
     right = [check(problem, generation.text) for problem, generation in found]
+    generations = [generation for _, generation in found]
     return Cell(
-        mode,
-        clients,
-        wall,
-        len(found),
-        None if None in right else sum(map(bool, right)),
-        sum(len(generation.token_ids) for _, generation in found),
-        sum(generation.stats.draft_tokens for _, generation in found),
-        sum(generation.stats.accepted_tokens for _, generation in found),
-        cpu,
-        [round(s, 4) for s in first_s],
-        [round(s, 4) for s in all_s],
-        turn,
+        way=mode,
+        clients=clients,
+        turn=turn,
+        wall_s=wall,
+        cpu_s=cpu,
+        answers=len(found),
+        correct=None if None in right else sum(map(bool, right)),
+        tokens=sum(len(generation.token_ids) for generation in generations),
+        draft_tokens=sum(generation.stats.draft_tokens for generation in generations),
+        accepted_tokens=sum(generation.stats.accepted_tokens for generation in generations),
+        first_s=[round(s, 4) for s in first_s],
+        all_s=[round(s, 4) for s in all_s],
     )
 
 
-_HEADER = ["mode", "clients", "right", "answers/s over target", "tokens/s", "first text p50", "first text p99"]
-_HEADER += ["answer p50", "answer p99", "accepted", "engine CPU"]
-_SHORT = ["mode", "clients", "right", "answers/s over target", "tokens/s", "answer p50", "accepted"]
+_HEADER = ["mode", "clients", "right, %", "answers/s, to target", "tokens/s", "first text p50", "first text p99"]
+_HEADER += ["answer p50", "answer p99", "accepted, %", "engine CPU"]
+_SHORT = ["mode", "clients", "right, %", "answers/s, to target", "tokens/s", "answer p50", "accepted, %"]
 
 
 def _row(cell: dict[str, Any]) -> list[str]:
-    low, high = cell["accuracy_ci"] or (0.0, 0.0)
     return [
         _label(cell["way"]),
         str(cell["clients"]),
-        "" if cell["accuracy"] is None else f"{100 * cell['accuracy']:.1f} % ({100 * low:.0f}–{100 * high:.0f})",
+        format_percent(cell["accuracy"], cell["accuracy_ci"]),
         format_times(cell["speedup"], cell["speedup_range"]),
-        f"{cell['tokens_per_s']:.0f}",
+        format_number(cell["tokens_per_s"], 0),
         *(f"{cell[name]:.2f} s" for name in ("first_p50_s", "first_p99_s", "p50_s", "p99_s")),
-        "" if cell["acceptance_rate"] is None else f"{100 * cell['acceptance_rate']:.0f} %",
+        format_percent(cell["acceptance_rate"]),
         f"{cell['coordinator_cpu_ms']:.1f} ms",
     ]
 
 
-def _percentile(values: Sequence[float], percent: int) -> float:
+def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Median and 99th percentile, as "{name}p50_s" and "{name}p99_s"."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+    return {f"{name}p{percent}_s": ordered[len(ordered) * percent // 100] for percent in (50, 99)}

@@ -39,16 +39,6 @@ SWEPT = ("parse", "parse-zero-shot")  # modes that a sweep runs at every thresho
 NEEDS_ADAPTER = ("parse", "sequential")
 DRAFTING = ("parse", "parse-zero-shot", "sequential", "assisted")  # modes that accept or reject a draft
 
-_TITLES = {
-    "target": "target alone",
-    "draft": "draft model alone",
-    "parse": "**PARSE**",
-    "parse-zero-shot": "PARSE, zero-shot judge",
-    "sequential": "sequential verification (SpecReason style)",
-    "assisted": "transformers' assisted generation",
-    "transformers": "target alone, transformers' loop",
-}
-
 
 def base_of(name: str) -> str:
     """The mode's key in `MODES`."""
@@ -115,39 +105,12 @@ def describe(name: str) -> str:
         return ", ".join([MODES[base], *name.split(":")[1:]])
     parts = ["the target" if base == "target" else "PARSE with the trained adapter"]
     parts += [_variant(name)] if _variant(name) else []
-    parts += [_proposer(drafter, who) for drafter, who in zip(drafters, _WHO, strict=False)]
-    return ", ".join(parts)
+    return ", ".join(parts + proposers(name))
 
 
-def title(name: str) -> str:
-    """Name of a mode in the tables of the documentation, in Markdown."""
-    base, drafters = base_of(name), [_in_words(drafter) for drafter in drafters_of(name)]
-    if base == "target" and drafters:
-        return f"target + {drafters[0]}, lossless speculation"
-    if drafters:
-        proposers = [_proposer(drafter, who) for drafter, who in zip(drafters, _WHO, strict=False)]
-        return ", ".join([f"PARSE{_bracket(_variant_in_words(name))}", *proposers])
-    sizes = name.split(":")[1:] if base == "assisted" else _variant_in_words(name)
-    return f"{_TITLES[base]}{_bracket(sizes)}"
-
-
-_WHO = ("the target", "the draft model")
-
-
-def _proposer(drafter: str, who: str) -> str:
-    return f"no token proposer for {who}" if drafter == NO_DRAFTER else f"{drafter} proposes for {who}"
-
-
-def _variant_in_words(name: str) -> list[str]:
-    return (
-        [f"block tokens {block_tokens_of(name)}"] if block_tokens_of(name) else [ADAPTIVE] if is_adaptive(name) else []
-    )
-
-
-def _in_words(drafter: str) -> str:
-    kind, *sizes = drafter.split(":")
-    return f"{'draft model' if kind == 'draft' else kind}{_bracket(sizes)}"
-
-
-def _bracket(sizes: Sequence[str]) -> str:
-    return f" ({', '.join(size.replace('=', ' ') for size in sizes)})" if sizes else ""
+def proposers(name: str) -> list[str]:
+    """Describe the token proposers in the name of a PARSE mode."""
+    return [
+        f"no token proposer for {who}" if drafter == NO_DRAFTER else f"{drafter} proposes for {who}"
+        for drafter, who in zip(drafters_of(name), ("the target", "the draft model"), strict=False)
+    ]

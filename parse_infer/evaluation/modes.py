@@ -12,10 +12,12 @@ from typing import Any, Protocol
 import torch
 
 from parse_infer.acceptance import check_threshold
+from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.assisted import AssistantSettings, TransformersGeneration
 from parse_infer.evaluation.mode_names import (
+    DRAFTING,
     NO_DRAFTER,
     SWEPT,
     base_of,
@@ -25,7 +27,8 @@ from parse_infer.evaluation.mode_names import (
     is_adaptive,
     needs,
 )
-from parse_infer.evaluation.sequential import sequential_engine
+from parse_infer.evaluation.records import Record
+from parse_infer.held_out import HasPrompt
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.devices import wait_for
 from parse_infer.models.loading import same_tokenizer
@@ -38,14 +41,8 @@ from parse_infer.speculation.registry import load_token_drafter
 Answer = Callable[[Prompt], Generation]
 
 
-class BenchProblem(Protocol):
+class BenchProblem(HasPrompt, Protocol):
     """Interface of a benchmark problem."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def prompt(self) -> Prompt: ...
 
     @property
     def reference(self) -> str: ...
@@ -122,15 +119,17 @@ def make_modes(
             drafters = drafters_of(name)
             speculating = _with_proposers(engine, *drafters) if drafters else engine
             modes.append(Mode(name, _with(speculating.generate_target, plain, speculate=bool(drafters)), speculating))
-        elif base == "sequential":
-            sequential = sequential_engine(_with_proposers(engine, *_proposers_of(engine, name)))
-            modes.append(Mode(name, _with(sequential.generate, judged), sequential))
         else:
+            variant: dict[str, Any] = {}
             length = block_tokens_of(name) or judged.block_tokens
-            parse, own = _with_proposers(engine, *_proposers_of(engine, name)), judged
-            if base == "parse-zero-shot":
-                parse, own = _zero_shot(parse, zero_shot_threshold), plain
-            own = own.override(block_tokens=length, adaptive=is_adaptive(name))
+            own = judged.override(block_tokens=length, adaptive=is_adaptive(name))
+            if base == "sequential":
+                variant, own = {"one_segment": True}, judged
+            elif base == "parse-zero-shot":
+                judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, engine.backend.segmenter.policy)
+                variant = {"judge": judge, "threshold": zero_shot_threshold}
+                own = own.override(threshold=None)
+            parse = _with_proposers(engine, *_proposers_of(engine, name), **variant)
             modes.append(Mode(name, _with(parse.generate, own), parse))
             for threshold in thresholds if name in SWEPT else ():
                 at = own.override(threshold=threshold)
@@ -140,7 +139,9 @@ def make_modes(
 
 def timed(engine: ParseEngine, mode: Mode, prompt: Prompt) -> tuple[Generation, float]:
     """Generate an answer from empty caches, so that no mode profits from another; return it with its seconds."""
-    clear_caches(engine, mode.engine)
+    engine.clear_caches()
+    if mode.engine is not None:
+        mode.engine.clear_caches()
     device = engine.target.model.device
     wait_for(device)
     start = time.perf_counter()
@@ -149,11 +150,23 @@ def timed(engine: ParseEngine, mode: Mode, prompt: Prompt) -> tuple[Generation, 
     return generation, time.perf_counter() - start
 
 
-def clear_caches(*engines: ParseEngine | None) -> None:
-    """Clear the caches of the engines' models."""
-    for engine in engines:
-        if engine is not None:
-            engine.clear_caches()
+def answer(
+    engine: ParseEngine,
+    mode: Mode,
+    problem: BenchProblem,
+    check: Callable[[Any, str], bool | None],
+    repeat: int = 0,
+) -> Record:
+    """Measure one answer of one mode."""
+    generation, seconds = timed(engine, mode, problem.prompt)
+    own: dict[str, Any] = {}
+    if mode.base not in DRAFTING:
+        own = dict.fromkeys(("draft_tokens", "accepted_tokens", "exact_tail_tokens"))
+    if mode.name == "draft":
+        prefill_s, own["token_exact_tokens"] = read_draft(engine, problem.prompt, generation.token_ids)
+        own["prefill_s"] = round(prefill_s, 4)
+    correct = check(problem, generation.text)
+    return Record.of(generation, seconds, problem_id=problem.id, mode=mode.name, repeat=repeat, correct=correct, **own)
 
 
 @torch.inference_mode()
@@ -164,7 +177,7 @@ def read_draft(engine: ParseEngine, prompt: Prompt, draft: Sequence[int]) -> tup
         Seconds of the forward, from an empty cache; the number of leading draft tokens (target tokens) that equal the
         target's greedy choice, which token-exact verification would accept.
     """
-    clear_caches(engine)
+    engine.clear_caches()
     decoder, device = engine.target.decoder, engine.target.model.device
     prompt_ids = engine.target.render(prompt)
     draft = list(draft[: engine.target.window - len(prompt_ids)])
@@ -190,26 +203,30 @@ def _proposers_of(engine: ParseEngine, name: str) -> list[str]:
 
 
 def _with_proposers(
-    engine: ParseEngine, target_drafter: str = NO_DRAFTER, draft_drafter: str | None = None
+    engine: ParseEngine,
+    target_drafter: str = NO_DRAFTER,
+    draft_drafter: str | None = None,
+    *,
+    one_segment: bool = False,
+    **replaced: Any,
 ) -> ParseEngine:
-    """The same weights with their own decoders (heads need stored features) and token proposers."""
+    """The same weights with their own decoders (heads need stored features) and token proposers.
+
+    Args:
+        one_segment: the draft model writes one segment at a time, as in SpecReason (arXiv 2504.07891): the target
+            judges each one before the draft model continues. Everything else is PARSE's.
+        replaced: a judge or threshold instead of the engine's.
+    """
     target, draft = replace(engine.target), replace(engine.draft) if engine.draft is not None else None
+    policy = engine.backend.segmenter.policy
     return ParseEngine.from_models(
         target,
         draft,
-        engine.backend.judge,
+        **{"judge": engine.backend.judge, "threshold": engine.threshold, **replaced},
+        drafter=ModelDrafter(draft, target, one_segment=policy) if one_segment and draft is not None else None,
         target_drafter=load_token_drafter(target_drafter, target, draft) if target_drafter != NO_DRAFTER else None,
         draft_drafter=load_token_drafter(draft_drafter, draft) if draft_drafter and draft is not None else None,
-        threshold=engine.threshold,
-        cut_policy=engine.backend.segmenter.policy,
-    )
-
-
-def _zero_shot(engine: ParseEngine, threshold: float | None) -> ParseEngine:
-    """The same loaded models, token proposer and cuts, with the untrained judge."""
-    judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, engine.backend.segmenter.policy)
-    return ParseEngine.from_models(
-        engine.target, engine.draft, judge, target_drafter=engine.backend.target_drafter, threshold=threshold
+        cut_policy=policy,
     )
 
 

@@ -1,26 +1,27 @@
-"""Benchmark record of one answer."""
+"""Records of answers, as `records.jsonl` of a benchmark and of an evaluation holds them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
-Key = tuple[str, str, int]  # problem, mode, repeat
+from parse_infer.output import Generation
 
 
-@dataclass(frozen=True)
-class Record:
-    """One answer of one mode to one problem. Tokens are target tokens; None: not applicable to the mode."""
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Figures of one answer. Tokens are target tokens; None: not applicable to the mode.
 
-    problem_id: str
-    mode: str
-    repeat: int
-    correct: bool | None
-    """None: the task has no references."""
+    `of` fills each field from the field of that name in the generation's `Statistics` or `Timings`. A new figure
+    there becomes part of the records by a field here.
+    """
+
+    text: str
     seconds: float
     """Wall-clock time from prompt to answer, from empty caches; rounded to 0.1 ms."""
     n_tokens: int
     """Length of the answer, end token included."""
-    text: str
     finish_reason: str
     target_forwards: int
     draft_forwards: int | None = None
@@ -29,11 +30,51 @@ class Record:
     accepted_tokens: int | None = None
     exact_tail_tokens: int | None = None
     """The part of `accepted_tokens` accepted because it equals the target's greedy choice."""
+
+    @classmethod
+    def of(cls, generation: Generation, seconds: float, **own: Any) -> Self:
+        """Build the record of an answer that took `seconds`; `own` has the fields that the generation lacks."""
+        known = {
+            **vars(generation.timings),
+            **vars(generation.stats),
+            **vars(generation),
+            "seconds": round(seconds, 4),
+            "n_tokens": len(generation.token_ids),
+        }
+        return cls(**{field.name: known[field.name] for field in fields(Answer) if field.name in known} | own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(Answer):
+    """One answer of one mode to one problem, in a benchmark."""
+
+    problem_id: str
+    mode: str
+    repeat: int
+    correct: bool | None
+    """None: the task has no references."""
     prefill_s: float | None = None
     """Mode "draft" only: seconds of one target forward over prompt and draft, the other part of the limit."""
     token_exact_tokens: int | None = None
     """Mode "draft" only: number of leading draft tokens that equal the target's greedy choice."""
 
     @property
-    def key(self) -> Key:
+    def key(self) -> tuple[str, str, int]:
         return self.problem_id, self.mode, self.repeat
+
+
+def costs(rows: Sequence[Answer]) -> dict[str, float]:
+    """Figures of one mode's answers: tokens/s, and averages per answer."""
+    n, tokens, seconds = len(rows), sum(r.n_tokens for r in rows), sum(r.seconds for r in rows)
+    return {
+        "tokens_per_s": tokens / seconds,
+        "seconds_per_answer": seconds / n,
+        "tokens_per_answer": tokens / n,
+        "target_forwards": sum(r.target_forwards for r in rows) / n,
+        "cut_off": sum(r.finish_reason == "length" for r in rows) / n,
+    }
+
+
+def acceptance_rate(rows: Sequence[Answer]) -> float:
+    """Accepted / proposed draft tokens; 0.0 without a draft."""
+    return sum(r.accepted_tokens or 0 for r in rows) / max(1, sum(r.draft_tokens or 0 for r in rows))

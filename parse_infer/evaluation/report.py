@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from parse_infer.evaluation.records import Record
+from parse_infer.evaluation.records import Answer, Record, acceptance_rate, costs
 from parse_infer.evaluation.results_file import to_columns
 from parse_infer.evaluation.statistics import difference_interval, rate_ratio_interval, wilson_interval
 
@@ -52,14 +52,8 @@ def summarise(
     base = {name: rows for name, rows in table.items() if "@" not in name}
     order = [name for name in environment.get("modes", base) if name in base]
     modes = {name: _figures(base[name], base, seed) for name in order}
-    results = {
-        "environment": environment,
-        "modes": modes,
-        "limit": None,
-        "acceptance": None,
-        "sweep": None,
-        "categories": None,
-    }
+    results: dict[str, Any] = {"environment": environment, "modes": modes}
+    results |= dict.fromkeys(("limit", "acceptance", "sweep", "categories"))
     if "draft" in base:
         results["limit"] = {"tokens_per_s": _limit_rate(base["draft"])}
     if "parse" in base:
@@ -101,13 +95,15 @@ def _by_category(
     found: dict[str, dict[str, Any]] = {}
     for category in sorted(set(categories.values())):
         part = {name: [r for r in base[name] if categories.get(r.problem_id) == category] for name in order}
-        rates = {name: sum(r.n_tokens for r in rows) / sum(r.seconds for r in rows) for name, rows in part.items()}
+        figures = {name: costs(rows) for name, rows in part.items()}
         found[category] = {
             "n": len(part[order[0]]),
             "modes": {
                 name: {
                     "acceptance_length": sum(r.n_tokens for r in rows) / max(1, sum(r.target_forwards for r in rows)),
-                    "speedup": rates[name] / rates["target"] if "target" in rates else None,
+                    "speedup": figures[name]["tokens_per_s"] / figures["target"]["tokens_per_s"]
+                    if "target" in figures
+                    else None,
                 }
                 for name, rows in part.items()
             },
@@ -127,11 +123,10 @@ def _by_mode(records: Sequence[Record], problem_ids: Sequence[str]) -> dict[str,
         rows = []
         for problem in sorted(problems, key=place.__getitem__):
             repeats = sorted(problems[problem], key=lambda r: r.repeat)
-            prefill = [r.prefill_s for r in repeats if r.prefill_s is not None]
             medians: dict[str, Any] = {"seconds": float(np.median([r.seconds for r in repeats]))}
-            if prefill:
+            if prefill := [r.prefill_s for r in repeats if r.prefill_s is not None]:
                 medians["prefill_s"] = float(np.median(prefill))
-            rows.append(Record(**{**repeats[0].__dict__, **medians}))
+            rows.append(replace(repeats[0], **medians))
         table[mode] = rows
     return table
 
@@ -139,53 +134,51 @@ def _by_mode(records: Sequence[Record], problem_ids: Sequence[str]) -> dict[str,
 def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int) -> Figures:
     """All figures of one mode; `base` has the modes outside the sweep on the same problems."""
     n = len(rows)
-    tokens, seconds = [r.n_tokens for r in rows], [r.seconds for r in rows]
     right = [bool(r.correct) for r in rows]
-    rate = sum(tokens) / sum(seconds)
     figures: Figures = {
         "n": n,
         "accuracy": sum(right) / n,
         "accuracy_ci": wilson_interval(sum(right), n),
         "accuracy_diff": None,
         "accuracy_diff_ci": None,
-        "tokens_per_s": rate,
-        "speedup": None,
-        "speedup_ci": None,
-        "time_speedup": None,
-        "time_speedup_ci": None,
-        "acceptance_rate": None,
-        "target_forwards": sum(r.target_forwards for r in rows) / n,
+        **dict.fromkeys(
+            ("speedup", "speedup_ci", "time_speedup", "time_speedup_ci", "acceptance_rate", "limit_share")
+        ),
+        **costs(rows),
         "drafter_forwards": sum(r.drafter_forwards or 0 for r in rows) / n,
-        "acceptance_length": sum(tokens) / max(1, sum(r.target_forwards for r in rows)),
-        "limit_share": None,
-        "seconds_per_answer": sum(seconds) / n,
-        "seconds_median": float(np.median(seconds)),
-        "seconds_p90": float(np.percentile(seconds, 90)),
-        "tokens_per_answer": sum(tokens) / n,
-        "cut_off": sum(r.finish_reason == "length" for r in rows) / n,
+        "acceptance_length": sum(r.n_tokens for r in rows) / max(1, sum(r.target_forwards for r in rows)),
+        "seconds_median": float(np.median([r.seconds for r in rows])),
+        "seconds_p90": float(np.percentile([r.seconds for r in rows], 90)),
     }
     if "target" in base:
-        target = base["target"]
-        their_tokens, their_seconds = [r.n_tokens for r in target], [r.seconds for r in target]
-        theirs, ones = [bool(r.correct) for r in target], np.ones(n)
+        theirs = [bool(r.correct) for r in base["target"]]
         figures |= {
             "accuracy_diff": (sum(right) - sum(theirs)) / n,
             "accuracy_diff_ci": difference_interval(right, theirs, seed=seed),
-            "speedup": rate / (sum(their_tokens) / sum(their_seconds)),
-            "speedup_ci": rate_ratio_interval(tokens, seconds, their_tokens, their_seconds, seed=seed),
-            "time_speedup": sum(their_seconds) / sum(seconds),
-            "time_speedup_ci": rate_ratio_interval(ones, seconds, ones, their_seconds, seed=seed),
+            **speedups(rows, base["target"], seed),
         }
     if "draft" in base:
-        figures["limit_share"] = rate / _limit_rate(base["draft"])
+        figures["limit_share"] = figures["tokens_per_s"] / _limit_rate(base["draft"])
     if rows[0].draft_tokens is not None:
-        proposed = max(1, sum(r.draft_tokens or 0 for r in rows))
-        accepted = sum(r.accepted_tokens or 0 for r in rows)
-        figures["acceptance_rate"] = accepted / proposed
+        figures["acceptance_rate"] = acceptance_rate(rows)
         if rows[0].mode.startswith("parse"):
-            figures["semantic_acceptance"] = (accepted - sum(r.exact_tail_tokens or 0 for r in rows)) / proposed
+            semantic = sum((r.accepted_tokens or 0) - (r.exact_tail_tokens or 0) for r in rows)
+            figures["semantic_acceptance"] = semantic / max(1, sum(r.draft_tokens or 0 for r in rows))
             figures["token_exact_acceptance"] = _token_exact(base.get("draft"))
     return figures
+
+
+def speedups(ours: Sequence[Answer], theirs: Sequence[Answer], seed: int) -> Figures:
+    """Ratios of tokens/s and of seconds per answer, with paired intervals; row i of both answers one problem."""
+    tokens, seconds = [r.n_tokens for r in ours], [r.seconds for r in ours]
+    their_tokens, their_seconds = [r.n_tokens for r in theirs], [r.seconds for r in theirs]
+    ones = np.ones(len(ours))
+    return {
+        "speedup": sum(tokens) / sum(seconds) / (sum(their_tokens) / sum(their_seconds)),
+        "speedup_ci": rate_ratio_interval(tokens, seconds, their_tokens, their_seconds, seed=seed),
+        "time_speedup": sum(their_seconds) / sum(seconds),
+        "time_speedup_ci": rate_ratio_interval(ones, seconds, ones, their_seconds, seed=seed),
+    }
 
 
 def _limit_rate(draft: Sequence[Record]) -> float:

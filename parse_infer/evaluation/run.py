@@ -6,7 +6,6 @@ checker.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,16 +18,17 @@ from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.excluded_settings import NOT_MEASURED
 from parse_infer.evaluation.figure import draw_figure
-from parse_infer.evaluation.mode_names import DEFAULT_MODES, DRAFTING, SWEPT, check_modes
-from parse_infer.evaluation.modes import BenchProblem, Mode, make_modes, problems_digest, read_draft, timed
+from parse_infer.evaluation.mode_names import DEFAULT_MODES, SWEPT, check_modes
+from parse_infer.evaluation.modes import BenchProblem, Mode, answer, make_modes, problems_digest, timed
 from parse_infer.evaluation.records import Record
 from parse_infer.evaluation.report import summarise
 from parse_infer.evaluation.results_file import write_results
 from parse_infer.evaluation.tables import markdown
 from parse_infer.files import write_text
-from parse_infer.held_out import leave_out_learnt
+from parse_infer.held_out import check_ids, leave_out_learnt
 from parse_infer.models.environment import describe_run
-from parse_infer.record_store import RecordStore, progress_bar
+from parse_infer.record_runner import run_missing
+from parse_infer.record_store import RecordStore
 from parse_infer.settings import GenerationSettings
 
 THRESHOLDS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99)
@@ -95,11 +95,7 @@ def run_bench(
             another benchmark.
     """
     settings = settings or BenchSettings()
-    if not problems:
-        raise ParseError("there are no problems to run: choose another task, split or limit")
-    name, count = Counter(p.id for p in problems).most_common(1)[0]
-    if count > 1:
-        raise ParseError(f"{count} problems have the id {name!r}: ids must be unique")
+    check_ids(problems)
     problems = leave_out_learnt(problems, engine.train_problems)
     if len({check(problem, "") is None for problem in problems}) > 1:
         raise ParseError("some problems have references and others have none: run them as two benchmarks")
@@ -118,12 +114,27 @@ def run_bench(
         "digest": problems_digest(problems),
     }
     drafters = {mode.name: mode.engine.describe_drafters() for mode in modes if mode.engine is not None}
-    config = {**_as_config(settings), **environment, "drafters": drafters}
-    store = RecordStore(folder, config, Record)
-    _measure(engine, problems, check, modes, settings, store, console)
-    environment |= {**_as_config(settings), "chosen_threshold": _chosen(engine, settings), **describe_run()}
+    config = asdict(settings)
+    generation = config.pop("generation")
+    config = {name: value for name, value in generation.items() if name not in NOT_MEASURED} | config
+    if not any(name in SWEPT for name in settings.modes):
+        config |= {"thresholds": (), "sweep_limit": 0}
+    store = RecordStore(folder, {**config, **environment, "drafters": drafters}, Record)
+
+    def measure(pending: list[tuple[BenchProblem, Mode, int]]) -> Iterator[Record]:
+        for mode in {mode.name: mode for _, mode, _ in pending}.values():
+            timed(engine, mode, pending[0][0].prompt)  # warm-up
+        for problem, mode, repeat in pending:
+            yield answer(engine, mode, problem, check, repeat)
+
+    runs = {
+        (problem.id, mode.name, repeat): (problem, mode, repeat)
+        for problem, mode, repeat in schedule(problems, modes, settings.sweep_limit, settings.repeats)
+    }
+    records = run_missing(store, runs, measure, "bench", console)
+    environment |= {**config, "chosen_threshold": _chosen(engine, settings), **describe_run()}
     categories = {p.id: category for p in problems if (category := getattr(p, "metadata", {}).get("category"))}
-    results = summarise(list(store.records.values()), [p.id for p in problems], environment, categories)
+    results = summarise(records, [p.id for p in problems], environment, categories)
     folder = Path(folder)
     draw_figure(results, folder / "figure.png")
     write_text(folder / "results.md", markdown(results))
@@ -141,73 +152,6 @@ def schedule(
             turn = (index + repeat) % len(here)
             for mode in here[turn:] + here[:turn]:
                 yield problem, mode, repeat
-
-
-def _measure(
-    engine: ParseEngine,
-    problems: Sequence[BenchProblem],
-    check: Callable[[Any, str], bool | None],
-    modes: Sequence[Mode],
-    settings: BenchSettings,
-    store: RecordStore[Record],
-    console: Console | None,
-) -> None:
-    runs = list(schedule(problems, modes, settings.sweep_limit, settings.repeats))
-    pending = [run for run in runs if (run[0].id, run[1].name, run[2]) not in store.records]
-    if not pending:
-        return
-    with progress_bar(console) as progress:
-        bar = progress.add_task("warm-up", total=len(runs), completed=len(runs) - len(pending))
-        for mode in {run[1].name: run[1] for run in pending}.values():
-            timed(engine, mode, pending[0][0].prompt)  # warm-up
-        for problem, mode, repeat in pending:
-            progress.update(bar, description=mode.name)
-            store.append(_run(engine, problem, check, mode, repeat))
-            progress.advance(bar)
-
-
-def _run(
-    engine: ParseEngine, problem: BenchProblem, check: Callable[[Any, str], bool | None], mode: Mode, repeat: int
-) -> Record:
-    generation, seconds = timed(engine, mode, problem.prompt)
-    stats = generation.stats
-    drafted = mode.base in DRAFTING
-    prefill_s, token_exact = None, None
-    if mode.name == "draft":
-        prefill, token_exact = read_draft(engine, problem.prompt, generation.token_ids)
-        prefill_s = round(prefill, 4)
-    return Record(
-        problem_id=problem.id,
-        mode=mode.name,
-        repeat=repeat,
-        correct=check(problem, generation.text),
-        seconds=round(seconds, 4),
-        n_tokens=len(generation.token_ids),
-        text=generation.text,
-        finish_reason=generation.finish_reason,
-        target_forwards=stats.target_forwards,
-        draft_forwards=stats.draft_forwards,
-        drafter_forwards=stats.drafter_forwards,
-        draft_tokens=stats.draft_tokens if drafted else None,
-        accepted_tokens=stats.accepted_tokens if drafted else None,
-        exact_tail_tokens=stats.exact_tail_tokens if drafted else None,
-        prefill_s=prefill_s,
-        token_exact_tokens=token_exact,
-    )
-
-
-def _as_config(settings: BenchSettings) -> dict[str, Any]:
-    swept = any(name in SWEPT for name in settings.modes)
-    generation = {name: value for name, value in asdict(settings.generation).items() if name not in NOT_MEASURED}
-    return {
-        "modes": list(settings.modes),
-        **generation,
-        "zero_shot_threshold": settings.zero_shot_threshold,
-        "thresholds": list(settings.thresholds) if swept else [],
-        "sweep_limit": settings.sweep_limit if swept else 0,
-        "repeats": settings.repeats,
-        "seed": settings.seed,
-    }
 
 
 def _chosen(engine: ParseEngine, settings: BenchSettings) -> float | None:

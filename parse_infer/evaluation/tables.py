@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,17 +12,8 @@ from rich.table import Table
 from parse_infer.evaluation.mode_names import describe
 
 HEADER = (
-    "mode",
-    "right, %",
-    "to target",
-    "tokens/s",
-    "speed-up",
-    "by time",
-    "s/answer",
-    "accepted, %",
-    "forwards",
-    "tokens each",
-    "of limit, %",
+    *("mode", "right, %", "to target", "tokens/s", "speed-up", "by time"),
+    *("s/answer", "accepted, %", "forwards", "tokens each", "of limit, %"),
 )
 AGREES = "as the target, %"  # replaces "right, %" for tasks without references
 SPEED_COLUMNS, COST_COLUMNS = range(1, 6), range(6, len(HEADER))
@@ -55,21 +47,32 @@ def header(environment: dict[str, Any]) -> tuple[str, ...]:
 
 def terminal_tables(results: dict[str, Any], width: int) -> list[Table]:
     """Build the tables of `bench`: one, or two on a terminal with fewer than `WIDE` columns."""
-    title = f"{results['environment']['problems']} problems; brackets: 95 % intervals"
-    if width >= WIDE:
-        return [_terminal_table(results, [*SPEED_COLUMNS, *COST_COLUMNS], title)]
-    return [_terminal_table(results, SPEED_COLUMNS, title), _terminal_table(results, COST_COLUMNS, None)]
+    heading, cells = header(results["environment"]), rows(results["modes"])
+    title: str | None = f"{results['environment']['problems']} problems; brackets: 95 % intervals"
+    tables = []
+    for columns in [[*SPEED_COLUMNS, *COST_COLUMNS]] if width >= WIDE else [SPEED_COLUMNS, COST_COLUMNS]:
+        part = [[row[i] for i in (0, *columns)] for row in cells]
+        tables.append(terminal_table([heading[i] for i in (0, *columns)], part, title=title))
+        title = None
+    return tables
 
 
-def _terminal_table(results: dict[str, Any], columns: Iterable[int], title: str | None) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column(HEADER[0], overflow="fold")  # a head's folder name may be long
-    chosen = list(columns)
-    for i in chosen:
-        table.add_column(header(results["environment"])[i], justify="right", no_wrap=True)
-    for row in rows(results["modes"]):
-        cells = [row[i].replace(" [", "\n[") for i in chosen]  # intervals on their own line
-        table.add_row(row[0].replace(":", "\n  "), *cells, style="bold" if row[0] == "parse" else None)
+def terminal_table(
+    heading: Sequence[str],
+    cells: Iterable[Sequence[str]],
+    *,
+    title: str | None = None,
+    caption: str | None = None,
+    breaks: str = r" (?=\[)",
+) -> Table:
+    """Build a table for the terminal. `breaks` matches where a figure's cell is broken: before its interval."""
+    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.title_justify = table.caption_justify = "left"
+    for i, name in enumerate(heading):  # a head's folder name may be long
+        table.add_column(name, justify="right" if i else "left", overflow="fold", no_wrap=i > 0)
+    for name, *figures in cells:
+        style = "bold" if name.lower() == "parse" else None
+        table.add_row(name.replace(":", "\n  "), *(re.sub(breaks, "\n", cell) for cell in figures), style=style)
     return table
 
 
@@ -91,18 +94,12 @@ def markdown(results: dict[str, Any]) -> str:
     if results["sweep"]:
         sweep = results["sweep"]
         lines += [f"## Thresholds, first {sweep['problems']} problems", ""]
-        right = header(results["environment"])[1]
+        right = header(environment)[1]
         heading = ("mode", "threshold", right, "against target, points", "speed-up", "accepted, %")
         cells = [
-            [
-                p["mode"],
-                f"{p['threshold']:g}",
-                format_percent(p["accuracy"], p["accuracy_ci"]),
-                format_points(p["accuracy_diff"], p["accuracy_diff_ci"]),
-                format_times(p["speedup"], p["speedup_ci"]),
-                format_percent(p["acceptance_rate"]),
-            ]
-            for p in sweep["points"]
+            [row[0], f"{point['threshold']:g}", row[1], row[2], row[4], row[7]]
+            for point in sweep["points"]
+            for row in rows({point["mode"]: point})
         ]
         lines += [*markdown_table(heading, cells), "", "![speed-up against accuracy](figure.png)", ""]
     return "\n".join(lines)
@@ -160,18 +157,16 @@ def _environment(environment: dict[str, Any]) -> list[str]:
 
 
 def _notes(results: dict[str, Any]) -> list[str]:
+    limit = f" Here it is {results['limit']['tokens_per_s']:.0f} tokens/s." if results["limit"] else ""
     lines = [
         "To target: difference in percentage points. Forwards: of the target, per answer; tokens each: tokens per "
         "forward. Brackets: 95 % intervals (Wilson for shares, Newcombe for differences of them, a paired bootstrap "
         "over problems for speed-ups). Speed-up: ratio of tokens per second, all tokens over all seconds; by time: "
         "ratio of seconds per answer. Accepted: share of draft tokens that became part of the answer. "
-        "Limit: the draft model alone plus one target forward over prompt and draft."
+        f"Limit: the draft model alone plus one target forward over prompt and draft.{limit}"
     ]
-    if results["limit"]:
-        lines[0] += f" Here it is {results['limit']['tokens_per_s']:.0f} tokens/s."
     note = acceptance_note(results)
-    lines += ["", note] if note else []
-    return lines
+    return [*lines, "", note] if note else lines
 
 
 def markdown_table(heading: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
@@ -184,20 +179,19 @@ def format_number(value: float | None, digits: int) -> str:
 
 
 def format_percent(value: float | None, interval: Sequence[float] | None = None) -> str:
-    if value is None:
-        return ""
-    around = f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]" if interval else ""
-    return f"{100 * value:.1f}{around}"
+    return _figure(value, interval, ".1f", 100)
 
 
 def format_points(value: float | None, interval: Sequence[float] | None) -> str:
-    if value is None or interval is None:
-        return ""
-    return f"{100 * value:+.1f} [{100 * interval[0]:+.1f}, {100 * interval[1]:+.1f}]"
+    return "" if interval is None else _figure(value, interval, "+.1f", 100)
 
 
 def format_times(value: float | None, interval: Sequence[float] | None = None) -> str:
+    return _figure(value, interval, ".2f", 1, "×")
+
+
+def _figure(value: float | None, interval: Sequence[float] | None, digits: str, scale: int, unit: str = "") -> str:
     if value is None:
         return ""
-    around = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
-    return f"{value:.2f}×{around}"
+    around = f" [{scale * interval[0]:{digits}}, {scale * interval[1]:{digits}}]" if interval else ""
+    return f"{scale * value:{digits}}{unit}{around}"

@@ -13,6 +13,8 @@ lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra
 
 from lm_eval.tasks import TaskManager  # noqa: E402
 
+from parse_infer.evaluation.lm_eval_tasks import OWN_TASKS  # noqa: E402
+
 FOLDERS = [
     "arc",
     "benchmarks",
@@ -30,7 +32,8 @@ QUESTIONS = [f"Tom has {n} apples. How many are left?" for n in range(5)]
 def own_tasks(*folders: Path) -> TaskManager:
     """Some of lm-eval's tasks, read in a second (all of them: half a minute), and those in `folders`."""
     there = Path(lm_eval.__file__).parent / "tasks"
-    return TaskManager(include_path=[*(there / name for name in FOLDERS), *folders], include_defaults=False)
+    known = [OWN_TASKS, *(there / name for name in FOLDERS)]
+    return TaskManager(include_path=[*known, *folders], include_defaults=False)
 
 
 def write_apples(

@@ -9,7 +9,8 @@ import pytest
 
 from parse_infer.evaluation.records import Record
 from parse_infer.evaluation.report import summarise
-from parse_infer.evaluation.results_file import read_results, write_results
+from parse_infer.evaluation.results_file import write_results
+from tools.doc_tables import read_results
 from tools.render_docs import main, update
 
 ROOT = Path(__file__).parents[3]
@@ -138,8 +139,9 @@ def test_clients_have_a_table(root):
 
 def test_a_figure_belongs_to_the_results_that_are_read_back(root):
     """What the benchmark draws from memory is what the command finds on disk."""
-    from parse_infer.evaluation.figure import draw_figure, drawn_from
+    from parse_infer.evaluation.figure import draw_figure
     from parse_infer.evaluation.results_file import digest
+    from tools.render_docs import drawn_from
 
     draw_figure(results(), root / "docs" / "speed.png")
     assert drawn_from(root / "docs" / "speed.png") == digest(read_results(root / "docs" / "results" / "bench.json"))

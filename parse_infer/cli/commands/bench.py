@@ -13,7 +13,7 @@ from rich.console import Console
 from parse_infer.cli import options
 from parse_infer.cli.model_options import NO_DRAFTER, ModelOptions, progress, with_models
 from parse_infer.cli.options import read_numbers
-from parse_infer.cli.problems import open_task, take_problems
+from parse_infer.cli.problems import describe_problems, open_task, take_problems
 from parse_infer.cli.setting_options import with_settings
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.excluded_settings import NOT_MEASURED
@@ -95,16 +95,15 @@ def bench(
       parse-infer bench --task jsonl --task-option path=problems.jsonl --modes target,parse --out runs/mine
     """
     settings = settings.override(threshold=models.threshold)
-    loaded_task = open_task(task, task_option)
+    loaded_task, where = open_task(task, task_option), describe_problems(task, task_option, split, seed)
     names = None if modes is None else tuple(name.strip() for name in modes.split(","))
     if models.served:
         if thresholds is not None or zero_shot_threshold is not None or sweep_limit != 100:
             raise ParseError("--thresholds, --sweep-limit and --zero-shot-threshold are for --backend local")
         problems = take_problems(loaded_task, split, seed, limit)
-        name = f"{' '.join([task, *(task_option or ())])}, {split} split, seed {seed}"
         load_modes = names or ("target", "parse", "parse:adaptive")
         _bench_clients(
-            models, load_modes, clients or "1,4,16,32", problems, loaded_task.check, out, settings, repeats, name
+            models, load_modes, clients or "1,4,16,32", problems, loaded_task.check, out, settings, repeats, where
         )
         return
     if clients is not None:
@@ -129,13 +128,7 @@ def bench(
     engine = models.load(needs_draft=needs_draft, needs_judge=needs_judge)
     if modes is None:
         benchmark = replace(benchmark, modes=_possible(DEFAULT_MODES, engine))
-    name = " ".join([task, *(task_option or ())])
-    try:
-        where = f"{name}, {split} split, seed {seed}"
-        results = run_bench(engine, problems, loaded_task.check, out, benchmark, task=where)
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues where it stopped", file=sys.stderr)
-        raise typer.Exit(130) from None
+    results = run_bench(engine, problems, loaded_task.check, out, benchmark, task=where)
     console = Console(highlight=False)
     for table in terminal_tables(results, console.width):
         console.print(table)
@@ -175,23 +168,19 @@ def _bench_clients(
 
     machine = {"coordinator": describe_machine(torch.device("cpu"))}  # remote servers do not report their hardware
     baseline = "the servers of --target-url" if models.target_url else "a stock server of vLLM"
-    try:
-        results = run_clients(
-            connect,
-            modes,
-            [int(part) for part in parts],
-            problems,
-            check,
-            out,
-            settings,
-            {**models.describe_servers(), "baseline": baseline, "task": task, **machine},
-            progress,
-            turns=turns,
-            together=bool(models.target_url) or not torch.cuda.is_available(),
-        )
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues where it stopped", file=sys.stderr)
-        raise typer.Exit(130) from None
+    results = run_clients(
+        connect,
+        modes,
+        [int(part) for part in parts],
+        problems,
+        check,
+        out,
+        settings,
+        {**models.describe_servers(), "baseline": baseline, "task": task, **machine},
+        progress,
+        turns=turns,
+        together=bool(models.target_url) or not torch.cuda.is_available(),
+    )
     Console(highlight=False).print(table(results))
     print(f"Written: {out}/clients.json, clients.md, clients.png")
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from parse_infer.cli import options
 from parse_infer.cli.model_options import ModelOptions, with_models
 from parse_infer.cli.options import read_numbers
-from parse_infer.cli.problems import open_task, take_problems
+from parse_infer.cli.problems import describe_problems, open_task, take_problems
 from parse_infer.cli.setting_options import number_or_choice
 
 if TYPE_CHECKING:
@@ -94,13 +92,9 @@ def calibrate(
     )
     problems = take_problems(loaded_task, split, seed, limit)
     check_problems(problems, settings)
-    where = f"{' '.join([task, *(task_option or ())])}, {split} split, seed {seed}"
+    where = describe_problems(task, task_option, split, seed)
     with models.load() as engine:
-        try:
-            calibration = measure(engine, problems, loaded_task.check, same_answer, out, settings, task=where)
-        except KeyboardInterrupt:
-            print("interrupted; the same command continues where it stopped", file=sys.stderr)
-            raise typer.Exit(130) from None
+        calibration = measure(engine, problems, loaded_task.check, same_answer, out, settings, task=where)
     console = Console(highlight=False)
     console.print(promises_table(calibration))
     written = [Path(out) / FILE]
@@ -114,15 +108,15 @@ def calibrate(
 
 def promises_table(calibration: Calibration) -> Any:
     """Build the terminal table of a calibration's promises."""
-    table = Table(title=f"{calibration.n_problems} problems of {calibration.task}", title_justify="left")
-    for name in ("at most lost", "confidence", "threshold", "block tokens", "lost here", "speed-up"):
-        table.add_column(name, justify="right")
+    from parse_infer.evaluation.tables import terminal_table
+
+    cells = []
     for risk, place in calibration.promises.items():
-        row = [f"{risk:.4g}", f"{calibration.confidence:.4g}"]
-        if place is None:
-            table.add_row(*row, "-", "-", "-", "not proven")
-            continue
-        tried = calibration.tried[place]
-        threshold = "accepts nothing" if tried.setting.threshold > 1 else f"{tried.setting.threshold:.4f}"
-        table.add_row(*row, threshold, str(tried.setting.block_tokens), f"{tried.losses:g}", f"{tried.speedup:.2f}x")
-    return table
+        found = ["-", "-", "-", "not proven"]
+        if place is not None:
+            tried = calibration.tried[place]
+            threshold = "accepts nothing" if tried.setting.threshold > 1 else f"{tried.setting.threshold:.4f}"
+            found = [threshold, str(tried.setting.block_tokens), f"{tried.losses:g}", f"{tried.speedup:.2f}x"]
+        cells.append([f"{risk:.4g}", f"{calibration.confidence:.4g}", *found])
+    heading = ("at most lost", "confidence", "threshold", "block tokens", "lost here", "speed-up")
+    return terminal_table(heading, cells, title=f"{calibration.n_problems} problems of {calibration.task}")

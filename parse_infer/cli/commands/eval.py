@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
@@ -67,8 +66,7 @@ def evaluate(
       HF_ALLOW_CODE_EVAL=1 parse-infer eval --tasks humaneval_plus,mbpp_plus --confirm-run-unsafe-code
     """
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    from parse_infer.evaluation.lm_eval_run import EvalSettings, run_eval
-    from parse_infer.evaluation.lm_eval_tables import terminal_table
+    from parse_infer.evaluation.lm_eval_run import EvalSettings, run_eval, table
     from parse_infer.evaluation.lm_eval_tasks import load_tasks, read_data
 
     settings = EvalSettings(
@@ -82,11 +80,7 @@ def evaluate(
         names, read_data(data or (), names), num_fewshot=num_fewshot, confirm_run_unsafe_code=confirm_run_unsafe_code
     )
     engine = models.load()
-    try:
-        results = run_eval(engine, loaded, out, settings)
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues where it stopped", file=sys.stderr)
-        raise typer.Exit(130) from None
+    results = run_eval(engine, loaded, out, settings)
     console = Console(highlight=False)
-    console.print(terminal_table(results))
+    console.print(table(results))
     console.print(f"Written: {out}/results.json, results.md", soft_wrap=True)

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from data_tools.tasks.checkers import same_answer
-from parse_infer.calibration.candidates import THRESHOLDS, candidates
-from parse_infer.calibration.measure import CalibrationSettings, Outcome, calibrate, certify
+from parse_infer.calibration.measure import THRESHOLDS, CalibrationSettings, Outcome, calibrate, candidates, certify
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
 from parse_infer.engine import ParseEngine

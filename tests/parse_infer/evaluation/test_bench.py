@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +18,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from parse_infer.adaptive import MIN_SAMPLES
 from parse_infer.engine import ParseEngine
-from parse_infer.evaluation.assisted import AssistantSettings
-from parse_infer.evaluation.mode_names import DEFAULT_MODES, MODES, check_modes, describe, title
+from parse_infer.evaluation.assisted import AssistantSettings, in_target_vocabulary
+from parse_infer.evaluation.mode_names import DEFAULT_MODES, MODES, check_modes, describe
 from parse_infer.evaluation.modes import Mode, make_modes, read_draft, timed
 from parse_infer.evaluation.records import Record
 from parse_infer.evaluation.report import summarise
-from parse_infer.evaluation.results_file import from_columns, read_results, to_columns, write_results
+from parse_infer.evaluation.results_file import to_columns, write_results
 from parse_infer.evaluation.run import BenchSettings, run_bench, schedule
 from parse_infer.evaluation.statistics import difference_interval, rate_ratio_interval, wilson_interval
 from parse_infer.evaluation.tables import category_table, header
-from parse_infer.evaluation.target_vocabulary import in_target_vocabulary
 from parse_infer.held_out import prompt_hash
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.models.loading import LanguageModel
@@ -36,6 +37,7 @@ from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
 from tests.parse_infer.language_models import reduced_pair, resembling, word_tokenizer
 from tests.parse_infer.speculation.test_eagle import make_head
+from tools.doc_tables import read_results, title
 
 KEYS = {
     *("accuracy", "accuracy_ci", "accuracy_diff", "accuracy_diff_ci", "tokens_per_s", "speedup", "speedup_ci"),
@@ -238,15 +240,18 @@ def test_sizes_stand_behind_the_mode(engine):
     drafted = [timed(engine, mode, PROBLEMS[0].prompt)[0].stats.drafter_forwards for mode in (fine, coarse)]
     assert drafted[0] < drafted[1]
     names = ("assisted:tokens=1:confidence=0", "assisted:tokens=5:confidence=0:schedule=heuristic", "assisted")
-    config = engine.draft.model.generation_config
-    before, seen = config.to_dict(), []
-    engine.draft.model.register_forward_pre_hook(
-        lambda *_: seen.append((config.num_assistant_tokens, config.num_assistant_tokens_schedule))
-    )
+    draft = engine.draft.model
+    before, seen = draft.generation_config.to_dict(), []
+
+    def note(model, _) -> None:
+        config = model.generation_config
+        seen.append((config.num_assistant_tokens, config.num_assistant_tokens_schedule))
+
+    draft.register_forward_pre_hook(note)
     for mode in make(engine, *names):
         seen.clear()
         stats = timed(engine, mode, PROBLEMS[0].prompt)[0].stats
-        assert config.to_dict() == before, mode.name
+        assert draft.generation_config.to_dict() == before, mode.name
         if mode.name == names[0]:
             assert set(seen) == {(1, None)} and stats.draft_forwards <= stats.target_forwards
         elif mode.name == names[1]:
@@ -428,8 +433,19 @@ def test_settings_out_of_range_are_refused():
         BenchSettings(repeats=0)
 
 
-def record(problem: str, mode: str, seconds: float, tokens: int, correct: bool = True, **more) -> Record:
-    return Record(problem, mode, more.pop("repeat", 0), correct, seconds, tokens, "", "eos", 1, **more)
+def record(problem: str, mode: str, seconds: float, tokens: int, correct: bool | None = True, **more) -> Record:
+    own = {"repeat": 0, "text": "", "finish_reason": "eos", "target_forwards": 1, **more}
+    return Record(problem_id=problem, mode=mode, correct=correct, seconds=seconds, n_tokens=tokens, **own)
+
+
+def from_columns(columns: dict[str, Any]) -> Iterator[Record]:
+    """Convert columns to records with empty texts."""
+    for mode, values in columns["modes"].items():
+        n = len(values["correct"]) // columns["repeats"]
+        for i, right in enumerate(values["correct"]):
+            row = {name: column[i] for name, column in values.items()}
+            own = {"problem_id": columns["problems"][i % n], "mode": mode, "repeat": i // n, "text": ""}
+            yield Record(**{**row, **own, "correct": bool(right)})
 
 
 def test_speedup_is_the_ratio_of_rates_and_time_speedup_that_of_times():
@@ -486,7 +502,7 @@ def test_prompts_without_references_are_compared_with_the_target():
     """By category, with tokens per forward; an answer that differs from the target's is the only kind of mistake."""
 
     def answer(mode: str, problem: str, text: str, forwards: int, seconds: float) -> Record:
-        return Record(problem, mode, 0, None, seconds, 12, text, "eos", forwards)
+        return record(problem, mode, seconds, 12, None, text=text, target_forwards=forwards)
 
     records = [answer("target", name, f"text of {name}", 12, 1.2) for name in ("a", "b", "c")]
     records += [answer("target+lookup", name, f"text of {name}", 4, 0.6) for name in ("a", "b")]

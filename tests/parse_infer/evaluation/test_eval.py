@@ -14,9 +14,8 @@ from tests.parse_infer.lm_eval_tasks import QUESTIONS, own_tasks, write_apples
 
 from parse_infer.evaluation import lm_eval_tasks  # isort: skip  (after the skip where lm-eval is missing)
 from parse_infer.evaluation.lm_eval_model import ParseLM  # isort: skip
-from parse_infer.evaluation.lm_eval_run import EvalSettings, run_eval  # isort: skip
-from parse_infer.evaluation.lm_eval_tables import rows  # isort: skip
-from parse_infer.evaluation.lm_eval_tasks import Catalogue, load_tasks, read_data  # isort: skip
+from parse_infer.evaluation.lm_eval_run import EvalSettings, rows, run_eval  # isort: skip
+from parse_infer.evaluation.lm_eval_tasks import configs, load_tasks, read_data  # isort: skip
 
 PUBLISHED = ("gsm8k", "minerva_math", "mmlu", "mmlu_pro", "gpqa", "humaneval_plus", "mbpp_plus", "mt_bench")
 PLAIN = EvalSettings(apply_chat_template=False)
@@ -162,9 +161,9 @@ def test_a_prompt_beyond_the_window_is_refused_before_any_answer(make_engine, ap
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_benchmarks_are_tasks_that_generate(name):
-    configs = list(Catalogue().configs(name))
-    assert configs and all(config["output_type"] == "generate_until" for config in configs)
-    assert len(configs) == {"minerva_math": 7, "mmlu": 57, "mmlu_pro": 14}.get(name, 1)
+    members = configs(name)
+    assert members and all(config["output_type"] == "generate_until" for config in members)
+    assert len(members) == {"minerva_math": 7, "mmlu": 57, "mmlu_pro": 14}.get(name, 1)
 
 
 def test_mt_bench_tells_speed_and_agreement(make_engine, tmp_path):
@@ -216,7 +215,7 @@ def error(capsys, tmp_path, monkeypatch):
         (["--tasks", "mmlu", "--data", "mmlu=problems.jsonl"], "'mmlu' has several tasks: give one, such as"),
         (
             ["--tasks", "mt_bench", "--data", "mt_bench=problems.jsonl"],
-            "the columns of HuggingFaceH4/mt_bench_prompts ('prompt'",
+            "or give --data mt_bench=FILE with the columns of HuggingFaceH4/mt_bench_prompts",
         ),
     ],
 )
@@ -230,8 +229,8 @@ def test_a_download_that_fails_is_one_sentence(error, monkeypatch):
 
     monkeypatch.setattr("datasets.load_dataset", unreachable)
     assert error("--tasks", "gpqa") == (
-        "error: task 'gpqa' cannot be loaded with its dataset Idavidrein/gpqa: check the connection, or give --data "
-        "gpqa=FILE (Couldn't reach the Hub.)\n"
+        "error: task 'gpqa' cannot be loaded (Couldn't reach the Hub.): check the connection, or give --data "
+        "gpqa=FILE with the columns of Idavidrein/gpqa\n"
     )
 
 

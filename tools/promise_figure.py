@@ -1,0 +1,36 @@
+"""Figure of a calibration cross-validated on random halves: realised loss and speed-up of each risk promise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from parse_infer.evaluation.figure import plot
+
+_COLOURS = {"finish": "#1b7837", "hand_back": "#b2611d"}
+
+
+def draw_promises(results: dict[str, Any], path: Path) -> None:
+    """Write a PNG: realised loss against the promised risk (bars: middle 90 % of the halves), and the speed-up."""
+    rows = results["rows"]
+    most = 100 * max(row["risk"] for row in rows)
+    with plot(path, results, columns=2) as (left, right):
+        left.plot([0, most], [0, most], "--", color="#777777", linewidth=1, label="as promised")
+        for number, (resume, colour) in enumerate(_COLOURS.items()):
+            own = [row for row in rows if row["resume"] == resume and row["shown"] > 0]
+            if not own:
+                continue
+            risks = [100 * row["risk"] for row in own]
+            beside = [risk * (1 + 0.04 * number) for risk in risks]  # offset, so that bars do not overlap
+            lost = [100 * row["lost"] for row in own]
+            reach = [[x - 100 * row["lost_range"][0] for x, row in zip(lost, own, strict=True)]]
+            reach.append([100 * row["lost_range"][1] - x for x, row in zip(lost, own, strict=True)])
+            left.errorbar(beside, lost, yerr=reach, fmt="o-", color=colour, linewidth=1.2, markersize=5, capsize=3)
+            label = f"resume: {resume.replace('_', ' ')}"
+            right.plot(risks, [row["speedup"] for row in own], "o-", color=colour, linewidth=1.2, label=label)
+        left.set_ylabel("lost on other problems, %")
+        right.set_ylabel("speed-up over the target alone")
+        right.axhline(1, color="#777777", linewidth=1, linestyle=":")
+        for axes in (left, right):
+            axes.set_xlabel("promise: at most lost, %")
+            axes.set_xlim(left=0)
