@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -30,6 +30,8 @@ class Answer:
     accepted_tokens: int | None = None
     exact_tail_tokens: int | None = None
     """The part of `accepted_tokens` accepted because it equals the target's greedy choice."""
+    first_text_s: float | None = None
+    longest_wait_s: float | None = None
 
     @classmethod
     def of(cls, generation: Generation, seconds: float, **own: Any) -> Self:
@@ -63,7 +65,13 @@ class Record(Answer):
         return self.problem_id, self.mode, self.repeat
 
 
-def costs(rows: Sequence[Answer]) -> dict[str, float]:
+def mean(values: Iterable[float | None]) -> float | None:
+    """Mean of the known values; None without any."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def costs(rows: Sequence[Answer]) -> dict[str, Any]:
     """Figures of one mode's answers: tokens/s, and averages per answer."""
     n, tokens, seconds = len(rows), sum(r.n_tokens for r in rows), sum(r.seconds for r in rows)
     return {
@@ -71,6 +79,9 @@ def costs(rows: Sequence[Answer]) -> dict[str, float]:
         "seconds_per_answer": seconds / n,
         "tokens_per_answer": tokens / n,
         "target_forwards": sum(r.target_forwards for r in rows) / n,
+        "first_text_s": mean(r.first_text_s for r in rows),
+        "longest_wait_s": mean(r.longest_wait_s for r in rows),
+        "drafted": mean(None if r.draft_tokens is None else r.draft_tokens / max(1, r.n_tokens) for r in rows),
         "cut_off": sum(r.finish_reason == "length" for r in rows) / n,
     }
 

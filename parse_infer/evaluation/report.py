@@ -11,6 +11,8 @@ all of it. Figures of a mode:
 - speedup, speedup_ci: tokens_per_s / the target's, paired bootstrap; independent of the answers' length;
 - time_speedup, time_speedup_ci: the target's time per answer / the mode's;
 - acceptance_rate: accepted / proposed draft tokens;
+- first_text_s, longest_wait_s: mean seconds to the first text, and mean longest time without new text after it;
+- drafted: draft tokens per token of the answer;
 - target_forwards, drafter_forwards: forwards per answer of the target and of token proposers;
 - acceptance_length: tokens per target forward (meaningless for the draft model alone);
 - limit_share: tokens_per_s / the limit's. The limit is the draft model alone plus one target forward over prompt and

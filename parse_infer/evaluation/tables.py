@@ -13,11 +13,20 @@ from parse_infer.evaluation.mode_names import describe
 
 HEADER = (
     *("mode", "right, %", "to target", "tokens/s", "speed-up", "by time"),
-    *("s/answer", "accepted, %", "forwards", "tokens each", "of limit, %"),
+    *(
+        "s/answer",
+        "first text, s",
+        "longest wait, s",
+        "accepted, %",
+        "drafted",
+        "forwards",
+        "tokens each",
+        "of limit, %",
+    ),
 )
 AGREES = "as the target, %"  # replaces "right, %" for tasks without references
 SPEED_COLUMNS, COST_COLUMNS = range(1, 6), range(6, len(HEADER))
-WIDE = 130  # characters for all columns
+WIDE = 165  # characters for all columns
 
 
 def rows(modes: dict[str, dict[str, Any]]) -> list[list[str]]:
@@ -31,7 +40,10 @@ def rows(modes: dict[str, dict[str, Any]]) -> list[list[str]]:
             format_times(m["speedup"], None if name == "target" else m["speedup_ci"]),
             format_times(m["time_speedup"]),
             format_number(m["seconds_per_answer"], 3),
+            format_number(m.get("first_text_s"), 3),
+            format_number(m.get("longest_wait_s"), 3),
             format_percent(m["acceptance_rate"]),
+            format_number(m.get("drafted"), 2),
             format_number(m["target_forwards"], 1),
             format_number(m["acceptance_length"] if m["target_forwards"] else None, 2),
             format_percent(m["limit_share"]),
@@ -97,7 +109,7 @@ def markdown(results: dict[str, Any]) -> str:
         right = header(environment)[1]
         heading = ("mode", "threshold", right, "against target, points", "speed-up", "accepted, %")
         cells = [
-            [row[0], f"{point['threshold']:g}", row[1], row[2], row[4], row[7]]
+            [row[0], f"{point['threshold']:g}", row[1], row[2], row[4], row[9]]
             for point in sweep["points"]
             for row in rows({point["mode"]: point})
         ]
