@@ -145,7 +145,7 @@ def test_modes_are_checked():
         check_modes(["target+eagle3"])
     with pytest.raises(ValueError, match="is 'ngarm'; did you mean 'ngram'"):
         check_modes(["target+ngarm"])
-    check_modes(["target+ngram:tokens=5", "parse:hand_back"])
+    check_modes(["target+ngram:tokens=5", "parse:adaptive"])
     speculation = {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 5}
     assert server_of("target+ngram:tokens=5") == (True, {"speculative_config": speculation})
     assert server_of("target") == (True, {}) and server_of("parse:adaptive") == (False, {})
