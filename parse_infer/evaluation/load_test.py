@@ -74,12 +74,17 @@ def check_modes(names: Sequence[str], starts: bool = True) -> None:
     """Raise ValueError or FileNotFoundError for an unknown mode or a head that vLLM cannot use. With `starts` False,
     also for a mode that must start a server."""
     for name in names:
-        if name not in MODES and not name.startswith(_SPECULATING):
-            known = [*MODES, _SPECULATING + _NGRAM, f"{_SPECULATING}FOLDER"]
+        if not _is_plain(name) and not name.startswith(_SPECULATING):
+            known = [*MODES, "parse:N", _SPECULATING + _NGRAM, f"{_SPECULATING}FOLDER"]
             raise ParseError(f"unknown mode {name!r} for --backend vllm; choose from {', '.join(known)}")
-        if name not in MODES and not starts:
+        if not _is_plain(name) and not starts:
             raise ParseError(f"{name} needs a server of its own: leave --target-url out")
         server_of(name)
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a mode is one of `MODES`, or PARSE with a length of blocks."""
+    return name in MODES or (name.startswith("parse:") and bool(block_tokens_of(name)))
 
 
 def server_of(name: str) -> tuple[bool, dict[str, Any]]:
@@ -87,7 +92,7 @@ def server_of(name: str) -> tuple[bool, dict[str, Any]]:
 
     Raises ValueError or FileNotFoundError for a size or a head that vLLM cannot use.
     """
-    if name in MODES:
+    if _is_plain(name):
         return not name.startswith("parse"), {}
     kind, sizes = split_name(name.removeprefix(_SPECULATING))
     tokens = sizes.pop("tokens", _TOKENS)
@@ -117,6 +122,8 @@ def _head_options(name: str, head: str) -> dict[str, Any]:
 def _label(name: str) -> str:
     if name in MODES:
         return MODES[name]
+    if _is_plain(name):
+        return f"{MODES['parse']}, blocks of {block_tokens_of(name)}"
     kind, sizes = split_name(name.removeprefix(_SPECULATING))
     label = f"vLLM with {'n-grams' if kind == _NGRAM else kind}"
     return label + (f", {sizes['tokens']} tokens" if sizes else "")
