@@ -50,11 +50,11 @@ def same(ours: Generation, theirs: Generation) -> bool:
 
 @pytest.mark.parametrize("local_rows", [0, 3])
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("options", [{}, {"resume": "hand_back"}, {"acceptance": "longest"}, {"stop": ("e",)}])
+@pytest.mark.parametrize("options", [{}, {"block_tokens": 12}, {"acceptance": "longest"}, {"stop": ("e",)}])
 def test_answers_are_those_of_the_local_engine(engine, connect, overlap, options, local_rows):
     coordinator, (_target,), draft = connect(engine, overlap=overlap, local_rows=local_rows)
     for threshold in (0.0, partial_threshold(engine), 1.01):
-        settings = {"max_new_tokens": 40, "threshold": threshold, **options}
+        settings = {"max_new_tokens": 40, "threshold": threshold, "block_tokens": "whole", **options}
         found = coordinator.generate(PROMPTS, **settings)
         wanted = [engine.generate(prompt, keep_greedy_match=False, **settings) for prompt in PROMPTS]
         assert all(map(same, found, wanted))
@@ -148,14 +148,14 @@ def test_above_one_a_threshold_keeps_nothing_and_the_target_alone_is_the_same(en
     assert [g.token_ids for g in found] == [g.token_ids for g in alone] and not draft.bodies
 
 
-@pytest.mark.parametrize("resume", ["finish", "hand_back"])
-def test_above_one_a_draft_is_written_once_and_only_to_guess(engine, connect, resume):
+@pytest.mark.parametrize("block_tokens", ["whole", "auto", 12])
+def test_above_one_a_draft_is_written_once_and_only_to_guess(engine, connect, block_tokens):
     coordinator, _, draft = connect(engine)
     own = engine.generate_target(PROMPT, max_new_tokens=40).token_ids
     for guesses, drafts in ((False, 0), (True, 1)):
         coordinator.backend._target.speculates = guesses
         draft.bodies.clear()
-        found = coordinator.generate(PROMPT, max_new_tokens=40, threshold=1.01, resume=resume)
+        found = coordinator.generate(PROMPT, max_new_tokens=40, threshold=1.01, block_tokens=block_tokens)
         assert found.token_ids == own and len(draft.bodies) == drafts, (guesses, len(draft.bodies))
         assert found.stats.rounds == 1
 
@@ -185,8 +185,7 @@ def test_a_draft_that_breaks_is_stopped_at_once_where_another_one_follows(engine
     for guesses, options, stopped in (
         (False, {}, True),
         (True, {}, False),
-        (True, {"resume": "hand_back", "max_rounds": 1}, False),
-        (True, {"resume": "hand_back", "max_rounds": 2}, True),
+        (True, {"block_tokens": 40}, True),
     ):
         coordinator.backend._target.speculates = guesses
         (first, *_) = coordinator.stream(PROMPT, **settings, **options)
@@ -288,7 +287,7 @@ def test_a_plain_server_is_asked_in_words(engine, connect):
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_server_that_fails_is_asked_again_and_no_token_comes_twice(engine, connect, fault, watched):
     coordinator, targets, draft = connect(engine, n_targets=2)
-    settings = {"max_new_tokens": 60, "threshold": partial_threshold(engine), "resume": "hand_back"}
+    settings = {"max_new_tokens": 60, "threshold": partial_threshold(engine), "block_tokens": 12}
     wanted = engine.generate(PROMPT, keep_greedy_match=False, **settings)
     for server in (*targets, draft):
         server.faults.extend([None, fault, None, fault])
@@ -302,7 +301,7 @@ def test_a_server_that_fails_is_asked_again_and_no_token_comes_twice(engine, con
 
 def test_requests_of_an_answer_stay_with_a_server_and_answers_are_spread(engine, connect):
     coordinator, targets, _ = connect(engine, n_targets=2)
-    coordinator.generate(PROMPT, max_new_tokens=40, resume="hand_back", threshold=0.9)
+    coordinator.generate(PROMPT, max_new_tokens=40, block_tokens=12, threshold=0.9)
     assert not all(server.bodies for server in targets)
     coordinator.generate(PROMPTS * 3, max_new_tokens=20)
     assert all(server.bodies for server in targets)
@@ -488,12 +487,12 @@ def test_an_answer_ends_where_the_local_engines_does(engine, connect, overlap, e
         "min_tokens and stop": {"min_tokens": 20, "stop_token_ids": free[:2], "stop": ("e",)},
     }[ends]
     for threshold in (0.0, partial_threshold(engine), 1.01):
-        for resume in ("finish", "hand_back"):
-            settings = {"max_new_tokens": 40, "threshold": threshold, "resume": resume, **options}
+        for block_tokens in ("whole", 12):
+            settings = {"max_new_tokens": 40, "threshold": threshold, "block_tokens": block_tokens, **options}
             for ours, prompt in zip(coordinator.generate(PROMPTS[:2], **settings), PROMPTS, strict=False):
                 assert same(ours, engine.generate(prompt, keep_greedy_match=False, **settings)), (
                     threshold,
-                    resume,
+                    block_tokens,
                     prompt,
                 )
             alone = engine.generate_target(PROMPT, **settings)
