@@ -127,7 +127,9 @@ class Target:
         self, request: Request, round: int, lease: Lease | None, watched: bool, at_once: int | None
     ) -> AsyncGenerator[int, None]:
         room = min(request.answer.remaining_tokens, at_once or sys.maxsize)
-        asked = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(request, room)
+        asked = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(
+            request, room
+        )
         if not watched:
             asked |= stop_settings(request.settings.stop)
         written = self.servers.written(request.context, room, asked, lease, watched)

@@ -489,7 +489,11 @@ def test_a_stop_string_from_the_target_into_the_next_draft(engine):
     full = engine.generate(PROMPT, settings)
     ends = list(itertools.accumulate(span.n_tokens for span in full.spans))
     sources = [span.source for span in full.spans]
-    at = next(end for end, pair in zip(ends, itertools.pairwise(sources)) if end > 8 and pair == ("target", "draft"))
+    at = next(
+        end
+        for end, pair in zip(ends, itertools.pairwise(sources), strict=False)
+        if end > 8 and pair == ("target", "draft")
+    )
     stop = fresh_substring(full.text, at)
     check_stop(engine.generate(PROMPT, settings.override(stop=stop)), full.text, stop)
 

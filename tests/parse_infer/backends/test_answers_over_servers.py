@@ -200,7 +200,9 @@ def test_a_draft_that_breaks_is_stopped_at_once_where_another_one_follows(engine
 def test_the_target_reads_a_long_prompt_while_the_draft_is_written(engine, connect):
     coordinator, (target,), _ = connect(engine)
     prompt, settings = "Tom has 5 apples. " * 20, {"max_new_tokens": 30, "threshold": 0.0}
-    assert same(coordinator.generate(prompt, **settings), engine.generate(prompt, keep_greedy_match=False, **WHOLE | settings))
+    assert same(
+        coordinator.generate(prompt, **settings), engine.generate(prompt, keep_greedy_match=False, **WHOLE | settings)
+    )
     first = target.bodies[0]
     assert first["prompt"] == engine.target.render(prompt) and first["max_tokens"] == 1 and "logprobs" not in first
 
@@ -267,7 +269,8 @@ def test_given_drafts_need_no_draft_server(engine, connect):
     for threshold in (0.0, 0.5):
         settings = {"max_new_tokens": 40, "threshold": threshold, "draft_text": text}
         assert same(
-            coordinator.generate(PROMPT, **settings), engine.generate(PROMPT, keep_greedy_match=False, **WHOLE | settings)
+            coordinator.generate(PROMPT, **settings),
+            engine.generate(PROMPT, keep_greedy_match=False, **WHOLE | settings),
         )
     assert not draft.bodies
 
@@ -280,7 +283,8 @@ def test_a_plain_server_is_asked_in_words(engine, connect):
     for threshold in sorted(segment.validity for segment in verified.segments)[::2]:
         settings = {"max_new_tokens": 40, "threshold": threshold - 1e-6, "acceptance": "longest"}
         assert same(
-            coordinator.generate(PROMPT, **settings), local.generate(PROMPT, keep_greedy_match=False, **WHOLE | settings)
+            coordinator.generate(PROMPT, **settings),
+            local.generate(PROMPT, keep_greedy_match=False, **WHOLE | settings),
         )
 
 

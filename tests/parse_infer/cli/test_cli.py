@@ -322,7 +322,10 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
         (["score", "Hi", "Ho", "--cut-policy", "step:3"], "the cut policy 'step:3' has no whole number of tokens"),
         (["bench", "--split", "tset"], "unknown split 'tset'; choose one of train, validation, test"),
         (["bench", "--modes", "assisted:tokens=few"], "'tokens=few' in mode 'assisted:tokens=few' is none of"),
-        (["bench", "--limit", "1", "--block-tokens", "0"], "block_tokens is 0; it must be a whole number of at least 1"),
+        (
+            ["bench", "--limit", "1", "--block-tokens", "0"],
+            "block_tokens is 0; it must be a whole number of at least 1",
+        ),
         (["bench", "--limit", "1", "--thresholds", "0.5,x"], "--thresholds is '0.5,x'"),
         (["bench", "--limit", "1", "--threshold", "-1"], "the threshold must be a finite number"),
     ],

@@ -101,7 +101,9 @@ def test_characters_that_span_tokens_arrive_whole(served_bytes, block_tokens):
     own = served_bytes.engine.generate(PROMPTS[0], max_new_tokens=48, block_tokens=block_tokens)
     assert not own.text.isascii()
     with served_bytes.client as client:
-        text, chunks = streamed(client, PROMPTS[0], max_tokens=48, extra_body={"parse": {"block_tokens": block_tokens}})
+        text, chunks = streamed(
+            client, PROMPTS[0], max_tokens=48, extra_body={"parse": {"block_tokens": block_tokens}}
+        )
     assert text == own.text and len(chunks) > 3
 
 
