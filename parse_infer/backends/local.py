@@ -394,7 +394,7 @@ class LocalModelPair:
             survival *= self._length.survival_of(confidence)
             return self._ends_early and self._length.end_after(survival)
 
-        self._block = self._drafter.propose_block(answer.ids, min(most, self._blocks), ends)
+        self._block = self._drafter.propose_block(answer.ids, min(most, self._blocks), most, ends)
         return self._block.ids
 
     async def verify(self, draft: Sequence[int]) -> Verification:

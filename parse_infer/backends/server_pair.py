@@ -127,7 +127,9 @@ class Target:
         self, request: Request, round: int, lease: Lease | None, watched: bool, at_once: int | None
     ) -> AsyncGenerator[int, None]:
         room = min(request.answer.remaining_tokens, at_once or sys.maxsize)
-        asked = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(request)
+        asked = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(
+            request, room
+        )
         if not watched:
             asked |= stop_settings(request.settings.stop)
         written = self.servers.written(request.context, room, asked, lease, watched)
@@ -319,10 +321,12 @@ def stop_settings(stop: Sequence[str]) -> dict[str, Any]:
     return {"stop": list(stop), "include_stop_str_in_output": True} if stop else {}
 
 
-def end_settings(request: Request) -> dict[str, Any]:
-    """End-token fields of a request, with vLLM's names and meaning; the server counts from its first new token."""
+def end_settings(request: Request, room: int) -> dict[str, Any]:
+    """End-token fields of a request for up to `room` tokens, with vLLM's names and meaning; the server counts from its
+    first new token."""
     settings: dict[str, Any] = {"ignore_eos": True} if request.settings.ignore_eos else {}
-    return settings | ({"min_tokens": request.answer.required} if request.answer.required else {})
+    least = min(request.answer.required, room)
+    return settings | ({"min_tokens": least} if least else {})
 
 
 def server_settings(sampling: Sampling, end_ids: Collection[int], *purpose: object) -> dict[str, Any]:

@@ -115,13 +115,17 @@ class _MemoisedPair(Generic[V]):
         return self._memory.parts[key][0]
 
     async def verify(self, draft: Sequence[int]) -> V:
-        # The acceptance rule decides which cuts are reachable, and so which rows `compact` keeps.
+        # The acceptance rule decides which cuts are reachable, and so which rows `compact` keeps. Blocks may be judged
+        # token by token, and above 1 not at all.
+        whole = self._request.settings.block_tokens == "whole"
         key = (
             "verdict",
             tuple(self._request.context),
             tuple(draft),
             self._request.settings.acceptance,
             self._request.doubt,
+            whole,
+            not whole and self.threshold > 1,
         )
         if not self._memory.knows(key):
             started = time.perf_counter()

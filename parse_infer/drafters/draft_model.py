@@ -78,12 +78,15 @@ class ModelDrafter:
         return writing.draft()
 
     @torch.inference_mode()
-    def propose_block(self, answer_ids: Sequence[int], max_new_tokens: int, ends: Callable[[float], bool]) -> Block:
+    def propose_block(
+        self, answer_ids: Sequence[int], max_new_tokens: int, remaining: int, ends: Callable[[float], bool]
+    ) -> Block:
         """Draft the next tokens of the answer, up to the first token after which `ends` returns True.
 
         The tokens behind a corrected one are kept as guesses: one forward finds how many of them still fit.
 
         Args:
+            remaining: number of tokens that the answer may still have; the cache takes memory for them once.
             ends: receives the draft model's probability of each token.
         """
         if self._translation is None:
@@ -92,7 +95,7 @@ class ModelDrafter:
         if writing is None:
             return Block([])
         decoder, sampling, start = self.draft.decoder, self._sampling, len(writing.context)
-        decoder.reserve(start, writing.remaining_tokens)
+        decoder.reserve(start, remaining)
         decoder.seek(writing.context)
         confidences: list[float] = []
         times: list[float] = []

@@ -88,7 +88,7 @@ def make_modes(
 
     Args:
         settings: greedy settings. Their threshold applies to modes with the adapter (None: the adapter's own), and
-            `resume` to the PARSE modes.
+            `block_tokens` to the PARSE modes.
         zero_shot_threshold: threshold of "parse-zero-shot"; None: 0.5.
         thresholds: thresholds of the sweep, which covers the named modes that are in `SWEPT`.
 

@@ -23,7 +23,7 @@ CARD = "README.md"
 PROBLEMS = "train_problems.txt"
 WAY_OUT = "export or download the adapter again"
 PROMISE = (
-    "one verification pass over one whole draft; several passes with hand-back are not covered, and drafts of one "
+    "one verification pass over one whole draft; several passes over blocks are not covered, and drafts of one "
     "problem count as independent"
 )
 """Scope of a threshold's risk level."""

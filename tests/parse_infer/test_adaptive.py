@@ -230,13 +230,13 @@ def test_the_local_engine_gives_up_a_useless_draft(make_engine):
 
 
 @pytest.mark.parametrize("own_threshold", [None, 1.01])
-@pytest.mark.parametrize("resume", ["finish", "hand_back"])
-def test_lossless_speculation_leaves_nothing_to_choose(make_engine, monkeypatch, own_threshold, resume):
+@pytest.mark.parametrize("block_tokens", ["whole", "auto", 6])
+def test_lossless_speculation_leaves_nothing_to_choose(make_engine, monkeypatch, own_threshold, block_tokens):
     """Where the draft model guesses tokens and no draft is written, both ways of the controller are the same one."""
     engine = make_engine(threshold=own_threshold)
     engine.backend.target_drafter = load_token_drafter("draft", engine.target, engine.draft)
     threshold = 1.01 if own_threshold is None else None
-    settings = GenerationSettings(20, threshold, resume=resume, adaptive=True)
+    settings = GenerationSettings(20, threshold, block_tokens=block_tokens, adaptive=True)
     lossless = engine.generate_target("Tom has 5 apples.", settings, speculate=True)
     begun = []
     monkeypatch.setattr(engine.controller, "_choose", lambda load: begun.append(load) or True)

@@ -77,12 +77,12 @@ def test_above_one_and_exact_are_the_greedy_target_with_the_same_end(engine, cas
     alone = engine.generate_target(PROMPT, settings, speculate=True)
     assert alone.token_ids == wanted
     for threshold, mode in ((1.01, "validity"), (1.0, "validity"), (1.01, "exact")):  # no validity reaches 1.0
-        for resume in ("finish", "hand_back"):
+        for block_tokens in ("whole", 6):
             for keep_greedy_match in (True, False):
                 options = {
                     "threshold": threshold,
                     "mode": mode,
-                    "resume": resume,
+                    "block_tokens": block_tokens,
                     "keep_greedy_match": keep_greedy_match,
                 }
                 ours = engine.generate(PROMPT, settings, **options)
@@ -91,10 +91,10 @@ def test_above_one_and_exact_are_the_greedy_target_with_the_same_end(engine, cas
 
 
 @pytest.mark.parametrize("case", [name for name, _ in CASES])
-@pytest.mark.parametrize("resume", ["finish", "hand_back"])
-def test_an_accepted_draft_keeps_to_them_too(engine, case, resume):
+@pytest.mark.parametrize("block_tokens", ["whole", 6])
+def test_an_accepted_draft_keeps_to_them_too(engine, case, block_tokens):
     settings = settings_of(engine, case)
-    ours = engine.generate(PROMPT, settings, threshold=0.0, resume=resume)
+    ours = engine.generate(PROMPT, settings, threshold=0.0, block_tokens=block_tokens)
     assert ours.stats.accepted_tokens or case == "least and stop"  # its draft begins with an end token
     ends = set(settings.stop_token_ids) | (set() if settings.ignore_eos else engine.target.eos_ids)
     banned = set(settings.stop_token_ids) | engine.target.eos_ids

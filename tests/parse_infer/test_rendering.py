@@ -21,7 +21,7 @@ from tests.parse_infer.serve.conftest import running
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tom has 5 apples."}]
 OPEN = [*CHAT, {"role": "assistant", "content": "He has"}]
 PROMPTS = {"text": "Tom has 5 apples.", "chat": CHAT, "open turn": OPEN, "verbatim": Verbatim("Tom has 5 apples. He")}
-SETTINGS = GenerationSettings(8, threshold=0.5, resume="hand_back")
+SETTINGS = GenerationSettings(8, threshold=0.5, block_tokens=6)
 
 
 @pytest.fixture

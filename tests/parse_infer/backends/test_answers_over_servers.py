@@ -33,11 +33,12 @@ from tests.parse_infer.serve.conftest import running
 
 PROMPT = "Tom has 5 apples."
 PROMPTS = [PROMPT, "How many?", "Ann sells 48 clips.", "2 + 2"]
+WHOLE = {"block_tokens": "whole"}  # as `auto` is over servers
 
 
 def partial_threshold(engine: ParseEngine, prompt: str = PROMPT) -> float:
     """One at which some segments of the first draft are kept, but not all."""
-    _, verified, *_ = itertools.islice(engine.stream(prompt, max_new_tokens=40), 2)
+    _, verified, *_ = itertools.islice(engine.stream(prompt, max_new_tokens=40, **WHOLE), 2)
     validity = [segment.validity for segment in verified.segments]
     between = [(a + b) / 2 for a, b in itertools.pairwise(sorted(validity))]  # a server tells it to a few digits less
     return next(t for t in between if 0 < maximal_valid_prefix(validity, t) < len(validity))
@@ -50,13 +51,13 @@ def same(ours: Generation, theirs: Generation) -> bool:
 
 @pytest.mark.parametrize("local_rows", [0, 3])
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("options", [{}, {"resume": "hand_back"}, {"acceptance": "longest"}, {"stop": ("e",)}])
+@pytest.mark.parametrize("options", [{}, {"block_tokens": 12}, {"acceptance": "longest"}, {"stop": ("e",)}])
 def test_answers_are_those_of_the_local_engine(engine, connect, overlap, options, local_rows):
     coordinator, (_target,), draft = connect(engine, overlap=overlap, local_rows=local_rows)
     for threshold in (0.0, partial_threshold(engine), 1.01):
-        settings = {"max_new_tokens": 40, "threshold": threshold, **options}
+        settings = {"max_new_tokens": 40, "threshold": threshold, "block_tokens": "whole", **options}
         found = coordinator.generate(PROMPTS, **settings)
-        wanted = [engine.generate(prompt, keep_greedy_match=False, **settings) for prompt in PROMPTS]
+        wanted = [engine.generate(prompt, keep_greedy_match=False, **WHOLE | settings) for prompt in PROMPTS]
         assert all(map(same, found, wanted))
     assert coordinator.running == 0
     assert not (local_rows and draft.bodies)
@@ -148,14 +149,14 @@ def test_above_one_a_threshold_keeps_nothing_and_the_target_alone_is_the_same(en
     assert [g.token_ids for g in found] == [g.token_ids for g in alone] and not draft.bodies
 
 
-@pytest.mark.parametrize("resume", ["finish", "hand_back"])
-def test_above_one_a_draft_is_written_once_and_only_to_guess(engine, connect, resume):
+@pytest.mark.parametrize("block_tokens", ["whole", "auto", 12])
+def test_above_one_a_draft_is_written_once_and_only_to_guess(engine, connect, block_tokens):
     coordinator, _, draft = connect(engine)
     own = engine.generate_target(PROMPT, max_new_tokens=40).token_ids
     for guesses, drafts in ((False, 0), (True, 1)):
         coordinator.backend._target.speculates = guesses
         draft.bodies.clear()
-        found = coordinator.generate(PROMPT, max_new_tokens=40, threshold=1.01, resume=resume)
+        found = coordinator.generate(PROMPT, max_new_tokens=40, threshold=1.01, block_tokens=block_tokens)
         assert found.token_ids == own and len(draft.bodies) == drafts, (guesses, len(draft.bodies))
         assert found.stats.rounds == 1
 
@@ -167,7 +168,7 @@ def test_events_tell_the_answer_as_it_comes(engine, connect):
     assert isinstance(done, Done)
     assert [type(e) for e in events[:3]] == [Drafted, Verified, Accepted]
     assert "".join(e.text for e in events if isinstance(e, (Accepted, Resumed))) == done.generation.text
-    local = engine.generate(PROMPT, max_new_tokens=40, threshold=threshold, keep_greedy_match=False)
+    local = engine.generate(PROMPT, max_new_tokens=40, threshold=threshold, keep_greedy_match=False, **WHOLE)
     validities = [s.validity for s in local.spans if s.source == "draft"]
     assert [s.validity for s in done.generation.spans if s.source == "draft"] == pytest.approx(validities, abs=1e-4)
     stream = coordinator.stream(PROMPT, max_new_tokens=40, threshold=threshold)
@@ -181,12 +182,11 @@ def test_a_draft_that_breaks_is_stopped_at_once_where_another_one_follows(engine
     coordinator, _, draft = connect(engine)
     draft.pause = 0.02
     settings = {"max_new_tokens": 120, "threshold": 1.0}
-    local = engine.generate(PROMPT, keep_greedy_match=False, **settings)
+    local = engine.generate(PROMPT, keep_greedy_match=False, **WHOLE | settings)
     for guesses, options, stopped in (
         (False, {}, True),
         (True, {}, False),
-        (True, {"resume": "hand_back", "max_rounds": 1}, False),
-        (True, {"resume": "hand_back", "max_rounds": 2}, True),
+        (True, {"block_tokens": 40}, True),
     ):
         coordinator.backend._target.speculates = guesses
         (first, *_) = coordinator.stream(PROMPT, **settings, **options)
@@ -200,7 +200,9 @@ def test_a_draft_that_breaks_is_stopped_at_once_where_another_one_follows(engine
 def test_the_target_reads_a_long_prompt_while_the_draft_is_written(engine, connect):
     coordinator, (target,), _ = connect(engine)
     prompt, settings = "Tom has 5 apples. " * 20, {"max_new_tokens": 30, "threshold": 0.0}
-    assert same(coordinator.generate(prompt, **settings), engine.generate(prompt, keep_greedy_match=False, **settings))
+    assert same(
+        coordinator.generate(prompt, **settings), engine.generate(prompt, keep_greedy_match=False, **WHOLE | settings)
+    )
     first = target.bodies[0]
     assert first["prompt"] == engine.target.render(prompt) and first["max_tokens"] == 1 and "logprobs" not in first
 
@@ -215,7 +217,7 @@ def test_a_head_without_a_probe_is_asked_about_all_cuts_in_one_prompt(make_engin
         for threshold in (0.0, partial_threshold(engine)):
             settings = {"max_new_tokens": 40, "threshold": threshold}
             found = coordinator.generate(PROMPTS, **settings)
-            assert all(map(same, found, engine.generate(PROMPTS, keep_greedy_match=False, **settings)))
+            assert all(map(same, found, engine.generate(PROMPTS, keep_greedy_match=False, **WHOLE | settings)))
         assert all(len(body["prompt"]) == 1 for body in target.bodies if body.get("logprobs"))
 
 
@@ -258,7 +260,7 @@ def test_a_draft_model_with_tokens_of_its_own(engine, connect, make_model, rando
         for threshold in (0.0, 0.5, 1.01):
             settings = {"max_new_tokens": 40, "threshold": threshold}
             found = coordinator.generate(PROMPTS, **settings)
-            assert all(map(same, found, local.generate(PROMPTS, keep_greedy_match=False, **settings)))
+            assert all(map(same, found, local.generate(PROMPTS, keep_greedy_match=False, **WHOLE | settings)))
 
 
 def test_given_drafts_need_no_draft_server(engine, connect):
@@ -267,7 +269,8 @@ def test_given_drafts_need_no_draft_server(engine, connect):
     for threshold in (0.0, 0.5):
         settings = {"max_new_tokens": 40, "threshold": threshold, "draft_text": text}
         assert same(
-            coordinator.generate(PROMPT, **settings), engine.generate(PROMPT, keep_greedy_match=False, **settings)
+            coordinator.generate(PROMPT, **settings),
+            engine.generate(PROMPT, keep_greedy_match=False, **WHOLE | settings),
         )
     assert not draft.bodies
 
@@ -280,7 +283,8 @@ def test_a_plain_server_is_asked_in_words(engine, connect):
     for threshold in sorted(segment.validity for segment in verified.segments)[::2]:
         settings = {"max_new_tokens": 40, "threshold": threshold - 1e-6, "acceptance": "longest"}
         assert same(
-            coordinator.generate(PROMPT, **settings), local.generate(PROMPT, keep_greedy_match=False, **settings)
+            coordinator.generate(PROMPT, **settings),
+            local.generate(PROMPT, keep_greedy_match=False, **WHOLE | settings),
         )
 
 
@@ -288,8 +292,8 @@ def test_a_plain_server_is_asked_in_words(engine, connect):
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_server_that_fails_is_asked_again_and_no_token_comes_twice(engine, connect, fault, watched):
     coordinator, targets, draft = connect(engine, n_targets=2)
-    settings = {"max_new_tokens": 60, "threshold": partial_threshold(engine), "resume": "hand_back"}
-    wanted = engine.generate(PROMPT, keep_greedy_match=False, **settings)
+    settings = {"max_new_tokens": 60, "threshold": partial_threshold(engine), "block_tokens": 12}
+    wanted = engine.generate(PROMPT, keep_greedy_match=False, **WHOLE | settings)
     for server in (*targets, draft):
         server.faults.extend([None, fault, None, fault])
     if watched:
@@ -302,7 +306,7 @@ def test_a_server_that_fails_is_asked_again_and_no_token_comes_twice(engine, con
 
 def test_requests_of_an_answer_stay_with_a_server_and_answers_are_spread(engine, connect):
     coordinator, targets, _ = connect(engine, n_targets=2)
-    coordinator.generate(PROMPT, max_new_tokens=40, resume="hand_back", threshold=0.9)
+    coordinator.generate(PROMPT, max_new_tokens=40, block_tokens=12, threshold=0.9)
     assert not all(server.bodies for server in targets)
     coordinator.generate(PROMPTS * 3, max_new_tokens=20)
     assert all(server.bodies for server in targets)
@@ -488,12 +492,12 @@ def test_an_answer_ends_where_the_local_engines_does(engine, connect, overlap, e
         "min_tokens and stop": {"min_tokens": 20, "stop_token_ids": free[:2], "stop": ("e",)},
     }[ends]
     for threshold in (0.0, partial_threshold(engine), 1.01):
-        for resume in ("finish", "hand_back"):
-            settings = {"max_new_tokens": 40, "threshold": threshold, "resume": resume, **options}
+        for block_tokens in ("whole", 12):
+            settings = {"max_new_tokens": 40, "threshold": threshold, "block_tokens": block_tokens, **options}
             for ours, prompt in zip(coordinator.generate(PROMPTS[:2], **settings), PROMPTS, strict=False):
-                assert same(ours, engine.generate(prompt, keep_greedy_match=False, **settings)), (
+                assert same(ours, engine.generate(prompt, keep_greedy_match=False, **WHOLE | settings)), (
                     threshold,
-                    resume,
+                    block_tokens,
                     prompt,
                 )
             alone = engine.generate_target(PROMPT, **settings)
@@ -501,7 +505,7 @@ def test_an_answer_ends_where_the_local_engines_does(engine, connect, overlap, e
             assert same(coordinator.generate_target(PROMPT, **settings), alone) and len(target.bodies) == 1
             target.faults.extend(["cut"] if threshold > 1 else [])  # a stream that breaks off goes on
             *_, done = coordinator.stream(PROMPT, **settings)
-            assert same(done.generation, engine.generate(PROMPT, keep_greedy_match=False, **settings))
+            assert same(done.generation, engine.generate(PROMPT, keep_greedy_match=False, **WHOLE | settings))
     written = [body for body in target.bodies if body["max_tokens"] > 1]
     assert all(body.get("min_tokens", 0) <= body["max_tokens"] for body in written), "vLLM refuses it"
 

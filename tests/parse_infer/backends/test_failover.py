@@ -101,7 +101,7 @@ def test_a_request_does_not_wait_for_a_server_that_has_vanished(engine, connect,
 def test_after_a_failure_the_rest_of_an_answer_stays_with_the_other_server(engine, connect):
     """There its prefix is cached, so the first server is not asked again although it is well."""
     coordinator, targets, draft = connect(engine, n_targets=2)
-    settings = {"max_new_tokens": 60, "threshold": partial_threshold(engine), "resume": "hand_back"}
+    settings = {"max_new_tokens": 60, "threshold": partial_threshold(engine), "block_tokens": 12}
     draft.pause = 0.1  # time enough for a server to come back
     targets[0].faults.append("500")
     found = coordinator.generate(PROMPT, **settings)

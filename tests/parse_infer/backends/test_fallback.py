@@ -35,17 +35,17 @@ def warnings(caplog) -> list[str]:
     return [record.getMessage() for record in records]
 
 
-@pytest.mark.parametrize("resume", ["finish", "hand_back"])
+@pytest.mark.parametrize("block_tokens", ["whole", 12])
 @pytest.mark.parametrize("watched", [True, False])
-def test_without_a_draft_server_the_target_answers_alone_at_once(engine, connect, caplog, resume, watched):
+def test_without_a_draft_server_the_target_answers_alone_at_once(engine, connect, caplog, block_tokens, watched):
     coordinator, _, draft = connect(engine, patience_s=LONG_S)
     draft.away = True
     begun = time.monotonic()
     if watched:
-        *_, done = coordinator.stream(PROMPT, **SETTINGS, resume=resume)
+        *_, done = coordinator.stream(PROMPT, **SETTINGS, block_tokens=block_tokens)
         found = done.generation
     else:
-        found = coordinator.generate(PROMPT, **SETTINGS, resume=resume)
+        found = coordinator.generate(PROMPT, **SETTINGS, block_tokens=block_tokens)
     assert time.monotonic() - begun < LONG_S / 2
     assert found.token_ids == alone(engine) and found.fallback == "no_draft"
     out, said = warnings(caplog)
@@ -53,7 +53,7 @@ def test_without_a_draft_server_the_target_answers_alone_at_once(engine, connect
     assert said.startswith("the target answers without a draft (no_draft): no draft server answers: ")
     draft.away = False
     assert soon(coordinator, lambda: coordinator.backend._drafts[0].members[0].healthy)
-    found = coordinator.generate(PROMPT, **SETTINGS, resume=resume)
+    found = coordinator.generate(PROMPT, **SETTINGS, block_tokens=block_tokens)
     assert found.fallback is None and found.stats.accepted_tokens == 24
 
 
@@ -91,15 +91,15 @@ def test_a_draft_model_of_our_own_that_fails_is_done_without(engine, connect, mo
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("resume", ["finish", "hand_back"])
+@pytest.mark.parametrize("block_tokens", ["whole", 12])
 @pytest.mark.parametrize("how", ["refused", "nonsense", "no validity"])
-def test_a_draft_that_cannot_be_judged_is_dropped(engine, connect, monkeypatch, caplog, overlap, resume, how):
+def test_a_draft_that_cannot_be_judged_is_dropped(engine, connect, monkeypatch, caplog, overlap, block_tokens, how):
     coordinator, (target,), draft = connect(engine, overlap=overlap)
     if how == "no validity":
         monkeypatch.setattr(FakeServer, "_judged", lambda self, prompt: [0.5, 0.5])  # for each prompt, and not one
     else:
         target.judge_fault = how
-    found = coordinator.generate(PROMPT, **SETTINGS, resume=resume)
+    found = coordinator.generate(PROMPT, **SETTINGS, block_tokens=block_tokens)
     assert found.token_ids == alone(engine) and found.fallback == "judge_failed"
     assert [span.source for span in found.spans] == ["target"]
     assert len(draft.bodies) == 1, "no other draft is written for this answer"
@@ -110,7 +110,7 @@ def test_a_draft_that_cannot_be_judged_is_dropped(engine, connect, monkeypatch, 
 def test_what_was_accepted_before_a_failure_stays(engine, connect):
     coordinator, _, draft = connect(engine)
     threshold = partial_threshold(engine)
-    settings = {"max_new_tokens": 60, "threshold": threshold, "resume": "hand_back"}
+    settings = {"max_new_tokens": 60, "threshold": threshold, "block_tokens": 12}
     draft.faults.extend([None, "refused"])
     found = coordinator.generate(PROMPT, **settings)
     assert found.fallback == "draft_refused" and found.stats.accepted_tokens and found.stats.rounds == 2

@@ -50,7 +50,7 @@ def test_every_way_answers_at_every_load_and_a_second_run_measures_nothing_again
             {"target": "tiny"},
         )
 
-    results = run(["target", "parse", "parse:hand_back", "parse:adaptive"])
+    results = run(["target", "parse", "parse:12", "parse:adaptive"])
     assert connected == [(True, {}), (False, {})], "the target alone has a stock server"
     cells = {(cell["way"], cell["clients"]): cell for cell in results["cells"]}
     assert len(cells) == 8 and all(cell["answers"] == 6 for cell in cells.values())

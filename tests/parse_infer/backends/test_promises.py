@@ -26,7 +26,7 @@ def test_replayed_answers_are_the_coordinators(make_engine, connect, overlap: bo
     coordinator, (target,), draft = connect(engine, overlap=overlap)
     for prompt in PROMPTS:
         thresholds = [1.1, *middle_thresholds(engine, prompt), 0.0]
-        kinds = [GenerationSettings(24, t, resume=resume) for t in thresholds for resume in ("finish", "hand_back")]
+        kinds = [GenerationSettings(24, t, block_tokens=n) for t in thresholds for n in ("whole", 8)]
         wanted = [coordinator.generate(prompt, settings) for settings in kinds]
         assert len({answer.text for answer in wanted}) > 2, "the settings must differ for the test to say something"
         with Replay(coordinator) as replay:
@@ -45,7 +45,7 @@ def test_replayed_answers_are_the_coordinators(make_engine, connect, overlap: bo
 
 
 def test_what_the_target_writes_has_a_time_for_each_token(engine, connect):
-    """One way to resume takes all of it, another stops after a step and must not be charged for the rest."""
+    """Whole drafts take all of it; blocks stop after a token and must not be charged for the rest."""
     coordinator, (target,), _ = connect(engine)
     target.pause = 0.1  # before each piece of three tokens
     with Replay(coordinator) as replay:
@@ -78,7 +78,9 @@ def test_a_calibration_over_servers_is_kept_by_them_and_by_nobody_else(make_engi
     coordinator.adaptive = False
     coordinator.calibration = Calibration.load(path)
     setting = found.setting(0.9).setting
-    wanted = coordinator.generate(PROMPTS[0], max_new_tokens=24, threshold=setting.threshold, resume=setting.resume)
+    wanted = coordinator.generate(
+        PROMPTS[0], max_new_tokens=24, threshold=setting.threshold, block_tokens=setting.block_tokens
+    )
     assert coordinator.generate(PROMPTS[0], max_new_tokens=24, risk=0.9).token_ids == wanted.token_ids
     with pytest.raises(ValueError, match="risk and draft_text were both given"):
         coordinator.generate(PROMPTS[0], draft_text="4", max_new_tokens=24, risk=0.9)

@@ -164,7 +164,7 @@ def test_an_answer_that_was_begun_with_the_adapter_ends_without_it(engine, conne
     """The second draft of an answer finds another adapter: it is not judged, and the answer is not under a promise."""
     coordinator, (target,), draft = connect(engine)
     draft.pause = 0.02
-    settings = GenerationSettings(60, 0.0, resume="hand_back")
+    settings = GenerationSettings(60, 0.0, block_tokens=12)
     write, begun = FakeServer._write, []
 
     def replacing(self, prompt, body):

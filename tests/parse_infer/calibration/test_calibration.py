@@ -57,9 +57,9 @@ def test_replayed_answers_are_the_engines(engine: ParseEngine, guesses: str | No
     for prompt in PROMPTS:
         thresholds = [1.1, *middle_thresholds(engine, prompt), 0.0]
         wanted = {}
-        for resume in ("finish", "hand_back"):
-            for threshold in thresholds:
-                settings = GenerationSettings(40, threshold, resume=resume, acceptance=acceptance)
+        for block_tokens in ("whole", 8):
+            for threshold in thresholds if block_tokens == "whole" else thresholds[::6]:  # each block takes a forward
+                settings = GenerationSettings(40, threshold, block_tokens=block_tokens, acceptance=acceptance)
                 wanted[settings] = engine.generate(prompt, settings)
         assert len({g.text for g in wanted.values()}) > 2, "the settings must differ for the test to say something"
         with Replay(engine) as replay:
@@ -107,9 +107,9 @@ def test_a_replay_keeps_the_states_at_which_an_answer_may_go_on_and_no_others(en
     prompt = PROMPTS[0] * 20
     with Replay(engine) as replay:
         replay.clear_caches()
-        for resume in ("finish", "hand_back"):
+        for block_tokens in ("whole", 8):
             for threshold in (*THRESHOLDS[::6], 0.0):
-                replay.answer(prompt, GenerationSettings(40, threshold, resume=resume))
+                replay.answer(prompt, GenerationSettings(40, threshold, block_tokens=block_tokens))
         verdicts = [part for key, (part, _) in replay.memory.parts.items() if key[0] == "verdict"]
         found = tensors(list(vars(replay.memory).values()))
     drafted = sum(len(key[2]) for key in replay.memory.parts if key[0] == "verdict")
@@ -140,15 +140,15 @@ def test_only_greedy_answers_are_replayed(engine: ParseEngine):
 
 def test_the_order_goes_from_nothing_to_everything():
     orders = candidates()
-    assert [order[0].resume for order in orders] == ["finish", "hand_back"]
+    assert [order[0].block_tokens for order in orders] == ["whole", "auto"]
     for order in orders:
         thresholds = [setting.threshold for setting in order]
         assert thresholds == sorted(thresholds, reverse=True) and thresholds[0] > 1 and thresholds[-1] == 0
-    with pytest.raises(ValueError, match="resume is sometimes; choose among finish, hand_back"):
+    with pytest.raises(ValueError, match="block_tokens is 'sometimes'; it must be a whole number"):
         candidates(["sometimes"])
 
 
-SETTINGS = CalibrationSettings(risks=(0.2, 0.5), resumes=("finish",), loss="disagreement", max_new_tokens=30)
+SETTINGS = CalibrationSettings(risks=(0.2, 0.5), blocks=("whole",), loss="disagreement", max_new_tokens=30)
 
 
 def run(
@@ -260,7 +260,7 @@ def blank(**changes) -> Calibration:
 
 def test_the_fastest_setting_that_was_shown_is_promised():
     """Setting j loses j problems of 300 and takes 2 - j/60 seconds; more is lost than 5 % from the eighth on."""
-    settings = CalibrationSettings(risks=(0.01, 0.05), resumes=("finish",))
+    settings = CalibrationSettings(risks=(0.01, 0.05), blocks=("whole",))
     found = certify(blank(), outcomes(300, lambda i, j: float(i < j), lambda j: 2 - j / 60), settings)
     assert [tried.losses for tried in found.tried[:4]] == [0, 1, 2, 3]
     assert found.promises[0.01] == 0, "one loss in 300 does not show 1 % at 90 %"
@@ -286,7 +286,7 @@ def test_the_fastest_setting_that_was_shown_is_promised():
     ]
     assert certify(blank(), both, CalibrationSettings(risks=(0.01,))).promises == {0.01: None}
     one = outcomes(240, lambda i, j: 0.0, lambda j: 1)
-    assert certify(blank(), one, CalibrationSettings(risks=(0.01,), resumes=("finish",))).promises[0.01] is not None
+    assert certify(blank(), one, CalibrationSettings(risks=(0.01,), blocks=("whole",))).promises[0.01] is not None
 
 
 def test_what_cannot_be_promised_is_said_before_any_work(engine: ParseEngine, tmp_path: Path):
@@ -297,8 +297,8 @@ def test_what_cannot_be_promised_is_said_before_any_work(engine: ParseEngine, tm
             "risk 0.01 at confidence 0.9 takes at least 230 problems, and there are 12",
         ),
         (
-            replace(SETTINGS, risks=(0.01,), resumes=("finish", "hand_back")),
-            "at least 299 problems (the ways to resume share the error budget)",
+            replace(SETTINGS, risks=(0.01,), blocks=("whole", "auto")),
+            "at least 299 problems (the lengths of blocks share the error budget)",
         ),
     ]
     for settings, message in cases:
@@ -355,14 +355,14 @@ def test_requests_go_by_the_promise(engine: ParseEngine, make_engine, tmp_path: 
     assert Calibration.load(path) == replace(calibration, made=json.loads(json.dumps(calibration.made)))
     engine.calibration = Calibration.load(path)
     tried = engine.calibration.setting(0.5)
-    wanted = engine.generate(PROMPTS[0], threshold=tried.setting.threshold, resume=tried.setting.resume)
+    wanted = engine.generate(PROMPTS[0], threshold=tried.setting.threshold, block_tokens=tried.setting.block_tokens)
     assert engine.generate(PROMPTS[0], risk=0.5).token_ids == wanted.token_ids
     with pytest.raises(ValueError, match=r"risk is 0.03, but it was not tested; the nearest promise is 0.2"):
         engine.generate(PROMPTS[0], risk=0.03)
     for changes, message in [
         ({"threshold": 0.5}, "risk and threshold were both given"),
         ({"draft_text": "4"}, "risk and draft_text were both given"),
-        ({"resume": "hand_back"}, "risk and resume were both given"),
+        ({"block_tokens": 8}, "risk and block_tokens were both given"),
         ({"mode": "exact"}, "risk and mode were both given"),
         ({"keep_greedy_match": False}, "risk and keep_greedy_match were both given"),
         ({"resume_sampling": Sampling(0.7)}, "covers greedy answers only"),
@@ -417,7 +417,7 @@ def test_random_halves_of_a_calibration(tmp_path: Path, capsys):
     luck = Random(3)
     numbers = [luck.random() for _ in range(1000)]
     rows = outcomes(1000, lambda i, j: float(numbers[i] < j / 200), lambda j: 2 - j / 60)
-    config = {"loss": "accuracy", "resumes": ["finish"], "max_new_tokens": 30}
+    config = {"loss": "accuracy", "blocks": ["whole"], "max_new_tokens": 30}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
     assert calibration_splits.main([str(tmp_path), "--risk", "0.001,0.05", "--splits", "20"]) == 0

@@ -272,12 +272,12 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
         (["generate", "Hi", "--risk", "0.05", "--threshold", "0.5"], "--risk and --threshold were both given"),
         (["generate", "Hi", "--risk", "2"], "risk is 2.0; it must be a number between 0 and 1"),
         (["generate", "Hi", "--calibration", "/no/such.json"], "there is no calibration /no/such.json"),
-        (["calibrate", "--limit", "20"], "risk 0.01 at confidence 0.9 takes at least 299 problems (the ways to"),
+        (["calibrate", "--limit", "20"], "risk 0.01 at confidence 0.9 takes at least 299 problems (the lengths of"),
         (["calibrate", "--risk", "small"], "--risk is 'small'; give numbers"),
         (["calibrate", "--risk", "1.2"], "risk is 1.2; it must be a number between 0 and 1"),
         (["calibrate", "--confidence", "1"], "confidence is 1.0; it must be a number between 0 and 1"),
         (["calibrate", "--loss", "regret"], "loss is 'regret'; choose one of accuracy, disagreement"),
-        (["calibrate", "--resume", "later"], "resume is later; choose among finish, hand_back"),
+        (["calibrate", "--block-tokens", "later"], "block_tokens is 'later'; it must be a whole number of at least 1"),
         (["generate", "Hi", "--mode", "exakt"], "mode is 'exakt'; it must be one of: validity, exact"),
         (["generate", "Hi", "--target", "./nowhere", "--mode", "exact"], "There is no folder './nowhere'"),
         (["generate", "Hi", "--target", "org/model", "--mode", "exact"], "needs a draft model of its own"),
@@ -322,7 +322,10 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
         (["score", "Hi", "Ho", "--cut-policy", "step:3"], "the cut policy 'step:3' has no whole number of tokens"),
         (["bench", "--split", "tset"], "unknown split 'tset'; choose one of train, validation, test"),
         (["bench", "--modes", "assisted:tokens=few"], "'tokens=few' in mode 'assisted:tokens=few' is none of"),
-        (["bench", "--limit", "1", "--resume", "go_on"], "resume is 'go_on'; it must be one of: finish, hand_back"),
+        (
+            ["bench", "--limit", "1", "--block-tokens", "0"],
+            "block_tokens is 0; it must be a whole number of at least 1",
+        ),
         (["bench", "--limit", "1", "--thresholds", "0.5,x"], "--thresholds is '0.5,x'"),
         (["bench", "--limit", "1", "--threshold", "-1"], "the threshold must be a finite number"),
     ],
@@ -377,9 +380,9 @@ def test_generate_has_the_settings_of_the_server(monkeypatch):
         raise ValueError("enough")
 
     monkeypatch.setattr(ModelOptions, "load", load)
-    words = ["--resume", "hand_back", "--max-rounds", "3", "--temperature", "0.5", "--top-k", "7", "--seed", "1"]
+    words = ["--block-tokens", "3", "--temperature", "0.5", "--top-k", "7", "--seed", "1"]
     assert main(["generate", "Hi", *words]) == 2
     sampling = Sampling(0.5, 1.0, 7, 1)
-    assert (seen[0].resume, seen[0].max_rounds, seen[0].resume_sampling) == ("hand_back", 3, sampling)
+    assert (seen[0].block_tokens, seen[0].resume_sampling) == (3, sampling)
     assert seen[0].draft_sampling == Sampling(0.0, 1.0, 7, 1)
-    assert main(["generate", "Hi", "--max-rounds", "0"]) == 2 and len(seen) == 1
+    assert main(["generate", "Hi", "--block-tokens", "0"]) == 2 and len(seen) == 1

@@ -62,15 +62,15 @@ def test_three_colours():
     assert "written by the target" in shown(legend())
 
 
-@pytest.mark.parametrize("resume", ["finish", "hand_back"])
-def test_the_view_of_a_real_stream_holds_exactly_the_answer(make_model, tokenizer, random_adapter, resume):
+@pytest.mark.parametrize("block_tokens", ["whole", 6])
+def test_the_view_of_a_real_stream_holds_exactly_the_answer(make_model, tokenizer, random_adapter, block_tokens):
     target, draft = make_model("llama", seed=0), make_model("llama", seed=5)
     engine = ParseEngine.from_models(
         LanguageModel("t", target, tokenizer), LanguageModel("d", draft, tokenizer), random_adapter(target)
     )
     for threshold in (0.0, 0.5, 1.1):
         view = AnswerView(threshold)
-        for event in engine.stream("Hello", max_new_tokens=24, threshold=threshold, resume=resume):
+        for event in engine.stream("Hello", max_new_tokens=24, threshold=threshold, block_tokens=block_tokens):
             view.update(event)
         written = "".join(row.text for row in view.rows if row.kind != "rejected")
         assert written == event.generation.text

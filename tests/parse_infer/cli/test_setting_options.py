@@ -49,6 +49,7 @@ def test_http_has_the_texts_bounds_and_choices_of_the_fields():
     risk, mode = (schema[name]["anyOf"][0] for name in ("risk", "mode"))
     assert (risk["exclusiveMinimum"], risk["exclusiveMaximum"]) == (0, 1)
     assert mode["enum"] == ["validity", "exact", "target"]
+    assert [kind.get("type") for kind in schema["block_tokens"]["anyOf"]] == ["integer", "string", "null"]
 
 
 def test_options_have_the_defaults_of_the_fields():

@@ -75,7 +75,7 @@ def test_handing_back_goes_on_behind_whole_characters(make_model, tokenizers, ra
     target, draft = (model(kind) for kind in kinds)
     adapter = random_adapter(target.model, token_rank=0)
     engine = ParseEngine.from_models(target, draft, adapter, cut_policy=CutPolicy("tokens", every))
-    settings = {"threshold": threshold, "resume": "hand_back", "keep_greedy_match": False, "max_new_tokens": 40}
+    settings = {"threshold": threshold, "block_tokens": 8, "keep_greedy_match": False, "max_new_tokens": 40}
     answer, drafts = "", 0
     for event in engine.stream(PROMPT, **settings):
         if isinstance(event, Drafted) and event.n_tokens:

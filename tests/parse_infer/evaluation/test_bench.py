@@ -280,14 +280,14 @@ def test_wrong_sizes_of_assisted_generation_are_named(name):
 
 
 def test_a_mode_may_say_what_follows_a_rejected_draft(engine):
-    settings = GenerationSettings(max_new_tokens=24, threshold=1.0, resume="finish", keep_greedy_match=False)
-    names = ("parse", "parse:finish", "parse:hand_back", "parse:hand_back+none")
+    settings = GenerationSettings(max_new_tokens=24, threshold=1.0, block_tokens="whole", keep_greedy_match=False)
+    names = ("parse", "parse:whole", "parse:8", "parse:8+none")
     modes = make_modes(engine, names, settings)
     rounds = {mode.name: timed(engine, mode, PROBLEMS[0].prompt)[0].stats.rounds for mode in modes}
-    assert rounds["parse"] == rounds["parse:finish"] == 1
-    assert rounds["parse:hand_back"] == rounds["parse:hand_back+none"] > 1
-    assert title("parse:hand_back") == "**PARSE** (resume hand_back)"
-    assert title("parse:hand_back+none") == "PARSE (resume hand_back), no token proposer for the target"
+    assert rounds["parse"] == rounds["parse:whole"] == 1
+    assert rounds["parse:8"] == rounds["parse:8+none"] > 1
+    assert title("parse:8") == "**PARSE** (block tokens 8)"
+    assert title("parse:8+none") == "PARSE (block tokens 8), no token proposer for the target"
     with pytest.raises(ValueError, match="unknown mode 'parse:hand_bak'"):
         check_modes(["parse:hand_bak"])
 

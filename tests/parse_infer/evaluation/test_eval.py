@@ -202,7 +202,7 @@ def error(capsys, tmp_path, monkeypatch):
         (["--tasks", "humaneval_64"], "samples its answers (temperature 0.2)"),
         (["--tasks", "humaneval_plus"], "give --confirm-run-unsafe-code"),
         (["--tasks", "mbpp_plus", "--confirm-run-unsafe-code"], "HF_ALLOW_CODE_EVAL=1"),
-        (["--tasks", "gsm8k", "--resume", "never"], "resume is 'never'"),
+        (["--tasks", "gsm8k", "--block-tokens", "never"], "block_tokens is 'never'"),
         (["--tasks", "gsm8k", "--data", "gsm8k"], "--data 'gsm8k' is not TASK=FILE"),
         (["--tasks", "gsm8k", "--data", "gsm=problems.jsonl"], "not among --tasks; did you mean 'gsm8k'?"),
         (["--tasks", "gsm8k", "--data", "gsm8k=none.jsonl"], "no file none.jsonl"),

@@ -96,12 +96,14 @@ def test_text_is_the_engines_streamed_or_not(served, clients):
             assert list(texts) == [own[prompt] for prompt in PROMPTS * 2]
 
 
-@pytest.mark.parametrize("resume", ["finish", "hand_back"])
-def test_characters_that_span_tokens_arrive_whole(served_bytes, resume):
-    own = served_bytes.engine.generate(PROMPTS[0], max_new_tokens=48, resume=resume)
+@pytest.mark.parametrize("block_tokens", ["whole", 6])
+def test_characters_that_span_tokens_arrive_whole(served_bytes, block_tokens):
+    own = served_bytes.engine.generate(PROMPTS[0], max_new_tokens=48, block_tokens=block_tokens)
     assert not own.text.isascii()
     with served_bytes.client as client:
-        text, chunks = streamed(client, PROMPTS[0], max_tokens=48, extra_body={"parse": {"resume": resume}})
+        text, chunks = streamed(
+            client, PROMPTS[0], max_tokens=48, extra_body={"parse": {"block_tokens": block_tokens}}
+        )
     assert text == own.text and len(chunks) > 3
 
 
@@ -174,7 +176,7 @@ def calibrated(engine: ParseEngine, disagreement: float = 0.1) -> Calibration:
     """Promises 0.01 where nothing is accepted, and 0.05 where everything is."""
     models = engine.describe()
     tried = [
-        TestedPoint(OperatingPoint(1.01, "hand_back"), 0, 0.01, 1.0, 0.01),
+        TestedPoint(OperatingPoint(1.01, 8), 0, 0.01, 1.0, 0.01),
         TestedPoint(OperatingPoint(0.0), 0, 0.04, 2.0, disagreement),
     ]
     return Calibration("t", 300, "x", "accuracy", 0.9, 24, models, tried, {0.01: 0, 0.05: 1})
@@ -184,7 +186,7 @@ def test_a_request_may_ask_for_a_promise(make_engine):
     engine = make_engine()
     promised = calibrated(engine)
     with running(ThreadRunner(make_engine(calibration=promised)), engine) as server:
-        for risk, own in ((0.01, {"threshold": 1.01, "resume": "hand_back"}), (0.05, {"threshold": 0.0})):
+        for risk, own in ((0.01, {"threshold": 1.01, "block_tokens": 8}), (0.05, {"threshold": 0.0})):
             text = engine.generate(PROMPTS[1], max_new_tokens=24, **own).text
             answer = server.chat(PROMPTS[1], max_tokens=24, parse={"risk": risk}).json()
             assert answer["choices"][0]["message"]["content"] == text
@@ -232,7 +234,8 @@ def test_parse_options_are_the_engines(served):
     for parse, own in [
         ({"threshold": 1.01, "keep_greedy_match": False}, generate(threshold=1.01, keep_greedy_match=False)),
         ({"mode": "exact"}, generate(mode="exact")),
-        ({"resume": "hand_back", "max_rounds": 2}, generate(resume="hand_back", max_rounds=2)),
+        ({"block_tokens": 8}, generate(block_tokens=8)),
+        ({"block_tokens": "whole"}, generate(block_tokens="whole")),
         ({"draft_text": draft, "threshold": 0}, generate(draft_text=draft, threshold=0)),
         ({"mode": "target"}, served.engine.generate_target(PROMPTS[4], max_new_tokens=24)),
     ]:
@@ -295,7 +298,7 @@ def test_a_server_decides_for_requests_that_do_not_say(make_engine):
 
 
 def test_events_tell_what_is_drafted_and_dropped_as_it_happens(served):
-    parse = {"events": True, "resume": "hand_back", "threshold": 1.0}  # which no validity reaches
+    parse = {"events": True, "block_tokens": 8, "threshold": 1.0}  # which no validity reaches
     body = {"messages": [{"role": "user", "content": PROMPTS[0]}], "stream": True, "max_tokens": 32, "parse": parse}
     told, text, busy = [], "", []
     with httpx.stream("POST", served.url + "/v1/chat/completions", json=body, timeout=60) as response:
@@ -312,7 +315,7 @@ def test_events_tell_what_is_drafted_and_dropped_as_it_happens(served):
     assert told[2]["text"] + told[2]["rejected"] == told[0]["text"] == "".join(s["text"] for s in told[1]["segments"])
     assert max(event["round"] for event in told) > 1 and busy[0] == 1
     assert "".join(event["text"] for event in told if event["event"] in ("accepted", "resumed")) == text
-    assert text == served.engine.generate(PROMPTS[0], max_new_tokens=32, threshold=1.0, resume="hand_back").text
+    assert text == served.engine.generate(PROMPTS[0], max_new_tokens=32, threshold=1.0, block_tokens=8).text
 
 
 def test_completions_continue_text_and_tokens_as_they_stand(served):

@@ -258,7 +258,7 @@ def test_the_log_tells_where_a_request_failed_and_no_text(make_engine, capfd, mo
     async def decode(ids: Any) -> str:
         raise RuntimeError(SECRET)
 
-    back = {"parse": {"resume": "hand_back", "threshold": 0}, "max_tokens": 40}
+    back = {"parse": {"block_tokens": 8, "threshold": 0}, "max_tokens": 40}
     backend = ThreadRunner(make_engine(drafter=Breaking(2)))
     monkeypatch.setattr(backend, "decode", decode)
     with running(backend, make_engine()) as broken:
@@ -291,7 +291,7 @@ def test_the_lines_of_a_request_have_its_id_and_what_was_decided(make_engine, ca
 
 
 def test_a_request_that_fails_takes_no_other_with_it(make_engine):
-    back = {"parse": {"resume": "hand_back", "threshold": 0}, "max_tokens": 40}
+    back = {"parse": {"block_tokens": 8, "threshold": 0}, "max_tokens": 40}
     with running(ThreadRunner(make_engine(drafter=Breaking(2))), make_engine(drafter=Breaking(2))) as broken:
         with ThreadPoolExecutor(4) as pool:
             bad = [pool.submit(broken.chat, **back) for _ in range(2)]

@@ -55,7 +55,7 @@ def told(generation: Generation) -> tuple[object, ...]:
     return generation.token_ids, generation.finish_reason, spans
 
 
-@pytest.mark.parametrize("settings", [{}, {"resume": "hand_back"}, {"threshold": 1.01}, {"stop": ("\n",)}])
+@pytest.mark.parametrize("settings", [{}, {"block_tokens": 16}, {"threshold": 1.01}, {"stop": ("\n",)}])
 def test_answers_are_those_of_the_local_engine(coordinator, local, settings):
     settings = {"max_new_tokens": 200, **settings}
     found = coordinator.generate(PROMPTS, **settings)
@@ -84,8 +84,8 @@ def test_answers_end_where_the_local_engines_do(coordinator, local, ends, thresh
 
 
 def test_a_stream_is_the_same_answer(coordinator, local):
-    *_, done = coordinator.stream(PROMPTS[1], max_new_tokens=200, resume="hand_back")
-    wanted = local.generate(PROMPTS[1], keep_greedy_match=False, max_new_tokens=200, resume="hand_back")
+    *_, done = coordinator.stream(PROMPTS[1], max_new_tokens=200, block_tokens=16)
+    wanted = local.generate(PROMPTS[1], keep_greedy_match=False, max_new_tokens=200, block_tokens=16)
     assert told(done.generation) == told(wanted)
 
 

@@ -64,9 +64,9 @@ def test_the_exported_adapter_carries_a_promise(config: ValidityTrainingConfig, 
     [(_, records)] = offline_runs(Path(config.output_dir))
     [table] = Path(config.output_dir).glob("wandb/offline-run-*/files/media/table/calibration/*.json")
     curve = json.loads(table.read_text())
-    assert curve["columns"] == ["risk (upper bound)", "speed-up", "resume", "threshold", "lost"]
-    setting = found.tried[0].setting
-    assert curve["data"][0] == [found.tried[0].bound, found.tried[0].speedup, setting.resume, setting.threshold, 0.0]
+    assert curve["columns"] == ["risk (upper bound)", "speed-up", "block tokens", "threshold", "lost"]
+    first, setting = found.tried[0], found.tried[0].setting
+    assert curve["data"][0] == [first.bound, first.speedup, setting.block_tokens, setting.threshold, 0.0]
     assert len(curve["data"]) == len(found.tried)
     assert float(logged(records, "summary")["promise/0.5/speedup"]) == found.tried[found.promises[0.5]].speedup
 
