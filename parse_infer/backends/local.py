@@ -385,6 +385,7 @@ class LocalModelPair:
         if self._blocks is None:
             return self._drafter.propose(answer.ids, most).ids
         if self._ends_early and self._length.pause:
+            self._block = Block([])
             return ()
         assert isinstance(self._drafter, ModelDrafter)
         survival = 1.0
@@ -394,7 +395,7 @@ class LocalModelPair:
             survival *= self._length.survival_of(confidence)
             return self._ends_early and self._length.end_after(survival)
 
-        self._block = self._drafter.propose_block(answer.ids, min(most, self._blocks), most, ends)
+        self._block = self._drafter.propose_block(answer.ids, most, self._blocks, ends)
         return self._block.ids
 
     async def verify(self, draft: Sequence[int]) -> Verification:
@@ -442,6 +443,8 @@ class LocalModelPair:
             return bool(draft) and replaced
         if self._blocks is None or not self._drafts:
             return False
+        if not draft and self._block.n_drafted:  # the block ended inside a character
+            return len(written) >= 1
         if not draft:
             return self._ends_early and 0 < self._length.pause <= len(written)
         return len(written) >= (kept < len(draft))

@@ -79,14 +79,15 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def propose_block(
-        self, answer_ids: Sequence[int], max_new_tokens: int, remaining: int, ends: Callable[[float], bool]
+        self, answer_ids: Sequence[int], max_new_tokens: int, longest: int, ends: Callable[[float], bool]
     ) -> Block:
         """Draft the next tokens of the answer, up to the first token after which `ends` returns True.
 
         The tokens behind a corrected one are kept as guesses: one forward finds how many of them still fit.
 
         Args:
-            remaining: number of tokens that the answer may still have; the cache takes memory for them once.
+            max_new_tokens: number of tokens that the answer may still have.
+            longest: longest block, in the draft model's tokens.
             ends: receives the draft model's probability of each token.
         """
         if self._translation is None:
@@ -95,11 +96,19 @@ class ModelDrafter:
         if writing is None:
             return Block([])
         decoder, sampling, start = self.draft.decoder, self._sampling, len(writing.context)
-        decoder.reserve(start, remaining)
+        decoder.reserve(start, writing.remaining_tokens)
         decoder.seek(writing.context)
+        unread, begin = start - decoder.cached, time.perf_counter()
         confidences: list[float] = []
         times: list[float] = []
-        ended = self._read_guesses(writing, confidences, ends)
+
+        def add(token: int, confidence: float) -> bool:
+            """Add a token; return whether the block ends."""
+            writing.add([token])
+            confidences.append(confidence)
+            return writing.is_finished or len(confidences) == longest or ends(confidence)
+
+        ended = self._read_guesses(writing, longest, add)
         logits = None if ended else decoder.next_logits()
         while logits is not None:
             probabilities = _probabilities(logits, sampling)
@@ -111,30 +120,29 @@ class ModelDrafter:
             found = torch.stack([token.to(probabilities.dtype), probabilities[token]])
             chosen, confidence = found.tolist()  # the only device synchronisation
             times.append(time.perf_counter())
-            writing.add([int(chosen)])
-            confidences.append(confidence)
-            if writing.is_finished or ends(confidence):
+            if add(int(chosen), confidence):
                 decoder.append(int(chosen))
                 break
             logits = decoder.advance(int(chosen), token)
         self._written = decoder.ids.copy()
         draft = writing.block(self._token_map)
         step = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
-        return Block(draft.ids, draft.finished, _resampled(confidences, len(draft.ids)), step)
+        if len(times) == 1 and unread <= 1:
+            step = times[0] - begin
+        n = len(confidences)
+        return Block(draft.ids, draft.finished, n, _resampled(confidences, len(draft.ids)), step)
 
-    def _read_guesses(self, writing: DraftStream, confidences: list[float], ends: Callable[[float], bool]) -> bool:
+    def _read_guesses(self, writing: DraftStream, longest: int, add: Callable[[int, float], bool]) -> bool:
         """Add the tokens of the last block that the draft model writes again. Return whether the block ends there."""
         decoder, context = self.draft.decoder, writing.context
-        guesses = self._written[len(context) :][: writing.remaining_tokens]
+        guesses = self._written[len(context) :][: min(longest, writing.remaining_tokens)]
         if not guesses or not self._sampling.greedy or self._written[: len(context) - 1] != context[:-1]:
             return False
         probabilities = _probabilities(decoder.logits(decoder.look_ahead(guesses)), self._sampling)
         highest, choices = (values.tolist() for values in probabilities.max(-1))
         kept, ended = 0, False
         while kept < len(guesses) and guesses[kept] == choices[kept] and not ended:
-            writing.add([guesses[kept]])
-            confidences.append(highest[kept])
-            ended = writing.is_finished or ends(highest[kept])
+            ended = add(guesses[kept], highest[kept])
             kept += 1
         decoder.keep(range(kept))
         return ended

@@ -27,10 +27,13 @@ class Block(Draft):
     """The beginning of a draft, up to where more tokens stop paying.
 
     Attributes:
+        n_drafted: number of tokens in the draft model's own; 0: it cannot continue. `ids` may be empty all the same,
+            inside a character.
         confidences: the draft model's probability of each token.
-        seconds_per_token: time of a decoding step, without the prefill; None without two steps.
+        seconds_per_token: time of a decoding step, without the prefill; None if unknown.
     """
 
+    n_drafted: int = 0
     confidences: list[float] = field(default_factory=list)
     seconds_per_token: float | None = None
 

@@ -15,6 +15,7 @@ from parse_infer.judge.verifier import Verifier
 from parse_infer.models.decoder import Decoder
 from parse_infer.sampling import Sampling
 from tests.parse_infer.language_models import (
+    cycling,
     language_model,
     llama_tokenizer,
     reduced_pair,
@@ -171,12 +172,12 @@ def test_guesses_do_not_change_what_is_drafted(make_block_engine):
     drafter = make_block_engine(noise=0.05).backend.drafter
     for place in (1, 4, 9):
         drafter.reset(PROMPT, Sampling())
-        first = drafter.propose_block([], 20, lambda confidence: False).ids
+        first = drafter.propose_block([], 40, 20, lambda confidence: False).ids
         corrected = [*first[:place], (first[place] + 1) % 200]
-        again = drafter.propose_block(corrected, 20, lambda confidence: False)
+        again = drafter.propose_block(corrected, 40, 20, lambda confidence: False)
         drafter.reset(PROMPT, Sampling())
         drafter.draft.decoder.seek([])
-        fresh = drafter.propose_block(corrected, 20, lambda confidence: False)
+        fresh = drafter.propose_block(corrected, 40, 20, lambda confidence: False)
         assert again.ids == fresh.ids
         assert again.confidences == pytest.approx(fresh.confidences, abs=1e-4)
 
@@ -279,6 +280,17 @@ def test_the_target_writes_alone_while_drafts_do_not_pay(engine, monkeypatch):
     runs = [span.n_tokens for span in found.spans if span.source == "target"]
     assert set(runs[:-1]) == {5} and len(runs) > 1
     assert found.stats.accepted_tokens + sum(runs) == N
+
+
+def test_a_block_that_ends_inside_a_character_goes_on(make_block_engine, make_model):
+    """The draft model writes a character of two tokens in blocks of one token, for a target with other tokens."""
+    words = word_tokenizer()
+    plain = make_model("llama", seed=15, vocab_size=300, eos_token_id=0)
+    draft = language_model(cycling(plain, words, "é", PROMPT), words, "draft")
+    engine = make_block_engine()
+    mixed = ParseEngine.from_models(engine.target, draft, engine.backend.judge)
+    found = mixed.generate(PROMPT, max_new_tokens=8, threshold=0.0, block_tokens=1)
+    assert found.stats.rounds > 2 and found.stats.draft_tokens > 0
 
 
 def test_a_given_text_is_read_whole(engine):
