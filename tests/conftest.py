@@ -116,6 +116,14 @@ def model(architecture: str, make_model: Callable[..., PreTrainedModel]) -> PreT
     return make_model(architecture)
 
 
+@pytest.fixture(autouse=True)
+def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks never pause: models this small may be faster alone, and the text would depend on the time."""
+    from parse_infer.block_length import BlockLength
+
+    monkeypatch.setattr(BlockLength, "next_pause", lambda self: 0)
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, and the three specials; ids below 260."""

@@ -37,7 +37,7 @@ def read_outcomes(folder: Path) -> tuple[dict[str, Any], list[Outcome]]:
 def split(
     config: dict[str, Any], outcomes: Sequence[Outcome], settings: CalibrationSettings, n: int
 ) -> dict[str, Any]:
-    """Return `{"environment", "rows": [{resume, risk, shown, lost, lost_range, above, speedup}]}`.
+    """Return `{"environment", "rows": [{block_tokens, risk, shown, lost, lost_range, above, speedup}]}`.
 
     - shown: share of the splits with a certified setting for the risk;
     - lost, lost_range: mean share of lost problems in the other half, and its middle 90 % over the splits;
@@ -53,13 +53,13 @@ def split(
         parts = [np.array_split(rng.permutation(np.array(some, dtype=int)), 2) for some in (timed, others)]
         halves.append([np.concatenate(half) for half in zip(*parts, strict=True)])
     rows = []
-    for resume, i in order.items():
+    for length, i in order.items():
         own = [replace(o, losses=[o.losses[i]], disagreed=[o.disagreed[i]], seconds=[o.seconds[i]]) for o in outcomes]
         one = CalibrationSettings(
             settings.risks,
             settings.confidence,
             settings.loss,
-            (resume,),
+            (length,),
             settings.acceptance,
             config["max_new_tokens"],
         )
@@ -73,7 +73,7 @@ def split(
                 speed.append(1.0 if place is None else speedup(test, 0, place))
             rows.append(
                 {
-                    "resume": resume,
+                    "block_tokens": length,
                     "risk": risk,
                     "shown": float(np.mean([place is not None for place in places])),
                     "lost": float(np.mean(lost)),

@@ -42,6 +42,7 @@ from parse_infer.evaluation.tables import (
 )
 from parse_infer.files import read_json
 from parse_infer.suggest import suggestion
+from tools.promise_figure import block_tokens
 
 _TITLES = {
     "target": "target alone",
@@ -71,7 +72,7 @@ _TOKENS = (
     "drafter forwards per answer",
 )
 _SIMULATION = ("true risk, from strict to lax", "problems", "broken, %", "broken if drafts were counted, %")
-_SPLITS = ("promise, %", "resume", "promised by, %", "lost on the others, %", "more than promised, %", "speed-up")
+_SPLITS = ("promise, %", "blocks", "promised by, %", "lost on the others, %", "more than promised, %", "speed-up")
 _CLIENTS = (
     "mode",
     "clients",
@@ -199,7 +200,7 @@ def _splits(rows: list[dict[str, Any]]) -> list[str]:
     cells = [
         [
             f"{100 * row['risk']:g}",
-            f"`{row['resume']}`",
+            f"`{block_tokens(row)}`",
             format_percent(row["shown"]),
             format_percent(row["lost"], row["lost_range"]),
             format_percent(row["above"]),

@@ -7,7 +7,12 @@ from typing import Any
 
 from parse_infer.evaluation.figure import plot
 
-_COLOURS = {"finish": "#1b7837", "hand_back": "#b2611d"}
+_COLOURS = ("#1b7837", "#b2611d", "#2166ac")
+
+
+def block_tokens(row: dict[str, Any]) -> str:
+    """The length of blocks of a row; files from before there were blocks name what followed a rejection."""
+    return str(row.get("block_tokens") or row["resume"])
 
 
 def draw_promises(results: dict[str, Any], path: Path) -> None:
@@ -16,17 +21,16 @@ def draw_promises(results: dict[str, Any], path: Path) -> None:
     most = 100 * max(row["risk"] for row in rows)
     with plot(path, results, columns=2) as (left, right):
         left.plot([0, most], [0, most], "--", color="#777777", linewidth=1, label="as promised")
-        for number, (resume, colour) in enumerate(_COLOURS.items()):
-            own = [row for row in rows if row["resume"] == resume and row["shown"] > 0]
-            if not own:
-                continue
+        lengths = list(dict.fromkeys(block_tokens(row) for row in rows if row["shown"] > 0))
+        for number, (length, colour) in enumerate(zip(lengths, _COLOURS, strict=False)):
+            own = [row for row in rows if block_tokens(row) == length and row["shown"] > 0]
             risks = [100 * row["risk"] for row in own]
             beside = [risk * (1 + 0.04 * number) for risk in risks]  # offset, so that bars do not overlap
             lost = [100 * row["lost"] for row in own]
             reach = [[x - 100 * row["lost_range"][0] for x, row in zip(lost, own, strict=True)]]
             reach.append([100 * row["lost_range"][1] - x for x, row in zip(lost, own, strict=True)])
             left.errorbar(beside, lost, yerr=reach, fmt="o-", color=colour, linewidth=1.2, markersize=5, capsize=3)
-            label = f"resume: {resume.replace('_', ' ')}"
+            label = f"blocks: {length}"
             right.plot(risks, [row["speedup"] for row in own], "o-", color=colour, linewidth=1.2, label=label)
         left.set_ylabel("lost on other problems, %")
         right.set_ylabel("speed-up over the target alone")

@@ -177,6 +177,7 @@ class ServerModelPair:
         length = request.settings.block_tokens
         in_blocks = isinstance(length, int) and threshold <= 1 and not isinstance(drafts, TextDrafter)
         self._blocks = length if isinstance(length, int) and in_blocks else None
+        self._drafted = 0  # draft tokens of the last block; it has none for the target if it ends inside a character
         self._at, self._draft_at = at, draft_at
         self._tasks: set[asyncio.Task[Any]] = set()
         self._verifier = self._new_verifier(round=1)
@@ -186,7 +187,7 @@ class ServerModelPair:
         return min(self._request.answer.remaining_tokens, behind, self._blocks or behind)
 
     async def propose(self, round: int) -> Sequence[int]:
-        request, servers = self._request, self._target.servers
+        request, servers, self._drafted = self._request, self._target.servers, 0
         if request.fallback is not None or not self._target.uses_draft(self.threshold):
             return []
         if not servers.can_judge:
@@ -203,6 +204,7 @@ class ServerModelPair:
         verifier.stop = reading.cancel
         await asyncio.wait([reading])
         request.stats.draft_forwards += writing.n
+        self._drafted = writing.n
         if verifier.failure is not None:
             return self._fall_back(verifier.failure)
         if verifier.rejected_at is not None:
@@ -240,7 +242,9 @@ class ServerModelPair:
                 yield token
 
     def draft_continues(self, draft: Sequence[int], kept: int, written: Sequence[int]) -> bool:
-        return self._blocks is not None and bool(draft) and len(written) >= (kept < len(draft))
+        if self._blocks is None or not (draft or self._drafted):
+            return False
+        return len(written) >= (kept < len(draft) or not draft)
 
     async def close(self) -> None:
         """Cancel all pending requests."""

@@ -78,25 +78,29 @@ class AnswerView:
             if event.segments:
                 self._pending = [Row("pending", s.text, s.validity, s.n_tokens) for s in event.segments]
         elif isinstance(event, Accepted):
-            self._decide(len(event.text))
+            self._decide(event.text, event.n_tokens)
         elif isinstance(event, Resumed):
             self._extend(event.text)
 
     def __rich__(self) -> Table:
         return _grid([*self.rows, *self._pending])
 
-    def _decide(self, kept: int) -> None:
-        """Accept the first `kept` characters of the pending rows and reject the rest. Of a block, the rest is drafted
-        again, so only the rejected token remains."""
+    def _decide(self, text: str, n_tokens: int) -> None:
+        """Accept the first tokens of the pending rows, whose text is `text`, and reject the rest. Of a block, the rest
+        is drafted again, so only the rejected token remains.
+
+        The pending text of a draft that ends inside a character is longer than `text`."""
         for row in self._pending:
-            mine, kept = min(kept, len(row.text)), max(0, kept - len(row.text))
-            if mine == len(row.text):
+            mine, text = text[: len(row.text)], text[len(row.text) :]
+            whole = row.n_tokens <= n_tokens if row.n_tokens else mine == row.text
+            n_tokens = max(0, n_tokens - row.n_tokens)
+            if whole:
                 valid = row.validity is not None and row.validity >= self._threshold
-                self.rows.append(Row("accepted" if valid else "exact", row.text, row.validity))
+                self.rows.append(Row("accepted" if valid else "exact", mine, row.validity))
                 continue
             if mine:
-                self.rows.append(Row("exact", row.text[:mine]))
-            self.rows.append(Row("rejected", row.text[mine:], row.validity, row.n_tokens))
+                self.rows.append(Row("exact", mine))
+            self.rows.append(Row("rejected", row.text[len(mine) :], row.validity, row.n_tokens))
             if row.n_tokens == 1:
                 break
         self._pending = []
@@ -125,7 +129,7 @@ def legend() -> Text:
         ("accepted", "accepted: valid"),
         ("exact", "accepted: the target's own choice"),
         ("rejected", "rejected"),
-        ("corrected", "a token corrected by the target"),
+        ("corrected", "corrected token"),
         ("target", "written by the target"),
     )
     parts = [(f"{LABELS[kind]} {meaning}", STYLES[kind]) for kind, meaning in meanings]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 
 from parse_infer.answer import Answer
@@ -46,18 +47,28 @@ class CrossTokenizerDraft:
         draft.check_tokens(self.prompt_ids)
         self.before, self.left = open_turn(prompt), left_context(prompt, self.prompt_ids)
 
-    def begin(
-        self, answer_ids: Sequence[int], max_new_tokens: int, tokens: TokenMap | None = None
-    ) -> DraftStream | None:
-        """Start a draft that continues the answer; None if the draft model cannot continue.
+    def begin_block(
+        self, answer_ids: Sequence[int], max_new_tokens: int, tokens: TokenMap | None
+    ) -> DraftStream | TokenStream | None:
+        """Start a block that continues the answer; None if the draft model cannot continue.
 
         Args:
-            tokens: translates the answer token by token instead of as text, so that the draft model's own tokens stay.
+            tokens: maps single tokens between models that do not share them; None: the block passes as text.
         """
+        if tokens is None and not self.shares_tokens:
+            return self.begin(answer_ids, max_new_tokens)
         written = list(answer_ids)
         if tokens is not None:
             written = [own for token in answer_ids for own in tokens.from_target(token)]
-        elif not self.shares_tokens:
+        if max(written, default=0) >= self.draft.n_embeddings or (written and written[-1] in self.end_ids):
+            return None
+        limit = min(max_new_tokens, self.draft.window - len(self.prompt_ids) - len(written))
+        return TokenStream(self, written, limit, tokens) if limit > 0 else None
+
+    def begin(self, answer_ids: Sequence[int], max_new_tokens: int) -> DraftStream | None:
+        """Start a draft that continues the answer; None if the draft model cannot continue."""
+        written = list(answer_ids)
+        if not self.shares_tokens:
             text = decode(self.target.tokenizer, answer_ids)
             if text.endswith("\ufffd"):  # inside a character, which the target must complete
                 return None
@@ -132,18 +143,13 @@ class DraftStream:
                 return Draft(ids, finished=True)
             if ended:
                 ids = ids[:-1]
-        return self._ending(ids)
+        if ended and target.end_token is not None:
+            return Draft([*ids, target.end_token], finished=True)
+        return Draft(ids)
 
-    def block(self, tokens: TokenMap | None) -> Draft:
-        """Return the draft so far in the target's tokens, without text that later tokens could tokenize differently.
-
-        Args:
-            tokens: maps single tokens, so that a block may end after any of them.
-        """
-        ids = self.own_ids[:-1] if self._answer.finish_reason == "eos" else self.own_ids
-        if tokens is not None and all(token in tokens.to_target for token in ids):
-            return self._ending([tokens.to_target[token] for token in ids])
-        if self.is_finished or self._translation.shares_tokens:
+    def block(self) -> Draft:
+        """Return the draft so far, without text at its end that later tokens could tokenize differently."""
+        if self.is_finished:
             return self.draft()
         text = self.text.rstrip("\ufffd")
         begin = re.search(r"\s+\S*\s*$", text)  # of the last word, which may go on
@@ -152,9 +158,45 @@ class DraftStream:
         before = self._translation.before + self._before or "\n" * self._begun
         return Draft(encode_continuation(self._translation.target.tokenizer, before, text))
 
-    def _ending(self, ids: list[int]) -> Draft:
-        """The draft with the target's end token, if the draft model has ended the answer."""
-        end = self._translation.target.end_token
-        if self._answer.finish_reason == "eos" and end is not None:
-            return Draft([*ids, end], finished=True)
-        return Draft(ids)
+
+class TokenStream:
+    """A block in progress whose tokens need no text: both models share them, or a `TokenMap` maps them.
+
+    Attributes:
+        context: the draft model's context, in its own tokens.
+        remaining_tokens: maximum length of the block.
+        own_ids: the block in the draft model's tokens.
+    """
+
+    def __init__(
+        self, translation: CrossTokenizerDraft, written: list[int], max_new_tokens: int, tokens: TokenMap | None
+    ) -> None:
+        self.context = translation.prompt_ids + written
+        self.remaining_tokens = max_new_tokens
+        self.own_ids: list[int] = []
+        self._translation, self._tokens = translation, tokens
+
+    @property
+    def n(self) -> int:
+        return len(self.own_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.n >= self.remaining_tokens or (self.n > 0 and self.own_ids[-1] in self._translation.end_ids)
+
+    def add(self, ids: Sequence[int]) -> None:
+        self.own_ids += ids
+
+    def block(self) -> Draft:
+        """Return the block in the target's tokens, up to a token that the target does not know."""
+        target, ids = self._translation.target, self.own_ids
+        ended = bool(ids) and ids[-1] in self._translation.end_ids
+        if self._tokens is None and ended and ids[-1] in target.eos_ids:
+            return Draft(ids, finished=True)
+        ids = ids[:-1] if ended else ids
+        known = ids if self._tokens is None else [self._tokens.to_target.get(token, sys.maxsize) for token in ids]
+        if max(known, default=0) >= target.n_embeddings:
+            return Draft(known[: next(i for i, token in enumerate(known) if token >= target.n_embeddings)])
+        if ended and target.end_token is not None:
+            return Draft([*known, target.end_token], finished=True)
+        return Draft(known)

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStream
+from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStream, TokenStream
 from parse_infer.drafters.source import Block, Draft
 from parse_infer.errors import PromptError
 from parse_infer.judge.cuts import CutPolicy, Segmenter
@@ -92,7 +92,7 @@ class ModelDrafter:
         """
         if self._translation is None:
             raise PromptError("the drafter has no prompt: call reset() first")
-        writing = self._translation.begin(answer_ids, max_new_tokens, self._token_map)
+        writing = self._translation.begin_block(answer_ids, max_new_tokens, self._token_map)
         if writing is None:
             return Block([])
         decoder, sampling, start = self.draft.decoder, self._sampling, len(writing.context)
@@ -125,14 +125,16 @@ class ModelDrafter:
                 break
             logits = decoder.advance(int(chosen), token)
         self._written = decoder.ids.copy()
-        draft = writing.block(self._token_map)
+        draft = writing.block()
         step = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
         if len(times) == 1 and unread <= 1:
             step = times[0] - begin
         n = len(confidences)
         return Block(draft.ids, draft.finished, n, _resampled(confidences, len(draft.ids)), step)
 
-    def _read_guesses(self, writing: DraftStream, longest: int, add: Callable[[int, float], bool]) -> bool:
+    def _read_guesses(
+        self, writing: DraftStream | TokenStream, longest: int, add: Callable[[int, float], bool]
+    ) -> bool:
         """Add the tokens of the last block that the draft model writes again. Return whether the block ends there."""
         decoder, context = self.draft.decoder, writing.context
         guesses = self._written[len(context) :][: min(longest, writing.remaining_tokens)]

@@ -24,7 +24,7 @@ class RiskControl:
 
     With probability at least 1 - delta over the validation drafts, first-failure acceptance accepts a wrong prefix of
     at most a share `alpha` of new drafts from the same source. The bound covers one verification pass over one whole
-    draft, not an answer from several passes (hand-back). The bound assumes independent drafts; several drafts of one
+    draft, not an answer from several passes (blocks). The bound assumes independent drafts; several drafts of one
     problem are not quite independent.
     """
 

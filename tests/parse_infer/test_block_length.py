@@ -8,6 +8,14 @@ import pytest
 
 from parse_infer.block_length import EDGES, BlockLength, Costs, expected_pace, pays
 
+PAUSE = BlockLength.next_pause
+
+
+@pytest.fixture(autouse=True)
+def _pauses(monkeypatch):
+    monkeypatch.setattr(BlockLength, "next_pause", PAUSE)  # tests/conftest.py disables it
+
+
 COSTS = [  # a large target, one whose reading costs as much as drafting, and one that reads almost for free
     Costs(draft_s=0.0025, forward_s=0.030, read_s=0.0018),
     Costs(draft_s=0.0004, forward_s=0.003, read_s=0.0004),

@@ -42,12 +42,6 @@ def make_block_engine(make_model, tokenizer, random_adapter) -> Callable[..., Pa
     return make
 
 
-@pytest.fixture(autouse=True)
-def _drafts_pay(monkeypatch):
-    """The target never writes alone: models this small can be faster so, and the text would depend on the time."""
-    monkeypatch.setattr(BlockLength, "next_pause", lambda self: 0)
-
-
 @pytest.fixture
 def engine(make_block_engine) -> ParseEngine:
     return make_block_engine()
@@ -278,7 +272,7 @@ def test_the_target_writes_alone_while_drafts_do_not_pay(engine, monkeypatch):
     monkeypatch.setattr(BlockLength, "next_pause", lambda self: 5)
     found = engine.generate(PROMPT, max_new_tokens=N, threshold=0.0)
     runs = [span.n_tokens for span in found.spans if span.source == "target"]
-    assert set(runs[:-1]) == {5} and len(runs) > 1
+    assert min(runs[:-1]) >= 5 and len(runs) > 1  # longer where a character is incomplete
     assert found.stats.accepted_tokens + sum(runs) == N
 
 

@@ -897,7 +897,7 @@ def test_other_tokens_the_draft_model_continues_from_the_targets_text(mixed_engi
             decoder = Decoder(draft.model, draft.eos_ids)
             decoder.seek(draft.render(PROMPT) + words.encode(written, add_special_tokens=False))
             own = words.decode(list(decoder.decode(min(6, 16 - len(written)))))
-            assert event.text == own[: 16 - len(written)]
+            assert own.startswith(event.text)  # whole words of the block
         elif isinstance(event, Resumed):
             written += event.text
 

@@ -130,10 +130,10 @@ class CompletionServer:
             self.most = max(self.most, self._working)
         try:
             time.sleep(self.pause)
-            self._answer(http, body, self.fault(number))
-        finally:
+        finally:  # before the answer, after which the client may ask again at once
             with self._lock:
                 self._working -= 1
+        self._answer(http, body, self.fault(number))
 
     def _answer(self, http: BaseHTTPRequestHandler, body: dict[str, Any], fault: Fault) -> None:
         if fault and fault.startswith("status"):

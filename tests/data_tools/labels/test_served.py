@@ -234,11 +234,6 @@ def test_a_killed_build_behind_a_server_continues_as_if_nothing_had_happened(
 
 def test_folders_know_how_they_were_begun(make: Make, make_config: Make, serve: Serve) -> None:
     build(local := make_config("local", limit=3))
-    place = Path(local.output_dir, "build.json")
-    begun = json.loads(place.read_text())
-    for key in ("backend", "wire"):  # before there was a choice
-        del begun["config"][key]
-    place.write_text(json.dumps(begun))
     local.limit = 5
     build(local)
     server = serve()

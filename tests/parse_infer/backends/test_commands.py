@@ -26,7 +26,7 @@ def coordinated(engine, connect, monkeypatch):
 
 
 def local(engine, prompt: str) -> str:
-    return engine.generate(prompt, max_new_tokens=24, keep_greedy_match=False).text
+    return engine.generate(prompt, max_new_tokens=24, keep_greedy_match=False, block_tokens="whole").text
 
 
 def test_a_file_of_prompts_is_answered_in_order_and_goes_on_where_it_stopped(coordinated, tmp_path, capsys):

@@ -293,7 +293,7 @@ def test_a_mode_may_say_what_follows_a_rejected_draft(engine):
 
 
 def test_a_mode_may_let_the_target_answer_alone(engine):
-    (mode,) = make_modes(engine, ["parse:adaptive"], GenerationSettings(max_new_tokens=8, threshold=1.0))
+    (mode,) = make_modes(engine, ["parse:adaptive"], GenerationSettings(8, threshold=1.0, block_tokens="whole"))
     found = [timed(engine, mode, PROBLEMS[0].prompt)[0].stats.rounds for _ in range(2 * MIN_SAMPLES)]
     assert found == [1] * MIN_SAMPLES + [0] * MIN_SAMPLES, "both ways are tried before they are compared"
     assert title(mode.name) == "**PARSE** (adaptive)" and describe(mode.name).endswith(", adaptive")

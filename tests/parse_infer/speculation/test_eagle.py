@@ -292,18 +292,18 @@ def test_a_resume_starts_guessing_at_once(make_model, tokenizer, random_adapter,
     make_head(target).save_pretrained(tmp_path)
     adapter = random_adapter(model)
     plain = ParseEngine.from_models(target, draft, adapter).generate(
-        "Tom has 5 apples.", max_new_tokens=30, threshold=1.01
+        "Tom has 5 apples.", max_new_tokens=30, threshold=1.01, block_tokens="whole"
     )
     drafter = load_token_drafter(str(tmp_path), target, draft)
     engine = ParseEngine.from_models(target, draft, adapter, target_drafter=drafter)
-    ours = engine.generate("Tom has 5 apples.", max_new_tokens=30, threshold=1.01)
+    ours = engine.generate("Tom has 5 apples.", max_new_tokens=30, threshold=1.01, block_tokens="whole")
     assert ours.token_ids == plain.token_ids
     # At worst every guess is wrong: then each token costs the one forward that it costs without a head.
     assert ours.stats.target_forwards <= plain.stats.target_forwards
     assert ours.stats.drafter_forwards > 0
     first = drafter.forwards
     engine.target.decoder.seek([])
-    events = engine.stream("Tom has 5 apples.", max_new_tokens=30, threshold=1.01)
+    events = engine.stream("Tom has 5 apples.", max_new_tokens=30, threshold=1.01, block_tokens="whole")
     for event in events:
         if isinstance(event, Resumed):
             break

@@ -1,0 +1,152 @@
+"""The `ModelPair` of one answer by models in this process: drafts in blocks or whole, read into the target's cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from parse_infer.block_length import FIRST, LONGEST
+from parse_infer.drafters.draft_model import ModelDrafter
+from parse_infer.drafters.source import Block, DraftSource
+from parse_infer.drafters.text import TextDrafter
+from parse_infer.judge.verifier import Verification
+from parse_infer.request import Request
+from parse_infer.settings import BlockTokens
+from parse_infer.speculation.rejected_draft import RejectedDraft
+
+if TYPE_CHECKING:
+    from parse_infer.backends.local import LocalBackend
+
+
+class LocalModelPair:
+    """A `ModelPair` of models in this process. Its methods never suspend.
+
+    Args:
+        watched: somebody waits for the first text, so with "auto" the first block is short.
+    """
+
+    def __init__(self, backend: LocalBackend, request: Request, drafter: DraftSource, watched: bool = False) -> None:
+        settings = request.settings
+        self.segmenter = backend.segmenter
+        assert settings.threshold is not None
+        self.threshold = settings.threshold
+        self._backend, self._request, self._drafter = backend, request, drafter
+        self._exact = settings.mode == "exact"
+        # Whether to accept draft tokens after the cut that equal the target's greedy choice.
+        self._wants_tail = self._exact or (settings.keep_greedy_match and settings.resume_sampling.greedy)
+        no_judge = self._exact or self.threshold > 1
+        self._probe_tokens = 0 if self._exact else backend.probe_tokens
+        self._drafts = backend.uses_draft(request, drafter)
+        self._by_segment = isinstance(drafter, ModelDrafter) and drafter.one_segment
+        self._blocks: int | None = None  # longest block
+        self._ends_early = False
+        whole = self._by_segment or isinstance(drafter, TextDrafter)
+        if not whole and (self._wants_tail or not no_judge):
+            self._blocks, self._ends_early = self._block_length(settings.block_tokens, no_judge)
+        self._judges_tokens = self._blocks is not None and not no_judge and backend.verifier.judges_tokens
+        self._length = backend.block_lengths[no_judge]
+        self._first = FIRST if watched and self._ends_early else None
+        self._block = Block([])
+
+    def _block_length(self, length: BlockTokens, no_judge: bool) -> tuple[int | None, bool]:
+        """Return the longest block (None: whole drafts), and whether it may end earlier."""
+        if length == "whole":
+            return None, False
+        if length != "auto":
+            return length, False
+        if isinstance(self._drafter, ModelDrafter) and (no_judge or self._backend.verifier.judges_tokens):
+            return LONGEST, True
+        return self._request.answer.remaining_tokens, False  # a judge of segments reads them all at once
+
+    def max_draft_tokens(self) -> int:
+        """The remaining budget, or the window minus context and one probe if that is less."""
+        left = self._backend.target.window - self._probe_tokens - len(self._request.context)
+        return min(self._request.answer.remaining_tokens, left)
+
+    async def propose(self, round: int) -> Sequence[int]:
+        if not self._drafts:
+            return ()
+        answer, most = self._request.answer, self.max_draft_tokens()
+        if self._blocks is None:
+            return self._drafter.propose(answer.ids, most).ids
+        if self._ends_early and self._length.pause:
+            self._block = Block([])
+            return ()
+        if not isinstance(self._drafter, ModelDrafter):
+            return self._drafter.propose(answer.ids, min(most, self._blocks)).ids
+        survival = 1.0
+
+        def ends(confidence: float) -> bool:
+            nonlocal survival
+            survival *= self._length.survival_of(confidence)
+            return self._ends_early and self._length.end_after(survival)
+
+        self._block = self._drafter.propose_block(answer.ids, most, self._first or self._blocks, ends)
+        self._first = None
+        return self._block.ids
+
+    async def verify(self, draft: Sequence[int]) -> Verification:
+        """Run one target forward over [uncached context, draft, probes]; context and draft stay in the cache."""
+        decoder, context = self._backend.target.decoder, self._request.context
+        verifier, begin = self._backend.verifier, time.perf_counter()
+        probes = self._probe_tokens * self.segmenter.policy.max_cuts
+        decoder.reserve(len(context), self._request.answer.remaining_tokens + probes)
+        decoder.seek(context)
+        self._read = len(context) - decoder.cached + len(draft)
+        if self._exact or (self._blocks is not None and self.threshold > 1):
+            verdict = verifier.verify(draft, cuts=[])
+        elif draft and self._judges_tokens:
+            verdict = verifier.verify_block(draft, self._request.doubt)
+        else:
+            verdict = verifier.verify(draft)
+        self._read_s = time.perf_counter() - begin
+        return verdict
+
+    def count_greedy_matches(self, draft: Sequence[int], verdict: Verification, cut: int) -> int:
+        # In a block, the first rejected token is never the target's choice.
+        wanted = self._wants_tail and verdict.doubt is None
+        return self._backend.verifier.greedy_match(draft, verdict, cut) if wanted else 0
+
+    def compact(self, verdict: Verification, kept: Collection[int]) -> Verification:
+        return verdict.compact(kept)
+
+    def commit(self, draft: Sequence[int], verdict: Verification, kept: int) -> None:
+        """Crop the cache. The verification pass supplies the logits of the first resumed token."""
+        decoder = self._backend.target.decoder
+        decoder.seek(self._request.context)
+        if draft and not self.draft_continues(draft, kept, ()):
+            decoder.set_next_logits(decoder.logits(verdict.state(kept)))
+        if not draft or self._blocks is None:
+            return
+        block = self._block
+        confidences = block.confidences[: len(draft)]
+        if self._ends_early and block.seconds_per_token is not None:
+            draft_s = block.seconds_per_token * len(confidences)
+            self._length.note(confidences, kept, kept < len(draft), draft_s, self._read_s, self._read)
+
+    def draft_continues(self, draft: Sequence[int], kept: int, written: Sequence[int]) -> bool:
+        if self._by_segment:  # the target rewrites a rejected segment
+            replaced = kept == len(draft) if not written else self.segmenter.first_segment_end(written) is not None
+            return bool(draft) and replaced
+        if self._blocks is None or not self._drafts:
+            return False
+        if not draft and self._block.n_drafted:  # the block ended inside a character
+            return len(written) >= 1
+        if not draft:
+            return self._ends_early and 0 < self._length.pause <= len(written)
+        return len(written) >= (kept < len(draft))
+
+    async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
+        request, proposer = self._request, self._backend.target_drafter
+        if self._wants_tail:  # the rejected draft proposes tokens at no cost
+            proposer = RejectedDraft(request.context, rejected, fallback=proposer)
+        # Random numbers of each place, so that an answer does not depend on where its blocks end.
+        seeded = round if self._blocks is None else len(request.answer.ids)
+        before, seconds = len(request.answer.ids), request.timings.resume_s
+        try:
+            for token in self._backend.decode(self._backend.target, request, proposer, "target", seeded):
+                yield token
+        finally:
+            if self._ends_early and self._length.pause:
+                self._length.note_alone(request.timings.resume_s - seconds, len(request.answer.ids) - before)
