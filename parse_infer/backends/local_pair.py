@@ -45,6 +45,7 @@ class LocalModelPair:
         if not whole and (self._wants_tail or not no_judge):
             self._blocks, self._ends_early = self._block_length(settings.block_tokens, no_judge)
         self._judges_tokens = self._blocks is not None and not no_judge and backend.verifier.judges_tokens
+        self._judges_segments = not no_judge and not backend.verifier.judges_tokens
         self._length = backend.block_lengths[no_judge]
         self._first = FIRST if watched and self._ends_early else None
         self._block = Block([])
@@ -126,16 +127,17 @@ class LocalModelPair:
             self._length.note(confidences, kept, kept < len(draft), draft_s, self._read_s, self._read)
 
     def draft_continues(self, draft: Sequence[int], kept: int, written: Sequence[int]) -> bool:
-        if self._by_segment:  # the target rewrites a rejected segment
-            replaced = kept == len(draft) if not written else self.segmenter.first_segment_end(written) is not None
-            return bool(draft) and replaced
-        if self._blocks is None or not self._drafts:
+        if not (self._by_segment or (self._blocks is not None and self._drafts)):
             return False
         if not draft and self._block.n_drafted:  # the block ended inside a character
             return len(written) >= 1
         if not draft:
             return self._ends_early and 0 < self._length.pause <= len(written)
-        return len(written) >= (kept < len(draft))
+        if kept == len(draft):
+            return True
+        if self._by_segment or self._judges_segments:  # the judge knows only that the segment fails
+            return self.segmenter.first_segment_end(written) is not None
+        return len(written) >= 1
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         request, proposer = self._request, self._backend.target_drafter

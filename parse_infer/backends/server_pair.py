@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -104,19 +103,18 @@ class Target:
             ) from error
 
     async def written(
-        self, request: Request, round: int, lease: Lease | None, watched: bool, at_once: int | None = None
+        self, request: Request, round: int, lease: Lease | None, watched: bool
     ) -> AsyncGenerator[int, None]:
         """Yield the target's tokens after the answer so far, until the caller stops.
 
         Args:
             watched: stream the tokens; else they come all at once, which costs less.
-            at_once: tokens of one request to a server; None: all.
 
         Raises Unavailable if a server ends an unfinished answer without a token.
         """
         while request.answer.remaining_tokens > 0:
             before = len(request.answer.ids)
-            async with aclosing(self._written_once(request, round, lease, watched, at_once)) as tokens:
+            async with aclosing(self._written_once(request, round, lease, watched)) as tokens:
                 async for token in tokens:
                     yield token
             # A server may have its own limit, such as max_new_tokens in the model's generation_config.json.
@@ -124,12 +122,10 @@ class Target:
                 raise Unavailable("a target server has ended an answer without a token")
 
     async def _written_once(
-        self, request: Request, round: int, lease: Lease | None, watched: bool, at_once: int | None
+        self, request: Request, round: int, lease: Lease | None, watched: bool
     ) -> AsyncGenerator[int, None]:
-        room = min(request.answer.remaining_tokens, at_once or sys.maxsize)
-        asked = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(
-            request, room
-        )
+        room = request.answer.remaining_tokens
+        asked = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(request)
         if not watched:
             asked |= stop_settings(request.settings.stop)
         written = self.servers.written(request.context, room, asked, lease, watched)
@@ -173,10 +169,10 @@ class ServerModelPair:
         self._target, self._drafts, self._request = target, drafts, request
         self._overlap = overlap
         self._falls_back = falls_back
-        self._watched = watched
         length = request.settings.block_tokens
         in_blocks = isinstance(length, int) and threshold <= 1 and not isinstance(drafts, TextDrafter)
         self._blocks = length if isinstance(length, int) and in_blocks else None
+        self._watched = watched or self._blocks is not None  # in blocks the target's stream ends early
         self._drafted = 0  # draft tokens of the last block; it has none for the target if it ends inside a character
         self._at, self._draft_at = at, draft_at
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -235,8 +231,7 @@ class ServerModelPair:
         pass  # the next prompt holds all state, and the server has its prefix blocks cached
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
-        most = None if self._blocks is None else 1
-        async with aclosing(self._target.written(self._request, round, self._at, self._watched, most)) as tokens:
+        async with aclosing(self._target.written(self._request, round, self._at, self._watched)) as tokens:
             async for token in tokens:
                 self._request.stats.target_forwards += 1
                 yield token
@@ -244,7 +239,9 @@ class ServerModelPair:
     def draft_continues(self, draft: Sequence[int], kept: int, written: Sequence[int]) -> bool:
         if self._blocks is None or not (draft or self._drafted):
             return False
-        return len(written) >= (kept < len(draft) or not draft)
+        if not draft:
+            return len(written) >= 1
+        return kept == len(draft) or self.segmenter.first_segment_end(written) is not None
 
     async def close(self) -> None:
         """Cancel all pending requests."""
@@ -325,12 +322,10 @@ def stop_settings(stop: Sequence[str]) -> dict[str, Any]:
     return {"stop": list(stop), "include_stop_str_in_output": True} if stop else {}
 
 
-def end_settings(request: Request, room: int) -> dict[str, Any]:
-    """End-token fields of a request for up to `room` tokens, with vLLM's names and meaning; the server counts from its
-    first new token."""
+def end_settings(request: Request) -> dict[str, Any]:
+    """End-token fields of a request, with vLLM's names and meaning; the server counts from its first new token."""
     settings: dict[str, Any] = {"ignore_eos": True} if request.settings.ignore_eos else {}
-    least = min(request.answer.required, room)
-    return settings | ({"min_tokens": least} if least else {})
+    return settings | ({"min_tokens": request.answer.required} if request.answer.required else {})
 
 
 def server_settings(sampling: Sampling, end_ids: Collection[int], *purpose: object) -> dict[str, Any]:
