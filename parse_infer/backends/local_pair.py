@@ -52,13 +52,11 @@ class LocalModelPair:
 
     def _block_length(self, length: BlockTokens, no_judge: bool) -> tuple[int | None, bool]:
         """Return the longest block (None: whole drafts), and whether it may end earlier."""
-        if length == "whole":
-            return None, False
-        if length != "auto":
+        if isinstance(length, int):
             return length, False
-        if isinstance(self._drafter, ModelDrafter) and (no_judge or self._backend.verifier.judges_tokens):
-            return LONGEST, True
-        return self._request.answer.remaining_tokens, False  # a judge of segments reads them all at once
+        # A judge of segments may reject again and again what the draft model writes behind its own rejected tokens.
+        by_token = isinstance(self._drafter, ModelDrafter) and (no_judge or self._backend.verifier.judges_tokens)
+        return (LONGEST, True) if length == "auto" and by_token else (None, False)
 
     def max_draft_tokens(self) -> int:
         """The remaining budget, or the window minus context and one probe if that is less."""

@@ -175,6 +175,7 @@ class TokenStream:
         self.remaining_tokens = max_new_tokens
         self.own_ids: list[int] = []
         self._translation, self._tokens = translation, tokens
+        self._stopped = False
 
     @property
     def n(self) -> int:
@@ -182,10 +183,14 @@ class TokenStream:
 
     @property
     def is_finished(self) -> bool:
-        return self.n >= self.remaining_tokens or (self.n > 0 and self.own_ids[-1] in self._translation.end_ids)
+        ended = self.n > 0 and self.own_ids[-1] in self._translation.end_ids
+        return ended or self._stopped or self.n >= self.remaining_tokens
 
     def add(self, ids: Sequence[int]) -> None:
         self.own_ids += ids
+        if stop := self._translation.stop:  # the engine finds the exact place; this ends the block
+            text = decode(self._translation.draft.tokenizer, self.own_ids[-max(map(len, stop)) - len(ids) :])
+            self._stopped = any(string in text for string in stop)
 
     def block(self) -> Draft:
         """Return the block in the target's tokens, up to a token that the target does not know."""

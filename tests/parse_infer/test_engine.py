@@ -335,12 +335,13 @@ def test_consecutive_blocks_read_only_what_is_new(engine):
         events = list(engine.stream(PROMPT, settings))
     prompt = len(engine.target.render(PROMPT))
     drafts = [event for event in events if isinstance(event, Drafted)]
-    assert [event.n_tokens for event in drafts] == [8] * 33 + [7, 6, 5, 4, 3, 2, 1]
+    passes = [width for width in target.widths if width > 1]
+    assert [event.n_tokens for event in drafts] == [8] * 9 + [4]  # the target writes 4 tokens after each
     probes = [PROBE_LEN * -(-event.n_tokens // 4) for event in drafts]
-    expected = [event.n_tokens + n + 1 for event, n in zip(drafts, probes, strict=True)]  # 1: the target's own token
+    expected = [event.n_tokens + n + 1 for event, n in zip(drafts, probes, strict=True)]  # 1: the target's last token
     expected[0] += prompt - 1
-    assert target.widths == expected
-    # The draft model reads the prompt once. Then it reads the target's token, and the rest of its last block again.
+    assert passes == expected
+    # The draft model reads the prompt once, then the segment that the target wrote and the guesses behind it.
     assert draft.widths[0] == prompt and max(draft.widths[1:]) <= 8
 
 
@@ -541,11 +542,12 @@ def test_spans_and_events_add_up_to_the_text(
         assert "".join(s.text for s in verified.segments) == drafted.text == accepted.text + accepted.rejected
 
 
-def test_the_target_replaces_the_first_rejected_token_of_each_block(engine):
+def test_the_target_replaces_the_rejected_segment_of_each_block(engine):
+    """This judge has a probe alone, so it knows only that a segment fails."""
     settings = GenerationSettings(max_new_tokens=30, threshold=1.0, keep_greedy_match=False, block_tokens=8)
     events = list(engine.stream(PROMPT, settings))  # no validity here reaches 1.0
-    written = [sum(isinstance(e, Resumed) and e.round == r for e in events) for r in range(1, 31)]
-    assert written == [1] * 30
+    written = [sum(isinstance(e, Resumed) and e.round == r for e in events) for r in range(1, 9)]
+    assert written == [4] * 7 + [2]  # the adapter's cut policy: 4 tokens a segment
     assert events[-1].generation.token_ids == engine.generate_target(PROMPT, settings).token_ids
 
 
@@ -620,12 +622,8 @@ def test_a_rejected_token_is_not_drawn_again_by_the_noise_that_wrote_it(make_eng
                 written.append("")
             elif isinstance(event, Resumed):
                 written[-1] += event.text
-        if block_tokens == "whole":
-            assert drafts[0][:4] != written[0][:4]
-        else:
-            same = sum(draft[:1] == text for draft, text in zip(drafts, written, strict=True))
-            assert len(written) >= 10 and same < len(written) / 2, (drafts, written)
-            assert len(set(written)) > len(written) / 2, "each place has its own random numbers"
+        assert all(draft[:4] != text[:4] for draft, text in zip(drafts, written, strict=True) if len(text) >= 4)
+        assert len({text[:4] for text in written}) == len(written)
 
 
 def test_between_blocks_the_target_writes_its_own_greedy_token(engine):

@@ -400,7 +400,8 @@ def test_logs_are_one_object_a_line():
 
 def test_metrics_count_what_was_answered(make_engine):
     with running(ThreadRunner(make_engine()), make_engine()) as server:
-        answers = [server.chat(max_tokens=24, parse={"threshold": t}).json() for t in (0, 1.01)]
+        asked = [{"threshold": t, "block_tokens": "whole"} for t in (0, 1.01)]
+        answers = [server.chat(max_tokens=24, parse=parse).json() for parse in asked]
         text = httpx.get(server.url + "/metrics").text
     told = {name: float(value) for name, value in re.findall(r"^(\S+) (\S+)$", text, re.MULTILINE)}
     spans = [span for answer in answers for span in answer["choices"][0]["parse"]["spans"]]

@@ -25,5 +25,5 @@ def test_the_example_of_the_openai_client(served, capsys):
     written = capsys.readouterr().out
     question = re.search(r'"content": "([^"]+)"', code)
     assert question
-    own = served.engine.generate(question[1], block_tokens=8, max_new_tokens=32)
+    own = served.engine.generate(question[1], block_tokens="whole", max_new_tokens=32)
     assert written.startswith(own.text) and f"{own.stats.target_forwards} " in written
