@@ -127,8 +127,11 @@ class Answer:
             texts[-1] += ahead.flush()
         return texts
 
-    def add(self, ids: Sequence[int], source: Source, validity: float | None = None) -> str:
+    def add(self, ids: Sequence[int], source: Source, validity: float | None = None, joins: bool = False) -> str:
         """Append tokens up to the end of the answer; `truncate` a draft first.
+
+        Args:
+            joins: extend the last span, if it is a draft's too.
 
         Returns the text that these tokens complete; see `Detokenizer`.
         """
@@ -149,13 +152,14 @@ class Answer:
             self._text_end = self._find_stop(self._detokenizer.text, before, no_stop_before)
             if self._text_end is not None:
                 self.finish_reason = "stop"
-        self._note_author(len(ids), source, validity)
+        self._note_author(len(ids), source, validity, joins)
         return self.text[before:]
 
-    def _note_author(self, n_tokens: int, source: Source, validity: float | None) -> None:
+    def _note_author(self, n_tokens: int, source: Source, validity: float | None, joins: bool) -> None:
         last = self._pieces[-1] if self._pieces else None
-        if last is not None and last.source == source == "target":
+        if last is not None and last.source == source and (joins or source == "target"):
             last.n_tokens += n_tokens
+            last.validity = validity
             last.text_end = len(self.text)
         else:
             self._pieces.append(_Piece(source, n_tokens, validity, len(self.text)))

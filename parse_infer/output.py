@@ -14,7 +14,8 @@ failed on the draft; the target's servers run another adapter."""
 
 @dataclass(frozen=True)
 class Span:
-    """Text from one source. A draft span is one accepted segment, with the validity of its cut. `validity` is None for
+    """Text from one source. A draft span is one accepted segment, with the validity of its cut; of blocks judged token
+    by token, all accepted tokens up to the next correction. `validity` is None for
     the greedy match, for mode "exact" and for the target's text."""
 
     text: str

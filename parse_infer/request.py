@@ -81,11 +81,17 @@ class Request:
         threshold = self.settings.threshold
         return None if threshold is not None and threshold > 1 else self.stats.accepted_tokens
 
-    def accept(self, round: int, draft: Sequence[int], segments: Sequence[Segment], tail: int) -> Accepted:
-        """Add the accepted segments of the draft and the next `tail` draft tokens to the answer."""
+    def accept(
+        self, round: int, draft: Sequence[int], segments: Sequence[Segment], tail: int, joins: bool = False
+    ) -> Accepted:
+        """Add the accepted segments of the draft and the next `tail` draft tokens to the answer.
+
+        Args:
+            joins: the segments extend the last span, because where a block ended means nothing.
+        """
         text, cut = "", 0
         for segment in segments:
-            text += self.answer.add(draft[cut : cut + segment.n_tokens], "draft", segment.validity)
+            text += self.answer.add(draft[cut : cut + segment.n_tokens], "draft", segment.validity, joins)
             cut += segment.n_tokens
         text += self.answer.add(draft[cut : cut + tail], "draft")
         rejected = draft[cut + tail :]

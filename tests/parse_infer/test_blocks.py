@@ -240,7 +240,9 @@ def test_stops_ends_and_budgets_inside_a_block(engine, length):
     assert found.token_ids == ids[: ids.index(end) + 1] and found.finish_reason == "eos"
     text = answer().text
     stop = text[8:11]
-    assert answer(stop=stop).text == text[: text.index(stop) + 3]
+    stopped = answer(stop=stop)
+    assert stopped.text == text[: text.index(stop) + 3]
+    assert stopped.stats.draft_forwards <= answer().stats.draft_forwards - 10, "the draft model does not write on"
 
 
 @pytest.mark.parametrize("length", [1, 5, "auto"])
