@@ -109,7 +109,8 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
         segments = segments_of(answer, draft, verdict, shown)
         yield Verified(round, segments)
         accepted = segments[: sum(i < kept for i in shown)]
-        yield request.accept(round, draft, accepted, tail, joins=verdict.doubt is not None)
+        by_token = verdict.doubt is not None or not verdict.cuts
+        yield request.accept(round, draft, accepted, tail, joins=by_token)
         if answer.is_finished:
             return
 

@@ -87,13 +87,13 @@ class Request:
         """Add the accepted segments of the draft and the next `tail` draft tokens to the answer.
 
         Args:
-            joins: the segments extend the last span, because where a block ended means nothing.
+            joins: the tokens extend the last span, because where a block ended means nothing.
         """
         text, cut = "", 0
         for segment in segments:
             text += self.answer.add(draft[cut : cut + segment.n_tokens], "draft", segment.validity, joins)
             cut += segment.n_tokens
-        text += self.answer.add(draft[cut : cut + tail], "draft")
+        text += self.answer.add(draft[cut : cut + tail], "draft", joins=joins)
         rejected = draft[cut + tail :]
         self.stats.rounds = round
         self.stats.verification_passes += bool(draft)

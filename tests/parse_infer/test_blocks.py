@@ -146,6 +146,19 @@ def test_each_correction_is_the_targets_choice_at_its_place(engine):
     assert generation.stats.accepted_tokens + corrections == len(ids)
 
 
+@pytest.mark.parametrize("settings", [{}, {"mode": "exact"}, {"threshold": 2}])
+def test_spans_do_not_tell_where_blocks_ended(engine, settings):
+    settings = {"threshold": middling(engine), **settings}
+    found = [
+        [
+            (s.text, s.source, s.n_tokens)
+            for s in engine.generate(PROMPT, max_new_tokens=N, **settings, block_tokens=n).spans
+        ]
+        for n in (2, 9, 64)
+    ]
+    assert found[0] == found[1] == found[2]
+
+
 def test_one_forward_of_the_target_reads_each_block(engine):
     found = engine.generate(PROMPT, max_new_tokens=N, threshold=0.0, block_tokens=8)
     assert found.stats.accepted_tokens == N and found.stats.target_forwards == N // 8

@@ -233,7 +233,7 @@ def test_parse_options_are_the_engines(served):
     draft = "The answer is 4."
     for parse, own in [
         ({"threshold": 1.01, "keep_greedy_match": False}, generate(threshold=1.01, keep_greedy_match=False)),
-        ({"mode": "exact"}, generate(mode="exact")),
+        ({"mode": "exact", "block_tokens": 8}, generate(mode="exact", block_tokens=8)),
         ({"block_tokens": 8}, generate(block_tokens=8)),
         ({"block_tokens": "whole"}, generate(block_tokens="whole")),
         ({"draft_text": draft, "threshold": 0}, generate(draft_text=draft, threshold=0)),
