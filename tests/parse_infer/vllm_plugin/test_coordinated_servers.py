@@ -24,6 +24,7 @@ PROMPTS = [
     for n in range(12)
     for who, more in (("boy", "more"), ("baker", "fewer"))
 ]
+WHOLE = {"block_tokens": "whole"}  # as "auto" is over servers
 EAGER = {"enforce_eager": True, "max_num_seqs": 16}
 FORMS = {
     "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},  # else it likes empty lines
@@ -55,9 +56,9 @@ def told(generation: Generation) -> tuple[object, ...]:
     return generation.token_ids, generation.finish_reason, spans
 
 
-@pytest.mark.parametrize("settings", [{}, {"block_tokens": 16}, {"threshold": 1.01}, {"stop": ("\n",)}])
+@pytest.mark.parametrize("settings", [{}, {"threshold": 1.01}, {"stop": ("\n",)}])
 def test_answers_are_those_of_the_local_engine(coordinator, local, settings):
-    settings = {"max_new_tokens": 200, **settings}
+    settings = {"max_new_tokens": 200, **WHOLE, **settings}
     found = coordinator.generate(PROMPTS, **settings)
     wanted = local.generate(PROMPTS, keep_greedy_match=False, **settings)
     assert [told(g) for g in found] == [told(g) for g in wanted]
@@ -70,7 +71,7 @@ def test_answers_are_those_of_the_local_engine(coordinator, local, settings):
 @pytest.mark.parametrize("threshold", [None, 1.01])
 def test_answers_end_where_the_local_engines_do(coordinator, local, ends, threshold):
     """By vLLM's own settings of these names; a stop token stands at this place of the target's answer."""
-    settings = {"max_new_tokens": 120, "threshold": threshold, **ends}
+    settings = {"max_new_tokens": 120, "threshold": threshold, **WHOLE, **ends}
     if (place := ends.get("stop_token_ids")) is not None:
         written = local.generate_target(PROMPTS[0], max_new_tokens=120).token_ids
         settings["stop_token_ids"] = [written[place]]
@@ -84,9 +85,16 @@ def test_answers_end_where_the_local_engines_do(coordinator, local, ends, thresh
 
 
 def test_a_stream_is_the_same_answer(coordinator, local):
-    *_, done = coordinator.stream(PROMPTS[1], max_new_tokens=200, block_tokens=16)
-    wanted = local.generate(PROMPTS[1], keep_greedy_match=False, max_new_tokens=200, block_tokens=16)
+    *_, done = coordinator.stream(PROMPTS[1], max_new_tokens=200)
+    wanted = local.generate(PROMPTS[1], keep_greedy_match=False, max_new_tokens=200, **WHOLE)
     assert told(done.generation) == told(wanted)
+
+
+def test_blocks_over_servers_alternate_by_segments(coordinator):
+    """Servers judge segments, so no text is promised to equal that of the local engine, which judges tokens."""
+    for found in coordinator.generate(PROMPTS[:4], max_new_tokens=200, block_tokens=16):
+        assert found.stats.rounds > 1 and found.finish_reason == "eos"
+        assert "".join(span.text for span in found.spans) == found.text
 
 
 def test_the_targets_server_holds_answers_to_a_form(coordinator):
@@ -125,7 +133,7 @@ def test_a_server_refuses_to_judge_for_another_adapter(coordinator):
 def test_servers_that_are_killed_cost_no_answer(coordinator, local):
     """While the draft model's server is gone the target answers alone."""
     processes = coordinator.backend.processes.members
-    wanted = [told(g) for g in local.generate(PROMPTS, keep_greedy_match=False, max_new_tokens=200)]
+    wanted = [told(g) for g in local.generate(PROMPTS, keep_greedy_match=False, max_new_tokens=200, **WHOLE)]
     alone = [g.token_ids for g in local.generate_target(PROMPTS, max_new_tokens=200)]
 
     def kill() -> None:
