@@ -29,7 +29,7 @@ MIN_ACCEPTED_SHARE = 0.05  # below this accepted share, drafts are not tried at 
 
 
 @dataclass
-class _DecayedRate:
+class DecayedRate:
     """Exponentially decayed average per token."""
 
     n: int = 0
@@ -40,7 +40,7 @@ class _DecayedRate:
     def rate(self) -> float:
         return self.amount / self.tokens if self.tokens else 0.0
 
-    def note(self, amount: float, tokens: int, last: int = WINDOW) -> None:
+    def note(self, amount: float, tokens: float, last: int = WINDOW) -> None:
         """Add one answer; the average covers about `last` answers."""
         self.n += 1
         old = 1 - 1 / last
@@ -52,7 +52,7 @@ class _DecayedRate:
 class _Load:
     """Measurements at one load, by kind: False for the target alone, True for answers with a draft."""
 
-    paces: dict[bool, _DecayedRate] = field(default_factory=lambda: {False: _DecayedRate(), True: _DecayedRate()})
+    paces: dict[bool, DecayedRate] = field(default_factory=lambda: {False: DecayedRate(), True: DecayedRate()})
     """Seconds per token."""
     since: int = 0
     """Answers started since the last burst of the slower kind."""
@@ -86,7 +86,7 @@ class Controller:
 
     def __init__(self) -> None:
         self._loads: defaultdict[int, _Load] = defaultdict(_Load)
-        self._kept = _DecayedRate()  # accepted draft tokens
+        self._kept = DecayedRate()  # accepted draft tokens
         self._in_flight = {False: 0, True: 0}
         self._burst = (False, 0)  # kind of the next answers, and how many
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import mul
 
+from parse_infer.adaptive import DecayedRate
+
 EDGES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.997, 0.9995)
 """Bounds of the confidence classes. A class counts how many of its tokens survived."""
 FIRST = 16  # tokens of the first block of a stream: the first text comes early, for one more forward of the target
@@ -104,22 +106,6 @@ class _Line:
 
 
 @dataclass
-class _Rate:
-    """Seconds per token that forget old tokens."""
-
-    seconds: float = 0.0
-    tokens: float = 0.0
-
-    @property
-    def value(self) -> float:
-        return self.seconds / self.tokens if self.tokens else 0.0
-
-    def note(self, seconds: float, tokens: float, last: int = _READS) -> None:
-        keep = 1 - 1 / last
-        self.seconds, self.tokens = self.seconds * keep + seconds, self.tokens * keep + tokens
-
-
-@dataclass
 class BlockLength:
     """Measures costs and survival over all requests of an engine, and ends blocks by the rule above.
 
@@ -129,10 +115,10 @@ class BlockLength:
 
     pause: int = 0
     _survival: list[_Share] = field(default_factory=lambda: [_Share(s, 1.0) for s in _prior()])
-    _draft: _Rate = field(default_factory=_Rate)
+    _draft: DecayedRate = field(default_factory=DecayedRate)
     _reads: _Line = field(default_factory=_Line)
-    _pace: _Rate = field(default_factory=_Rate)
-    _alone: _Rate = field(default_factory=_Rate)
+    _pace: DecayedRate = field(default_factory=DecayedRate)
+    _alone: DecayedRate = field(default_factory=DecayedRate)
     _last_pause: int = 0
 
     @property
@@ -141,7 +127,7 @@ class BlockLength:
         if not self._reads.weight or not self._draft.tokens:
             return None
         forward_s, read_s = self._reads.fit()
-        return Costs(self._draft.value, forward_s, read_s)
+        return Costs(self._draft.rate, forward_s, read_s)
 
     def survival_of(self, confidence: float) -> float:
         """Return the share of tokens of this confidence that survived."""
@@ -152,7 +138,7 @@ class BlockLength:
         costs = self.costs
         if costs is None:
             return survival < 0.5
-        pace = self._pace.value or 2 * costs.per_token
+        pace = self._pace.rate or 2 * costs.per_token
         return not pays(survival, costs, pace)
 
     def note(
@@ -171,7 +157,7 @@ class BlockLength:
             self._survival[bisect_right(EDGES, confidence)].note(True)
         if rejected and accepted < len(confidences):
             self._survival[bisect_right(EDGES, confidences[accepted])].note(False)
-        self._draft.note(draft_s, len(confidences))
+        self._draft.note(draft_s, len(confidences), _READS)
         self._reads.note(read, read_s)
         costs = self.costs
         assert costs is not None
@@ -188,7 +174,7 @@ class BlockLength:
         """Return the length of the next pause: 0 if drafts pay, else twice the last one."""
         costs = self.costs
         assert costs is not None
-        if self._pace.value <= (self._alone.value or costs.forward_s + costs.read_s):
+        if self._pace.rate <= (self._alone.rate or costs.forward_s + costs.read_s):
             return 0
         return min(max(_FIRST_PAUSE, 2 * self._last_pause), _LONGEST_PAUSE)
 
