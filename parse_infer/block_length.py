@@ -13,6 +13,7 @@ as in SpecDec++ (arXiv 2405.19715); costs are measured while decoding, as in Nig
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ LONGEST = 256  # tokens; more saves too little to delay the first text
 _TOKENS = 1000  # survival counts cover about this many tokens of each class
 _READS = 50  # costs cover about this many blocks
 _PACES = 12  # the pace covers about this many, so that a change of the task shows soon
+REPLAYED = 32  # tokens of a block in a replay, where no length may depend on what was measured
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 512  # tokens that the target writes alone while drafts do not pay
 
 
@@ -107,7 +109,7 @@ class _Line:
 
 @dataclass
 class BlockLength:
-    """Measures costs and survival over all requests of an engine, and ends blocks by the rule above.
+    """Measures costs and survival over the requests of one `strictness`, and ends blocks by the rule above.
 
     Attributes:
         pause: tokens that the target writes alone before the next block; 0 while drafts pay.
@@ -177,6 +179,15 @@ class BlockLength:
         if self._pace.rate <= (self._alone.rate or costs.forward_s + costs.read_s):
             return 0
         return min(max(_FIRST_PAUSE, 2 * self._last_pause), _LONGEST_PAUSE)
+
+
+def strictness(threshold: float) -> int:
+    """Return the class of a threshold: its rounded log-odds within -7..7, or 8 above 1. Draft tokens survive a lenient
+    threshold more often than a strict one, so each class is measured on its own."""
+    if threshold > 1:
+        return 8
+    share = min(max(threshold, 1e-6), 1 - 1e-6)
+    return min(max(round(math.log(share / (1 - share))), -7), 7)
 
 
 def _prior() -> list[float]:

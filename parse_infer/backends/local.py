@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
@@ -23,7 +24,7 @@ from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.judge.verifier import Judge, Verification, Verifier
 from parse_infer.judge.zero_shot import ZeroShotJudge
-from parse_infer.loop import PairWrapper, run_sync, speculate
+from parse_infer.loop import PairWrapper, identity, run_sync, speculate
 from parse_infer.models.environment import describe_machine
 from parse_infer.models.loading import LanguageModel, find_model, load_language_model
 from parse_infer.models.names import resolve
@@ -159,7 +160,7 @@ class LocalBackend:
             cut_policy = CutPolicy.from_dict(judge.config.cut_policy) if judge is not None else CutPolicy()
         self.segmenter = Segmenter(target.tokenizer, cut_policy, self.probe_tokens)
         self.verifier = Verifier(target.decoder, judge, self.segmenter)
-        self.block_lengths = {False: BlockLength(), True: BlockLength()}  # with a judge, and without
+        self.block_lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `strictness`
         self._current: Request | None = None
         self._turn = RLock()
 
@@ -226,7 +227,7 @@ class LocalBackend:
         self, request: Request, source: DraftSource, wrap: PairWrapper, watched: bool
     ) -> AsyncGenerator[Event, None]:
         source.reset(request.prompt, request.settings.draft_sampling, request.settings.stop)
-        pair = wrap(LocalModelPair(self, request, source, watched), request)
+        pair = wrap(LocalModelPair(self, request, source, watched, replayed=wrap is not identity), request)
         async with aclosing(self._accounted(request, speculate(pair, request), source)) as events:
             async for event in events:
                 yield event

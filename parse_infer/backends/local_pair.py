@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from parse_infer.block_length import FIRST, LONGEST
+from parse_infer.block_length import FIRST, LONGEST, REPLAYED, strictness
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.drafters.source import Block, DraftSource
 from parse_infer.drafters.text import TextDrafter
@@ -24,9 +24,17 @@ class LocalModelPair:
 
     Args:
         watched: somebody waits for the first text, so with "auto" the first block is short.
+        replayed: a wrapper reuses parts of this answer under other settings, so with "auto" all blocks have one length.
     """
 
-    def __init__(self, backend: LocalBackend, request: Request, drafter: DraftSource, watched: bool = False) -> None:
+    def __init__(
+        self,
+        backend: LocalBackend,
+        request: Request,
+        drafter: DraftSource,
+        watched: bool = False,
+        replayed: bool = False,
+    ) -> None:
         settings = request.settings
         self.segmenter = backend.segmenter
         assert settings.threshold is not None
@@ -43,20 +51,22 @@ class LocalModelPair:
         self._ends_early = False
         whole = self._by_segment or isinstance(drafter, TextDrafter)
         if not whole and (self._wants_tail or not no_judge):
-            self._blocks, self._ends_early = self._block_length(settings.block_tokens, no_judge)
+            self._blocks, self._ends_early = self._block_length(settings.block_tokens, no_judge, replayed)
         self._judges_tokens = self._blocks is not None and not no_judge and backend.verifier.judges_tokens
         self._judges_segments = not no_judge and not backend.verifier.judges_tokens
-        self._length = backend.block_lengths[no_judge]
+        self._length = backend.block_lengths[strictness(2.0 if no_judge else self.threshold)]
         self._first = FIRST if watched and self._ends_early else None
         self._block = Block([])
 
-    def _block_length(self, length: BlockTokens, no_judge: bool) -> tuple[int | None, bool]:
+    def _block_length(self, length: BlockTokens, no_judge: bool, replayed: bool) -> tuple[int | None, bool]:
         """Return the longest block (None: whole drafts), and whether it may end earlier."""
         if isinstance(length, int):
             return length, False
         # A judge of segments may reject again and again what the draft model writes behind its own rejected tokens.
         by_token = isinstance(self._drafter, ModelDrafter) and (no_judge or self._backend.verifier.judges_tokens)
-        return (LONGEST, True) if length == "auto" and by_token else (None, False)
+        if length == "whole" or not by_token:
+            return None, False
+        return (REPLAYED, False) if replayed else (LONGEST, True)
 
     def max_draft_tokens(self) -> int:
         """The remaining budget, or the window minus context and one probe if that is less."""

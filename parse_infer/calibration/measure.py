@@ -109,7 +109,8 @@ class Outcome:
     disagreed: list[list[bool]]
     """Whether the final answer differs from the target's greedy answer."""
     seconds: list[list[float]]
-    """Time of an answer at each operating point: the sum of its parts, each measured once (`Replay`)."""
+    """Time of an answer at each operating point. With "auto" an answer was timed for each text that occurred, since
+    the length of a block depends on the answers before; else it is the sum of parts, each measured once (`Replay`)."""
 
     @property
     def key(self) -> str:
@@ -239,6 +240,7 @@ def _outcome(
     losses: list[list[float]] = []
     disagreed: list[list[bool]] = []
     seconds: list[list[float]] = []
+    texts: list[list[str]] = []
     found: dict[str, tuple[float, bool]] = {}
     with Replay(engine) as replay:
         replay.clear_caches()
@@ -253,6 +255,7 @@ def _outcome(
             losses.append([])
             disagreed.append([])
             seconds.append([])
+            texts.append([])
             for setting in order:
                 answer, took = replay.answer(problem.prompt, plain.override(**asdict(setting)))
                 if answer.text not in found:
@@ -263,7 +266,29 @@ def _outcome(
                 losses[-1].append(found[answer.text][0])
                 disagreed[-1].append(found[answer.text][1])
                 seconds[-1].append(round(took, 4))
+                texts[-1].append(answer.text)
+    if timed:
+        for i, order in enumerate(settings.orders):
+            if order[0].block_tokens == "auto":
+                seconds[i] = _time_each_text(engine, problem, plain, order, texts[i])
     return Outcome(problem.id, right, target_seconds, losses, disagreed, seconds)
+
+
+def _time_each_text(
+    engine: ParseEngine,
+    problem: HasPrompt,
+    plain: GenerationSettings,
+    order: Sequence[OperatingPoint],
+    texts: Sequence[str],
+) -> list[float]:
+    """Return the seconds of an answer at each operating point, timed once for points with the same text."""
+    took: dict[str, float] = {}
+    for text in dict.fromkeys(texts):
+        same = [point for point, other in zip(order, texts, strict=True) if other == text]
+        engine.clear_caches()
+        timed: Any = engine.generate(problem.prompt, plain.override(**asdict(same[len(same) // 2])))
+        took[text] = round(timed.timings.total_s, 4)
+    return [took[text] for text in texts]
 
 
 def _majority(
