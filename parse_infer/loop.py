@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from parse_infer.acceptance import maximal_valid_prefix
 from parse_infer.answer import Answer
 from parse_infer.events import Drafted, Event, Resumed, Verified
+from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import Segmenter
 from parse_infer.output import Segment
 from parse_infer.request import Request
@@ -31,8 +32,13 @@ class Verdict(Protocol):
     def validity(self) -> list[float]: ...
 
     @property
-    def doubt(self) -> list[float] | None:
-        """For a block: the doubt about the answer up to each cut. None: the validity depends on this draft alone."""
+    def by_token(self) -> bool:
+        """Whether a block was judged token by token. If not, the validity depends on this draft alone."""
+        ...
+
+    def carried(self, tokens: int, cut: int) -> Carried:
+        """What the judge carries into the next block if the answer has `tokens` tokens, the last `cut` of this block.
+        Only if `by_token`."""
         ...
 
 
@@ -109,13 +115,13 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
         segments = segments_of(answer, draft, verdict, shown)
         yield Verified(round, segments)
         accepted = segments[: sum(i < kept for i in shown)]
-        by_token = verdict.doubt is not None or not verdict.cuts
-        yield request.accept(round, draft, accepted, tail, joins=by_token)
+        n = len(answer.ids) + cut
+        yield request.accept(round, draft, accepted, tail, joins=verdict.by_token or not verdict.cuts)
         if answer.is_finished:
             return
 
-        if cut and verdict.doubt is not None:
-            request.doubt = verdict.doubt[cut - 1]
+        if cut and verdict.by_token:
+            request.carried = verdict.carried(n, cut)
 
         # resume: the target continues after the accepted tokens
         pair.commit(draft, verdict, cut + tail)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from parse_infer.answer import Answer
 from parse_infer.events import Accepted
+from parse_infer.judge.carried import Carried
 from parse_infer.models.prompts import Prompt, RenderedPrompt, left_context
 from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_infer.output import Fallback, Generation, Segment, Statistics, Timings
@@ -20,7 +20,7 @@ class Request:
     """Owns the `Answer` to one prompt and its counts.
 
     Attributes:
-        doubt: the judge's doubt about the accepted draft tokens, for answers that come in blocks.
+        carried: the judge's state after the last accepted draft token, for answers that come in blocks.
 
     Args:
         prompt: as the caller gave it.
@@ -55,7 +55,7 @@ class Request:
         self.stats = Statistics()
         self.timings = Timings()
         self.fallback: Fallback | None = None
-        self.doubt = -math.inf
+        self.carried = Carried()
         self._started = self._last_text = 0.0
 
     def start(self) -> None:

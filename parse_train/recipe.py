@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 # Each module has `main(config: ...)`; the annotation names the dataclass whose fields the recipe sets.
 RECIPES = {
     "validity": "parse_train.validity.train",
+    "logprob": "parse_train.logprob.train",
     "eagle": "parse_train.heads.train_eagle",
     "medusa": "parse_train.heads.train_medusa",
 }

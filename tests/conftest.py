@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 # Before torch is imported, and for the programs that tests start: two test processes share two cores.
@@ -155,9 +156,10 @@ def random_ids() -> Callable[..., list[int]]:
 @pytest.fixture(scope="session")
 def random_adapter() -> Callable[..., Any]:
     """`random_adapter(model, probe_ids=(7, 9), rank=4, seed=1)`: a `ValidityAdapter` that really changes something;
-    without probe tokens it has token doubt alone."""
+    without probe tokens it has token doubt alone, with `logprobs` a head on log-probabilities."""
     from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
     from parse_infer.judge.head import ValidityHead
+    from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
     from parse_infer.judge.probe_lora import ProbeLoRA
     from parse_infer.models.fingerprint import describe_target
 
@@ -168,8 +170,25 @@ def random_adapter() -> Callable[..., Any]:
         seed: int = 1,
         token_rank: int = 3,
         vocabulary: tuple[int, ...] = (),
+        logprobs: bool = False,
     ) -> Any:
         generator = torch.Generator().manual_seed(seed)
+        if logprobs:
+            sizes = LogprobHeadConfig(k=3, width=8, text_size=4, buckets=64)
+            reader = LogprobHead(sizes)
+            with torch.no_grad():
+                for parameter in reader.parameters():
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+                reader.gap.fill_(0.5)
+            config = ValidityConfig(
+                probe_ids=(),
+                probe_text="",
+                target=describe_target(model),
+                logprobs={"head": asdict(sizes), "reads": {"k": 3}, "reference": {}},
+                cut_policy={"kind": "tokens", "every": 4, "max_cuts": 32},
+                threshold=0.5,
+            )
+            return ValidityAdapter(config, reader.requires_grad_(False).eval())
         tensors, targets = {}, set()
         for path, module in model.named_modules():
             if probe_ids and isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import torch
+import transformers
+
+from parse_infer.judge.token_logprobs import TokenLogprobs, read_logprobs
+from parse_infer.models.architecture import output_layer
 from parse_infer.models.batch_decoder import BatchDecoder, Contexts, Row
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_language_model
@@ -45,6 +50,13 @@ class Writer(Protocol):
     def describe(self) -> dict[str, Any]:
         """Return the result of `describe_target`; the fingerprint of a served model omits the weights."""
 
+    def read(self, drafts: Sequence[tuple[list[int], list[int]]], k: int) -> list[TokenLogprobs]:
+        """Return the log-probabilities of each draft's tokens with the k first choices, for pairs of context and
+        draft."""
+
+    def describe_reads(self) -> dict[str, Any]:
+        """Return what affects log-probabilities: engine, its version, dtype and quantisation."""
+
 
 class LocalWriter:
     """A model in this process, which decodes `batch_size` rows at a time."""
@@ -57,6 +69,32 @@ class LocalWriter:
 
     def describe(self) -> dict[str, Any]:
         return describe_target(self.model.model)
+
+    @torch.inference_mode()
+    def read(self, drafts: Sequence[tuple[list[int], list[int]]], k: int) -> list[TokenLogprobs]:
+        model, found = self.model.model, {}
+        output, device = output_layer(model), model.device
+        order = sorted(range(len(drafts)), key=lambda i: sum(map(len, drafts[i])))  # little padding
+        for start in range(0, len(order), self.batch_size):
+            some = order[start : start + self.batch_size]
+            longest = max(sum(map(len, drafts[i])) for i in some)
+            ids = torch.zeros(len(some), longest, dtype=torch.long)  # padding on the right, which no token sees
+            for row, i in zip(ids, some, strict=True):
+                row[: sum(map(len, drafts[i]))] = torch.tensor([*drafts[i][0], *drafts[i][1]])
+            backbone = getattr(model, model.base_model_prefix)
+            states = backbone(input_ids=ids.to(device), use_cache=False).last_hidden_state
+            for row, i in zip(states, some, strict=True):
+                context, draft = drafts[i]
+                before = row[len(context) - 1 : len(context) - 1 + len(draft)]
+                found[i] = read_logprobs(before, torch.tensor(draft, device=device), output, k)
+        return [found[i] for i in range(len(drafts))]
+
+    def describe_reads(self) -> dict[str, Any]:
+        model = self.model.model
+        quantization = getattr(model.config, "quantization_config", None)
+        method = None if quantization is None else str(getattr(quantization, "quant_method", "unknown"))
+        dtype = str(model.dtype).removeprefix("torch.")
+        return {"engine": "transformers", "version": transformers.__version__, "dtype": dtype, "quantization": method}
 
 
 def load_writer(config: BuildConfig, role: Role) -> Writer:

@@ -14,6 +14,7 @@ from data_tools.labels.backends import Writer, load_writer
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.card import write_card
 from data_tools.labels.drafts import DraftSampler, SampledDraft, readable, segment_texts
+from data_tools.labels.logprobs import add_logprobs
 from data_tools.labels.prefix_search import PrefixSearch
 from data_tools.labels.progress import BuildProgress
 from data_tools.labels.rollouts import Place, PrefixRollouts, is_right
@@ -65,6 +66,13 @@ def build(config: BuildConfig) -> Summary:
                 progress.advance(groups.n_problems, len(rows), labeller.rollouts)
         if not groups.ends:
             raise ParseError(f"task {config.task} has no problem in its split {config.split}")
+        if config.logprobs:
+            known = labeller
+
+            def target() -> Writer:
+                return load_writer(config, "target") if known is None else known.writers["target"]
+
+            add_logprobs(groups.folder, target, config.logprobs)
         summary = summarise(read_rows(groups.folder))
         write_card(groups.folder, config, summary, groups.n_problems)
     return summary

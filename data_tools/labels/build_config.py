@@ -17,6 +17,7 @@ from parse_infer.sampling import Sampling
 FREE_KEYS = (
     "output_dir",
     "limit",
+    "logprobs",
     "device",
     "base_url",
     "draft_base_url",
@@ -147,6 +148,14 @@ class BuildConfig:
         default=False, metadata={"help": "Skip problems that the target never solves from the bare prompt."}
     )
 
+    logprobs: int = field(
+        default=0,
+        metadata={
+            "help": "Read every draft once more, for a judge on log-probabilities: number of the target's first "
+            "choices to store per token (5); 0: none. Extends a finished build too."
+        },
+    )
+
     batch_size: int = field(default=64, metadata={"help": "Rows decoded at a time."})
     problems_per_group: int = field(
         default=32, metadata={"help": "Problems per group and file; bounds memory and the work that a kill loses."}
@@ -158,6 +167,7 @@ class BuildConfig:
                 raise ParseError(f"the recipe needs the key {key}")
         for key in _AT_LEAST_ONE:
             self._check(key, getattr(self, key) >= 1, "at least 1")
+        self._check("logprobs", 0 <= self.logprobs <= 20, "between 0 and 20, the most that servers return")
         self._check("limit", self.limit is None or self.limit >= 1, "at least 1")
         self._check("margin", 0 <= self.margin < 0.5, "at least 0 and below 0.5")
         self._check("max_label_error", 0 < self.max_label_error < 0.5, "above 0 and below 0.5")

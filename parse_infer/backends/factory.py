@@ -12,14 +12,16 @@ import torch
 from parse_infer.backends.client import Client
 from parse_infer.backends.launch import draft_server, launch, plain_options, stock_options
 from parse_infer.backends.local_draft import LocalDraft
+from parse_infer.backends.logprob_reads import LogprobReads
 from parse_infer.backends.replicas import PATIENCE_S, ReplicaPool
 from parse_infer.backends.server_pair import Target
 from parse_infer.backends.supervisor import READY_S, Supervisor
 from parse_infer.calibration.schema import Calibration, resolve_risk, shipped_calibration
 from parse_infer.errors import SettingsError
-from parse_infer.judge.adapter import ValidityConfig, check_target
+from parse_infer.judge.adapter import ValidityConfig, check_target, read_head
 from parse_infer.judge.adapter_files import AdapterFiles, read_adapter
 from parse_infer.judge.cuts import CutPolicy
+from parse_infer.judge.logprob_head import LogprobHead
 from parse_infer.models.fingerprint import describe_config
 from parse_infer.models.loading import (
     LanguageModel,
@@ -99,7 +101,7 @@ def find_parts(
     if adapter is not None and zero_shot:
         raise SettingsError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
     files = None if adapter is None else read_adapter(resolve(adapter))
-    questions, own_cuts, threshold = _judge(target, files, language)
+    questions, reads, own_cuts, threshold = _judge(target, files, language)
     if local_draft is None:
         local_draft = not draft_urls and not draft_options and draft is not None and _small_on_cpu(draft)
     drafting: TokenizerSpec | None = None
@@ -129,15 +131,16 @@ def find_parts(
             promises.check(models)
         resolve_risk(expected, promises)
     wanted = {}
-    stock = adapter is None and draft is None  # the target alone needs no plugin
+    plugged = adapter is not None and reads is None
+    stock = not plugged and (reads is not None or draft is None)  # no plugin
     if not target_urls:
-        plain = stock_options if stock else plain_options
-        options = plain(target) if adapter is None else engine_options(target, adapter)
+        plain = stock_options if adapter is None and draft is None else plain_options
+        options = engine_options(target, adapter) if adapter is not None and plugged else plain(target)
         wanted["target"] = options | dict(target_options or {})
     if draft is not None and not draft_urls and not local_draft:
         wanted["draft"] = draft_server(draft) | dict(draft_options or {})
     # Running servers are assumed to have the options that `parse_infer.vllm_plugin.options` prints.
-    speculates = adapter is not None
+    speculates = plugged
     if "target" in wanted:
         speculates = wanted["target"].get("speculative_config") == REJECTED_DRAFTS
     processes = launch(wanted, on_progress, api_key=api_key, stock=stock) if wanted else None
@@ -147,7 +150,7 @@ def find_parts(
     failure: Callable[[], str | None] = (lambda: None) if processes is None else processes.failure
     if patience_s is None:
         patience_s = PATIENCE_S if processes is None else READY_S
-    judge = None if files is None else judge_name(files.fingerprint)
+    judge = judge_name(files.fingerprint) if files is not None and plugged else None
     targets = ReplicaPool("target", target_urls, client, failure, patience_s, judge)
     drafts_here = isinstance(drafting, LanguageModel) or "draft" in wanted
     share_cores = "target" in wanted and drafts_here and not torch.cuda.is_available()
@@ -157,7 +160,7 @@ def find_parts(
     elif drafting is not None:
         drafts = ReplicaPool("draft", draft_urls, client, failure, patience_s), drafting
     return Parts(
-        Target(language, targets, questions, cut_policy or own_cuts, speculates),
+        Target(language, targets, questions, cut_policy or own_cuts, speculates, reads),
         drafts,
         client,
         models,
@@ -188,11 +191,15 @@ def _small_on_cpu(draft: str | Path) -> bool:
 
 def _judge(
     target: str | Path, adapter: AdapterFiles | None, language: TokenizerSpec
-) -> tuple[Questions, CutPolicy, float | None]:
-    """The judge's validity requests, its cut policy and its threshold."""
+) -> tuple[Questions | None, LogprobReads | None, CutPolicy, float | None]:
+    """The judge's validity requests or reads, its cut policy and its threshold."""
     if adapter is None:
-        return ZeroShotQuestions.of(language.tokenizer, sorted(language.eos_ids), top=20), CutPolicy(), None
+        return ZeroShotQuestions.of(language.tokenizer, sorted(language.eos_ids), top=20), None, CutPolicy(), None
     config = ValidityConfig.from_dict(adapter.validity_config)
     check_target(str(adapter.folder), config.target, describe_config(load_config(target), str(target)))
-    questions = TrainedQuestions.of(config, sorted(language.eos_ids))
-    return questions, CutPolicy.from_dict(config.cut_policy), config.threshold
+    cuts = CutPolicy.from_dict(config.cut_policy)
+    if config.logprobs is not None:
+        head = read_head(str(adapter.folder), config, adapter.head)
+        assert isinstance(head, LogprobHead)
+        return None, LogprobReads(config, head, language.tokenizer, language.eos_ids), cuts, config.threshold
+    return TrainedQuestions.of(config, sorted(language.eos_ids)), None, cuts, config.threshold

@@ -24,7 +24,8 @@ class LocalModelPair:
 
     Args:
         watched: somebody waits for the first text, so with "auto" the first block is short.
-        replayed: a wrapper reuses parts of this answer under other settings, so with "auto" all blocks have one length.
+        replayed: a wrapper reuses parts of this answer under other settings. With "auto" all blocks then have one
+            length.
     """
 
     def __init__(
@@ -106,7 +107,8 @@ class LocalModelPair:
         if self._exact or (self._blocks is not None and self.threshold > 1):
             verdict = verifier.verify(draft, cuts=[])
         elif draft and self._judges_tokens:
-            verdict = verifier.verify_block(draft, self._request.doubt)
+            carried = self._request.carried
+            verdict = verifier.verify_block(draft, carried, self._request.answer.ids[carried.tokens :])
         else:
             verdict = verifier.verify(draft)
         self._read_s = time.perf_counter() - begin
@@ -114,7 +116,7 @@ class LocalModelPair:
 
     def count_greedy_matches(self, draft: Sequence[int], verdict: Verification, cut: int) -> int:
         # In a block, the first rejected token is never the target's choice.
-        wanted = self._wants_tail and verdict.doubt is None
+        wanted = self._wants_tail and not verdict.by_token
         return self._backend.verifier.greedy_match(draft, verdict, cut) if wanted else 0
 
     def compact(self, verdict: Verification, kept: Collection[int]) -> Verification:

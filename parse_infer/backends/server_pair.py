@@ -8,6 +8,7 @@ accepted text is the same as without overlap.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
 from contextlib import aclosing, suppress
@@ -18,12 +19,14 @@ from typing import Any
 from parse_infer.backends.client import RequestRejected
 from parse_infer.backends.health import Server
 from parse_infer.backends.local_draft import LocalDraft
+from parse_infer.backends.logprob_reads import LogprobReads, LogprobScores
 from parse_infer.backends.replicas import ReplicaPool
 from parse_infer.backends.retries import Failing, Lease, Replaced, Unavailable
 from parse_infer.backends.streaming_verifier import StreamingVerifier
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStream
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import ServerError
+from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_infer.output import Fallback
@@ -44,13 +47,17 @@ Drafts = tuple[ReplicaPool | LocalDraft, CrossTokenizerDraft] | TextDrafter
 class Scores:
     cuts: list[int]
     validity: list[float]
-    doubt: None = None
+    by_token: bool = False
+
+    def carried(self, tokens: int, cut: int) -> Carried:
+        raise NotImplementedError("the validity of a segment depends on its draft alone")
 
 
 class Target:
     """The target's replicas and the validity requests to them.
 
     Attributes:
+        reads: judges drafts by log-probabilities; None: `questions` do.
         segmenter: finds the cuts that the local backend judges; `affordable` drops some if a request cannot hold all.
         probe_room: tokens that the window must have after a draft: the probe and the token of its answer.
         speculates: the servers take speculative tokens from rejected drafts, so a whole draft is useful.
@@ -63,13 +70,15 @@ class Target:
         questions: Questions | None,
         cut_policy: CutPolicy,
         speculates: bool = False,
+        reads: LogprobReads | None = None,
     ) -> None:
+        self.reads = reads
         self.language = language
         self.servers = servers
         self.questions = questions
         self.segmenter = Segmenter(language.tokenizer, cut_policy, 0 if questions is None else questions.probe_tokens)
         self.speculates = speculates
-        self.probe_room = 0 if questions is None else len(questions.suffix(0, None)) + 1
+        self.probe_room = int(reads is not None) if questions is None else len(questions.suffix(0, None)) + 1
 
     def affordable(self, context: Sequence[int], cuts: Sequence[int], singly: bool = False) -> list[int]:
         """The cuts of a draft after `context` that one request can judge (`Questions.affordable`)."""
@@ -91,8 +100,27 @@ class Target:
         body = asked.request(self.servers.judging_model)
         return asked.validities(await self.servers.ask(body, lease, judging=True))
 
+    async def read(
+        self,
+        context: Sequence[int],
+        draft: Sequence[int],
+        cuts: Sequence[int] | None,
+        carried: Carried,
+        written: Sequence[int],
+        lease: Lease | None = None,
+    ) -> LogprobScores:
+        """Judge a draft by log-probabilities, as `LogprobReads.scores` does. Raises as `validities` does."""
+        assert self.reads is not None
+        asked = self.reads.request(self.servers.model, [*context, *draft])
+        response = await self.servers.ask(asked, lease, judging=True)
+        return await self.reads.scores(response, draft, cuts, carried, written)
+
     async def try_judge(self, server: Server) -> None:
         """Raise ValueError if this server cannot judge a draft, TransientServerError if it does not answer."""
+        if self.reads is not None:
+            known = self.reads.request(self.servers.model, self.reads.reference)
+            self.reads.check(await self.servers.ask_one(server, known), server.url)
+            return
         assert self.questions is not None
         asked = self.questions.about([1], [2, 3], [1, 2], self.language.window)
         try:
@@ -167,24 +195,32 @@ class ServerModelPair:
         self.segmenter = target.segmenter
         self.threshold = threshold
         self._target, self._drafts, self._request = target, drafts, request
-        self._overlap = overlap
+        self._overlap = overlap and target.reads is None  # a read costs as much for a part of the draft
         self._falls_back = falls_back
         length = request.settings.block_tokens
-        in_blocks = isinstance(length, int) and threshold <= 1 and not isinstance(drafts, TextDrafter)
+        of_model = threshold <= 1 and not isinstance(drafts, TextDrafter)
+        in_blocks = isinstance(length, int) and of_model
+        self._by_token = target.reads is not None and of_model and length != "whole"
+        self._choice: int | None = None  # the target's own token after the accepted ones, if a read has shown it
         self._blocks = length if isinstance(length, int) and in_blocks else None
-        self._watched = watched or self._blocks is not None  # in blocks the target's stream ends early
+        self._watched = watched or in_blocks or self._by_token  # in blocks the target's stream ends early
         self._drafted = 0  # draft tokens of the last block; it has none for the target if it ends inside a character
         self._at, self._draft_at = at, draft_at
         self._tasks: set[asyncio.Task[Any]] = set()
         self._verifier = self._new_verifier(round=1)
 
     def max_draft_tokens(self) -> int:
-        behind = self._target.language.window - self._target.probe_room - len(self._request.context)
+        reads, longest = self._target.reads, self._target.language.window
+        if reads is not None:
+            longest = min(longest, reads.max_tokens)
+        behind = max(0, longest - self._target.probe_room - len(self._request.context))
         return min(self._request.answer.remaining_tokens, behind, self._blocks or behind)
 
     async def propose(self, round: int) -> Sequence[int]:
         request, servers, self._drafted = self._request, self._target.servers, 0
         if request.fallback is not None or not self._target.uses_draft(self.threshold):
+            return []
+        if not self.max_draft_tokens():
             return []
         if not servers.can_judge:
             return self._fall_back(servers.replaced())
@@ -213,7 +249,9 @@ class ServerModelPair:
             return self._fall_back(error, "no_draft")
         return writing.draft().ids
 
-    async def verify(self, draft: Sequence[int]) -> Scores:
+    async def verify(self, draft: Sequence[int]) -> Scores | LogprobScores:
+        if self._target.reads is not None:
+            return await self._read(draft)
         cuts = self._target.affordable(self._request.context, self.segmenter.cuts(draft))
         try:
             return Scores(cuts, await self._verifier.of(draft, cuts) if cuts else [])
@@ -221,25 +259,55 @@ class ServerModelPair:
             self._fall_back(error)
             return Scores([], [])
 
-    def count_greedy_matches(self, draft: Sequence[int], verdict: Scores, cut: int) -> int:
-        return 0  # over HTTP, the target's choices would cost one response per token
+    async def _read(self, draft: Sequence[int]) -> Scores | LogprobScores:
+        if not draft:
+            return Scores([], [])
+        request = self._request
+        request.stats.target_forwards += 1
+        cuts, carried = None if self._by_token else self.segmenter.cuts(draft), request.carried
+        written = request.answer.ids[carried.tokens :]
+        try:
+            return await self._target.read(request.context, draft, cuts, carried, written, self._at)
+        except (ValueError, Failing) as error:
+            self._fall_back(error)
+            return Scores([], [])
 
-    def compact(self, verdict: Scores, kept: Collection[int]) -> Scores:
+    def count_greedy_matches(self, draft: Sequence[int], verdict: Scores | LogprobScores, cut: int) -> int:
+        settings = self._request.settings
+        if not isinstance(verdict, LogprobScores) or verdict.by_token:
+            return 0  # without a read, the target's choices would cost one response per token
+        if not (settings.keep_greedy_match and settings.resume_sampling.greedy):
+            return 0
+        matches = (own == id for own, id in zip(verdict.choices[cut:], draft[cut:], strict=True))
+        return sum(1 for _ in itertools.takewhile(bool, matches))
+
+    def compact(self, verdict: Scores | LogprobScores, kept: Collection[int]) -> Scores | LogprobScores:
         return verdict
 
-    def commit(self, draft: Sequence[int], verdict: Scores, kept: int) -> None:
-        pass  # the next prompt holds all state, and the server has its prefix blocks cached
+    def commit(self, draft: Sequence[int], verdict: Scores | LogprobScores, kept: int) -> None:
+        # The next prompt holds all state, and the server has its prefix blocks cached.
+        request = self._request
+        known = isinstance(verdict, LogprobScores) and kept < len(draft)
+        if known and request.settings.resume_sampling.greedy and not request.answer.required:
+            assert isinstance(verdict, LogprobScores)
+            self._choice = verdict.choices[kept]
+        else:
+            self._choice = None
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
+        if self._choice is not None:
+            yield self._choice
         async with aclosing(self._target.written(self._request, round, self._at, self._watched)) as tokens:
             async for token in tokens:
                 self._request.stats.target_forwards += 1
                 yield token
 
     def draft_continues(self, draft: Sequence[int], kept: int, written: Sequence[int]) -> bool:
-        if self._blocks is None or not (draft or self._drafted):
+        if (self._blocks is None and not self._by_token) or not (draft or self._drafted):
             return False
-        if not draft:
+        if self._request.fallback is not None:
+            return False
+        if not draft or (self._by_token and kept < len(draft)):
             return len(written) >= 1
         return kept == len(draft) or self.segmenter.first_segment_end(written) is not None
 

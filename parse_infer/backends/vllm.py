@@ -17,6 +17,7 @@ from parse_infer.backends.client import Client
 from parse_infer.backends.factory import Urls, check_servable, find_parts
 from parse_infer.backends.health import Server
 from parse_infer.backends.local_draft import LocalDraft
+from parse_infer.backends.logprob_reads import LogprobScores
 from parse_infer.backends.replicas import ReplicaPool
 from parse_infer.backends.server_pair import Drafts, Scores, ServerModelPair, Target
 from parse_infer.backends.supervisor import Supervisor
@@ -26,6 +27,7 @@ from parse_infer.drafters.draft_model import share_tokens
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import ServerError
 from parse_infer.events import Event, Resumed
+from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.loop import PairWrapper, identity, speculate
 from parse_infer.models.environment import describe_machine
@@ -180,7 +182,8 @@ class VLLMBackend:
     async def _examine(self, servers: ReplicaPool, language: TokenizerSpec, server: Server) -> None:
         """Raise ValueError if a new or recovered server has the wrong tokenizer or judge."""
         await servers.identity.check_tokens(language.name, language.tokenizer, server)
-        if servers is self._target.servers and isinstance(self._target.questions, TrainedQuestions) and server.judges:
+        trained = isinstance(self._target.questions, TrainedQuestions) or self._target.reads is not None
+        if servers is self._target.servers and trained and server.judges:
             await self._target.try_judge(server)
 
     @property
@@ -214,9 +217,10 @@ class VLLMBackend:
         check_servable(settings, calibration)
 
     def require_judge(self) -> Any:
-        if self._target.questions is None:
+        judge = self._target.questions or self._target.reads
+        if judge is None:
             raise ServerError("This engine has no judge: pass adapter=… or zero_shot=True.")
-        return self._target.questions
+        return judge
 
     def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> Drafts:
         if isinstance(draft_text, TextDrafter):
@@ -271,10 +275,14 @@ class VLLMBackend:
     def draft_alone(self, request: Request, speculate: bool) -> AsyncGenerator[Event, None]:
         raise ServerError("generate_draft needs the local backend: send the request to the draft server instead")
 
-    async def judge_text(self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int] | None) -> Scores:
+    async def judge_text(
+        self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int] | None
+    ) -> Scores | LogprobScores:
         cuts = self._target.segmenter.cuts(draft) if cuts is None else cuts
         cuts = self._target.affordable(context, cuts)
         with self._target.servers.acquire(judging=True) as at:
+            if self._target.reads is not None:
+                return await self._target.read(context, draft, cuts, Carried(), (), at)
             return Scores(cuts, await self._target.validities(context, draft, cuts, at))
 
     async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:

@@ -123,7 +123,7 @@ class _MemoisedPair(Generic[V]):
             tuple(self._request.context),
             tuple(draft),
             self._request.settings.acceptance,
-            self._request.doubt,
+            self._request.carried,
             whole,
             not whole and self.threshold > 1,
         )

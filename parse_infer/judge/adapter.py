@@ -1,7 +1,8 @@
 """The validity adapter: a probe, a LoRA for the probe tokens, and a head on the probe's last hidden state.
 
 An exported adapter is a folder: `adapter_config.json` and `adapter_model.safetensors` (plain peft),
-`validity_head.safetensors`, `validity_config.json` and `README.md`. An adapter without a probe has no peft files.
+`validity_head.safetensors`, `validity_config.json` and `README.md`. An adapter without a probe has no peft files. A
+head on log-probabilities (`LogprobHead`) has none either, and fits every copy of the target, quantised or served.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from parse_infer.errors import ModelError
 from parse_infer.judge.adapter_files import judge_fingerprint, read_adapter, write_adapter
 from parse_infer.judge.head import Probe, ValidityHead
+from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
 from parse_infer.judge.probe_lora import ProbeLoRA
 from parse_infer.models.fingerprint import describe_target, fingerprint, same_weights
 
@@ -34,6 +36,7 @@ class ValidityConfig:
     Attributes:
         probe_ids, probe_text: the probe; both empty for a head that uses token doubt alone.
         token_rank: inner size of the head's `TokenDoubt`; 0: no token doubt.
+        logprobs: sizes of a `LogprobHead`, and how its training data was read; None: a head on hidden states.
         surprise_vocab_size: number of tokens that `TokenDoubt` compares with; 0: the whole vocabulary.
         closes_turn: the probe itself ends the assistant's turn (`Probe.closes_turn`).
         verbalizer: the words (valid, not valid) that the head was initialised from.
@@ -52,6 +55,7 @@ class ValidityConfig:
     target: dict[str, Any]
     token_rank: int = 0
     surprise_vocab_size: int = 0
+    logprobs: dict[str, Any] | None = None
     closes_turn: bool = False
     verbalizer: tuple[str, str] | None = None
     cut_policy: dict[str, Any] = field(default_factory=dict)
@@ -67,6 +71,11 @@ class ValidityConfig:
         self.probe_ids = tuple(self.probe_ids)
         self.verbalizer = None if self.verbalizer is None else tuple(self.verbalizer)  # type: ignore[assignment]
 
+    def validity(self, logits: Tensor) -> Tensor:
+        """Convert logits to probabilities."""
+        fitted = self.probability
+        return (logits if fitted is None else logits * fitted["scale"] + fitted["shift"]).sigmoid()
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -79,7 +88,8 @@ class ValidityConfig:
                 f"validity_config.json has schema version {version}, this parse-engine reads {SCHEMA_VERSION}: "
                 "install the version that wrote it, or export the adapter again"
             )
-        needed = ("target",) if values.get("probe_ids") == [] and values.get("token_rank") else _NEEDED
+        tokens_alone = values.get("probe_ids") == [] and (values.get("token_rank") or values.get("logprobs"))
+        needed = ("target",) if tokens_alone else _NEEDED
         missing = [key for key in needed if not values.get(key)]
         if missing:
             raise ModelError(f"validity_config.json has no {missing[0]}: the export of the adapter is incomplete")
@@ -103,7 +113,7 @@ class ValidityAdapter:
     """
 
     config: ValidityConfig
-    head: ValidityHead
+    head: ValidityHead | LogprobHead
     lora: ProbeLoRA | None = None
     peft_config: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -156,21 +166,26 @@ class ValidityAdapter:
         return cls(config, head, lora, files.peft_config, files.tensors, files.train_problems)
 
 
-def read_head(adapter: str, config: ValidityConfig, tensors: Mapping[str, Tensor]) -> ValidityHead:
+def read_head(adapter: str, config: ValidityConfig, tensors: Mapping[str, Tensor]) -> ValidityHead | LogprobHead:
     """Build the head from an adapter's files, in float32 and without gradient.
 
     Raises:
         ValueError: the files do not match each other, or name tokens outside the target's vocabulary.
     """
-    size = config.surprise_vocab_size
-    vocabulary = torch.zeros(size, dtype=torch.long) if size and config.token_rank else None
-    head = ValidityHead(config.target["hidden_size"], config.token_rank, vocabulary, bool(config.probe_ids)).float()
+    head: ValidityHead | LogprobHead
+    if config.logprobs is not None:
+        head = LogprobHead(LogprobHeadConfig(**config.logprobs["head"]))
+    else:
+        size = config.surprise_vocab_size
+        vocabulary = torch.zeros(size, dtype=torch.long) if size and config.token_rank else None
+        head = ValidityHead(config.target["hidden_size"], config.token_rank, vocabulary, bool(config.probe_ids))
+    head = head.float()
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     if shapes != {key: tuple(tensor.shape) for key, tensor in head.state_dict().items()}:
         raise ModelError(f"the validity head of {adapter} holds {shapes}, which does not match validity_config.json")
     head.load_state_dict(tensors)
     _check_tokens("probe", config.probe_ids, config.target["vocab_size"])
-    if head.tokens is not None and head.tokens.vocabulary is not None:
+    if isinstance(head, ValidityHead) and head.tokens is not None and head.tokens.vocabulary is not None:
         _check_tokens("part of the vocabulary", head.tokens.vocabulary.tolist(), config.target["vocab_size"])
     return head.requires_grad_(False).eval()
 

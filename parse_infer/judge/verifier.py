@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,14 +16,18 @@ from transformers import PreTrainedModel
 
 from parse_infer.errors import ModelError
 from parse_infer.judge.adapter import ValidityConfig
+from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import Segmenter
 from parse_infer.judge.head import Probe, ReducedLMHead, TokenDoubt, ValidityHead, surprise
+from parse_infer.judge.logprob_head import LogprobHead, LogprobJudge, TokenScores
 from parse_infer.judge.packing import probes, readout_index
 from parse_infer.judge.probe_lora import ProbeLoRA
+from parse_infer.judge.token_logprobs import TokenTexts, read_logprobs
 from parse_infer.models.architecture import text_config
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 
+_START = Carried()
 NEGLIGIBLE_DOUBT = -7.0
 """A token below it counts as the target's own. It lowers a validity near 1 by less than 0.001."""
 
@@ -33,7 +36,7 @@ class Judge(Protocol):
     """Interface of `ValidityAdapter` and `ZeroShotJudge`."""
 
     config: ValidityConfig
-    head: ValidityHead
+    head: ValidityHead | LogprobHead
     lora: ProbeLoRA | None
 
     @property
@@ -58,7 +61,7 @@ class Verification:
         is_greedy_choice: for each draft token whether it is the target's greedy choice; None if the pass did not
             compute it.
         offsets: the rows that `compact` has kept in `hidden`; None: all rows.
-        doubt: for a block the doubt about the answer up to and including each token (logsumexp); else None.
+        scores: for a block, the judge's result on each of its tokens; else None.
     """
 
     cuts: list[int]
@@ -66,7 +69,19 @@ class Verification:
     hidden: Tensor
     is_greedy_choice: list[bool] | None = None
     offsets: list[int] | None = None
-    doubt: list[float] | None = None
+    scores: TokenScores | None = None
+
+    @property
+    def by_token(self) -> bool:
+        """Whether each token of a block was judged."""
+        return self.scores is not None
+
+    def carried(self, tokens: int, cut: int) -> Carried:
+        """What the judge carries into the next block if the answer has `tokens` tokens, the last `cut` of this block."""
+        scores = self.scores
+        assert scores is not None
+        memory = () if scores.memory is None else tuple(scores.memory[cut - 1].tolist())
+        return Carried(tokens, float(scores.doubt[cut - 1]), memory)
 
     def state(self, offset: int) -> Tensor:
         """Return the state at draft offset `offset`, [H]. Raise ValueError if `compact` has dropped the row."""
@@ -98,6 +113,10 @@ class Verifier:
         self.segmenter = segmenter
         self._probe = Probe((), "") if judge is None else judge.probe
         tokens = None if judge is None else judge.head.tokens
+        self._logprobs: LogprobJudge | None = None
+        if judge is not None and isinstance(judge.head, LogprobHead):
+            texts = TokenTexts(segmenter.tokenizer, decoder.eos_ids, judge.head.config.buckets)
+            self._logprobs = LogprobJudge(judge.head, texts)
         vocabulary = None if tokens is None else tokens.vocabulary
         self._part = None if vocabulary is None else ReducedLMHead.of(decoder.model, vocabulary)
         self._embeddings = cast(nn.Embedding, decoder.model.get_input_embeddings())
@@ -136,12 +155,20 @@ class Verifier:
         hidden = output.hidden.clone()  # a view would keep the probes' states in memory
         if judge is None or not cuts:
             return Verification(cuts, [], hidden)
+        if self._logprobs is not None and draft_ids:
+            scores, is_choice = self._scores(draft_ids, hidden[:-1], Carried())
+            at = torch.tensor(cuts, device=hidden.device)
+            validity = judge.config.validity(scores.logits)[(at - 1).clamp_min(0)].masked_fill(at == 0, 1.0)
+            return Verification(cuts, validity.tolist(), hidden, is_choice.tolist())
+        if self._logprobs is not None:
+            return Verification(cuts, [1.0] * len(cuts), hidden)
+        assert isinstance(judge.head, ValidityHead)
         states = output.trailing[readout_index(len(cuts), len(self._probe.ids))] if probed else None
         tokens = judge.head.tokens
         if tokens is None:
-            return Verification(cuts, self._validity(judge.head(states)).tolist(), hidden)
+            return Verification(cuts, judge.config.validity(judge.head(states)).tolist(), hidden)
         doubt, is_greedy_choice = self._doubt(tokens, draft_ids, hidden[:-1], cuts)
-        validity = self._validity(judge.head(states, doubt))
+        validity = judge.config.validity(judge.head(states, doubt))
         if is_greedy_choice is None:
             return Verification(cuts, validity.tolist(), hidden)
         found = torch.cat([validity, is_greedy_choice.to(validity.dtype)]).tolist()
@@ -149,11 +176,13 @@ class Verifier:
 
     @property
     def judges_tokens(self) -> bool:
-        """Whether the judge can score each token of a block: a head with `TokenDoubt`."""
-        return self.judge is not None and self.judge.head.tokens is not None
+        """Whether the judge can score each token of a block: a head with `TokenDoubt`, or on log-probabilities."""
+        return self.judge is not None and (self._logprobs is not None or self.judge.head.tokens is not None)
 
     @torch.inference_mode()
-    def verify_block(self, draft_ids: Sequence[int], doubt: float = -math.inf) -> Verification:
+    def verify_block(
+        self, draft_ids: Sequence[int], carried: Carried = _START, written: Sequence[int] = ()
+    ) -> Verification:
         """Score every token of a block after the decoder's context, by token doubt alone, in one forward.
 
         A token that equals the target's greedy choice adds no doubt, because the target would write the same. So the
@@ -161,35 +190,46 @@ class Verifier:
 
         Args:
             draft_ids: n >= 1 tokens.
-            doubt: the doubt about the answer so far, `Verification.doubt` of its last accepted draft token.
+            carried: `Verification.carried` of the last block with an accepted token.
+            written: tokens that the target has written since.
 
         Returns:
             A verification with n cuts, one after each token.
         """
         judge = self.judge
-        assert judge is not None and judge.head.tokens is not None
+        assert judge is not None
         hidden = self.decoder.forward(draft_ids).hidden
+        if self._logprobs is not None:
+            scores, _ = self._scores(draft_ids, hidden[:-1], carried, written)
+            validity = judge.config.validity(scores.logits).tolist()
+            return Verification([*range(1, len(draft_ids) + 1)], validity, hidden, scores=scores)
+        assert judge.head.tokens is not None
         ids = torch.tensor(draft_ids, device=hidden.device)
         before = hidden[:-1]
         surprised = surprise(before, ids, self.decoder.logits, self._part)
-        written = embedding(ids, self._embeddings.weight)
-        of_each = judge.head.tokens(before, written, surprised.features)
+        drafted = embedding(ids, self._embeddings.weight)
+        of_each = judge.head.tokens(before, drafted, surprised.features)
         is_choice = surprised.is_greedy_choice
         if is_choice is None:  # a reduced output layer; read the full one only where the doubt matters
             doubtful = of_each > NEGLIGIBLE_DOUBT
             is_choice = ~doubtful
             if doubtful.any():
                 is_choice[doubtful] = self.decoder.logits(before[doubtful]).argmax(-1) == ids[doubtful]
-        carried = torch.tensor([doubt], device=hidden.device)
-        pooled = torch.cat([carried, of_each.masked_fill(is_choice, -torch.inf)]).logcumsumexp(0)[1:]
-        validity = self._validity(judge.head.bias.float() - pooled)
-        found = torch.stack([validity, pooled]).tolist()
-        return Verification([*range(1, len(draft_ids) + 1)], found[0], hidden, doubt=found[1])
+        before_block = torch.tensor([carried.doubt], device=hidden.device)
+        pooled = torch.cat([before_block, of_each.masked_fill(is_choice, -torch.inf)]).logcumsumexp(0)[1:]
+        scores = TokenScores(judge.head.bias.float() - pooled, pooled)
+        validity = judge.config.validity(scores.logits).tolist()
+        return Verification([*range(1, len(draft_ids) + 1)], validity, hidden, scores=scores)
 
-    def _validity(self, logits: Tensor) -> Tensor:
-        """Convert logits to probabilities, with the fitted scale and shift of `ValidityConfig.probability` if set."""
-        fitted = None if self.judge is None else self.judge.config.probability
-        return (logits if fitted is None else logits * fitted["scale"] + fitted["shift"]).sigmoid()
+    def _scores(
+        self, draft_ids: Sequence[int], before: Tensor, carried: Carried, written: Sequence[int] = ()
+    ) -> tuple[TokenScores, Tensor]:
+        """Score tokens by their log-probabilities, from the states before them. Also return whether each is the
+        target's greedy choice."""
+        assert self._logprobs is not None
+        ids = torch.tensor(draft_ids, device=before.device)
+        found = read_logprobs(before, ids, self.decoder.logits, self._logprobs.head.config.k)
+        return self._logprobs.score(found, carried, written), found.is_greedy_choice
 
     def _doubt(
         self, tokens: TokenDoubt, draft_ids: Sequence[int], before: Tensor, cuts: Sequence[int]

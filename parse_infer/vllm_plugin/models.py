@@ -54,7 +54,9 @@ class _Judge:
         self.config = ValidityConfig.from_dict(self.files.validity_config)
         self.target = describe_config(config, "the server's target")
         check_target(self.name, self.config.target, self.target)
-        self.head: ValidityHead = read_head(self.name, self.config, self.files.head)
+        head = read_head(self.name, self.config, self.files.head)
+        assert isinstance(head, ValidityHead)  # `engine_options` refuses others
+        self.head = head
         self.ids = ProbeIds.of(self.config, settings["end_ids"])
         self.answers = answer_ids(settings["end_ids"], self.ids.together)
         self.update = RowUpdate()

@@ -70,6 +70,11 @@ def engine_options(
         )
     files = read_adapter(resolve(adapter))
     judge = ValidityConfig.from_dict(files.validity_config)
+    if judge.logprobs is not None:
+        raise ModelError(
+            f"the adapter {str(adapter)!r} judges by log-probabilities and needs no plugin: start any vLLM server, "
+            "and give its address as --target-url"
+        )
     check_target(str(adapter), judge.target, describe_config(config, architecture))
     read_head(str(adapter), judge, files.head)
     end_ids = end_tokens_of(target)

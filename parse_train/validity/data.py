@@ -41,17 +41,17 @@ class ValidityExample:
         return len(self.context_ids) + len(self.draft_ids)
 
 
-class ValidityDataset(Dataset[ValidityExample]):
-    """Examples in memory. `lengths` (tokens of prompt and draft) are for length grouping."""
+class ValidityDataset(Dataset[Any]):
+    """Examples in memory. `lengths` (tokens of each) are for length grouping."""
 
-    def __init__(self, examples: Sequence[ValidityExample]) -> None:
+    def __init__(self, examples: Sequence[Any]) -> None:
         self.examples = list(examples)
         self.lengths = [example.length for example in self.examples]
 
     def __len__(self) -> int:
         return len(self.examples)
 
-    def __getitem__(self, index: int) -> ValidityExample:
+    def __getitem__(self, index: int) -> Any:
         return self.examples[index]
 
 

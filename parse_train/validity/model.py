@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import DynamicCache, PreTrainedModel
 
+from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
 from parse_infer.judge.head import Probe, ReducedLMHead, TokenDoubt, ValidityHead, surprise
 from parse_infer.judge.packing import probe_mask, probe_positions, readout_index
 from parse_infer.models.architecture import layer_windows, output_layer
 from parse_infer.models.attention import enable_split_attention, layer_masks
-from parse_train.validity.activated_lora import attach_activated_lora
+from parse_train.validity.activated_lora import ADAPTER, attach_activated_lora
 from parse_train.validity.draft_states import DraftStates, StateStore
 
 _NO_DOUBT = -1e4  # finite: logcumsumexp has no gradient for a row of -inf
@@ -211,6 +213,27 @@ class ValidityModel(nn.Module):
         """
         assert self.peft_model is not None
         return cast(Any, self.peft_model.base_model)._enable_peft_forward_hooks(alora_offsets=[n] * rows)
+
+    def exported(self, facts: ValidityConfig, train_problems: Collection[str] = ()) -> ValidityAdapter:
+        """Return the adapter as trained, without threshold and metrics.
+
+        Args:
+            facts: what is known before the training: target, verbalizer, cut policy, label and provenance.
+            train_problems: `prompt_hash` of every training prompt.
+        """
+        config = replace(
+            facts,
+            probe_ids=self.probe.ids,
+            probe_text=self.probe.text,
+            closes_turn=self.probe.closes_turn,
+            token_rank=self.token_rank,
+            surprise_vocab_size=self.surprise_vocab_size,
+        )
+        peft_config: dict[str, Any] = {}
+        if self.peft_model is not None:
+            peft_config = self.peft_model.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
+        tensors, learnt = self.adapter_tensors(), frozenset(train_problems)
+        return ValidityAdapter(config, self.exported_head(), None, peft_config, tensors, learnt)
 
     def exported_head(self) -> ValidityHead:
         """Return the head for export: on the CPU, in float32."""

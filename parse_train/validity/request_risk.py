@@ -12,7 +12,7 @@ from parse_infer.calibration.schema import FILE, Calibration
 from parse_infer.engine import ParseEngine
 from parse_train import tracking
 from parse_train.validity.build_info import BuildInfo
-from parse_train.validity.config import ValidityTrainingConfig
+from parse_train.validity.config import JudgeTrainingConfig
 
 CURVE = ("risk (upper bound)", "speed-up", "block tokens", "threshold", "lost")
 
@@ -28,7 +28,7 @@ def log(found: Calibration) -> None:
     tracking.summarise({f"promise/{risk:g}/speedup": speedup for risk, speedup in kept.items()})
 
 
-def calibrate_requests(config: ValidityTrainingConfig, build: BuildInfo) -> None:
+def calibrate_requests(config: JudgeTrainingConfig, build: BuildInfo) -> None:
     """Calibrate the exported adapter with the two models of the data, and add `calibration.json` to its folder.
 
     Runs on the main process only. A failure prints its reason and does not fail the training.
@@ -42,11 +42,11 @@ def calibrate_requests(config: ValidityTrainingConfig, build: BuildInfo) -> None
         settings = CalibrationSettings(tuple(config.calibration_risks), max_new_tokens=build.max_draft_tokens)
         adapter = Path(str(config.adapter_dir))
         engine = ParseEngine.from_pretrained(
-            config.target,
+            getattr(config, "target", None) or build.target["name"],
             build.draft["name"],
             adapter,
             device=config.device,
-            dtype=config.target_dtype,
+            dtype=getattr(config, "target_dtype", "auto"),
             template_options=config.template_options,
         )
         # One folder per adapter: an interrupted calibration resumes, and calibrations of earlier adapters are kept.

@@ -28,7 +28,7 @@ from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_train import checkpoints, tracking
 from parse_train.validity.build_info import BuildInfo, read_build_info
-from parse_train.validity.config import ValidityTrainingConfig
+from parse_train.validity.config import JudgeTrainingConfig, ValidityTrainingConfig
 from parse_train.validity.data import Encoder, ValidityCollator, ValidityDataset, load_datasets
 from parse_train.validity.export import export_adapter
 from parse_train.validity.figures import acceptance_figure, png, reliability_diagram
@@ -56,6 +56,7 @@ def main(config: ValidityTrainingConfig) -> None:
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=ValidityCollator(pad_id(lm)))
     checkpoints.train(trainer, start)
     learnt = {prompt_hash(example.prompt) for example in train.examples}
+    model.round_adapter(getattr(torch, config.adapter_dtype))
     finish(config, trainer, evaluation, facts, learnt)
     del lm, model, trainer  # free memory for the calibration; collect the Trainer's reference cycles
     gc.collect()
@@ -185,7 +186,7 @@ def describe(
     )
 
 
-def served_drafts(config: ValidityTrainingConfig, evaluation: ValidityDataset) -> list[bool]:
+def served_drafts(config: JudgeTrainingConfig, evaluation: ValidityDataset) -> list[bool]:
     """Return, for each held-out draft, whether its temperature is `risk_temperature`, that of the drafts to serve.
 
     Raises:
@@ -202,7 +203,7 @@ def served_drafts(config: ValidityTrainingConfig, evaluation: ValidityDataset) -
 
 
 def finish(
-    config: ValidityTrainingConfig,
+    config: JudgeTrainingConfig,
     trainer: ValidityTrainer,
     evaluation: ValidityDataset,
     facts: ValidityConfig,
@@ -213,7 +214,6 @@ def finish(
     Args:
         learnt: `prompt_hash` of every training prompt.
     """
-    trainer.model.round_adapter(getattr(torch, config.adapter_dtype))
     raw = trainer.score(evaluation)
     if config.process_index == 0:
         chosen = served_drafts(config, evaluation)
@@ -233,7 +233,7 @@ def finish(
             "acceptance": acceptance_figure({"trained head": drafts}, config.risk_alpha, chosen_point),
         }
         folder = export_adapter(
-            str(config.adapter_dir), trainer.model, facts, metrics, risk, figures, learnt, fitted.to_dict()
+            str(config.adapter_dir), trainer.model.exported(facts, learnt), metrics, risk, figures, fitted.to_dict()
         )
         pictures = {f"final/{name}": png(figure) for name, figure in figures.items()}
         tracking.log_images(pictures, trainer.state.global_step)

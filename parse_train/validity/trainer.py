@@ -1,4 +1,4 @@
-"""transformers' Trainer for the validity head: loss, batches of similar length, and evaluation."""
+"""transformers' Trainer for a validity head: loss, batches of similar length, and evaluation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from transformers import EvalPrediction, Trainer
 from parse_infer.errors import ParseError
 from parse_train import tracking
 from parse_train.length_sampler import EpochLengthSampler
+from parse_train.logprob.model import LogprobModel
 from parse_train.training_config import IGNORED
-from parse_train.validity.config import ValidityTrainingConfig
+from parse_train.validity.config import JudgeTrainingConfig
 from parse_train.validity.data import ValidityDataset
 from parse_train.validity.figures import acceptance_figure, png, reliability_diagram
 from parse_train.validity.metrics import ScoredDrafts, headline_metrics
@@ -30,13 +31,13 @@ class ValidityTrainer(Trainer):
     format (adapter and head in model.safetensors).
     """
 
-    args: ValidityTrainingConfig
-    model: ValidityModel
+    args: JudgeTrainingConfig
+    model: ValidityModel | LogprobModel
 
     def __init__(
         self,
-        model: ValidityModel,
-        args: ValidityTrainingConfig,
+        model: ValidityModel | LogprobModel,
+        args: JudgeTrainingConfig,
         train_dataset: ValidityDataset,
         eval_dataset: ValidityDataset,
         **kwargs: Any,
@@ -73,7 +74,7 @@ class ValidityTrainer(Trainer):
         """Compute the mean cross-entropy per cut, weighted by confidence and class.
 
         `num_items_in_batch` is the number of cuts in the optimiser step."""
-        outputs = model(inputs["input_ids"], inputs["visible"], inputs["cuts"])
+        outputs = model(**{name: value for name, value in inputs.items() if name not in ("labels", "weights")})
         labels = inputs["labels"]
         real = labels != IGNORED
         valid = labels == 1

@@ -10,6 +10,7 @@ import pytest
 from parse_infer.block_length import BlockLength
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Accepted, Done, Drafted, Resumed, Verified
+from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import Segmenter
 from parse_infer.judge.verifier import Verifier
 from parse_infer.models.decoder import Decoder
@@ -35,7 +36,7 @@ def make_block_engine(make_model, tokenizer, random_adapter) -> Callable[..., Pa
     def make(architecture: str = "llama", noise: float = 0.3, **options) -> ParseEngine:
         model = make_model(architecture)
         draft = resembling(make_model, model, noise, architecture)
-        judge = random_adapter(model, probe_ids=(), **options)
+        judge = random_adapter(model, **{"probe_ids": (), **options})
         pair = language_model(model, tokenizer, "target"), language_model(draft, tokenizer, "draft")
         return ParseEngine.from_models(*pair, judge)
 
@@ -64,9 +65,13 @@ def alone(engine: ParseEngine, prompt: str = PROMPT) -> list[int]:
 # The text does not depend on the blocks
 
 
-@pytest.mark.parametrize("vocabulary", [(), tuple(range(40, 120))], ids=["all tokens", "reduced"])
-def test_the_text_is_the_same_for_every_length(make_block_engine, vocabulary):
-    engine = make_block_engine(vocabulary=vocabulary)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"vocabulary": tuple(range(40, 120))}, {"logprobs": True}],
+    ids=["all tokens", "reduced", "log-probabilities"],
+)
+def test_the_text_is_the_same_for_every_length(make_block_engine, options):
+    engine = make_block_engine(**options)
     threshold = middling(engine)
     found = {
         length: engine.generate(PROMPT, max_new_tokens=N, threshold=threshold, block_tokens=length).token_ids
@@ -85,21 +90,24 @@ def test_sampled_texts_are_the_same_for_every_length(engine):
         assert found[0] == found[1] == found[2]
 
 
-def test_a_verdict_does_not_depend_on_how_the_draft_was_cut(model, tokenizer, random_adapter):
+@pytest.mark.parametrize("logprobs", [False, True], ids=["hidden states", "log-probabilities"])
+def test_a_verdict_does_not_depend_on_how_the_draft_was_cut(model, tokenizer, random_adapter, logprobs):
     """The validities of one pass over a draft, and of passes over its pieces (to 1e-4)."""
-    verifier = Verifier(Decoder(model, ()), random_adapter(model, probe_ids=()), Segmenter(tokenizer))
+    judge = random_adapter(model, probe_ids=(), logprobs=logprobs)
+    verifier = Verifier(Decoder(model, ()), judge, Segmenter(tokenizer))
     numbers = random.Random(4)
     context, draft = ([numbers.randrange(1, 250) for _ in range(n)] for n in (9, 30))
     verifier.decoder.seek(context)
     whole = verifier.verify_block(draft)
     assert len({round(v, 3) for v in whole.validity}) > 5, "the judge sees no difference"
     for sizes in ([10, 10, 10], [1, 28, 1], [7, 2, 13, 8]):
-        validity, doubt, start = [], -float("inf"), 0
+        validity, carried, start = [], Carried(), 0
         for size in sizes:
             verifier.decoder.seek(context + draft[:start])
-            found = verifier.verify_block(draft[start : start + size], doubt)
+            found = verifier.verify_block(draft[start : start + size], carried)
             validity += found.validity
-            doubt, start = found.doubt[-1], start + size
+            start += size
+            carried = found.carried(start, size)
         assert validity == pytest.approx(whole.validity, abs=1e-4)
 
 

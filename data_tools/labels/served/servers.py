@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from parse_infer.backends.client import Client, RequestRejected, TransientServerError
 from parse_infer.backends.handshake import Identity
 from parse_infer.backends.health import Server
+from parse_infer.backends.logprob_reads import read_response
 from parse_infer.backends.replicas import ReplicaPool
 from parse_infer.backends.retries import Failing, Unavailable
 from parse_infer.errors import ParseError
+from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -80,6 +82,26 @@ class Request:
         return Answer(text, ids, reason == "stop")
 
 
+@dataclass(frozen=True)
+class ReadRequest:
+    """Request of the log-probabilities of the prompt's last tokens, `draft`, with `k` first choices each."""
+
+    prompt: list[int]
+    draft: list[int]
+    k: int
+    home: int = 0
+
+    def body(self) -> dict[str, Any]:
+        return {"prompt": self.prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": self.k}
+
+    def read(self, response: Any, url: str) -> TokenLogprobs:
+        """Return the log-probabilities in a response; raise ValueError if they are missing."""
+        try:
+            return read_response(response, self.draft, self.k)
+        except ValueError as error:
+            raise ParseError(f"the server {url} cannot supply log-probabilities: {error}") from error
+
+
 class CompletionServers:
     """The replicas that `config` names for the role. The API key is the environment variable OPENAI_API_KEY.
 
@@ -117,6 +139,18 @@ class CompletionServers:
         asyncio.run(self._closing(self._pool.handshake()))
         return self._pool.identity.window
 
+    def version(self) -> str | None:
+        """Return the version that vLLM reports; None for other servers."""
+        try:
+            url = self.urls[0].removesuffix("/v1").rstrip("/")
+            return str(asyncio.run(self._closing(self._client.get(f"{url}/version")))["version"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+    def read(self, requests: Iterable[ReadRequest]) -> list[TokenLogprobs]:
+        """Send the requests, and return the log-probabilities in the same order. Raises as `complete` does."""
+        return self._all(requests)
+
     def complete(self, requests: Iterable[Request]) -> list[Answer]:
         """Send the requests in order, and return the answers in the same order.
 
@@ -124,6 +158,9 @@ class CompletionServers:
             ConnectionError: the servers have been unavailable for more than `max_outage` seconds.
             ValueError: a server rejected a request, or a request failed too often.
         """
+        return self._all(requests)
+
+    def _all(self, requests: Iterable[Any]) -> list[Any]:
         try:
             return asyncio.run(self._closing(self._complete(requests)))
         except Failing as error:
@@ -135,8 +172,8 @@ class CompletionServers:
         except RequestRejected as error:
             raise ParseError(f"{error}; {_RESUME_HINT}") from None
 
-    async def _complete(self, requests: Iterable[Request]) -> list[Answer]:
-        answers: dict[int, Answer] = {}
+    async def _complete(self, requests: Iterable[Any]) -> list[Any]:
+        answers: dict[int, Any] = {}
         waiting = enumerate(requests)
 
         async def work() -> None:

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from data_tools.labels.served.servers import Answer, CompletionServers, Request
+from data_tools.labels.served.servers import Answer, CompletionServers, ReadRequest, Request
 from parse_infer.errors import ParseError
+from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.models.batch_decoder import Contexts, Row
 from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.fingerprint import describe_config, fingerprint_of
@@ -54,6 +55,14 @@ class ServedWriter:
         config = load_config(self.model.name, trust_remote_code=self.config.trust_remote_code)
         config._name_or_path = self.model.name
         return describe_config(config, self.model.name) | {"fingerprint": fingerprint_of([None] * 3)}
+
+    def read(self, drafts: Sequence[tuple[list[int], list[int]]], k: int) -> list[TokenLogprobs]:
+        if self.config.wire != "ids":
+            raise ParseError(f"logprobs is {k}, but wire {self.config.wire} sends texts: set wire to ids")
+        return self.servers.read([ReadRequest([*context, *draft], draft, k) for context, draft in drafts])
+
+    def describe_reads(self) -> dict[str, Any]:
+        return {"engine": "openai", "version": self.servers.version(), "dtype": None, "quantization": None}
 
     def prompt(self, ids: list[int]) -> list[int] | str:
         """Return the request's prompt for these tokens; a text omits the BOS token that the server adds."""

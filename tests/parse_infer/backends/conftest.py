@@ -11,11 +11,13 @@ import pytest
 from parse_infer.backends import health
 from parse_infer.backends.client import Client
 from parse_infer.backends.local_draft import LocalDraft
+from parse_infer.backends.logprob_reads import LogprobReads
 from parse_infer.backends.replicas import ReplicaPool
 from parse_infer.backends.server_pair import Target
 from parse_infer.backends.vllm import VLLMBackend
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.cuts import CutPolicy
+from parse_infer.judge.logprob_head import LogprobHead
 from parse_infer.judge.verifier import Verifier
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.vllm_plugin.options import judge_name
@@ -45,10 +47,12 @@ def connect() -> Iterator[Connect]:
             patience_s: float = 2.0,
             keys: tuple[str | None, str | None] = (None, None),
             local_rows: int = 0,
+            max_read_tokens: int = 2048,
             **options,
         ) -> tuple[ParseEngine, list[FakeServer], FakeServer]:
             judge = engine.backend.judge
-            zero_shot = isinstance(judge, ZeroShotJudge)
+            zero_shot, by_logprobs = isinstance(judge, ZeroShotJudge), isinstance(judge.head, LogprobHead)
+            plugin = plugin and not by_logprobs
 
             def target() -> FakeServer:
                 with_judge = (
@@ -65,12 +69,14 @@ def connect() -> Iterator[Connect]:
             for server in targets if zero_shot else ():
                 server.max_logprobs = len(engine.target.tokenizer)
             ends, client = sorted(engine.target.eos_ids), Client(keys[1])
-            questions = (
-                ZeroShotQuestions.of(engine.target.tokenizer, ends, top=259)
-                if zero_shot
-                else TrainedQuestions.of(judge.config, ends)
-            )
-            name = None if zero_shot else judge_name(judge.fingerprint)
+            questions = reads = None
+            if by_logprobs:
+                reads = LogprobReads(judge.config, judge.head, engine.target.tokenizer, ends, max_read_tokens)
+            elif zero_shot:
+                questions = ZeroShotQuestions.of(engine.target.tokenizer, ends, top=259)
+            else:
+                questions = TrainedQuestions.of(judge.config, ends)
+            name = None if zero_shot or by_logprobs else judge_name(judge.fingerprint)
             for server in targets if plugin and not zero_shot else ():
                 server.names.append(name)
             servers = ReplicaPool("target", [s.url for s in targets], client, patience_s=patience_s, judge=name)
@@ -78,7 +84,7 @@ def connect() -> Iterator[Connect]:
             if local_rows:
                 drafts = LocalDraft(engine.draft, rows=local_rows)
             backend = VLLMBackend(
-                Target(engine.target, servers, questions, engine.backend.segmenter.policy),
+                Target(engine.target, servers, questions, engine.backend.segmenter.policy, reads=reads),
                 (drafts, engine.draft),
                 client,
                 models={"backend": "vllm", "target": "target", "draft": "draft", "adapter": "judge"},

@@ -41,6 +41,8 @@ class FakeServer:
         key: what clients must send.
         max_logprobs: so many log-probabilities it gives at most, as a vLLM server that is started with that option.
         judge_fault: what happens to every request about a draft.
+        logprob_fault: what is wrong with prompt log-probabilities: "missing", "shifted" by a token, "raw" logits, or
+            "few".
         names: under which it serves the model; the second one, with a judge, says which.
         root: where the model's files are.
         away: every connection is closed before an answer.
@@ -64,6 +66,7 @@ class FakeServer:
         self.key: str | None = None
         self.max_logprobs = 20 if self.questions is None else max(20, self.questions.ids.log_probabilities)
         self.judge_fault: str | None = None
+        self.logprob_fault: str | None = None
         self.names = [lm.name]
         self.root = f"/models/{lm.name}"
         self.away = False
@@ -74,7 +77,7 @@ class FakeServer:
         body = await request.json()
         self.bodies.append(body)
         fault = self.faults.popleft() if self.faults else None
-        if body.get("logprobs") and self.judge_fault:
+        if (body.get("logprobs") or body.get("prompt_logprobs")) and self.judge_fault:
             fault = self.judge_fault
         if body["model"] not in self.names:
             return _error(404, f"The model `{body['model']}` does not exist.")
@@ -97,6 +100,8 @@ class FakeServer:
         if fault == "gone":
             request.transport.close()
             raise asyncio.CancelledError
+        if body.get("prompt_logprobs"):
+            return _answer([self._read(prompts[0], body["prompt_logprobs"])], fault)
         if body.get("logprobs"):
             return _answer([self._choice(i, p, body["logprobs"]) for i, p in enumerate(prompts)], fault)
         if not body.get("stream"):
@@ -170,6 +175,20 @@ class FakeServer:
         await asyncio.sleep(self.pause)
         choice = {"index": 0, "text": "", "token_ids": list(piece), "finish_reason": reason}
         await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+
+    @torch.inference_mode()
+    def _read(self, prompt: list[int], k: int) -> dict[str, Any]:
+        logits = self.lm.model(torch.tensor([prompt])).logits[0].float()
+        scores = logits if self.logprob_fault == "raw" else logits.log_softmax(-1)
+        entries: list[dict[str, Any] | None] = [None]
+        for token, row in zip(prompt[1:], scores, strict=False):
+            best = row.topk(1 if self.logprob_fault == "few" else k).indices.tolist()
+            shown = {id: {"logprob": row[id].item(), "rank": int((row > row[id]).sum()) + 1} for id in [token, *best]}
+            entries.append({str(id): entry for id, entry in shown.items()})
+        if self.logprob_fault == "shifted":
+            entries = [None, None, *entries[1:-1]]
+        choice: dict[str, Any] = {"index": 0, "token_ids": [1], "text": "", "finish_reason": "length"}
+        return choice if self.logprob_fault == "missing" else choice | {"prompt_logprobs": entries}
 
     def _choice(self, index: int, prompt: list[int], top: int) -> dict[str, Any]:
         questions = self.questions

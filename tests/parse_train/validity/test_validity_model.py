@@ -179,7 +179,7 @@ def test_training_and_inference_agree(
     back_propagate_throughout(validity, backprop)
     with torch.no_grad():
         expected = validity.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
-    export_adapter(tmp_path / "adapter", validity, facts, {"auroc": 0.9})
+    export_adapter(tmp_path / "adapter", validity.exported(facts), {"auroc": 0.9})
 
     target = make_model(architecture)  # loaded anew: nothing of the training is left in it
     adapter = ValidityAdapter.from_pretrained(tmp_path / "adapter", target)
@@ -204,13 +204,13 @@ def test_a_rounded_adapter_is_judged_by_as_it_was_measured(
     target = make_model("llama")
     facts = facts_of(describe_target(target), ("C", "I"), {"kind": "step"})
     validity = trained(target).eval()
-    exact = export_adapter(tmp_path / "exact", validity, facts, {}) / "adapter_model.safetensors"
+    exact = export_adapter(tmp_path / "exact", validity.exported(facts), {}) / "adapter_model.safetensors"
     with torch.no_grad():
         before = validity(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
         validity.round_adapter(torch.bfloat16)
         expected = validity(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
     assert not torch.equal(before, expected)
-    folder = export_adapter(tmp_path / "rounded", validity, facts, {})
+    folder = export_adapter(tmp_path / "rounded", validity.exported(facts), {})
     assert (folder / "adapter_model.safetensors").stat().st_size < 0.6 * exact.stat().st_size
 
     again = make_model("llama")
@@ -239,7 +239,9 @@ def test_token_doubt_alone_is_what_an_empty_probe_text_trains(
     assert all(name.startswith("head.") for name in learning) and "head.weight" not in learning
     assert all(p.grad is not None for name, p in validity.named_parameters() if name in learning)
     assert set(validity.state_dict()) == learning and validity.base is lm.model
-    adapter = ValidityAdapter.from_pretrained(export_adapter(tmp_path / "a", validity, facts, {}), make_model("llama"))
+    adapter = ValidityAdapter.from_pretrained(
+        export_adapter(tmp_path / "a", validity.exported(facts), {}), make_model("llama")
+    )
     assert adapter.config.verbalizer is None and "lora_rank" not in adapter.config.provenance
 
 
@@ -255,7 +257,7 @@ def test_the_most_frequent_tokens_of_the_training_drafts(
     assert part.tolist() == [5, 7, 9, 30, tokenizer.eos_token_id], "there are no more"
     config = ValidityTrainingConfig(target="t", data="d", output_dir="o", use_cpu=True, surprise_vocab_size=1000)
     facts = describe(config, lm, {}, {})
-    folder = export_adapter(tmp_path / "a", build_model(config, lm, part), facts, {})
+    folder = export_adapter(tmp_path / "a", build_model(config, lm, part).exported(facts), {})
     adapter = ValidityAdapter.from_pretrained(folder, make_model("llama"))
     assert adapter.config.surprise_vocab_size == 5 and adapter.head.tokens.vocabulary.tolist() == part.tolist()
     with pytest.raises(ValueError, match="surprise_vocab_size is -1; it must be at least 0"):
@@ -303,7 +305,7 @@ def test_the_update_is_pefts_activated_lora(
     facts = facts_of(describe_target(make_model("llama")), ("C", "I"), {})
     validity = trained(make_model("llama"))
     validity.head.tokens = None  # it reads no update
-    export_adapter(tmp_path / "adapter", validity, facts, {})
+    export_adapter(tmp_path / "adapter", validity.exported(facts), {})
     peft_model = PeftModel.from_pretrained(make_model("llama"), tmp_path / "adapter").eval()
     example = examples[0]
     ids = torch.tensor([example.context_ids + example.draft_ids + list(PROBE.ids)])
@@ -401,7 +403,7 @@ def test_the_exported_folder_says_what_it_is(make_model: Callable[..., PreTraine
     figure = reliability_diagram(ScoredDrafts.from_rows([[0.9, 0.2]], [[True, False]], [[2, 4]]))
     for _ in range(2):  # an adapter that is there is replaced
         folder = export_adapter(
-            tmp_path / "adapter", trained(make_model("llama")), facts, {"auroc": 0.9}, risk, {"r": figure}
+            tmp_path / "adapter", trained(make_model("llama")).exported(facts), {"auroc": 0.9}, risk, {"r": figure}
         )
     assert {path.name for path in folder.iterdir()} == {
         "adapter_config.json",
@@ -422,7 +424,7 @@ def test_the_exported_folder_says_what_it_is(make_model: Callable[..., PreTraine
             raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):  # an export that fails leaves the adapter as it was
-        export_adapter(folder, trained(make_model("llama")), facts, {"auroc": 0.1}, risk, {"r": Broken()})
+        export_adapter(folder, trained(make_model("llama")).exported(facts), {"auroc": 0.1}, risk, {"r": Broken()})
     assert (folder / "README.md").read_text() == card
     assert (folder / "r.png").is_file()
 

@@ -1,0 +1,122 @@
+"""The target's log-probabilities of labelled drafts, as typed columns beside the rows of a build.
+
+    logprobs/<split>-000000-000128.parquet   one row per row of data/<split>-000000-000128.jsonl, in its order
+    logprobs/info.json                       number of first choices, engine, version, dtype and quantisation
+
+Engines round differently, so read the drafts on the engine that will serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from data_tools.labels.backends import Writer
+from data_tools.labels.rows import LabelledDraft, read_rows
+from parse_infer.errors import ParseError
+from parse_infer.files import atomic_write, read_json, write_json
+from parse_infer.judge.token_logprobs import TokenLogprobs
+
+FOLDER, INFO = "logprobs", "info.json"
+_SCHEMA = pyarrow.schema(
+    {
+        "logprob": pyarrow.list_(pyarrow.float32()),
+        "top_ids": pyarrow.list_(pyarrow.int32()),
+        "top_logprobs": pyarrow.list_(pyarrow.float32()),
+    }
+)
+"""Columns: T values, and twice T x k values, token by token."""
+
+
+@dataclass(frozen=True)
+class ReadDraft:
+    """A labelled draft with its target tokens, and the target's log-probabilities of them."""
+
+    row: LabelledDraft
+    found: TokenLogprobs
+
+
+def add_logprobs(folder: Path, writer: Callable[[], Writer], k: int) -> None:
+    """Read the drafts of all files of a build that have not been read. An interrupted call can be repeated.
+
+    Args:
+        folder: of the build.
+        writer: loads the target; called only if a file is missing.
+
+    Raises:
+        ValueError: the folder holds reads with another k.
+    """
+    info = folder / FOLDER / INFO
+    if info.is_file() and (before := read_json(info, "delete the folder")["k"]) != k:
+        raise ParseError(f"{info.parent} has log-probabilities with k {before}, not {k}: delete the folder, or keep k")
+    files = sorted((folder / "data").glob("*.jsonl"))
+    missing = [file for file in files if not _beside(file).is_file()]
+    if not missing:
+        return
+    target = writer()
+    info.parent.mkdir(exist_ok=True)
+    if not info.is_file():
+        write_json(info, {"k": k, **target.describe_reads()})
+    for file in track(missing, "log-probabilities", console=Console(stderr=True)):
+        rows = list(read_rows(file)) if file.stat().st_size else []
+        drafts = [(target.model.render(row.prompt), row.draft_ids or []) for row in rows]
+        found = target.read(drafts, k) if drafts else []
+        columns = {
+            "logprob": [one.own.numpy(force=True) for one in found],
+            "top_ids": [one.top_ids.flatten().numpy(force=True) for one in found],
+            "top_logprobs": [one.top.flatten().numpy(force=True) for one in found],
+        }
+        with atomic_write(_beside(file)) as beside:
+            pyarrow.parquet.write_table(pyarrow.table(columns, schema=_SCHEMA), beside)
+
+
+def read_drafts(source: str | Path) -> Iterator[ReadDraft]:
+    """Yield the drafts of a build with their log-probabilities; skip drafts without tokens.
+
+    Raises:
+        FileNotFoundError, ValueError: the build, or the log-probabilities of a file, are missing or do not match.
+    """
+    folder = Path(source)
+    k = read_info(folder)["k"]
+    for file in sorted((folder / "data").glob("*.jsonl")):
+        path = _beside(file)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing: run the same `parse-data build` with --logprobs {k} again")
+        if not file.stat().st_size:
+            continue
+        table, rows = pyarrow.parquet.read_table(path, schema=_SCHEMA), list(read_rows(file))
+        if len(rows) != len(table):
+            raise ParseError(f"{path} has {len(table)} rows and {file} has {len(rows)}: delete the first, and build")
+        columns = (table[name].combine_chunks() for name in _SCHEMA.names)
+        for row, own, top_ids, top in zip(rows, *columns, strict=True):
+            ids = torch.tensor(row.draft_ids or [], dtype=torch.long)
+            if len(own.values) != len(ids):
+                raise ParseError(f"{path} does not belong to {row.where}: delete the file, and build again")
+            if len(ids):
+                values = (torch.tensor(part.values.to_numpy()) for part in (own, top_ids, top))
+                log_probability, chosen, best = values
+                found = TokenLogprobs(ids, log_probability, chosen.long().reshape(-1, k), best.reshape(-1, k))
+                yield ReadDraft(row, found)
+
+
+def read_info(folder: Path) -> dict[str, Any]:
+    """Return k, engine, version, dtype and quantisation of the reads. Raise FileNotFoundError without reads."""
+    path = folder / FOLDER / INFO
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{folder} has no log-probabilities: run `parse-data build RECIPE --logprobs 5`, which adds them to a "
+            "finished build"
+        )
+    return read_json(path, "delete the folder, and build again")
+
+
+def _beside(file: Path) -> Path:
+    return file.parent.parent / FOLDER / f"{file.stem}.parquet"

@@ -1,0 +1,184 @@
+"""Judge drafts on any server that returns prompt log-probabilities, such as a stock vLLM server.
+
+One request holds prompt, answer and draft. The response has the log-probability of each token and the target's first
+choices. So one read judges the whole draft, and supplies the target's own token where a draft token is rejected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parse_infer.errors import ServerError
+from parse_infer.judge.adapter import ValidityConfig
+from parse_infer.judge.carried import Carried
+from parse_infer.judge.logprob_head import LogprobHead, LogprobJudge, TokenScores
+from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts
+
+MAX_READ_TOKENS = 2048
+"""Default limit of a read. vLLM holds 6 bytes x vocabulary for each of its tokens, outside its memory profile: 1.9 GB
+for 2,048 tokens of a vocabulary of 152,000."""
+_NOISE = 0.5  # nats, mean: quantisation stays below, another model of the same family does not
+_CLIP = -8.0  # rare tokens differ most, and tell least
+
+
+@dataclass(frozen=True)
+class LogprobScores:
+    """The verdict of one read.
+
+    Attributes:
+        cuts: one after each token in a block, else the segmenter's.
+        choices: the target's first choice at each draft token.
+        scores: of each draft token in a block; None for a whole draft.
+    """
+
+    cuts: list[int]
+    validity: list[float]
+    choices: list[int]
+    scores: TokenScores | None
+
+    @property
+    def by_token(self) -> bool:
+        return self.scores is not None
+
+    def carried(self, tokens: int, cut: int) -> Carried:
+        assert self.scores is not None and self.scores.memory is not None
+        return Carried(tokens, float(self.scores.doubt[cut - 1]), tuple(self.scores.memory[cut - 1].tolist()))
+
+
+class LogprobReads:
+    """Requests and readings of one adapter.
+
+    Args:
+        config, head: of the adapter.
+        tokenizer, end_ids: of the target.
+        max_tokens: longest read; a longer answer continues without drafts.
+    """
+
+    def __init__(
+        self,
+        config: ValidityConfig,
+        head: LogprobHead,
+        tokenizer: Any,
+        end_ids: Collection[int],
+        max_tokens: int = MAX_READ_TOKENS,
+    ) -> None:
+        self.config, self.max_tokens = config, max_tokens
+        self._k = head.config.k
+        self._judge = LogprobJudge(head, TokenTexts(tokenizer, end_ids, head.config.buckets))
+
+    def request(self, model: str, ids: Sequence[int]) -> dict[str, Any]:
+        """Body of a `POST /v1/completions` that reads `ids`."""
+        return {
+            "model": model,
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": self._k,
+        }
+
+    async def scores(
+        self,
+        response: Any,
+        draft: Sequence[int],
+        cuts: Sequence[int] | None,
+        carried: Carried,
+        written: Sequence[int],
+    ) -> LogprobScores:
+        """Judge a draft, beside the event loop. Raise ValueError for an unreadable response.
+
+        Args:
+            response: to a request that ends with `draft`.
+            cuts: None: judge every token of a block.
+            carried, written: as in `LogprobJudge.score`.
+        """
+        return await asyncio.to_thread(self._scores, response, draft, cuts, carried, written)
+
+    def _scores(
+        self,
+        response: Any,
+        draft: Sequence[int],
+        cuts: Sequence[int] | None,
+        carried: Carried,
+        written: Sequence[int],
+    ) -> LogprobScores:
+        found = read_response(response, draft, self._k)
+        scores = self._judge.score(found, carried, written)
+        validity = self.config.validity(scores.logits).tolist()
+        choices = found.top_ids[:, 0].tolist()
+        if cuts is None:
+            return LogprobScores([*range(1, len(draft) + 1)], validity, choices, scores)
+        return LogprobScores(list(cuts), [validity[cut - 1] if cut else 1.0 for cut in cuts], choices, None)
+
+    @property
+    def reference(self) -> list[int]:
+        """Tokens of a known text, by which a server is recognised."""
+        ids: list[int] = self._known["ids"]
+        return ids
+
+    @property
+    def _known(self) -> dict[str, Any]:
+        assert self.config.logprobs is not None
+        known: dict[str, Any] = self.config.logprobs["reference"]
+        return known
+
+    def check(self, response: Any, url: str) -> None:
+        """Raise ValueError if the response to `reference` comes from another model than the adapter's target, or from
+        a server that does not return what the judge reads."""
+        try:
+            n = len(self._known["logprobs"])
+            found = read_response(response, self.reference[-n:], self._k)
+        except ServerError as error:
+            raise ServerError(f"the target server {url} cannot judge drafts by log-probabilities: {error}") from error
+        expected = torch.tensor(self._known["logprobs"])
+        difference = (found.own.clamp_min(_CLIP) - expected.clamp_min(_CLIP)).abs().mean().item()
+        if not difference <= _NOISE:
+            raise ServerError(
+                f"the target server {url} runs another model than the adapter's target "
+                f"{self.config.target['name']!r}: log-probabilities of a known text differ by {difference:.2f} nats on average (limit {_NOISE:g})"
+            )
+
+
+def read_response(response: Any, ids: Sequence[int], k: int) -> TokenLogprobs:
+    """Read the log-probabilities of the last tokens of a prompt, `ids`, from a server's JSON response.
+
+    Raises:
+        ValueError: they are missing, belong to other tokens, have fewer than k choices, or are raw logits.
+    """
+    try:
+        entries = response["choices"][0]["prompt_logprobs"]
+    except (KeyError, IndexError, TypeError):
+        entries = None
+    if not isinstance(entries, list):
+        raise ServerError(
+            "its response has no prompt_logprobs: use a server that returns them, such as vLLM without "
+            "--max-logprobs 0"
+        )
+    if len(entries) < len(ids) + 1:
+        raise ServerError(f"its response has {len(entries)} prompt_logprobs, and the prompt more tokens")
+    own: list[float] = []
+    top_ids: list[list[int]] = []
+    top: list[list[float]] = []
+    for id, entry in zip(ids, entries[-len(ids) :] if ids else [], strict=True):
+        try:
+            found = sorted(((float(e["logprob"]), int(token)) for token, e in entry.items()), reverse=True)
+            own.append(float(entry[str(id)]["logprob"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ServerError(f"its prompt_logprobs do not belong to the tokens that were sent ({id})") from error
+        if len(found) < k:
+            raise ServerError(f"it returns {len(found)} of {k} log-probabilities per token: raise --max-logprobs")
+        top_ids.append([token for _, token in found[:k]])
+        top.append([value for value, _ in found[:k]])
+    read = TokenLogprobs(
+        torch.tensor(list(ids), dtype=torch.long),
+        torch.tensor(own),
+        torch.tensor(top_ids, dtype=torch.long).reshape(-1, k),
+        torch.tensor(top).reshape(-1, k),
+    )
+    if len(ids) and not read.top.exp().sum(-1).max() <= 1.01:
+        raise ServerError("its prompt_logprobs are no log-probabilities: start it with --logprobs-mode raw_logprobs")
+    return read

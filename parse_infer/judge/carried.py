@@ -1,0 +1,20 @@
+"""What a judge of single tokens carries from one block of an answer to the next."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A judge's state after the answer's first `tokens` tokens. Later tokens of the answer are the target's own.
+
+    Attributes:
+        doubt: logsumexp of the doubt about the accepted draft tokens.
+        memory: recurrent state of a `LogprobHead`; empty at the answer's start, and for other heads.
+    """
+
+    tokens: int = 0
+    doubt: float = -math.inf
+    memory: tuple[float, ...] = ()

@@ -1,0 +1,137 @@
+"""A validity head on log-probabilities: a small causal network that any engine's output can feed.
+
+    validity = sigmoid(b − logsumexp of the doubt about each draft token)
+
+It needs no hidden states, no weights of the target and no plugin. A token that equals the target's first choice adds
+no doubt, because the target would have written the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from parse_infer.judge.carried import Carried
+from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts, certain_features, n_features
+
+NO_DOUBT = -30.0  # finite: logcumsumexp has no gradient for a row of -inf
+
+
+@dataclass(frozen=True)
+class LogprobHeadConfig:
+    """Sizes of a `LogprobHead`.
+
+    Attributes:
+        k: number of first choices that it reads.
+        width: size of the layers and of the recurrent state.
+        text_size: size of a token's embedding; 0: the head knows flags of a token, and not its text.
+        buckets: hash values of the byte n-grams.
+    """
+
+    k: int = 5
+    width: int = 64
+    text_size: int = 32
+    buckets: int = 8192
+
+
+class LogprobHead(nn.Module):
+    """Doubt of each draft token, from the target's log-probabilities of it and of the tokens before it.
+
+    The doubt starts as the gap to the target's first choice, minus 3 nats: untrained, the head is that baseline. The
+    recurrent layer (GRU) reads the answer from its first token.
+
+    Args:
+        config: sizes.
+    """
+
+    tokens = None  # no `TokenDoubt`
+    weight = None  # no probe
+
+    def __init__(self, config: LogprobHeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = n_features(config.k) + 2 * TokenTexts.FLAGS + 3 * config.text_size
+        if config.text_size:
+            self.texts = nn.EmbeddingBag(config.buckets, config.text_size, mode="mean")
+            nn.init.normal_(self.texts.weight, std=0.3)
+        self.read = nn.Linear(size, config.width)
+        self.recall = nn.GRU(config.width, config.width, batch_first=True)
+        self.weigh = nn.Linear(2 * config.width, config.width)
+        self.out = nn.Linear(config.width, 1)
+        nn.init.zeros_(self.out.weight)
+        nn.init.constant_(self.out.bias, -3.0)
+        self.gap = nn.Parameter(torch.ones(()))
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(
+        self, features: Tensor, ids: Tensor, first: Tensor, texts: TokenTexts, memory: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the doubt about each token, [B, T], and the state after each, [B, T, width], both float32.
+
+        Args:
+            features: [B, T, F], `TokenLogprobs.features`.
+            ids, first: int64 [B, T], the tokens and the target's first choices.
+            memory: [B, width], the state before the first token; None: the answer begins there.
+        """
+        distinct, place = torch.unique(torch.stack([ids, first]), return_inverse=True)
+        values, offsets, flags = (part.to(features.device) for part in texts.of(distinct.tolist()))
+        parts = [features, flags[place[0]], flags[place[1]]]
+        if self.config.text_size:
+            written, expected = self.texts(values, offsets)[place]
+            parts += [written, expected, written * expected]
+        read = silu(self.read(torch.cat(parts, dim=-1)))
+        states, _ = self.recall(read, None if memory is None else memory[None])
+        hidden = silu(self.weigh(torch.cat([read, states], dim=-1)))
+        return self.gap * 3 * features[..., 1] + self.out(hidden)[..., 0], states
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """A judge's result on the T tokens of a block.
+
+    Attributes:
+        logits: float32 [T], the validity logit of the answer up to and including each token.
+        doubt: float32 [T], the pooled doubt.
+        memory: float32 [T, width], the state after each token; None for a head without one.
+    """
+
+    logits: Tensor
+    doubt: Tensor
+    memory: Tensor | None = None
+
+
+class LogprobJudge:
+    """Scores the tokens of an answer, block by block.
+
+    Args:
+        head: the trained head.
+        texts: the target's tokens.
+    """
+
+    def __init__(self, head: LogprobHead, texts: TokenTexts) -> None:
+        self.head, self.texts = head, texts
+
+    @torch.inference_mode()
+    def score(self, found: TokenLogprobs, carried: Carried, written: Sequence[int] = ()) -> TokenScores:
+        """Score the tokens of a block.
+
+        Args:
+            found: at least one token.
+            carried: the state after the last accepted draft token.
+            written: tokens that the target has written since.
+        """
+        k = self.head.config.k
+        device = self.head.bias.device
+        own = torch.tensor(list(written), dtype=torch.long, device=device)
+        features = torch.cat([certain_features(len(own), k).to(device), found.features.to(device)])
+        ids = torch.cat([own, found.ids.to(device)])
+        first = torch.cat([own, found.top_ids[:, 0].to(device)])
+        memory = torch.tensor([carried.memory], device=device) if carried.memory else None
+        each, states = self.head(features[None], ids[None], first[None], self.texts, memory)
+        each = each[0, len(own) :].masked_fill(found.is_greedy_choice.to(device), -torch.inf)
+        doubt = torch.cat([each.new_tensor([carried.doubt]), each]).logcumsumexp(0)[1:]
+        return TokenScores(self.head.bias - doubt, doubt, states[0, len(own) :])

@@ -1,0 +1,54 @@
+"""Configuration of the training on log-probabilities: the keys of `recipes/train-logprob.yaml`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from parse_infer.errors import ParseError
+from parse_infer.judge.logprob_head import LogprobHeadConfig
+from parse_train.validity.config import JudgeTrainingConfig
+
+
+@dataclass
+class LogprobTrainingConfig(JudgeTrainingConfig):
+    """Fields of the training of a head on log-probabilities.
+
+    Raises:
+        ValueError: a value out of range, or an unsupported option of `TrainingArguments`.
+    """
+
+    k: int = field(default=5, metadata={"help": "Number of the target's first choices to read; at most as stored."})
+    width: int = field(default=64, metadata={"help": "Size of the layers and of the recurrent state."})
+    text_size: int = field(
+        default=32,
+        metadata={"help": "Size of a token's embedding; 0: the judge knows flags of a token, and not its text."},
+    )
+    buckets: int = field(default=8192, metadata={"help": "Hash values of the byte n-grams of tokens."})
+    noise: float = field(
+        default=0.06,
+        metadata={"help": "Largest noise of log-probabilities in training: bfloat16 logits near 20 step by 0.125."},
+    )
+    certain_share: float = field(
+        default=0.1,
+        metadata={
+            "help": "Share of the tokens equal to the target's first choice that training shows as the target's own, "
+            "like the tokens that it writes itself in an answer."
+        },
+    )
+    learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate (AdamW)."})
+    num_train_epochs: float = field(default=8.0, metadata={"help": "Passes over the training drafts."})
+    per_device_train_batch_size: int = field(default=32, metadata={"help": "Drafts per process and step."})
+    per_device_eval_batch_size: int = field(default=128, metadata={"help": "Drafts per process in evaluation."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("k", "width", "buckets"):
+            if getattr(self, key) < 1:
+                raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 1")
+        for key in ("text_size", "noise", "certain_share"):
+            if getattr(self, key) < 0:
+                raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 0")
+
+    @property
+    def head(self) -> LogprobHeadConfig:
+        return LogprobHeadConfig(self.k, self.width, self.text_size, self.buckets)

@@ -1,0 +1,88 @@
+"""Recipe `logprob`: train a head on log-probabilities, choose the threshold, export. It loads no model.
+
+`accelerate launch recipes/train-logprob.yaml`
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import set_seed
+
+from data_tools.labels.logprobs import read_drafts, read_info
+from parse_infer.errors import ParseError
+from parse_infer.held_out import prompt_hash
+from parse_infer.judge.adapter import ValidityConfig
+from parse_infer.judge.cuts import CutPolicy
+from parse_infer.judge.logprob_head import LogprobHead
+from parse_infer.judge.token_logprobs import TokenTexts
+from parse_infer.models.loading import load_served_model
+from parse_infer.models.tokenizer_spec import TokenizerSpec
+from parse_train import checkpoints, tracking
+from parse_train.logprob.config import LogprobTrainingConfig
+from parse_train.logprob.data import LogprobCollator, load_datasets
+from parse_train.logprob.model import LogprobModel
+from parse_train.validity.build_info import BuildInfo, read_build_info
+from parse_train.validity.request_risk import calibrate_requests
+from parse_train.validity.train import finish, served_drafts
+from parse_train.validity.trainer import ValidityTrainer
+
+_KNOWN_TEXT = 64  # tokens of the text by which a server is recognised
+
+
+def main(config: LogprobTrainingConfig) -> None:
+    """Run the recipe; every process of a distributed run must call this function."""
+    set_seed(config.seed)
+    build, reads = read_build_info(config.data), read_info(Path(config.data))
+    if not build.target:
+        raise ParseError(f"{config.data} has no build.json that names the target: build it with `parse-data build`")
+    if config.k > reads["k"]:
+        raise ParseError(f"k is {config.k}, but {config.data} stores {reads['k']} first choices per token: lower k")
+    config.cut_policy = config.cut_policy or build.cut_policy
+    config.template_options = config.template_options or build.template_options
+    language = load_served_model(build.target["name"], template_options=config.template_options)
+    train, evaluation, counts = load_datasets(config, config.k)
+    served_drafts(config, evaluation)  # reject a wrong temperature before the training
+    texts = TokenTexts(language.tokenizer, language.eos_ids, config.buckets)
+    model = LogprobModel(LogprobHead(config.head), texts, config.noise, config.certain_share)
+    facts = describe(config, build, language, reads, counts)
+    if config.process_index == 0:
+        print(", ".join(f"{name} {value}" for name, value in counts.items()))
+    start = checkpoints.prepare(config, len(train))
+    tracking.start(config, resumed=start.checkpoint is not None)
+    for data in filter(None, (config.data, config.eval_data)):
+        tracking.log_artifact(config, "dataset", f"{Path(data).name}-drafts", data, counts)
+    trainer = ValidityTrainer(model, config, train, evaluation, data_collator=LogprobCollator())
+    checkpoints.train(trainer, start)
+    learnt = {prompt_hash(example.prompt) for example in train.examples}
+    finish(config, trainer, evaluation, facts, learnt)
+    calibrate_requests(config, build)
+    tracking.log_artifact(config, "model", f"{Path(str(config.output_dir)).name}-adapter", str(config.adapter_dir))
+    tracking.finish()
+
+
+def describe(
+    config: LogprobTrainingConfig,
+    build: BuildInfo,
+    language: TokenizerSpec,
+    reads: dict[str, Any],
+    counts: dict[str, int],
+) -> ValidityConfig:
+    """Return the metadata of the adapter folder."""
+    settings = ("noise", "certain_share", "learning_rate", "num_train_epochs", "seed")
+    provenance: dict[str, Any] = {"data": config.data, **counts, "template_options": config.template_options}
+    provenance |= {name: getattr(config, name) for name in settings}
+    known = next(read_drafts(config.data))
+    own = known.found.own[:_KNOWN_TEXT].tolist()
+    context = language.render(known.row.prompt)
+    reference = {"ids": [*context, *known.found.ids[: len(own)].tolist()], "logprobs": [round(x, 4) for x in own]}
+    return ValidityConfig(
+        probe_ids=(),
+        probe_text="",
+        target=build.target,
+        logprobs={"reads": reads, "reference": reference},
+        cut_policy=CutPolicy.from_dict(config.cut_policy).to_dict(),
+        label={"kind": "hard", **build.label, "class_weighting": config.class_weighting},
+        provenance=provenance,
+    )

@@ -1,0 +1,142 @@
+"""A judge on log-probabilities over plain servers: the answers of the local engine, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from parse_infer.backends.logprob_reads import LogprobReads, read_response
+from parse_infer.sampling import Sampling
+
+PROMPT = "Tom has 5 apples."
+N = 40
+
+
+@pytest.fixture
+def pair(make_engine, random_adapter) -> Any:
+    """An engine whose judge reads log-probabilities; half of the thresholds accept something other than the target."""
+
+    def make(**options: Any) -> Any:
+        engine = make_engine(**options)
+        judge = random_adapter(engine.target.model, logprobs=True)
+        known = engine.target.render("How many?")
+        with torch.inference_mode():
+            scores = engine.target.model(torch.tensor([known])).logits[0].log_softmax(-1)
+        own = [scores[i, token].item() for i, token in enumerate(known[1:])]
+        judge.config.logprobs["reference"] = {"ids": known, "logprobs": own}
+        return type(engine).from_models(engine.target, engine.draft, judge)
+
+    return make
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.02, 0.1, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("block_tokens", ["auto", 7, "whole"])
+def test_answers_are_those_of_the_local_engine(pair, connect, threshold, block_tokens):
+    engine = pair()
+    coordinator, targets, _ = connect(engine)
+    settings = {"max_new_tokens": N, "threshold": threshold, "block_tokens": block_tokens}
+    expected = engine.generate(PROMPT, **settings, keep_greedy_match=True)
+    found = coordinator.generate(PROMPT, **settings)
+    assert found.token_ids == expected.token_ids
+    assert found.fallback is None
+    assert any(body.get("prompt_logprobs") == 3 for body in targets[0].bodies)
+
+
+def test_a_rejected_token_is_corrected_without_a_request(pair, connect):
+    engine = pair()
+    coordinator, targets, _ = connect(engine)
+    found = coordinator.generate(PROMPT, max_new_tokens=N, threshold=0.3)
+    asked = [body for body in targets[0].bodies if not body.get("prompt_logprobs")]
+    corrected = sum(span.source == "target" for span in found.spans)
+    assert corrected > 2, found.spans
+    assert not asked
+    assert found.stats.target_forwards == len(targets[0].bodies)
+
+
+def test_a_corrected_token_of_a_sampled_answer_is_the_servers(pair, connect):
+    coordinator, targets, _ = connect(pair())
+    sampling = Sampling(0.8, seed=1)
+    found = coordinator.generate(PROMPT, max_new_tokens=N, threshold=0.3, resume_sampling=sampling)
+    assert any(span.source == "target" for span in found.spans)
+    assert any(body.get("stream") for body in targets[0].bodies)
+
+
+def test_above_1_the_target_answers_alone(pair, connect):
+    engine = pair()
+    coordinator, targets, _ = connect(engine)
+    found = coordinator.generate(PROMPT, max_new_tokens=N, threshold=2)
+    assert found.token_ids == engine.generate_target(PROMPT, max_new_tokens=N).token_ids
+    assert not any(body.get("prompt_logprobs") for body in targets[0].bodies)
+
+
+def test_a_read_that_would_be_too_long_is_not_sent(pair, connect):
+    engine = pair()
+    limit = len(engine.target.render(PROMPT)) + 12
+    coordinator, targets, _ = connect(engine, max_read_tokens=limit)
+    found = coordinator.generate(PROMPT, max_new_tokens=N, threshold=0.0)
+    assert len(found.token_ids) > 12 or found.finish_reason == "stop"
+    reads = [body["prompt"] for body in targets[0].bodies if body.get("prompt_logprobs")]
+    assert reads and max(map(len, reads)) <= limit
+
+
+@pytest.mark.parametrize("fault", ["500", "half", "nonsense"])
+def test_where_the_judge_fails_the_target_answers(pair, connect, fault):
+    engine = pair()
+    coordinator, targets, _ = connect(engine, patience_s=0.2)
+    targets[0].judge_fault = fault
+    found = coordinator.generate(PROMPT, max_new_tokens=N, threshold=0.3)
+    assert found.fallback == "judge_failed"
+    assert found.token_ids == engine.generate_target(PROMPT, max_new_tokens=N).token_ids
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("missing", "has no prompt_logprobs"),
+        ("shifted", "do not belong to the tokens"),
+        ("raw", "are no log-probabilities"),
+        ("few", "log-probabilities per token"),
+    ],
+)
+def test_a_server_that_cannot_supply_them_is_refused(pair, connect, fault, message):
+    coordinator, targets, _ = connect(pair())
+    targets[0].logprob_fault = fault
+    with pytest.raises(ValueError, match=message) as error:
+        coordinator.backend.run(coordinator.backend.handshake())
+    assert targets[0].url in str(error.value)
+
+
+def test_another_model_under_the_same_name_is_refused(pair, connect):
+    engine = pair()
+    coordinator, _, _ = connect(engine)
+    known = engine.backend.judge.config.logprobs["reference"]
+    known["logprobs"] = [value + 0.4 for value in known["logprobs"]]  # as much as quantisation may change
+    coordinator.backend.run(coordinator.backend.handshake())
+    known["logprobs"] = [value + 0.4 for value in known["logprobs"]]
+    with pytest.raises(ValueError, match="runs another model than the adapter's target"):
+        coordinator.backend.run(coordinator.backend.handshake())
+
+
+def test_scores_of_a_text_are_the_local_engines(pair, connect):
+    engine = pair()
+    coordinator, _, _ = connect(engine)
+    text = "There are 5 apples.\nSo 7 in all."
+    local, served = (one.score(PROMPT, text) for one in (engine, coordinator))
+    assert [segment.validity for segment in served.segments] == pytest.approx(
+        [s.validity for s in local.segments], abs=1e-4
+    )
+
+
+def test_entries_belong_to_the_last_tokens():
+    entry = {str(id): {"logprob": -id} for id in range(1, 5)}
+    read = read_response({"choices": [{"prompt_logprobs": [None, {}, entry, entry]}]}, [4, 1], 2)
+    assert read.own.tolist() == [-4.0, -1.0]
+    assert read.top_ids.tolist() == [[1, 2], [1, 2]]
+
+
+def test_the_head_needs_no_hidden_states(pair):
+    judge = pair().backend.judge
+    assert isinstance(judge.config.logprobs, dict)
+    assert LogprobReads(judge.config, judge.head, None, ()).request("m", [1, 2])["prompt_logprobs"] == 3

@@ -1,0 +1,112 @@
+"""The judge on log-probabilities: what it reads, what it carries, and its files."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from parse_infer.judge.adapter import ValidityAdapter
+from parse_infer.judge.carried import Carried
+from parse_infer.judge.cuts import Segmenter
+from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig, LogprobJudge
+from parse_infer.judge.token_logprobs import (
+    TokenLogprobs,
+    TokenTexts,
+    certain_features,
+    n_features,
+    read_logprobs,
+)
+from parse_infer.judge.verifier import Verifier
+from parse_infer.models.architecture import output_layer
+from parse_infer.models.decoder import Decoder
+
+CONTEXT, DRAFT = [5, 9, 31, 7], [random.Random(3).randrange(1, 250) for _ in range(150)]
+
+
+@pytest.fixture
+def found(model) -> TokenLogprobs:
+    """Log-probabilities of `DRAFT`, from the model's own forward."""
+    with torch.inference_mode():
+        states = model.base_model(torch.tensor([CONTEXT + DRAFT])).last_hidden_state[0, len(CONTEXT) - 1 : -1]
+    return read_logprobs(states, torch.tensor(DRAFT), output_layer(model), k=3)
+
+
+def test_log_probabilities_are_those_of_the_whole_vocabulary(model, found):
+    with torch.inference_mode():
+        logits = model(torch.tensor([CONTEXT + DRAFT])).logits[0, len(CONTEXT) - 1 : -1]
+    own = logits.log_softmax(-1)
+    assert found.own.tolist() == pytest.approx(own.gather(-1, torch.tensor(DRAFT)[:, None])[:, 0].tolist(), abs=1e-4)
+    assert torch.equal(found.top_ids, own.topk(3).indices)
+    assert torch.equal(found.is_greedy_choice, own.argmax(-1) == torch.tensor(DRAFT))
+
+
+def test_features_are_finite_whatever_an_engine_reports():
+    infinite, ids = torch.tensor([-float("inf"), 0.0]), torch.tensor([4, 5])
+    top = torch.tensor([[0.0, -float("inf")], [0.0, -9999.0]])
+    features = TokenLogprobs(ids, infinite, torch.tensor([[7, 8], [5, 6]]), top).features
+    assert features.shape == (2, n_features(2)) and features.isfinite().all()
+    assert torch.equal(features[1], certain_features(1, 2)[0])  # the first choice, without doubt
+
+
+def test_untrained_the_doubt_is_the_gap_to_the_first_choice(tokenizer, found):
+    judge = LogprobJudge(LogprobHead(LogprobHeadConfig(k=3)), TokenTexts(tokenizer, (), 8192))
+    gap = found.top[:, 0] - found.own - 3
+    expected = gap.masked_fill(found.is_greedy_choice, -torch.inf).logcumsumexp(0)
+    assert judge.score(found, Carried()).doubt.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_the_targets_own_tokens_add_no_doubt_and_are_remembered(model, tokenizer, random_adapter, found):
+    judge = LogprobJudge(random_adapter(model, logprobs=True).head, TokenTexts(tokenizer, (), 64))
+    carried, parts = Carried(0, 0.3), []
+    for written in ([], [12, 13]):
+        parts.append(judge.score(found, carried, written))
+    assert parts[0].doubt[0] != parts[1].doubt[0], "the tokens before make no difference"
+    certain = TokenLogprobs(
+        torch.tensor([12, 13]),
+        torch.zeros(2),
+        torch.tensor([[12, 1, 1], [13, 1, 1]]),
+        torch.tensor([[0.0, -99, -99]] * 2),
+    )
+    first = judge.score(certain, carried)
+    assert first.doubt.tolist() == pytest.approx([0.3, 0.3])
+    after = Carried(2, 0.3, tuple(first.memory[-1].tolist()))
+    assert judge.score(found, after).logits.tolist() == pytest.approx(parts[1].logits.tolist(), abs=1e-5)
+
+
+def test_whole_drafts_have_the_verdicts_of_blocks(model, tokenizer, random_adapter):
+    verifier = Verifier(Decoder(model, ()), random_adapter(model, logprobs=True), Segmenter(tokenizer))
+    verifier.decoder.seek(CONTEXT)
+    whole = verifier.verify(DRAFT, [0, 10, 77, 150])
+    verifier.decoder.seek(CONTEXT)
+    block = verifier.verify_block(DRAFT)
+    assert whole.validity == pytest.approx([1.0, *(block.validity[cut - 1] for cut in (10, 77, 150))], abs=1e-5)
+    assert whole.is_greedy_choice is not None
+
+
+def test_a_saved_judge_scores_alike(model, tokenizer, random_adapter, tmp_path):
+    judge = random_adapter(model, logprobs=True)
+    loaded = ValidityAdapter.from_pretrained(judge.save_pretrained(tmp_path / "judge"), model)
+    assert loaded.fingerprint == judge.fingerprint
+    assert {path.name for path in (tmp_path / "judge").iterdir()} == {
+        "README.md",
+        "validity_config.json",
+        "validity_head.safetensors",
+    }
+    verifiers = [Verifier(Decoder(model, ()), one, Segmenter(tokenizer)) for one in (judge, loaded)]
+    for verifier in verifiers:
+        verifier.decoder.seek(CONTEXT)
+    first, second = (verifier.verify_block(DRAFT).validity for verifier in verifiers)
+    assert first == second
+
+
+def test_a_token_is_known_by_its_text():
+    class Texts:
+        def decode(self, ids: list[int]) -> str:
+            return {1: "12", 2: " plus", 3: "=", 4: ".\n", 5: "</s>"}[ids[0]]
+
+    texts = TokenTexts(Texts(), {5}, 1000)
+    values, offsets, flags = texts.of([1, 2, 3, 4, 5])
+    assert offsets.tolist()[0] == 0 and int(values.max()) < 1000
+    assert flags.tolist() == [[1, 0, 0, 0, 0], [0, 0, 0, 1, 0], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 0, 1]]

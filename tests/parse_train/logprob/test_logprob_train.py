@@ -1,0 +1,116 @@
+"""Training on log-probabilities: stored beside the rows, read without the target, and scored as at inference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_tools.labels.backends import LocalWriter
+from data_tools.labels.logprobs import add_logprobs, read_drafts
+from parse_infer.judge.adapter import ValidityAdapter, describe_target
+from parse_infer.judge.cuts import CutPolicy, Segmenter
+from parse_infer.judge.token_logprobs import TokenTexts
+from parse_infer.judge.verifier import Verifier
+from parse_infer.models.decoder import Decoder
+from parse_infer.models.loading import load_language_model
+from parse_train.__main__ import main
+from parse_train.logprob.data import LogprobCollator, LogprobExample
+from parse_train.logprob.model import LogprobModel
+
+OPTIONS = [
+    "--max_steps",
+    "4",
+    "--report_to",
+    "none",
+    "--per_device_train_batch_size",
+    "8",
+    "--k",
+    "3",
+    "--eval_share",
+    "0.5",
+]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory, tokenizer, make_model, build_rows, write_jsonl) -> Path:
+    """A build with log-probabilities of three first choices, and its target's files."""
+    folder = tmp_path_factory.mktemp("logprob")
+    target = folder / "target"
+    make_model("llama_gqa").save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    half = len(build_rows) // 2
+    for start, rows in ((0, build_rows[:half]), (8, []), (16, build_rows[half:])):
+        write_jsonl(folder / "build" / "data" / f"train-{start:06}-{start + 8:06}.jsonl", rows)
+    model = load_language_model(target, role="target", dtype="float32")
+    facts = {"config": {"cut_policy": CutPolicy().to_dict()}, "models": {"target": describe_target(model.model)}}
+    facts["models"]["target"]["name"] = str(target)
+    (folder / "build" / "build.json").write_text(json.dumps(facts))
+    add_logprobs(folder / "build", lambda: LocalWriter(model, 5), 3)
+    return folder
+
+
+def recipe(folder: Path, out: Path, **keys: Any) -> str:
+    lines = {"recipe": "logprob", "data": folder / "build", "output_dir": out, "calibration_problems": 0, **keys}
+    path = out.with_suffix(".yaml")
+    path.write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
+    return str(path)
+
+
+def test_a_judge_is_trained_without_the_targets_weights(build, make_model, tokenizer, tmp_path, capsys):
+    weights = build / "target" / "model.safetensors"
+    hidden = weights.rename(tmp_path / "weights")
+    try:
+        assert main([recipe(build, tmp_path / "out"), *OPTIONS]) == 0, capsys.readouterr().err
+    finally:
+        hidden.rename(weights)
+    loaded = load_language_model(build / "target", role="target", dtype="float32")
+    judge = ValidityAdapter.from_pretrained(tmp_path / "out" / "adapter", loaded.model)
+    assert judge.config.logprobs["reads"]["engine"] == "transformers"
+    assert 0 < judge.config.metrics["auroc"] <= 1
+    assert judge.train_problems and judge.config.threshold is not None
+
+    model = LogprobModel(judge.head, TokenTexts(tokenizer, loaded.eos_ids, judge.head.config.buckets)).eval()
+    verifier = Verifier(Decoder(loaded.model, loaded.eos_ids), judge, Segmenter(loaded.tokenizer))
+    for draft in list(read_drafts(build / "build"))[:6]:
+        batch = LogprobCollator()([LogprobExample.of(draft, 3)])
+        with torch.inference_mode():
+            logits = model(**{key: batch[key] for key in ("own", "top", "ids", "first", "cuts")})["logits"][0]
+        verifier.decoder.seek(loaded.render(draft.row.prompt))
+        found = verifier.verify(draft.row.draft_ids, draft.row.cuts)
+        assert found.validity == pytest.approx(judge.config.validity(logits).tolist(), abs=1e-4)
+
+
+def test_reads_are_complete_and_continue_where_they_stopped(build, tmp_path):
+    before = [draft.found.own.tolist() for draft in read_drafts(build / "build")]
+    assert len(before) == 48 and all(value < 0 for row in before for value in row)
+    last = sorted((build / "build" / "logprobs").glob("*.parquet"))[-1]
+    last.unlink()
+    with pytest.raises(FileNotFoundError, match="run the same `parse-data build` with --logprobs 3 again"):
+        list(read_drafts(build / "build"))
+    model = load_language_model(build / "target", role="target", dtype="float32")
+    add_logprobs(build / "build", lambda: LocalWriter(model, 5), 3)
+    assert [draft.found.own.tolist() for draft in read_drafts(build / "build")] == before
+    add_logprobs(build / "build", lambda: pytest.fail("nothing is missing"), 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--k", "4"], "stores 3 first choices per token: lower k"),
+        (["--width", "0"], "width is 0; it must be at least 1"),
+        (["--data", "nowhere"], "nowhere has no log-probabilities: run `parse-data build RECIPE --logprobs 5`"),
+    ],
+)
+def test_mistakes_are_one_sentence(build, tmp_path, capsys, options, message):
+    assert main([recipe(build, tmp_path / "out"), *OPTIONS, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_reads_of_another_size_are_kept_apart(build):
+    with pytest.raises(ValueError, match="has log-probabilities with k 3, not 5"):
+        add_logprobs(build / "build", lambda: pytest.fail("nothing is read"), 5)
