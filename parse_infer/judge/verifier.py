@@ -77,7 +77,7 @@ class Verification:
         return self.scores is not None
 
     def carried(self, tokens: int, cut: int) -> Carried:
-        """What the judge carries into the next block if the answer has `tokens` tokens, the last `cut` of this block."""
+        """What the judge carries into the next block; see `loop.Verdict`."""
         scores = self.scores
         assert scores is not None
         memory = () if scores.memory is None else tuple(scores.memory[cut - 1].tolist())
