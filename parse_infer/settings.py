@@ -60,9 +60,10 @@ class GenerationSettings:
         "whole: the draft is a whole answer, and the target writes the rest after a rejection.",
         ge=1,
     )
-    """A judge without token doubt, and every judge over servers, knows only that a segment fails. "auto" is "whole"
-    there, and in blocks of a number the target writes a segment; else see `parse_infer.block_length`. A given draft
-    text is always read whole. None means "whole", the published method (PARSE, arXiv 2605.04263)."""
+    """A judge without token doubt, and on servers every judge but one on log-probabilities, knows only that a segment
+    fails. "auto" is "whole" there, and in blocks of a number the target writes a segment. A judge on log-probabilities
+    over servers reads the rest of the answer as one block with "auto"; else see `parse_infer.block_length`. A given
+    draft text is always read whole. None means "whole", the published method (PARSE, arXiv 2605.04263)."""
     draft_sampling: Sampling = setting(Sampling(), "Sampling of the draft model.")
     resume_sampling: Sampling = setting(Sampling(), "Sampling of the target.")
     stop: tuple[str, ...] = setting((), "Stop strings: the answer ends after the first one and includes it.")

@@ -139,8 +139,8 @@ class LogprobReads:
         if not difference <= _NOISE:
             raise ServerError(
                 f"the target server {url} runs another model than the adapter's target "
-                f"{self.config.target['name']!r}: log-probabilities of a known text differ by {difference:.2f} nats on "
-                f"average (limit {_NOISE:g})"
+                f"{self.config.target['name']!r}: log-probabilities of a known text differ by {difference:.2f} "
+                f"nats on average (limit {_NOISE:g})"
             )
 
 
