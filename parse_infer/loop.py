@@ -97,9 +97,12 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
     """Yield all events of an answer except `Done`."""
     settings, answer = request.settings, request.answer
     for round in itertools.count(1):
+        strict = len(answer.ids) < settings.strict_tokens  # nothing is drafted yet
+
         # propose: the draft model drafts the rest of the answer
         with request.timed("draft_s"):
-            draft = answer.truncate(await pair.propose(round), pair.max_draft_tokens())
+            proposed = () if strict else await pair.propose(round)
+            draft = answer.truncate(proposed, pair.max_draft_tokens())
         yield Drafted(round, "".join(answer.preview(draft, [len(draft)])), len(draft))
 
         # verify: the target reads the draft once; the judge scores each prefix
@@ -126,7 +129,7 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
         # resume: the target continues after the accepted tokens
         pair.commit(draft, verdict, cut + tail)
         written: list[int] = []
-        if pair.draft_continues(draft, cut + tail, written):
+        if not strict and pair.draft_continues(draft, cut + tail, written):
             continue
         async with aclosing(pair.resume(round, draft[cut + tail :])) as tokens:
             async for token in tokens:
@@ -135,7 +138,9 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
                 if answer.is_finished:
                     return
                 # Another tokenizer cannot continue inside a character.
-                if answer.complete and pair.draft_continues(draft, cut + tail, written):
+                if not answer.complete or len(answer.ids) < settings.strict_tokens:
+                    continue
+                if strict or pair.draft_continues(draft, cut + tail, written):
                     break
 
 

@@ -64,6 +64,10 @@ class GenerationSettings:
     fails. "auto" is "whole" there, and in blocks of a number the target writes a segment. A judge on log-probabilities
     over servers reads the rest of the answer as one block with "auto"; else see `parse_infer.block_length`. A given
     draft text is always read whole. None means "whole", the published method (PARSE, arXiv 2605.04263)."""
+    strict_tokens: int = setting(
+        0, "The target writes this many tokens of the answer itself, before the first draft.", ge=0
+    )
+    """Whoever begins an answer decides whether a request is refused (SecureSD, arXiv 2610.08678)."""
     draft_sampling: Sampling = setting(Sampling(), "Sampling of the draft model.")
     resume_sampling: Sampling = setting(Sampling(), "Sampling of the target.")
     stop: tuple[str, ...] = setting((), "Stop strings: the answer ends after the first one and includes it.")

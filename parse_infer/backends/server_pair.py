@@ -203,7 +203,8 @@ class ServerModelPair:
         self._by_token = target.reads is not None and of_model and length != "whole"
         self._choice: int | None = None  # the target's own token after the accepted ones, if a read has shown it
         self._blocks = length if isinstance(length, int) and in_blocks else None
-        self._watched = watched or in_blocks or self._by_token  # in blocks the target's stream ends early
+        # In blocks, and before the first draft, the target's stream ends early.
+        self._watched = watched or in_blocks or self._by_token or request.settings.strict_tokens > 0
         self._drafted = 0  # draft tokens of the last block; it has none for the target if it ends inside a character
         self._at, self._draft_at = at, draft_at
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -176,9 +176,9 @@ def resolve_risk(settings: GenerationSettings, calibration: Calibration | None) 
         raise CalibrationError(
             f"risk is {risk}, but the calibration covers greedy answers only: set temperatures to 0"
         )
-    if settings.ignore_eos or settings.min_tokens:
-        given = "ignore_eos" if settings.ignore_eos else "min_tokens"
-        raise CalibrationError(f"risk is {risk}, but the calibration does not cover {given}: omit {given}")
+    for given in ("ignore_eos", "min_tokens", "strict_tokens"):
+        if getattr(settings, given):
+            raise CalibrationError(f"risk is {risk}, but the calibration does not cover {given}: omit {given}")
     if settings.max_new_tokens < calibration.max_new_tokens:
         raise CalibrationError(
             f"risk is {risk}, but the calibration covers answers of up to {calibration.max_new_tokens} tokens and "

@@ -122,6 +122,19 @@ def test_the_targets_own_choice_adds_no_doubt(make_block_engine):
     assert verifier.verify_block(changed).validity[4:6] == [1.0, pytest.approx(0.5, abs=0.4999)]
 
 
+@pytest.mark.parametrize("length", [3, "auto", "whole"])
+def test_the_target_writes_the_strict_tokens(make_block_engine, length):
+    """Even where everything of a draft is accepted."""
+    engine = make_block_engine(noise=1.0)
+    settings = {"max_new_tokens": N, "threshold": 0.0, "block_tokens": length}
+    own, loose = alone(engine), engine.generate(PROMPT, **settings)
+    assert loose.token_ids[:9] != own[:9]
+    strict = engine.generate(PROMPT, **settings, strict_tokens=9)
+    assert strict.token_ids[:9] == own[:9] and strict.token_ids != own
+    assert strict.spans[0].source == "target" and strict.spans[0].n_tokens == 9
+    assert engine.generate(PROMPT, **settings, strict_tokens=N + 1).token_ids == own
+
+
 # What each event says
 
 

@@ -63,6 +63,15 @@ def test_a_corrected_token_of_a_sampled_answer_is_the_servers(pair, connect):
     assert any(body.get("stream") for body in targets[0].bodies)
 
 
+def test_the_target_writes_the_strict_tokens(pair, connect):
+    engine = pair()
+    coordinator, _, _ = connect(engine)
+    settings = {"max_new_tokens": N, "threshold": 0.0, "strict_tokens": 9}
+    found = coordinator.generate(PROMPT, **settings)
+    assert found.token_ids[:9] == engine.generate_target(PROMPT, max_new_tokens=9).token_ids
+    assert found.token_ids == engine.generate(PROMPT, **settings).token_ids
+
+
 def test_above_1_the_target_answers_alone(pair, connect):
     engine = pair()
     coordinator, targets, _ = connect(engine)
