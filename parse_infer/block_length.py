@@ -182,12 +182,12 @@ class BlockLength:
 
 
 def strictness(threshold: float) -> int:
-    """Return the class of a threshold: its rounded log-odds within -7..7, or 8 above 1. Draft tokens survive a lenient
+    """Return the class of a threshold: its rounded log-odds within -7..9, or 10 above 1. Draft tokens survive a lenient
     threshold more often than a strict one, so each class is measured on its own."""
     if threshold > 1:
-        return 8
+        return 10
     share = min(max(threshold, 1e-6), 1 - 1e-6)
-    return min(max(round(math.log(share / (1 - share))), -7), 7)
+    return min(max(round(math.log(share / (1 - share))), -7), 9)
 
 
 def _prior() -> list[float]:

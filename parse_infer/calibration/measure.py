@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from parse_infer.engine import ParseEngine
 
 # Fixed before any problem is seen. Evenly spaced in log-odds, because validities concentrate near 1.
-THRESHOLDS: tuple[float, ...] = (ACCEPT_NOTHING, *(1 / (1 + math.exp(x / 4)) for x in range(-28, 29)), 0.0)
+THRESHOLDS: tuple[float, ...] = (ACCEPT_NOTHING, *(1 / (1 + math.exp(x / 2)) for x in range(-18, 15)), 0.0)
 BLOCKS: tuple[BlockTokens, ...] = ("whole", "auto")
 SAMPLE_TEMPERATURE = 0.7  # of the target's samples for a majority answer
 _MIN_TARGET_PROBLEMS = 50  # a usable target answers at least one of this many problems right

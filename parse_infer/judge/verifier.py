@@ -28,8 +28,8 @@ from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 
 _START = Carried()
-NEGLIGIBLE_DOUBT = -7.0
-"""A token below it counts as the target's own. It lowers a validity near 1 by less than 0.001."""
+NEGLIGIBLE_DOUBT = -10.0
+"""A token below it counts as the target's own. It lowers a validity near 1 by less than 0.0001."""
 
 
 class Judge(Protocol):
