@@ -109,7 +109,7 @@ class _Line:
 
 @dataclass
 class BlockLength:
-    """Measures costs and survival over the requests of one `strictness`, and ends blocks by the rule above.
+    """Measures costs and survival over the requests of one `threshold_class`, and ends blocks by the rule above.
 
     Attributes:
         pause: tokens that the target writes alone before the next block; 0 while drafts pay.
@@ -181,8 +181,8 @@ class BlockLength:
         return min(max(_FIRST_PAUSE, 2 * self._last_pause), _LONGEST_PAUSE)
 
 
-def strictness(threshold: float) -> int:
-    """Return the class of a threshold: its rounded log-odds within -7..9, or 10 above 1. Draft tokens survive a lenient
+def threshold_class(threshold: float) -> int:
+    """Return the class of a threshold: its rounded log-odds within -7..9; 10 above 1. Draft tokens survive a lenient
     threshold more often than a strict one, so each class is measured on its own."""
     if threshold > 1:
         return 10

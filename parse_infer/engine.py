@@ -375,6 +375,8 @@ class ParseEngine:
 
     def _request(self, prompt: Prompt, settings: GenerationSettings, has_draft_text: bool) -> Request:
         """Resolve the settings and check the prompt; raise ValueError for an invalid request."""
+        if settings.strict_tokens and has_draft_text:
+            raise SettingsError("strict_tokens and draft_text were both given: a given draft begins the answer")
         if settings.risk is not None and has_draft_text:
             raise SettingsError(
                 "risk and draft_text were both given: a calibration covers only the draft model's drafts"

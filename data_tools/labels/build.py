@@ -6,6 +6,7 @@ import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from random import Random
 from typing import Any, cast
 
 import torch
@@ -19,13 +20,14 @@ from data_tools.labels.prefix_search import PrefixSearch
 from data_tools.labels.progress import BuildProgress
 from data_tools.labels.rollouts import Place, PrefixRollouts, is_right
 from data_tools.labels.rows import read_rows
-from data_tools.labels.sequential_test import Tally
+from data_tools.labels.sequential_test import LabelRule, Tally
 from data_tools.labels.shards import GroupFolder
 from data_tools.labels.summary import Summary, summarise
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem, Split, Task
 from parse_infer.errors import ParseError
 from parse_infer.judge.cuts import Segmenter
+from parse_infer.sampling import seed_of
 
 __all__ = ["BuildConfig", "Labeller", "build"]
 
@@ -80,17 +82,58 @@ def build(config: BuildConfig) -> Summary:
 
 @dataclass
 class _Case:
-    """One draft and its label search."""
+    """One draft and its label search; `by_token` continues the search inside the first wrong segment.
+
+    Attributes:
+        refined: whether `by_token` is wanted.
+        start: offset of the first wrong segment. Prefix k of `by_token` has start + k + 1 tokens.
+    """
 
     problem: int
     draft: SampledDraft
     cuts: list[int]
     search: PrefixSearch
+    refined: bool = False
+    by_token: PrefixSearch | None = None
+    start: int = 0
+
+    @property
+    def needs_rollouts(self) -> bool:
+        return bool(self.search.pending()) or (self.refined and not self.search.foregone)
 
     @property
     def open_ids(self) -> list[int]:
         """The draft tokens up to the last prefix that may need rollouts."""
-        return self.draft.ids[: self.cuts[self.search.n_open - 1]]
+        return self.draft.ids if self.refined else self.draft.ids[: self.cuts[self.search.n_open - 1]]
+
+    def refine(self, rule: LabelRule) -> None:
+        """Begin the search by tokens, if a segment is wrong and the prefix before it is labelled."""
+        labels = self.search.result().labels
+        if not self.refined or False not in labels or None in labels[: labels.index(False)]:
+            return
+        wrong = labels.index(False)
+        self.start = self.cuts[wrong - 1] if wrong else 0
+        if (n := self.cuts[wrong] - self.start - 1) > 0:
+            self.by_token = PrefixSearch(n, rule, own_answer=None)
+
+    def labelled(self) -> list[tuple[int, bool, float | None, float]]:
+        """Return (cut, label, value, confidence) of each labelled prefix, in order."""
+        result = self.search.result()
+        found = [
+            (cut, label, value, confidence)
+            for cut, label, value, confidence in zip(
+                self.cuts, result.labels, result.values, result.confidence, strict=True
+            )
+            if label is not None
+        ]
+        if self.by_token is not None:
+            finer = self.by_token.result()
+            last_valid = max((k for k, label in enumerate(finer.labels) if label), default=None)
+            first_wrong = min((k for k, label in enumerate(finer.labels) if label is False), default=None)
+            for k in (last_valid, first_wrong):
+                if k is not None:
+                    found.append((self.start + k + 1, bool(finer.labels[k]), finer.values[k], finer.confidence[k]))
+        return sorted(found)
 
 
 class Labeller:
@@ -161,36 +204,47 @@ class Labeller:
             for draft in of_problem
         ]
 
-        open_cases = [case for case in cases if case.search.pending()]
+        open_cases = [case for case in cases if case.needs_rollouts]
         rollouts.add_drafts([(case.problem, case.open_ids) for case in open_cases])
         while wanted := [(i, *each) for i, case in enumerate(open_cases) for each in case.search.pending()]:
             self.activity(f"{len(wanted)} prefixes")
             found = rollouts.tallies([Place(i, open_cases[i].cuts[k], total) for i, k, total in wanted])
             for (i, k, _), tally in zip(wanted, found, strict=True):
                 open_cases[i].search.record(k, tally)
+        self._search_by_token(open_cases, rollouts)
         self.rollouts += rollouts.rollouts
 
         return [self._row(case, problems[case.problem], rollouts.prompts[case.problem]) for case in cases]
+
+    def _search_by_token(self, cases: Sequence[_Case], rollouts: PrefixRollouts) -> None:
+        for case in cases:
+            case.refine(self.config.label_rule(rollouts.prompts[case.problem]))
+        searches = [(i, case, case.by_token) for i, case in enumerate(cases) if case.by_token is not None]
+        while wanted := [(i, case, search, *each) for i, case, search in searches for each in search.pending()]:
+            self.activity(f"{len(wanted)} tokens")
+            places = [Place(i, case.start + k + 1, total) for i, case, _, k, total in wanted]
+            for (_, _, search, k, _), tally in zip(wanted, rollouts.tallies(places), strict=True):
+                search.record(k, tally)
 
     def _case(self, index: int, problem: Problem, draft: SampledDraft, prompt: Tally) -> _Case:
         cuts = self.config.policy.even_subset(self.segmenter.cuts(draft.ids))
         own_answer = is_right(self.target, self.task, problem, draft.ids) if draft.finished else None
         search = PrefixSearch(len(cuts), self.config.label_rule(prompt), own_answer, self.config.exhaustive)
-        return _Case(index, draft, cuts, search)
+        chosen = Random(seed_of(self.config.seed, problem.id, "token labels")).random() < self.config.token_labels
+        return _Case(index, draft, cuts, search, refined=chosen)
 
     def _row(self, case: _Case, problem: Problem, prompt: Tally) -> dict[str, Any]:
-        result, draft = case.search.result(), case.draft
+        draft, labelled = case.draft, case.labelled()
         # A prefix without a label has no cut: its segment joins the next segment, or is dropped at the draft's end.
-        decided = [k for k, label in enumerate(result.labels) if label is not None]
-        cuts = [case.cuts[k] for k in decided]
+        cuts = [cut for cut, _, _, _ in labelled]
         ids = draft.ids[: cuts[-1]] if cuts else []
         return {
             "prompt": problem.prompt,
             "completions": segment_texts(self.target, ids, cuts),
-            "labels": [result.labels[k] for k in decided],
-            "values": [result.values[k] for k in decided],
-            "confidence": [round(result.confidence[k], 4) for k in decided],
-            "undecided": len(case.cuts) - len(cuts),
+            "labels": [label for _, label, _, _ in labelled],
+            "values": [value for _, _, value, _ in labelled],
+            "confidence": [round(confidence, 4) for _, _, _, confidence in labelled],
+            "undecided": case.search.result().labels.count(None),
             "target_value": prompt.share,
             "n_rollouts": prompt.total,
             "draft_ids": ids,

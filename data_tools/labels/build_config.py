@@ -141,6 +141,13 @@ class BuildConfig:
         default=0.05,
         metadata={"help": "Maximum probability of a wrong label; less certain prefixes get no label."},
     )
+    token_labels: float = field(
+        default=0.0,
+        metadata={
+            "help": "Share of the problems where the search goes on by tokens inside the first wrong segment (about 4 "
+            "more rollouts a draft): its last valid and its first invalid prefix become two more labels."
+        },
+    )
     exhaustive: bool = field(
         default=False, metadata={"help": "Roll out from every prefix instead of searching for the first error."}
     )
@@ -167,6 +174,9 @@ class BuildConfig:
                 raise ParseError(f"the recipe needs the key {key}")
         for key in _AT_LEAST_ONE:
             self._check(key, getattr(self, key) >= 1, "at least 1")
+        if self.logprobs and self.wire != "ids":
+            raise ParseError(f"logprobs is {self.logprobs}, but wire {self.wire} sends texts: set wire to ids")
+        self._check("token_labels", 0 <= self.token_labels <= 1, "between 0 and 1")
         self._check("logprobs", 0 <= self.logprobs <= 20, "between 0 and 20, the most that servers return")
         self._check("limit", self.limit is None or self.limit >= 1, "at least 1")
         self._check("margin", 0 <= self.margin < 0.5, "at least 0 and below 0.5")
@@ -246,6 +256,8 @@ class BuildConfig:
     def identity(self) -> dict[str, Any]:
         """Return the settings that affect the rows. A folder begun with a different identity cannot be resumed."""
         values = {key: value for key, value in asdict(self).items() if key not in FREE_KEYS}
+        if not self.token_labels:  # folders of earlier versions do not have the key
+            del values["token_labels"]
         return values | {"cut_policy": self.policy.to_dict()}
 
 

@@ -55,20 +55,34 @@ def add_logprobs(folder: Path, writer: Callable[[], Writer], k: int) -> None:
         ValueError: the folder holds reads with another k.
     """
     info = folder / FOLDER / INFO
-    if info.is_file() and (before := read_json(info, "delete the folder")["k"]) != k:
-        raise ParseError(f"{info.parent} has log-probabilities with k {before}, not {k}: delete the folder, or keep k")
+    before = read_json(info, "delete the folder") if info.is_file() else None
+    if before is not None and before["k"] != k:
+        raise ParseError(
+            f"{info.parent} has log-probabilities with k {before['k']}, not {k}: delete the folder, or keep k"
+        )
     files = sorted((folder / "data").glob("*.jsonl"))
     missing = [file for file in files if not _beside(file).is_file()]
     if not missing:
         return
     target = writer()
     info.parent.mkdir(exist_ok=True)
-    if not info.is_file():
-        write_json(info, {"k": k, **target.describe_reads()})
+    now = {"k": k, **target.describe_reads()}
+    if before is None:
+        write_json(info, now)
+    elif changed := [key for key in now if before.get(key) != now[key]]:
+        key = changed[0]
+        raise ParseError(
+            f"{info.parent} was read with {key} {before.get(key)}, not {now[key]}, and engines round differently: "
+            "delete the folder to read all drafts again"
+        )
     for file in track(missing, "log-probabilities", console=Console(stderr=True)):
         rows = list(read_rows(file)) if file.stat().st_size else []
         drafts = [(target.model.render(row.prompt), row.draft_ids or []) for row in rows]
-        found = target.read(drafts, k) if drafts else []
+        labelled = [i for i, (_, draft) in enumerate(drafts) if draft]
+        empty = torch.empty(0)
+        found = [TokenLogprobs(empty, empty, empty, empty) for _ in drafts]
+        for i, one in zip(labelled, target.read([drafts[i] for i in labelled], k) if labelled else (), strict=True):
+            found[i] = one
         columns = {
             "logprob": [one.own.numpy(force=True) for one in found],
             "top_ids": [one.top_ids.flatten().numpy(force=True) for one in found],

@@ -160,7 +160,7 @@ class LocalBackend:
             cut_policy = CutPolicy.from_dict(judge.config.cut_policy) if judge is not None else CutPolicy()
         self.segmenter = Segmenter(target.tokenizer, cut_policy, self.probe_tokens)
         self.verifier = Verifier(target.decoder, judge, self.segmenter)
-        self.block_lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `strictness`
+        self.block_lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `threshold_class`
         self._current: Request | None = None
         self._turn = RLock()
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from parse_infer.block_length import FIRST, LONGEST, REPLAYED, strictness
+from parse_infer.block_length import FIRST, LONGEST, REPLAYED, threshold_class
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.drafters.source import Block, DraftSource
 from parse_infer.drafters.text import TextDrafter
@@ -55,9 +55,10 @@ class LocalModelPair:
             self._blocks, self._ends_early = self._block_length(settings.block_tokens, no_judge, replayed)
         self._judges_tokens = self._blocks is not None and not no_judge and backend.verifier.judges_tokens
         self._judges_segments = not no_judge and not backend.verifier.judges_tokens
-        self._length = backend.block_lengths[strictness(2.0 if no_judge else self.threshold)]
+        self._length = backend.block_lengths[threshold_class(2.0 if no_judge else self.threshold)]
         self._first = FIRST if watched and self._ends_early else None
         self._block = Block([])
+        self._paused = False  # this round: the target writes alone
 
     def _block_length(self, length: BlockTokens, no_judge: bool, replayed: bool) -> tuple[int | None, bool]:
         """Return the longest block (None: whole drafts), and whether it may end earlier."""
@@ -80,7 +81,8 @@ class LocalModelPair:
         answer, most = self._request.answer, self.max_draft_tokens()
         if self._blocks is None:
             return self._drafter.propose(answer.ids, most).ids
-        if self._ends_early and self._length.pause:
+        self._paused = self._ends_early and self._length.pause > 0
+        if self._paused:
             self._block = Block([])
             return ()
         if not isinstance(self._drafter, ModelDrafter):
@@ -110,7 +112,8 @@ class LocalModelPair:
             carried = self._request.carried
             verdict = verifier.verify_block(draft, carried, self._request.answer.ids[carried.tokens :])
         else:
-            verdict = verifier.verify(draft)
+            carried = self._request.carried
+            verdict = verifier.verify(draft, None, carried, self._request.answer.ids[carried.tokens :])
         self._read_s = time.perf_counter() - begin
         return verdict
 
@@ -160,5 +163,5 @@ class LocalModelPair:
             for token in self._backend.decode(self._backend.target, request, proposer, "target", seeded):
                 yield token
         finally:
-            if self._ends_early and self._length.pause:
+            if self._paused:
                 self._length.note_alone(request.timings.resume_s - seconds, len(request.answer.ids) - before)

@@ -23,7 +23,7 @@ MAX_READ_TOKENS = 2048
 """Default limit of a read. vLLM holds 6 bytes x vocabulary for each of its tokens, outside its memory profile: 1.9 GB
 for 2,048 tokens of a vocabulary of 152,000."""
 _NOISE = 0.5  # nats, mean: quantisation stays below, another model of the same family does not
-_CLIP = -8.0  # rare tokens differ most, and tell least
+_CLIP = -8.0  # rare tokens differ most, and carry the least information
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class LogprobScores:
         return self.scores is not None
 
     def carried(self, tokens: int, cut: int) -> Carried:
-        assert self.scores is not None and self.scores.memory is not None
-        return Carried(tokens, float(self.scores.doubt[cut - 1]), tuple(self.scores.memory[cut - 1].tolist()))
+        assert self.scores is not None
+        return self.scores.carried(tokens, cut)
 
 
 class LogprobReads:
@@ -89,7 +89,7 @@ class LogprobReads:
         carried: Carried,
         written: Sequence[int],
     ) -> LogprobScores:
-        """Judge a draft, beside the event loop. Raise ValueError for an unreadable response.
+        """Judge a draft in a worker thread. Raise ValueError for an unreadable response.
 
         Args:
             response: to a request that ends with `draft`.
@@ -166,14 +166,14 @@ def read_response(response: Any, ids: Sequence[int], k: int) -> TokenLogprobs:
     top: list[list[float]] = []
     for id, entry in zip(ids, entries[-len(ids) :] if ids else [], strict=True):
         try:
-            found = sorted(((float(e["logprob"]), int(token)) for token, e in entry.items()), reverse=True)
+            found = sorted((-float(e["logprob"]), int(token)) for token, e in entry.items())  # of equals the lowest id
             own.append(float(entry[str(id)]["logprob"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerError(f"its prompt_logprobs do not belong to the tokens that were sent ({id})") from error
         if len(found) < k:
             raise ServerError(f"it returns {len(found)} of {k} log-probabilities per token: raise --max-logprobs")
         top_ids.append([token for _, token in found[:k]])
-        top.append([value for value, _ in found[:k]])
+        top.append([-value for value, _ in found[:k]])
     read = TokenLogprobs(
         torch.tensor(list(ids), dtype=torch.long),
         torch.tensor(own),

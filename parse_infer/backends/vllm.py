@@ -282,6 +282,12 @@ class VLLMBackend:
         cuts = self._target.affordable(context, cuts)
         with self._target.servers.acquire(judging=True) as at:
             if self._target.reads is not None:
+                n = len(context) + len(draft)
+                if n > self._target.reads.max_tokens:
+                    raise ServerError(
+                        f"prompt and response have {n} tokens, but one read of log-probabilities has at most "
+                        f"{self._target.reads.max_tokens}: shorten the response"
+                    )
                 return await self._target.read(context, draft, cuts, Carried(), (), at)
             return Scores(cuts, await self._target.validities(context, draft, cuts, at))
 

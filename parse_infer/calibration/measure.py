@@ -158,6 +158,7 @@ def calibrate(
             "task": task,
             "n_problems": len(problems),
             "problems": digest,
+            "thresholds": hashlib.sha256(json.dumps(THRESHOLDS).encode()).hexdigest()[:16],
         },
     }
     store = RecordStore(folder, config, Outcome, "calibration")
@@ -281,14 +282,18 @@ def _time_each_text(
     order: Sequence[OperatingPoint],
     texts: Sequence[str],
 ) -> list[float]:
-    """Return the seconds of an answer at each operating point, timed once for points with the same text."""
-    took: dict[str, float] = {}
-    for text in dict.fromkeys(texts):
-        same = [point for point, other in zip(order, texts, strict=True) if other == text]
+    """Return the seconds of an answer at each operating point, timed once for points with the same text. Above a
+    threshold of 1 the answer takes another way to the same text, so it is timed on its own."""
+    took: dict[tuple[str, bool], float] = {}
+    keys = [(text, point.threshold > 1) for text, point in zip(texts, order, strict=True)]
+    for key in dict.fromkeys(keys):
+        same = [point for point, other in zip(order, keys, strict=True) if other == key]
         engine.clear_caches()
         timed: Any = engine.generate(problem.prompt, plain.override(**asdict(same[len(same) // 2])))
-        took[text] = round(timed.timings.total_s, 4)
-    return [took[text] for text in texts]
+        if timed.fallback is not None:
+            raise CalibrationError(f"an answer to problem {problem.id} has no draft ({timed.fallback}): run it again")
+        took[key] = round(timed.timings.total_s, 4)
+    return [took[key] for key in keys]
 
 
 def _majority(

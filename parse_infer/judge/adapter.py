@@ -77,7 +77,10 @@ class ValidityConfig:
         return (logits if fitted is None else logits * fitted["scale"] + fitted["shift"]).sigmoid()
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the content of validity_config.json; without `logprobs` if None, so that fingerprints of earlier
+        adapters hold."""
+        values = asdict(self)
+        return values if self.logprobs is not None else {k: v for k, v in values.items() if k != "logprobs"}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ValidityConfig:
@@ -93,6 +96,14 @@ class ValidityConfig:
         missing = [key for key in needed if not values.get(key)]
         if missing:
             raise ModelError(f"validity_config.json has no {missing[0]}: the export of the adapter is incomplete")
+        read = values.get("logprobs")
+        if read is not None:
+            known = read.get("reference", {}) if isinstance(read, dict) else {}
+            sizes = {f.name for f in fields(LogprobHeadConfig)}
+            if not (
+                set(read.get("head", ())) == sizes and len(known.get("ids", ())) > len(known.get("logprobs", ())) > 0
+            ):
+                raise ModelError("validity_config.json has incomplete logprobs: export the adapter again")
         scaled = values.get("probability")
         if scaled is not None and not (set(scaled) == {"scale", "shift"} and scaled["scale"] > 0):
             raise ModelError(f"validity_config.json has probability {scaled}: it needs a scale above 0 and a shift")

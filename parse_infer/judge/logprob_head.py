@@ -64,8 +64,8 @@ class LogprobHead(nn.Module):
         self.out = nn.Linear(config.width, 1)
         nn.init.zeros_(self.out.weight)
         nn.init.constant_(self.out.bias, -3.0)
-        self.gap = nn.Parameter(torch.ones(()))
-        self.bias = nn.Parameter(torch.zeros(()))
+        self.gap = nn.Parameter(torch.ones(1))  # DeepSpeed cannot broadcast a 0-d parameter
+        self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(
         self, features: Tensor, ids: Tensor, first: Tensor, texts: TokenTexts, memory: Tensor | None = None
@@ -102,6 +102,11 @@ class TokenScores:
     logits: Tensor
     doubt: Tensor
     memory: Tensor | None = None
+
+    def carried(self, tokens: int, cut: int) -> Carried:
+        """What the judge carries into the next block; see `parse_infer.loop.Verdict`."""
+        memory = () if self.memory is None else tuple(self.memory[cut - 1].tolist())
+        return Carried(tokens, float(self.doubt[cut - 1]), memory)
 
 
 class LogprobJudge:

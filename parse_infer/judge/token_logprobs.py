@@ -34,7 +34,7 @@ class TokenLogprobs:
     @property
     def is_greedy_choice(self) -> Tensor:
         """bool [T]: whether the token is the target's first choice."""
-        return self.ids == self.top_ids[..., 0]
+        return self.ids == self.top_ids[..., 0]  # a tie counts as another choice
 
     @property
     def features(self) -> Tensor:
@@ -76,6 +76,7 @@ def read_logprobs(hidden: Tensor, ids: Tensor, logits: Callable[[Tensor], Tensor
         scores = logits(states).float()
         total = scores.logsumexp(-1, keepdim=True)
         best, chosen = scores.topk(k, dim=-1)
+        chosen[:, 0] = scores.argmax(-1)  # of equals the one that greedy decoding takes
         own.append((scores.gather(-1, some[:, None]) - total)[:, 0])
         top_ids.append(chosen)
         top.append(best - total)

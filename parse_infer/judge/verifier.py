@@ -78,10 +78,8 @@ class Verification:
 
     def carried(self, tokens: int, cut: int) -> Carried:
         """What the judge carries into the next block; see `loop.Verdict`."""
-        scores = self.scores
-        assert scores is not None
-        memory = () if scores.memory is None else tuple(scores.memory[cut - 1].tolist())
-        return Carried(tokens, float(scores.doubt[cut - 1]), memory)
+        assert self.scores is not None
+        return self.scores.carried(tokens, cut)
 
     def state(self, offset: int) -> Tensor:
         """Return the state at draft offset `offset`, [H]. Raise ValueError if `compact` has dropped the row."""
@@ -122,7 +120,13 @@ class Verifier:
         self._embeddings = cast(nn.Embedding, decoder.model.get_input_embeddings())
 
     @torch.inference_mode()
-    def verify(self, draft_ids: Sequence[int], cuts: Sequence[int] | None = None) -> Verification:
+    def verify(
+        self,
+        draft_ids: Sequence[int],
+        cuts: Sequence[int] | None = None,
+        carried: Carried = _START,
+        written: Sequence[int] = (),
+    ) -> Verification:
         """Score a draft after the decoder's context, in one forward (several for a long text) and one device
         synchronisation.
 
@@ -132,6 +136,7 @@ class Verifier:
         Args:
             draft_ids: draft in target tokens, its end token included.
             cuts: strictly increasing offsets in 0..len(draft); None takes the segmenter's cuts.
+            carried, written: as in `verify_block`, for a head on log-probabilities.
 
         Raises:
             ValueError: cuts out of order or range, cuts without a judge, or an empty context.
@@ -156,7 +161,7 @@ class Verifier:
         if judge is None or not cuts:
             return Verification(cuts, [], hidden)
         if self._logprobs is not None and draft_ids:
-            scores, is_choice = self._scores(draft_ids, hidden[:-1], Carried())
+            scores, is_choice = self._scores(draft_ids, hidden[:-1], carried, written)
             at = torch.tensor(cuts, device=hidden.device)
             validity = judge.config.validity(scores.logits)[(at - 1).clamp_min(0)].masked_fill(at == 0, 1.0)
             return Verification(cuts, validity.tolist(), hidden, is_choice.tolist())

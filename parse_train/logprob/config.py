@@ -49,6 +49,9 @@ class LogprobTrainingConfig(JudgeTrainingConfig):
             if getattr(self, key) < 0:
                 raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 0")
 
+        if self.certain_share > 1:
+            raise ParseError(f"certain_share is {self.certain_share}; it must be at most 1")
+
     @property
     def head(self) -> LogprobHeadConfig:
         return LogprobHeadConfig(self.k, self.width, self.text_size, self.buckets)

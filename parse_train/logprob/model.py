@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
-from parse_infer.judge.logprob_head import LogprobHead
+from parse_infer.judge.logprob_head import NO_DOUBT, LogprobHead
 from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts, certain_features
-
-_NO_DOUBT = -30.0  # finite: logcumsumexp has no gradient for a row of -inf
 
 
 class LogprobModel(nn.Module):
@@ -46,15 +44,23 @@ class LogprobModel(nn.Module):
         """
         is_choice = ids == first
         if self.training and self.noise:
-            own, top = (x + self.noise * (2 * torch.rand_like(x) - 1) for x in (own, top))
-            own, top = torch.where(is_choice, top[..., 0], own), top.sort(-1, descending=True).values
+            own, top = self._noisy(own, top, is_choice)
         features = TokenLogprobs(ids, own, first[..., None], top).features
         if self.training and self.certain_share:
             shown = is_choice & (torch.rand_like(own) < self.certain_share)
             features = torch.where(shown[..., None], certain_features(1, top.shape[-1]).to(features.device), features)
         each, _ = self.head(features, ids, first, self.texts)
-        doubt = each.masked_fill(is_choice, _NO_DOUBT).logcumsumexp(-1)
+        doubt = each.masked_fill(is_choice, NO_DOUBT).logcumsumexp(-1)
         return {"logits": self.head.bias - doubt.gather(-1, (cuts - 1).clamp_min(0))}
+
+    def _noisy(self, own: Tensor, top: Tensor, is_choice: Tensor) -> tuple[Tensor, Tensor]:
+        """Add noise; a token among the first choices keeps its place there."""
+        among = (top == own[..., None]).float()  # [B, T, k]
+        moved = top + self.noise * (2 * torch.rand_like(top) - 1)
+        alone = own + self.noise * (2 * torch.rand_like(own) - 1)
+        own = torch.where(among.any(-1), (moved * among).sum(-1) / among.sum(-1).clamp_min(1), alone)
+        top = moved.sort(-1, descending=True).values
+        return torch.where(is_choice, top[..., 0], own), top
 
     def exported(self, facts: ValidityConfig, train_problems: Collection[str] = ()) -> ValidityAdapter:
         """Return the adapter as trained, without threshold and metrics; `facts` holds how the data was read."""

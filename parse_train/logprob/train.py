@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from parse_train.validity.request_risk import calibrate_requests
 from parse_train.validity.train import finish, served_drafts
 from parse_train.validity.trainer import ValidityTrainer
 
-_KNOWN_TEXT = 64  # tokens of the text by which a server is recognised
+_KNOWN_TEXT = 64  # tokens of the text by which a server is recognised, the longest of the first drafts
+_CANDIDATES = 100
 
 
 def main(config: LogprobTrainingConfig) -> None:
@@ -73,7 +75,7 @@ def describe(
     settings = ("noise", "certain_share", "learning_rate", "num_train_epochs", "seed")
     provenance: dict[str, Any] = {"data": config.data, **counts, "template_options": config.template_options}
     provenance |= {name: getattr(config, name) for name in settings}
-    known = next(read_drafts(config.data))
+    known = max(islice(read_drafts(config.data), _CANDIDATES), key=lambda draft: len(draft.found.ids))
     own = known.found.own[:_KNOWN_TEXT].tolist()
     context = language.render(known.row.prompt)
     reference = {"ids": [*context, *known.found.ids[: len(own)].tolist()], "logprobs": [round(x, 4) for x in own]}

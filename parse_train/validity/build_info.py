@@ -58,7 +58,10 @@ def read_build_info(source: str) -> BuildInfo:
         config.get("cut_policy") or {},
         config.get("template_options") or {},
         label,
-        models.get("target") or {},
+        {
+            **(models.get("target") or {}),
+            **({"name": config["target"]} if models.get("target") and config.get("target") else {}),
+        },
         {**(models.get("draft") or {}), "name": config.get("draft")},
         config.get("task") or "",
         config.get("task_options") or {},

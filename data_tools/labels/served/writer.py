@@ -57,8 +57,6 @@ class ServedWriter:
         return describe_config(config, self.model.name) | {"fingerprint": fingerprint_of([None] * 3)}
 
     def read(self, drafts: Sequence[tuple[list[int], list[int]]], k: int) -> list[TokenLogprobs]:
-        if self.config.wire != "ids":
-            raise ParseError(f"logprobs is {k}, but wire {self.config.wire} sends texts: set wire to ids")
         return self.servers.read([ReadRequest([*context, *draft], draft, k) for context, draft in drafts])
 
     def describe_reads(self) -> dict[str, Any]:

@@ -118,6 +118,35 @@ def test_exhaustive_builds_measure_every_prefix(make_config: Make) -> None:
         assert all(s in (None, f) for s, f in zip(some["values"], full["values"], strict=True))
 
 
+def test_labels_by_token_find_the_first_wrong_token(make_config: Make) -> None:
+    """As a build that measures every token does; all other labels stay."""
+    plain, refined = make_config("a", limit=6), make_config("b", limit=6, token_labels=1.0)
+    cuts = {"kind": "tokens", "every": 1, "max_cuts": 4096}
+    every = make_config("c", limit=6, exhaustive=True, cut_policy=cuts)
+    for config in (plain, refined, every):
+        build(config)
+    found = 0
+    for row, fine, full in zip(*(rows_of(c.output_dir) for c in (plain, refined, every)), strict=True):
+        label_of = dict(zip(full["cuts"], full["labels"], strict=True))
+        assert set(row["cuts"]) <= set(fine["cuts"]) and fine["draft_ids"] == row["draft_ids"]
+        assert "".join(fine["completions"]) == "".join(row["completions"])
+        added = sorted(set(fine["cuts"]) - set(row["cuts"]))
+        if False not in row["labels"]:
+            assert not added
+            continue
+        wrong = row["cuts"][row["labels"].index(False)]
+        start = max((cut for cut in row["cuts"] if cut < wrong), default=0)
+        assert len(added) <= 2 and all(start < cut < wrong for cut in added)
+        labels = dict(zip(fine["cuts"], fine["labels"], strict=True))
+        place = fine["cuts"][fine["labels"].index(False)]
+        for cut in added:
+            assert labels[cut] == label_of[cut]  # a binary search, so the prefixes between may differ
+        if place != wrong:
+            found += 1
+            assert place == start + 1 or label_of[place - 1]
+    assert found, "no first error lies inside a segment"
+
+
 SAMPLED = {"rollouts": 4, "max_rollouts": 16, "rollout_temperature": 1.0, "margin": 0.25}
 
 
