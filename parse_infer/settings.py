@@ -67,7 +67,7 @@ class GenerationSettings:
     strict_tokens: int = setting(
         0, "The target writes this many tokens of the answer itself, before the first draft.", ge=0
     )
-    """Whoever begins an answer decides whether a request is refused (SecureSD, arXiv 2610.08678)."""
+    """The model that writes the first tokens determines whether a request is refused (SecureSD, arXiv 2610.08678)."""
     draft_sampling: Sampling = setting(Sampling(), "Sampling of the draft model.")
     resume_sampling: Sampling = setting(Sampling(), "Sampling of the target.")
     stop: tuple[str, ...] = setting((), "Stop strings: the answer ends after the first one and includes it.")

@@ -184,7 +184,7 @@ def random_adapter() -> Callable[..., Any]:
                 probe_ids=(),
                 probe_text="",
                 target=describe_target(model),
-                logprobs={"head": asdict(sizes), "reads": {"k": 3}, "reference": {}},
+                logprobs={"head": asdict(sizes), "reads": {"k": 3}, "reference": {"ids": [1, 2], "logprobs": [-1.0]}},
                 cut_policy={"kind": "tokens", "every": 4, "max_cuts": 32},
                 threshold=0.5,
             )

@@ -144,8 +144,8 @@ class BuildConfig:
     token_labels: float = field(
         default=0.0,
         metadata={
-            "help": "Share of the problems where the search goes on by tokens inside the first wrong segment (about 4 "
-            "more rollouts a draft): its last valid and its first invalid prefix become two more labels."
+            "help": "Share of the problems where the search continues by tokens inside the first wrong segment (about "
+            "4 more rollouts a draft): its last valid and its first invalid prefix become two more labels."
         },
     )
     exhaustive: bool = field(

@@ -64,7 +64,8 @@ class PrefixRollouts:
         self.rollouts = 0
         self._drafts: list[tuple[int, list[int]]] = []  # problem and token ids
         self._right: dict[_Prefix, list[bool]] = {}  # whether each rollout is right, in order
-        self._paths: list[list[tuple[list[int], bool]]] = [[] for _ in self.problems]  # finished greedy answers
+        # Finished greedy answers: number of draft tokens before the rollout, the answer, and whether it is right.
+        self._paths: list[list[tuple[int, list[int], bool]]] = [[] for _ in self.problems]
         self._prompts = decoder.prefill([render(target, problem) for problem in self.problems])
         self._contexts = self._prompts
         self._roll_out({(i, ()): (i, len(ids), from_prompt) for i, ids in enumerate(self._prompts.ids)})
@@ -99,8 +100,9 @@ class PrefixRollouts:
 
     def _on_known_path(self, key: _Prefix) -> bool:
         problem, prefix = key
-        for path, right in self._paths[problem]:
-            if tuple(path[: len(prefix)]) == prefix:
+        for start, path, right in self._paths[problem]:
+            # A shorter prefix lies in the draft, not on the rollout's path.
+            if start <= len(prefix) and tuple(path[: len(prefix)]) == prefix:
                 self._right[key] = [right]
                 return True
         return False
@@ -124,7 +126,7 @@ class PrefixRollouts:
             right = is_right(self.target, self.task, self.problems[problem], answer)
             self._right.setdefault(key, []).append(right)
             if self.sampling.greedy and answer and answer[-1] in self.target.eos_ids:
-                self._paths[problem].append((answer, right))
+                self._paths[problem].append((len(prefix), answer, right))
 
 
 def is_right(target: TokenizerSpec, task: Task, problem: Problem, answer: Sequence[int]) -> bool:

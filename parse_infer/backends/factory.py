@@ -131,16 +131,16 @@ def find_parts(
             promises.check(models)
         resolve_risk(expected, promises)
     wanted = {}
-    plugged = adapter is not None and reads is None
-    stock = not plugged and (reads is not None or draft is None)  # no plugin
+    needs_plugin = adapter is not None and reads is None
+    stock = not needs_plugin and (reads is not None or draft is None)  # no plugin
     if not target_urls:
         plain = stock_options if adapter is None and draft is None else plain_options
-        options = engine_options(target, adapter) if adapter is not None and plugged else plain(target)
+        options = engine_options(target, adapter) if adapter is not None and needs_plugin else plain(target)
         wanted["target"] = options | dict(target_options or {})
     if draft is not None and not draft_urls and not local_draft:
         wanted["draft"] = draft_server(draft) | dict(draft_options or {})
     # Running servers are assumed to have the options that `parse_infer.vllm_plugin.options` prints.
-    speculates = plugged
+    speculates = needs_plugin
     if "target" in wanted:
         speculates = wanted["target"].get("speculative_config") == REJECTED_DRAFTS
     processes = launch(wanted, on_progress, api_key=api_key, stock=stock) if wanted else None
@@ -150,7 +150,7 @@ def find_parts(
     failure: Callable[[], str | None] = (lambda: None) if processes is None else processes.failure
     if patience_s is None:
         patience_s = PATIENCE_S if processes is None else READY_S
-    judge = judge_name(files.fingerprint) if files is not None and plugged else None
+    judge = judge_name(files.fingerprint) if files is not None and needs_plugin else None
     targets = ReplicaPool("target", target_urls, client, failure, patience_s, judge)
     drafts_here = isinstance(drafting, LanguageModel) or "draft" in wanted
     share_cores = "target" in wanted and drafts_here and not torch.cuda.is_available()

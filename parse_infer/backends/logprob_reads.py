@@ -20,8 +20,8 @@ from parse_infer.judge.logprob_head import LogprobHead, LogprobJudge, TokenScore
 from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts
 
 MAX_READ_TOKENS = 2048
-"""Default limit of a read. vLLM holds 6 bytes x vocabulary for each of its tokens, outside its memory profile: 1.9 GB
-for 2,048 tokens of a vocabulary of 152,000."""
+"""Limit of a read. vLLM's V1 model runner holds 6 bytes x vocabulary for each of its tokens, outside its memory
+profile: 1.9 GB for 2,048 tokens of a vocabulary of 152,000."""
 _NOISE = 0.5  # nats, mean: quantisation stays below, another model of the same family does not
 _CLIP = -8.0  # rare tokens differ most, and carry the least information
 

@@ -65,9 +65,9 @@ def connect_backend(
 
     Args:
         target_url, draft_url: addresses of each model's replicas. Without an address, this starts a server that ends
-            with `close`. Target servers run the plugin with this adapter (`parse_infer.vllm_plugin.options`). With
-            `zero_shot`, any server with log-probabilities will do. Without adapter and draft model, this starts a
-            stock target server.
+            with `close`. Target servers run the plugin with this adapter (`parse_infer.vllm_plugin.options`). For an
+            adapter on log-probabilities, or with `zero_shot`, any server with log-probabilities will do. Without
+            adapter and draft model, this starts a stock target server.
         local_draft: run the draft model in this process. None: if the draft has no address and no options, is a
             folder with at most 32 MiB of weights, and there is no GPU.
         target_options, draft_options: extra vLLM options of started servers, by their names in `vllm.LLM`.
@@ -125,7 +125,8 @@ def connect_backend(
 class VLLMBackend:
     """A stateless `Backend`: any number of engines may share the servers.
 
-    Answers equal those of a `LocalBackend` with `keep_greedy_match=False`, up to the servers' rounding. Sampled
+    Answers equal those of a `LocalBackend` up to the servers' rounding; without a judge on log-probabilities, one with
+    `keep_greedy_match=False`. Sampled
     answers use other random numbers.
 
     Args:

@@ -101,7 +101,7 @@ class ValidityConfig:
             known = read.get("reference", {}) if isinstance(read, dict) else {}
             sizes = {f.name for f in fields(LogprobHeadConfig)}
             if not (
-                set(read.get("head", ())) == sizes and len(known.get("ids", ())) > len(known.get("logprobs", ())) > 0
+                set(read.get("head") or ()) == sizes and len(known.get("ids", ())) > len(known.get("logprobs", ())) > 0
             ):
                 raise ModelError("validity_config.json has incomplete logprobs: export the adapter again")
         scaled = values.get("probability")

@@ -1,4 +1,4 @@
-"""What a judge of single tokens carries from one block of an answer to the next."""
+"""State of a judge of single tokens between two blocks of an answer."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def read_logprobs(hidden: Tensor, ids: Tensor, logits: Callable[[Tensor], Tensor
 
 
 class TokenTexts:
-    """What a `LogprobHead` knows of a token's text: hashed byte n-grams and flags. So a head fits any vocabulary.
+    """Hashed byte n-grams and flags of tokens' texts, so that a `LogprobHead` fits any vocabulary.
 
     Args:
         tokenizer: of the target.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,13 +15,15 @@ from transformers import EvalPrediction, Trainer
 from parse_infer.errors import ParseError
 from parse_train import tracking
 from parse_train.length_sampler import EpochLengthSampler
-from parse_train.logprob.model import LogprobModel
 from parse_train.training_config import IGNORED
 from parse_train.validity.config import JudgeTrainingConfig
 from parse_train.validity.data import ValidityDataset
 from parse_train.validity.figures import acceptance_figure, png, reliability_diagram
 from parse_train.validity.metrics import ScoredDrafts, headline_metrics
 from parse_train.validity.model import ValidityModel
+
+if TYPE_CHECKING:
+    from parse_train.logprob.model import LogprobModel
 
 
 class ValidityTrainer(Trainer):

@@ -135,6 +135,11 @@ def test_the_target_writes_the_strict_tokens(make_block_engine, length):
     assert engine.generate(PROMPT, **settings, strict_tokens=N + 1).token_ids == own
 
 
+def test_a_given_draft_has_no_strict_tokens(engine):
+    with pytest.raises(ValueError, match="strict_tokens and draft_text were both given"):
+        engine.generate(PROMPT, draft_text="Five.", strict_tokens=2)
+
+
 # What each event says
 
 

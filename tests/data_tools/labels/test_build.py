@@ -108,6 +108,22 @@ def test_a_draft_has_no_more_labels_than_its_policy_says(make_config: Make) -> N
     assert any(len(row["draft_ids"]) > 3 for row in rows)
 
 
+def test_a_rollout_says_nothing_about_shorter_prefixes(make_config: Make) -> None:
+    """A greedy rollout serves longer prefixes on its path; the draft before it is not the target's path."""
+    cuts = {"kind": "tokens", "every": 1, "max_cuts": 4096}
+    searched, exhaustive = (make_config(n, limit=40, cut_policy=cuts, exhaustive=n == "b") for n in ("a", "b"))
+    build(searched)
+    build(exhaustive)
+    measured = [
+        (value, truth)
+        for some, full in zip(rows_of(searched.output_dir), rows_of(exhaustive.output_dir), strict=True)
+        for value, truth in zip(some["values"], full["values"], strict=True)
+        if value is not None
+    ]
+    assert len(measured) > 50 and {value for value, _ in measured} == {0.0, 1.0}
+    assert all(value == truth for value, truth in measured)
+
+
 def test_exhaustive_builds_measure_every_prefix(make_config: Make) -> None:
     searched, exhaustive = make_config("a", limit=6), make_config("b", limit=6, exhaustive=True)
     build(searched)
@@ -140,7 +156,7 @@ def test_labels_by_token_find_the_first_wrong_token(make_config: Make) -> None:
         labels = dict(zip(fine["cuts"], fine["labels"], strict=True))
         place = fine["cuts"][fine["labels"].index(False)]
         for cut in added:
-            assert labels[cut] == label_of[cut]  # a binary search, so the prefixes between may differ
+            assert labels[cut] == label_of[cut]
         if place != wrong:
             found += 1
             assert place == start + 1 or label_of[place - 1]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from parse_infer.backends.logprob_reads import LogprobReads, read_response
+from parse_infer.backends.logprob_reads import read_response
 from parse_infer.sampling import Sampling
 
 PROMPT = "Tom has 5 apples."
@@ -63,10 +63,12 @@ def test_a_corrected_token_of_a_sampled_answer_is_the_servers(pair, connect):
     assert any(body.get("stream") for body in targets[0].bodies)
 
 
-def test_the_target_writes_the_strict_tokens(pair, connect):
+@pytest.mark.parametrize("threshold", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("block_tokens", ["auto", "whole"])
+def test_the_target_writes_the_strict_tokens(pair, connect, threshold, block_tokens):
     engine = pair()
     coordinator, _, _ = connect(engine)
-    settings = {"max_new_tokens": N, "threshold": 0.0, "strict_tokens": 9}
+    settings = {"max_new_tokens": N, "threshold": threshold, "strict_tokens": 9, "block_tokens": block_tokens}
     found = coordinator.generate(PROMPT, **settings)
     assert found.token_ids[:9] == engine.generate_target(PROMPT, max_new_tokens=9).token_ids
     assert found.token_ids == engine.generate(PROMPT, **settings).token_ids
@@ -138,14 +140,21 @@ def test_scores_of_a_text_are_the_local_engines(pair, connect):
     )
 
 
+def test_a_text_too_long_for_one_read_is_refused(pair, connect):
+    coordinator, _, _ = connect(pair(), max_read_tokens=20)
+    with pytest.raises(ValueError, match="one read of log-probabilities has at most 20: shorten the response"):
+        coordinator.score(PROMPT, "There are 5 apples. So 7 in all.")
+
+
+def test_of_equal_choices_the_lowest_id_comes_first():
+    """As greedy decoding takes it."""
+    entry = {"9": {"logprob": -1.0}, "3": {"logprob": -1.0}, "4": {"logprob": -2.0}}
+    read = read_response({"choices": [{"prompt_logprobs": [None, entry]}]}, [9], 2)
+    assert read.top_ids.tolist() == [[3, 9]]
+
+
 def test_entries_belong_to_the_last_tokens():
     entry = {str(id): {"logprob": -id} for id in range(1, 5)}
     read = read_response({"choices": [{"prompt_logprobs": [None, {}, entry, entry]}]}, [4, 1], 2)
     assert read.own.tolist() == [-4.0, -1.0]
     assert read.top_ids.tolist() == [[1, 2], [1, 2]]
-
-
-def test_the_head_needs_no_hidden_states(pair):
-    judge = pair().backend.judge
-    assert isinstance(judge.config.logprobs, dict)
-    assert LogprobReads(judge.config, judge.head, None, ()).request("m", [1, 2])["prompt_logprobs"] == 3

@@ -230,3 +230,11 @@ def test_verbalizer_tokens(tokenizer):
     assert verbalizer_ids(tokenizer, "Is it? ", ("Yes", "No")) == tuple(tokenizer.encode("YN"))
     with pytest.raises(ValueError, match="begin with the same token"):
         verbalizer_ids(tokenizer, "Is it? ", ("Right", "Rong"))
+
+
+@pytest.mark.parametrize("change", [{"head": {}}, {"head": None}, {"reference": {"ids": [], "logprobs": []}}])
+def test_incomplete_settings_of_a_judge_on_log_probabilities_are_refused(make_model, random_adapter, change):
+    values = json.loads(json.dumps(random_adapter(make_model("llama"), logprobs=True).config.to_dict()))
+    values["logprobs"] |= {"reference": {"ids": [1, 2], "logprobs": [-1.0]}, **change}
+    with pytest.raises(ValueError, match="has incomplete logprobs: export the adapter again"):
+        ValidityConfig.from_dict(values)

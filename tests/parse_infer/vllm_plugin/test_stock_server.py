@@ -62,7 +62,7 @@ def test_answers_are_those_of_the_local_engine(coordinator, adapter, block_token
     found, wanted = (engine.generate(PROMPTS, **settings) for engine in (coordinator, local))
     assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
     assert not any(one.fallback for one in found)
-    assert sum(one.stats.accepted_tokens for one in found) > 100
+    assert sum(one.stats.accepted_tokens for one in found) > 20
 
 
 def test_answers_do_not_depend_on_the_load(coordinator):
@@ -74,7 +74,7 @@ def test_answers_do_not_depend_on_the_load(coordinator):
     ]
 
 
-def test_a_read_fills_the_cache_of_what_follows(coordinator):
+def test_a_corrected_token_needs_no_request_of_its_own(coordinator):
     found = coordinator.generate(PROMPTS[0], max_new_tokens=150, threshold=0.5)
-    corrected = sum(span.n_tokens for span in found.spans if span.source == "target")
-    assert found.stats.target_forwards <= 2 * corrected + 2
+    assert any(span.source == "target" for span in found.spans)
+    assert found.stats.target_forwards == found.stats.verification_passes

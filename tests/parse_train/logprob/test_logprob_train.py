@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from data_tools.labels.backends import LocalWriter
 from data_tools.labels.logprobs import add_logprobs, read_drafts
 from parse_infer.judge.adapter import ValidityAdapter, describe_target
 from parse_infer.judge.cuts import CutPolicy, Segmenter
+from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
 from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.judge.verifier import Verifier
 from parse_infer.models.decoder import Decoder
@@ -46,8 +48,8 @@ def build(tmp_path_factory, tokenizer, make_model, build_rows, write_jsonl) -> P
     for start, rows in ((0, build_rows[:half]), (8, []), (16, build_rows[half:])):
         write_jsonl(folder / "build" / "data" / f"train-{start:06}-{start + 8:06}.jsonl", rows)
     model = load_language_model(target, role="target", dtype="float32")
-    facts = {"config": {"cut_policy": CutPolicy().to_dict()}, "models": {"target": describe_target(model.model)}}
-    facts["models"]["target"]["name"] = str(target)
+    config = {"cut_policy": CutPolicy().to_dict(), "target": str(target)}
+    facts = {"config": config, "models": {"target": describe_target(model.model)}}
     (folder / "build" / "build.json").write_text(json.dumps(facts))
     add_logprobs(folder / "build", lambda: LocalWriter(model, 5), 3)
     return folder
@@ -109,6 +111,27 @@ def test_mistakes_are_one_sentence(build, tmp_path, capsys, options, message):
     assert main([recipe(build, tmp_path / "out"), *OPTIONS, *options]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_reads_of_another_engine_are_kept_apart(build, tmp_path):
+    folder = shutil.copytree(build / "build", tmp_path / "build")
+    sorted((folder / "logprobs").glob("*.parquet"))[-1].unlink()
+    model = load_language_model(build / "target", role="target", dtype="bfloat16")
+    with pytest.raises(ValueError, match="was read with dtype float32, not bfloat16"):
+        add_logprobs(folder, lambda: LocalWriter(model, 5), 3)
+
+
+def test_noise_moves_no_token_to_another_place(build):
+    """The rank among the first choices stays that of an engine: no token has two log-probabilities."""
+    batch = LogprobCollator()([LogprobExample.of(draft, 3) for draft in list(read_drafts(build / "build"))[:8]])
+    model = LogprobModel(LogprobHead(LogprobHeadConfig(k=3)), TokenTexts(None, (), 8192), noise=0.06)
+    is_choice = batch["ids"] == batch["first"]
+    own, top = model._noisy(batch["own"], batch["top"], is_choice)
+    assert (top[..., :-1] >= top[..., 1:]).all()
+    assert torch.equal(own[is_choice], top[..., 0][is_choice])
+    among = (batch["top"] == batch["own"][..., None]).any(-1) & ~is_choice
+    assert ((top == own[..., None]).any(-1))[among].all()
+    assert 0 < (own - batch["own"]).abs().max() < 0.2
 
 
 def test_reads_of_another_size_are_kept_apart(build):
