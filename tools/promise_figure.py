@@ -27,8 +27,9 @@ def draw_promises(results: dict[str, Any], path: Path) -> None:
             risks = [100 * row["risk"] for row in own]
             beside = [risk * (1 + 0.04 * number) for risk in risks]  # offset, so that bars do not overlap
             lost = [100 * row["lost"] for row in own]
-            reach = [[x - 100 * row["lost_range"][0] for x, row in zip(lost, own, strict=True)]]
-            reach.append([100 * row["lost_range"][1] - x for x, row in zip(lost, own, strict=True)])
+            ends = [[100 * end for end in row["lost_range"]] for row in own]  # rare losses: a mean beyond the range
+            reach = [[max(0.0, x - low) for x, (low, _) in zip(lost, ends, strict=True)]]
+            reach.append([max(0.0, high - x) for x, (_, high) in zip(lost, ends, strict=True)])
             left.errorbar(beside, lost, yerr=reach, fmt="o-", color=colour, linewidth=1.2, markersize=5, capsize=3)
             label = f"blocks: {length}"
             right.plot(risks, [row["speedup"] for row in own], "o-", color=colour, linewidth=1.2, label=label)
