@@ -9,6 +9,7 @@ EXTRAS = {
     "reasoning_gym": "bench",
     "scipy": "bench",
     "datasets": "data",
+    "pyarrow": "data",
     "trl": "data",
     "yaml": "data",
     "accelerate": "train",

@@ -15,7 +15,6 @@ from data_tools.labels.backends import Writer, load_writer
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.card import write_card
 from data_tools.labels.drafts import DraftSampler, SampledDraft, readable, segment_texts
-from data_tools.labels.logprobs import add_logprobs
 from data_tools.labels.prefix_search import PrefixSearch
 from data_tools.labels.progress import BuildProgress
 from data_tools.labels.rollouts import Place, PrefixRollouts, is_right
@@ -69,6 +68,8 @@ def build(config: BuildConfig) -> Summary:
         if not groups.ends:
             raise ParseError(f"task {config.task} has no problem in its split {config.split}")
         if config.logprobs:
+            from data_tools.labels.logprobs import add_logprobs  # pyarrow is an optional dependency
+
             known = labeller
 
             def target() -> Writer:
