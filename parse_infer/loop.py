@@ -9,15 +9,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from parse_infer.acceptance import maximal_valid_prefix
 from parse_infer.answer import Answer
 from parse_infer.events import Drafted, Event, Resumed, Verified
-from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import Segmenter
 from parse_infer.output import Segment
 from parse_infer.request import Request
+
+if TYPE_CHECKING:
+    from parse_infer.judge.logprob_head import TokenScores
 
 T = TypeVar("T")
 
@@ -32,13 +34,8 @@ class Verdict(Protocol):
     def validity(self) -> list[float]: ...
 
     @property
-    def by_token(self) -> bool:
-        """Whether a block was judged token by token. If not, the validity depends on this draft alone."""
-        ...
-
-    def carried(self, tokens: int, cut: int) -> Carried:
-        """What the judge carries into the next block if the answer has `tokens` tokens, the last `cut` of this block.
-        Only if `by_token`."""
+    def scores(self) -> TokenScores | None:
+        """For a block that was judged token by token. None: the validity depends on this draft alone."""
         ...
 
 
@@ -119,12 +116,12 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
         yield Verified(round, segments)
         accepted = segments[: sum(i < kept for i in shown)]
         n = len(answer.ids) + cut
-        yield request.accept(round, draft, accepted, tail, joins=verdict.by_token or not verdict.cuts)
+        yield request.accept(round, draft, accepted, tail, joins=verdict.scores is not None or not verdict.cuts)
         if answer.is_finished:
             return
 
-        if cut and verdict.by_token:
-            request.carried = verdict.carried(n, cut)
+        if cut and verdict.scores is not None:
+            request.carried = verdict.scores.carried(n, cut)
 
         # resume: the target continues after the accepted tokens
         pair.commit(draft, verdict, cut + tail)

@@ -14,7 +14,7 @@ from parse_infer.backends.launch import draft_server, launch, plain_options, sto
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.logprob_reads import LogprobReads
 from parse_infer.backends.replicas import PATIENCE_S, ReplicaPool
-from parse_infer.backends.server_pair import Target
+from parse_infer.backends.server_target import Target
 from parse_infer.backends.supervisor import READY_S, Supervisor
 from parse_infer.calibration.schema import Calibration, resolve_risk, shipped_calibration
 from parse_infer.errors import SettingsError

@@ -119,7 +119,7 @@ class LocalModelPair:
 
     def count_greedy_matches(self, draft: Sequence[int], verdict: Verification, cut: int) -> int:
         # In a block, the first rejected token is never the target's choice.
-        wanted = self._wants_tail and not verdict.by_token
+        wanted = self._wants_tail and verdict.scores is None
         return self._backend.verifier.greedy_match(draft, verdict, cut) if wanted else 0
 
     def compact(self, verdict: Verification, kept: Collection[int]) -> Verification:

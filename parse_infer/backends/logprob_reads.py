@@ -6,7 +6,6 @@ choices. So one read judges the whole draft, and supplies the target's own token
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,14 +40,6 @@ class LogprobScores:
     choices: list[int]
     scores: TokenScores | None
 
-    @property
-    def by_token(self) -> bool:
-        return self.scores is not None
-
-    def carried(self, tokens: int, cut: int) -> Carried:
-        assert self.scores is not None
-        return self.scores.carried(tokens, cut)
-
 
 class LogprobReads:
     """Requests and readings of one adapter.
@@ -81,7 +72,7 @@ class LogprobReads:
             "prompt_logprobs": self._k,
         }
 
-    async def scores(
+    def scores(
         self,
         response: Any,
         draft: Sequence[int],
@@ -89,23 +80,13 @@ class LogprobReads:
         carried: Carried,
         written: Sequence[int],
     ) -> LogprobScores:
-        """Judge a draft in a worker thread. Raise ValueError for an unreadable response.
+        """Judge a draft. Raise ValueError for an unreadable response.
 
         Args:
             response: to a request that ends with `draft`.
             cuts: None: judge every token of a block.
             carried, written: as in `LogprobJudge.score`.
         """
-        return await asyncio.to_thread(self._scores, response, draft, cuts, carried, written)
-
-    def _scores(
-        self,
-        response: Any,
-        draft: Sequence[int],
-        cuts: Sequence[int] | None,
-        carried: Carried,
-        written: Sequence[int],
-    ) -> LogprobScores:
         found = read_response(response, draft, self._k)
         scores = self._judge.score(found, carried, written)
         validity = self.config.validity(scores.logits).tolist()

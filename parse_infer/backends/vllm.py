@@ -19,7 +19,8 @@ from parse_infer.backends.health import Server
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.logprob_reads import LogprobScores
 from parse_infer.backends.replicas import ReplicaPool
-from parse_infer.backends.server_pair import Drafts, Scores, ServerModelPair, Target
+from parse_infer.backends.server_pair import Drafts, ServerModelPair
+from parse_infer.backends.server_target import Scores, Target
 from parse_infer.backends.supervisor import Supervisor
 from parse_infer.calibration.schema import Calibration
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft

@@ -104,7 +104,7 @@ class TokenScores:
     memory: Tensor | None = None
 
     def carried(self, tokens: int, cut: int) -> Carried:
-        """What the judge carries into the next block; see `parse_infer.loop.Verdict`."""
+        """What the judge carries into the next block if the answer has `tokens` tokens, the last `cut` of this one."""
         memory = () if self.memory is None else tuple(self.memory[cut - 1].tolist())
         return Carried(tokens, float(self.doubt[cut - 1]), memory)
 

@@ -71,16 +71,6 @@ class Verification:
     offsets: list[int] | None = None
     scores: TokenScores | None = None
 
-    @property
-    def by_token(self) -> bool:
-        """Whether each token of a block was judged."""
-        return self.scores is not None
-
-    def carried(self, tokens: int, cut: int) -> Carried:
-        """What the judge carries into the next block; see `loop.Verdict`."""
-        assert self.scores is not None
-        return self.scores.carried(tokens, cut)
-
     def state(self, offset: int) -> Tensor:
         """Return the state at draft offset `offset`, [H]. Raise ValueError if `compact` has dropped the row."""
         return self.hidden[offset if self.offsets is None else self.offsets.index(offset)]

@@ -26,7 +26,7 @@ from parse_train.logprob.data import LogprobCollator, load_datasets
 from parse_train.logprob.model import LogprobModel
 from parse_train.validity.build_info import BuildInfo, read_build_info
 from parse_train.validity.request_risk import calibrate_requests
-from parse_train.validity.train import finish, served_drafts
+from parse_train.validity.train import begin, finish, served_drafts
 from parse_train.validity.trainer import ValidityTrainer
 
 _KNOWN_TEXT = 64  # tokens of the text by which a server is recognised, the longest of the first drafts
@@ -49,12 +49,7 @@ def main(config: LogprobTrainingConfig) -> None:
     texts = TokenTexts(language.tokenizer, language.eos_ids, config.buckets)
     model = LogprobModel(LogprobHead(config.head), texts, config.noise, config.certain_share)
     facts = describe(config, build, language, reads, counts)
-    if config.process_index == 0:
-        print(", ".join(f"{name} {value}" for name, value in counts.items()))
-    start = checkpoints.prepare(config, len(train))
-    tracking.start(config, resumed=start.checkpoint is not None)
-    for data in filter(None, (config.data, config.eval_data)):
-        tracking.log_artifact(config, "dataset", f"{Path(data).name}-drafts", data, counts)
+    start = begin(config, len(train), counts)
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=LogprobCollator())
     checkpoints.train(trainer, start)
     learnt = {prompt_hash(example.prompt) for example in train.examples}

@@ -47,12 +47,7 @@ def main(config: ValidityTrainingConfig) -> None:
     served_drafts(config, evaluation)  # reject a wrong temperature before the training
     facts = describe(config, lm, counts, build.label)
     model = build_model(config, lm, frequent_tokens(train, lm, config.surprise_vocab_size))
-    if config.process_index == 0:
-        print(", ".join(f"{name} {value}" for name, value in counts.items()))
-    start = checkpoints.prepare(config, len(train))
-    tracking.start(config, resumed=start.checkpoint is not None)
-    for data in filter(None, (config.data, config.eval_data)):
-        tracking.log_artifact(config, "dataset", f"{Path(data).name}-drafts", data, counts)
+    start = begin(config, len(train), counts)
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=ValidityCollator(pad_id(lm)))
     checkpoints.train(trainer, start)
     learnt = {prompt_hash(example.prompt) for example in train.examples}
@@ -66,6 +61,17 @@ def main(config: ValidityTrainingConfig) -> None:
     adapter = str(config.adapter_dir)
     tracking.log_artifact(config, "model", f"{Path(str(config.output_dir)).name}-adapter", adapter)
     tracking.finish()
+
+
+def begin(config: JudgeTrainingConfig, n_train: int, counts: dict[str, int]) -> checkpoints.Start:
+    """Print the counts, find the checkpoint to resume from, and start the tracking of the run."""
+    if config.process_index == 0:
+        print(", ".join(f"{name} {value}" for name, value in counts.items()))
+    start = checkpoints.prepare(config, n_train)
+    tracking.start(config, resumed=start.checkpoint is not None)
+    for data in filter(None, (config.data, config.eval_data)):
+        tracking.log_artifact(config, "dataset", f"{Path(data).name}-drafts", data, counts)
+    return start
 
 
 def prepare(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from parse_infer.block_length import EDGES, BlockLength, Costs, expected_pace, pays
+from parse_infer.block_length import EDGES, BlockLength, Costs, expected_pace, pays, threshold_class
 
 PAUSE = BlockLength.next_pause
 
@@ -142,3 +142,10 @@ def test_costs_are_those_of_the_blocks():
 def test_every_confidence_has_a_class():
     rule = BlockLength()
     assert all(0 < rule.survival_of(confidence) < 1 for confidence in (0.0, *EDGES, 0.5, 1.0))
+
+
+def test_alike_thresholds_share_a_class():
+    assert threshold_class(0.78) == threshold_class(0.7) != threshold_class(0.99)
+    classes = [threshold_class(t) for t in (0.0, 0.01, 0.3, 0.5, 0.9, 0.99, 0.9999, 1.0, 1.0001)]
+    assert classes == sorted(classes) and classes[-1] > classes[-2]
+    assert len({threshold_class(i / 10_000) for i in range(10_002)}) <= 20  # requests cannot add states without end

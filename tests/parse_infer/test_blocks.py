@@ -107,7 +107,7 @@ def test_a_verdict_does_not_depend_on_how_the_draft_was_cut(model, tokenizer, ra
             found = verifier.verify_block(draft[start : start + size], carried)
             validity += found.validity
             start += size
-            carried = found.carried(start, size)
+            carried = found.scores.carried(start, size)
         assert validity == pytest.approx(whole.validity, abs=1e-4)
 
 
@@ -138,6 +138,13 @@ def test_the_target_writes_the_strict_tokens(make_block_engine, length):
 def test_a_given_draft_has_no_strict_tokens(engine):
     with pytest.raises(ValueError, match="strict_tokens and draft_text were both given"):
         engine.generate(PROMPT, draft_text="Five.", strict_tokens=2)
+
+
+def test_each_class_of_thresholds_is_measured_on_its_own(engine):
+    for threshold in (0.5, 0.52, 0.99):
+        engine.generate(PROMPT, max_new_tokens=N, threshold=threshold, block_tokens="auto")
+    lengths = engine.backend.block_lengths
+    assert len(lengths) == 2 and all(length.costs is not None for length in lengths.values())
 
 
 # What each event says

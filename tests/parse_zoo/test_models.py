@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from data_tools.tasks.registry import load_task
+from parse_infer.calibration.schema import shipped_calibration
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.modes import make_modes, timed
-from parse_infer.models.names import collection_folder
+from parse_infer.judge.adapter import ValidityConfig
+from parse_infer.judge.adapter_files import judge_fingerprint, read_adapter
+from parse_infer.models.names import collection_folder, resolve
 from parse_infer.settings import GenerationSettings
 from tests.parse_infer.speculation.trained_heads import save_head
 
@@ -67,6 +70,18 @@ def test_parse_writes_the_same_spans_with_and_without_drafters(engine, prompts, 
         for mode, other in zip(modes[1:], others, strict=True):
             spans = [[(s.text, s.source, s.n_tokens) for s in g.spans] for g in (plain, other)]
             assert spans[0] == spans[1], (mode.name, prompt)
+
+
+@pytest.mark.parametrize("name", ["zoo:adapter", "zoo:smollm2-adapter"])
+def test_adapters_have_the_name_by_which_their_calibration_knows_them(name):
+    """Also as loaded: a new field of the configuration must not change it."""
+    files = read_adapter(resolve(name))
+    calibration = shipped_calibration(files.folder)
+    loaded = ValidityConfig.from_dict(files.validity_config).to_dict()
+    head = {key: value.float() if value.is_floating_point() else value for key, value in files.head.items()}
+    assert calibration is not None
+    found = {files.fingerprint, judge_fingerprint((files.peft_config, loaded), (files.tensors, head))}
+    assert found == {calibration.models["adapter"]}
 
 
 def test_the_zoo_stays_small_and_safe():

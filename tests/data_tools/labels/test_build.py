@@ -163,6 +163,15 @@ def test_labels_by_token_find_the_first_wrong_token(make_config: Make) -> None:
     assert found, "no first error lies inside a segment"
 
 
+def test_folders_of_earlier_versions_without_labels_by_token_continue(make_config: Make) -> None:
+    config = make_config(limit=4)
+    build(config)
+    settings = json.loads(Path(config.output_dir, "build.json").read_text())["config"]
+    assert "token_labels" not in settings and "logprobs" not in settings
+    with pytest.raises(ValueError, match="token_labels"):
+        build(make_config(limit=6, token_labels=0.5))
+
+
 SAMPLED = {"rollouts": 4, "max_rollouts": 16, "rollout_temperature": 1.0, "margin": 0.25}
 
 

@@ -13,7 +13,7 @@ from parse_infer.backends.client import Client
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.logprob_reads import LogprobReads
 from parse_infer.backends.replicas import ReplicaPool
-from parse_infer.backends.server_pair import Target
+from parse_infer.backends.server_target import Target
 from parse_infer.backends.vllm import VLLMBackend
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.cuts import CutPolicy

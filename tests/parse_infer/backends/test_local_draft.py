@@ -11,7 +11,7 @@ import torch
 
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.retries import Unavailable
-from parse_infer.backends.server_pair import server_settings
+from parse_infer.backends.server_target import server_settings
 from parse_infer.models.batch_decoder import Batch, BatchDecoder
 from parse_infer.sampling import Sampling
 from tests.parse_infer.backends.conftest import Connect

@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from data_tools.tasks.checkers import same_answer
+from parse_infer.calibration import measure
 from parse_infer.calibration.measure import THRESHOLDS, CalibrationSettings, Outcome, calibrate, candidates, certify
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
 from parse_infer.engine import ParseEngine
 from parse_infer.held_out import prompt_hash
 from parse_infer.judge.verifier import Verifier
+from parse_infer.loop import identity
 from parse_infer.sampling import Sampling
 from parse_infer.settings import GenerationSettings
 from parse_infer.speculation.registry import load_token_drafter
@@ -184,6 +186,41 @@ def test_a_calibration_counts_problems_and_goes_on_after_an_interruption(engine:
         run(engine, torn, n=20)
     with pytest.raises(ValueError, match="with problems"):
         run(engine, torn, ask="Say: ")  # other prompts under the same ids
+
+
+def test_blocks_of_auto_are_timed_by_whole_answers(make_engine, make_model, random_adapter, tmp_path: Path):
+    """A replay measures no lengths, and has blocks of one length; each text of a timed problem is answered once."""
+    engine = make_engine(noise=0.15)
+    judge = random_adapter(engine.target.model, probe_ids=())
+    engine = ParseEngine.from_models(engine.target, engine.draft, judge)
+    auto = replace(SETTINGS, blocks=("auto",), timed=2)
+    with Replay(engine) as replay:
+        for threshold in (0.9, 0.5, 0.1):
+            replay.answer(PROMPTS[0], auto.generation().override(threshold=threshold, block_tokens="auto"))
+    assert all(length.costs is None for length in engine.backend.block_lengths.values())
+    asked: list[GenerationSettings] = []
+
+    def generate(self: ParseEngine, prompt: str, settings: GenerationSettings, **options: Any) -> Any:
+        if self.pair_wrapper is identity:
+            asked.append(settings)
+        return plain(self, prompt, settings, **options)
+
+    plain = ParseEngine.generate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParseEngine, "generate", generate)
+        found = run(engine, tmp_path / "auto", auto)
+    records = [json.loads(line) for line in (tmp_path / "auto" / "records.jsonl").read_text().splitlines()]
+    times = [set(row["seconds"][0]) for row in records[:2]]
+    assert 2 + 2 <= sum(map(len, times)) <= len(asked) < 60, "one answer a text, and that which accepts nothing"
+    assert {settings.block_tokens for settings in asked} == {"auto"}
+    assert found.made["timed_problems"] == 2
+
+
+def test_a_calibration_of_other_thresholds_is_not_continued(engine: ParseEngine, tmp_path: Path, monkeypatch):
+    run(engine, tmp_path)
+    monkeypatch.setattr(measure, "THRESHOLDS", measure.THRESHOLDS[:-1])
+    with pytest.raises(ValueError, match="with thresholds"):
+        run(engine, tmp_path)
 
 
 def test_problems_that_are_not_timed_lose_the_same(engine: ParseEngine, tmp_path: Path, monkeypatch):

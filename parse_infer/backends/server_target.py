@@ -1,0 +1,168 @@
+"""The target of answers over servers: its replicas, its judge, and the requests to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from parse_infer.backends.health import Server
+from parse_infer.backends.logprob_reads import LogprobReads, LogprobScores
+from parse_infer.backends.replicas import ReplicaPool
+from parse_infer.backends.retries import Lease, Unavailable
+from parse_infer.errors import ServerError
+from parse_infer.judge.carried import Carried
+from parse_infer.judge.cuts import CutPolicy, Segmenter
+from parse_infer.models.tokenizer_spec import TokenizerSpec
+from parse_infer.request import Request
+from parse_infer.sampling import Sampling, seed_of
+from parse_infer.vllm_plugin.validity_requests import Questions
+
+
+@dataclass(frozen=True)
+class Scores:
+    cuts: list[int]
+    validity: list[float]
+    scores: None = None
+
+
+class Target:
+    """The target's replicas and the validity requests to them.
+
+    Attributes:
+        reads: judges drafts by log-probabilities; None: `questions` do.
+        segmenter: finds the cuts that the local backend judges; `affordable` drops some if a request cannot hold all.
+        probe_room: tokens that the window must have after a draft: the probe and the token of its answer.
+        speculates: the servers take speculative tokens from rejected drafts, so a whole draft is useful.
+    """
+
+    def __init__(
+        self,
+        language: TokenizerSpec,
+        servers: ReplicaPool,
+        questions: Questions | None,
+        cut_policy: CutPolicy,
+        speculates: bool = False,
+        reads: LogprobReads | None = None,
+    ) -> None:
+        self.reads = reads
+        self.language = language
+        self.servers = servers
+        self.questions = questions
+        self.segmenter = Segmenter(language.tokenizer, cut_policy, 0 if questions is None else questions.probe_tokens)
+        self.speculates = speculates
+        self.probe_room = int(reads is not None) if questions is None else len(questions.suffix(0, None)) + 1
+
+    def affordable(self, context: Sequence[int], cuts: Sequence[int], singly: bool = False) -> list[int]:
+        """The cuts of a draft after `context` that one request can judge (`Questions.affordable`)."""
+        if self.questions is None or not cuts:
+            return list(cuts)
+        return self.questions.affordable(len(context), cuts, self.language.window, singly=singly)
+
+    def uses_draft(self, threshold: float) -> bool:
+        """Whether a draft is useful at this threshold: for acceptance or as speculative tokens."""
+        return threshold <= 1 or self.speculates
+
+    async def validities(
+        self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], lease: Lease | None = None
+    ) -> list[float]:
+        """Request the validity at all cuts in one call. Raises ValueError for a malformed answer, and the errors of
+        `ReplicaPool.ask`."""
+        assert self.questions is not None
+        asked = self.questions.about(context, draft, cuts, self.language.window)
+        body = asked.request(self.servers.judging_model)
+        return asked.validities(await self.servers.ask(body, lease, judging=True))
+
+    async def read(
+        self,
+        context: Sequence[int],
+        draft: Sequence[int],
+        cuts: Sequence[int] | None,
+        carried: Carried,
+        written: Sequence[int],
+        lease: Lease | None = None,
+    ) -> LogprobScores:
+        """Judge a draft in a worker thread; the arguments are those of `LogprobReads.scores`. Raises as `validities`
+        does."""
+        assert self.reads is not None
+        asked = self.reads.request(self.servers.model, [*context, *draft])
+        response = await self.servers.ask(asked, lease, judging=True)
+        return await asyncio.to_thread(self.reads.scores, response, draft, cuts, carried, written)
+
+    async def try_judge(self, server: Server) -> None:
+        """Raise ValueError if this server cannot judge a draft, TransientServerError if it does not answer."""
+        if self.reads is not None:
+            known = self.reads.request(self.servers.model, self.reads.reference)
+            self.reads.check(await self.servers.ask_one(server, known), server.url)
+            return
+        assert self.questions is not None
+        asked = self.questions.about([1], [2, 3], [1, 2], self.language.window)
+        try:
+            asked.validities(await self.servers.ask_one(server, asked.request(self.servers.judging_model)))
+        except ValueError as error:
+            raise ServerError(
+                f"the target server {server.url} cannot judge drafts for {self.language.name!r}: {error}"
+            ) from error
+
+    async def written(
+        self, request: Request, round: int, lease: Lease | None, watched: bool
+    ) -> AsyncGenerator[int, None]:
+        """Yield the target's tokens after the answer so far, until the caller stops.
+
+        Args:
+            watched: stream the tokens; else they come all at once, which costs less.
+
+        Raises Unavailable if a server ends an unfinished answer without a token.
+        """
+        while request.answer.remaining_tokens > 0:
+            before = len(request.answer.ids)
+            async with aclosing(self._written_once(request, round, lease, watched)) as tokens:
+                async for token in tokens:
+                    yield token
+            # A server may have its own limit, such as max_new_tokens in the model's generation_config.json.
+            if len(request.answer.ids) == before:
+                raise Unavailable("a target server has ended an answer without a token")
+
+    async def _written_once(
+        self, request: Request, round: int, lease: Lease | None, watched: bool
+    ) -> AsyncGenerator[int, None]:
+        room = request.answer.remaining_tokens
+        asked = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(request)
+        if not watched:
+            asked |= stop_settings(request.settings.stop)
+        written = self.servers.written(request.context, room, asked, lease, watched)
+        async with aclosing(written) as pieces:
+            while True:
+                with request.timed("resume_s"):
+                    piece = await anext(pieces, None)
+                if piece is None:
+                    return
+                for token in piece:
+                    yield token
+
+
+def stop_settings(stop: Sequence[str]) -> dict[str, Any]:
+    """Stop fields of a request whose answer comes all at once."""
+    return {"stop": list(stop), "include_stop_str_in_output": True} if stop else {}
+
+
+def end_settings(request: Request) -> dict[str, Any]:
+    """End-token fields of a request, with vLLM's names and meaning; the server counts from its first new token."""
+    settings: dict[str, Any] = {"ignore_eos": True} if request.settings.ignore_eos else {}
+    return settings | ({"min_tokens": request.answer.required} if request.answer.required else {})
+
+
+def server_settings(sampling: Sampling, end_ids: Collection[int], *purpose: object) -> dict[str, Any]:
+    """Sampling fields of a completion request. They override the defaults of server and model."""
+    settings: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": sorted(end_ids),
+    }
+    if sampling.seed is not None and not sampling.greedy:
+        settings["seed"] = seed_of(sampling.seed, *purpose)
+    return settings
