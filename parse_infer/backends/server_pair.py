@@ -175,8 +175,6 @@ class ServerModelPair:
     def draft_continues(self, draft: Sequence[int], kept: int, written: Sequence[int]) -> bool:
         if (self._blocks is None and not self._by_token) or not (draft or self._drafted):
             return False
-        if self._request.fallback is not None:
-            return False
         if not draft or (self._by_token and kept < len(draft)):
             return len(written) >= 1
         return kept == len(draft) or self.segmenter.first_segment_end(written) is not None

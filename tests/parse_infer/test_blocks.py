@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from parse_infer.block_length import BlockLength
+from parse_infer.block_length import BlockLength, threshold_class
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Accepted, Done, Drafted, Resumed, Verified
 from parse_infer.judge.carried import Carried
@@ -132,7 +132,20 @@ def test_the_target_writes_the_strict_tokens(make_block_engine, length):
     strict = engine.generate(PROMPT, **settings, strict_tokens=9)
     assert strict.token_ids[:9] == own[:9] and strict.token_ids != own
     assert strict.spans[0].source == "target" and strict.spans[0].n_tokens == 9
+    rounds = [e.round for e in engine.stream(PROMPT, **settings, strict_tokens=9) if isinstance(e, Resumed)]
+    assert rounds[:9] == [1] * 9
     assert engine.generate(PROMPT, **settings, strict_tokens=N + 1).token_ids == own
+
+
+def test_strict_tokens_are_no_pause(engine):
+    """While drafts do not pay, the target writes alone behind them too."""
+    engine.backend.block_lengths[threshold_class(0.5)].pause = 6
+    drafted, written = [], 0
+    for event in engine.stream(PROMPT, max_new_tokens=N, threshold=0.5, strict_tokens=2):
+        written += isinstance(event, Resumed)
+        if isinstance(event, Drafted) and event.n_tokens:
+            drafted.append(written)
+    assert drafted[0] >= 2 + 6
 
 
 def test_a_given_draft_has_no_strict_tokens(engine):

@@ -55,6 +55,22 @@ def test_a_rejected_token_is_corrected_without_a_request(pair, connect):
     assert found.stats.target_forwards == len(targets[0].bodies)
 
 
+def test_a_corrected_token_does_not_end_an_answer_too_early(pair, connect):
+    """A stop token takes the place of a rejected token, before the answer may end."""
+    engine = pair()
+    coordinator, _, _ = connect(engine)
+    settings = {"max_new_tokens": N, "threshold": 0.3}
+    free, place, corrected = engine.generate(PROMPT, **settings), 0, []
+    for span in free.spans:
+        if span.source == "target" and free.token_ids[place] not in free.token_ids[:place]:
+            corrected.append(free.token_ids[place])
+        place += span.n_tokens
+    settings |= {"stop_token_ids": corrected, "min_tokens": N}
+    found = coordinator.generate(PROMPT, **settings)
+    assert corrected and len(found.token_ids) == N and not set(corrected) & set(found.token_ids)
+    assert found.token_ids == engine.generate(PROMPT, **settings).token_ids
+
+
 def test_a_corrected_token_of_a_sampled_answer_is_the_servers(pair, connect):
     coordinator, targets, _ = connect(pair())
     sampling = Sampling(0.8, seed=1)

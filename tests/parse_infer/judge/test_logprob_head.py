@@ -42,6 +42,13 @@ def test_log_probabilities_are_those_of_the_whole_vocabulary(model, found):
     assert torch.equal(found.is_greedy_choice, own.argmax(-1) == torch.tensor(DRAFT))
 
 
+def test_of_equal_choices_the_greedy_one_comes_first():
+    flat = torch.nn.Linear(4, 100)
+    torch.nn.init.zeros_(flat.bias)
+    found = read_logprobs(torch.zeros(3, 4), torch.tensor([0, 1, 99]), flat, k=5)
+    assert found.top_ids[:, 0].tolist() == [0, 0, 0] and found.is_greedy_choice.tolist() == [True, False, False]
+
+
 def test_features_are_finite_whatever_an_engine_reports():
     infinite, ids = torch.tensor([-float("inf"), 0.0]), torch.tensor([4, 5])
     top = torch.tensor([[0.0, -float("inf")], [0.0, -9999.0]])

@@ -18,7 +18,7 @@ from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
 from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.judge.verifier import Verifier
 from parse_infer.models.decoder import Decoder
-from parse_infer.models.loading import load_language_model
+from parse_infer.models.loading import load_language_model, load_tokenizer
 from parse_train.__main__ import main
 from parse_train.logprob.data import LogprobCollator, LogprobExample
 from parse_train.logprob.model import LogprobModel
@@ -132,6 +132,22 @@ def test_noise_moves_no_token_to_another_place(build):
     among = (batch["top"] == batch["own"][..., None]).any(-1) & ~is_choice
     assert ((top == own[..., None]).any(-1))[among].all()
     assert 0 < (own - batch["own"]).abs().max() < 0.2
+
+
+def test_only_the_targets_choices_are_shown_as_certain(build):
+    batch = LogprobCollator()([LogprobExample.of(draft, 3) for draft in list(read_drafts(build / "build"))[:8]])
+    texts = TokenTexts(load_tokenizer(build / "target"), (), 8192)
+    model = LogprobModel(LogprobHead(LogprobHeadConfig(k=3)), texts, certain_share=1.0)
+    torch.nn.init.normal_(model.head.out.weight)
+    inputs = {key: batch[key] for key in ("own", "top", "ids", "first", "cuts")}
+    for first, same in (
+        (batch["ids"] + 1, True),
+        (batch["ids"].where(torch.rand(batch["ids"].shape) > 0.5, 9), False),
+    ):
+        with torch.no_grad():
+            trained = model.train()(**inputs | {"first": first})["logits"]
+            served = model.eval()(**inputs | {"first": first})["logits"]
+        assert torch.equal(trained, served) is same
 
 
 def test_reads_of_another_size_are_kept_apart(build):
