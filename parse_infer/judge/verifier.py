@@ -205,11 +205,11 @@ class Verifier:
         drafted = embedding(ids, self._embeddings.weight)
         of_each = judge.head.tokens(before, drafted, surprised.features)
         is_choice = surprised.is_greedy_choice
-        if is_choice is None:  # a reduced output layer; read the full one only where the doubt matters
-            doubtful = of_each > NEGLIGIBLE_DOUBT
-            is_choice = ~doubtful
-            if doubtful.any():
-                is_choice[doubtful] = self.decoder.logits(before[doubtful]).argmax(-1) == ids[doubtful]
+        if is_choice is None:  # a reduced output layer; read the full one only where that decides and matters
+            is_choice = of_each <= NEGLIGIBLE_DOUBT
+            unknown = ~is_choice & (surprised.features[:, 2] == 0)  # any higher logit rules a token out
+            if unknown.any():
+                is_choice[unknown] = self.decoder.logits(before[unknown]).argmax(-1) == ids[unknown]
         before_block = torch.tensor([carried.doubt], device=hidden.device)
         pooled = torch.cat([before_block, of_each.masked_fill(is_choice, -torch.inf)]).logcumsumexp(0)[1:]
         scores = TokenScores(judge.head.bias.float() - pooled, pooled)
