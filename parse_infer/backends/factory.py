@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from parse_infer.backends.client import Client
-from parse_infer.backends.launch import draft_server, launch, plain_options, stock_options
+from parse_infer.backends.launch import CACHED_READS, draft_server, launch, plain_options, stock_options
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.logprob_reads import LogprobReads
 from parse_infer.backends.replicas import PATIENCE_S, ReplicaPool
@@ -136,6 +136,8 @@ def find_parts(
     if not target_urls:
         plain = stock_options if adapter is None and draft is None else plain_options
         options = engine_options(target, adapter) if adapter is not None and needs_plugin else plain(target)
+        if reads is not None:
+            options |= CACHED_READS
         wanted["target"] = options | dict(target_options or {})
     if draft is not None and not draft_urls and not local_draft:
         wanted["draft"] = draft_server(draft) | dict(draft_options or {})

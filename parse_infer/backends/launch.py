@@ -17,6 +17,8 @@ from parse_infer.models.loading import load_config, weights_folder
 from parse_infer.vllm_plugin.options import PLUGIN, SETTINGS, VARIABLES, arguments
 
 PYTHON = "PARSE_VLLM_PYTHON"  # Python of another environment, with vLLM and the plugin installed
+CACHED_READS = {"enable_scale_out": True, "enable_prompt_tokens_details": True}
+"""Options of a target server for reads that use its prefix cache (`LogprobReads.cached_request`)."""
 STREAM_INTERVAL = 16  # tokens per chunk of a draft stream: each chunk costs both sides work
 
 

@@ -21,6 +21,8 @@ from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts
 MAX_READ_TOKENS = 2048
 """Limit of a read. vLLM's V1 model runner holds 6 bytes x vocabulary for each of its tokens, outside its memory
 profile: 1.9 GB for 2,048 tokens of a vocabulary of 152,000."""
+GENERATE = "/inference/v1/generate"
+"""Path of reads that use the prefix cache: `vllm serve --enable-scale-out --enable-prompt-tokens-details`."""
 _NOISE = 0.5  # nats, mean: quantisation stays below, another model of the same family does not
 _CLIP = -8.0  # rare tokens differ most, and carry the least information
 
@@ -62,15 +64,16 @@ class LogprobReads:
         self._k = head.config.k
         self._judge = LogprobJudge(head, TokenTexts(tokenizer, end_ids, head.config.buckets))
 
-    def request(self, model: str, ids: Sequence[int]) -> dict[str, Any]:
+    def request(self, ids: Sequence[int]) -> dict[str, Any]:
         """Body of a `POST /v1/completions` that reads `ids`."""
-        return {
-            "model": model,
-            "prompt": list(ids),
-            "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprobs": self._k,
-        }
+        return {"prompt": list(ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": self._k}
+
+    def cached_request(self, ids: Sequence[int]) -> dict[str, Any]:
+        """Body of a `POST` to `GENERATE` that reads what the server's prefix cache lacks of `ids`."""
+        # The entries of cached tokens are uninitialised memory, which vLLM's tokenizer could not decode.
+        settings = {"skip_reading_prefix_cache": False, "detokenize": False}
+        body = self.request(ids)
+        return {"token_ids": body.pop("prompt"), "sampling_params": body | settings}
 
     def scores(
         self,
@@ -125,6 +128,14 @@ class LogprobReads:
             )
 
 
+def cached_tokens(response: Any) -> int | None:
+    """Number of prompt tokens from the server's prefix cache, whose entries hold nothing; None: it does not say."""
+    try:
+        return int(response["usage"]["prompt_tokens_details"]["cached_tokens"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
 def read_response(response: Any, ids: Sequence[int], k: int) -> TokenLogprobs:
     """Read the log-probabilities of the last tokens of a prompt, `ids`, from a server's JSON response.
 
@@ -132,7 +143,8 @@ def read_response(response: Any, ids: Sequence[int], k: int) -> TokenLogprobs:
         ValueError: they are missing, belong to other tokens, have fewer than k choices, or are raw logits.
     """
     try:
-        entries = response["choices"][0]["prompt_logprobs"]
+        holder = response if "prompt_logprobs" in response else response["choices"][0]
+        entries = holder["prompt_logprobs"]
     except (KeyError, IndexError, TypeError):
         entries = None
     if not isinstance(entries, list):

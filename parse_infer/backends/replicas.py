@@ -24,6 +24,7 @@ _PULSE_S = 0.5
 ATTEMPTS = 4  # per request
 BACK_OFF_S = 0.05
 _LONGEST_BACK_OFF_S = 30.0
+COMPLETIONS = "/v1/completions"
 
 
 async def _nothing_to_examine(server: Server) -> None:
@@ -128,8 +129,9 @@ class ReplicaPool:
         lease: Lease | None = None,
         judging: bool = False,
         read: Callable[[Any, str], Any] = lambda response, url: response,
+        path: str = COMPLETIONS,
     ) -> Any:
-        """Send a completion request and return the response.
+        """Send a request and return the response.
 
         Args:
             judging: the request judges a draft; only replicas with the right adapter get it.
@@ -140,16 +142,16 @@ class ReplicaPool:
             RequestRejected: a server rejects the request.
             Replaced: no healthy replica has the adapter.
         """
-        body = self._with_common_fields(body)
+        body = self._with_common_fields(body, lease)
 
         async def request(url: str) -> Any:
             return read(await self._client.post(url, body), url)
 
-        return await self._with_retries(request, lease, judging=judging)
+        return await self._with_retries(request, lease, path, judging)
 
-    async def ask_one(self, server: Server, body: dict[str, Any]) -> Any:
+    async def ask_one(self, server: Server, body: dict[str, Any], path: str = COMPLETIONS) -> Any:
         """Send the request once to this replica, healthy or not. Raises TransientServerError or RequestRejected."""
-        return await self._client.post(f"{server.url}/v1/completions", self._with_common_fields(body))
+        return await self._client.post(f"{server.url}{path}", self._with_common_fields(body))
 
     async def written(
         self, ids: Sequence[int], most: int, settings: dict[str, Any], lease: Lease | None = None, watched: bool = True
@@ -159,18 +161,18 @@ class ReplicaPool:
         Raises as `ask` does.
         """
         if not watched:
-            body = self._body(ids, most, settings)
+            body = self._body(ids, most, settings, lease)
             yield await self._with_retries(lambda url: self._client.whole(url, body), lease)
             return
         got: list[int] = []
         tried = FailedAttempts(self._attempts)
         while tried.left:
             server = await self._server(lease, tried)
-            body = self._body([*ids, *got], most - len(got), settings)
+            body = self._body([*ids, *got], most - len(got), settings, lease)
             if "min_tokens" in settings:  # counts the whole text
                 body["min_tokens"] = max(0, settings["min_tokens"] - len(got))
             async with self._attempt(server, tried):
-                async with aclosing(self._client.written(f"{server.url}/v1/completions", body)) as pieces:
+                async with aclosing(self._client.written(f"{server.url}{COMPLETIONS}", body)) as pieces:
                     while (piece := await self._next(server, pieces)) is not None:
                         got += piece
                         yield piece
@@ -206,17 +208,18 @@ class ReplicaPool:
     async def _examine(self, server: Server) -> None:
         await self.examine(server)  # looks the attribute up at each call
 
-    def _with_common_fields(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {"model": self.model} | body | self.fields
+    def _with_common_fields(self, body: dict[str, Any], lease: Lease | None = None) -> dict[str, Any]:
+        own = {} if lease is None or lease.cache_salt is None else {"cache_salt": lease.cache_salt}
+        return {"model": self.model} | body | self.fields | own
 
-    def _body(self, ids: Sequence[int], most: int, settings: dict[str, Any]) -> dict[str, Any]:
-        return self._with_common_fields({"prompt": list(ids), "max_tokens": most, **settings})
+    def _body(self, ids: Sequence[int], most: int, settings: dict[str, Any], lease: Lease | None) -> dict[str, Any]:
+        return self._with_common_fields({"prompt": list(ids), "max_tokens": most, **settings}, lease)
 
     async def _with_retries(
         self,
         request: Callable[[str], Awaitable[Any]],
         lease: Lease | None,
-        path: str = "/v1/completions",
+        path: str = COMPLETIONS,
         judging: bool = False,
     ) -> Any:
         tried = FailedAttempts(self._attempts)

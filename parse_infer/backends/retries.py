@@ -23,11 +23,13 @@ class Lease:
 
     Attributes:
         patience_s: how long a request waits while no replica is healthy; None: `ReplicaPool.patience_s`.
+        cache_salt: of the answer's own prefix cache; None: it shares the server's.
     """
 
     def __init__(self, server: Server, patience_s: float | None = None) -> None:
         self.server = server
         self.patience_s = patience_s
+        self.cache_salt: str | None = None
         server.busy += 1
 
     def move(self, server: Server) -> None:

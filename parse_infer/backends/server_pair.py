@@ -77,13 +77,16 @@ class ServerModelPair:
         self._drafted = 0  # draft tokens of the last block; it has none for the target if it ends inside a character
         self._at, self._draft_at = at, draft_at
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._prefill: asyncio.Task[None] | None = None
         self._verifier = self._new_verifier(round=1)
 
     def max_draft_tokens(self) -> int:
-        reads, longest = self._target.reads, self._target.language.window
+        reads, context = self._target.reads, len(self._request.context)
+        room = self._target.language.window - context
         if reads is not None:
-            longest = min(longest, reads.max_tokens)
-        behind = max(0, longest - self._target.probe_room - len(self._request.context))
+            unread = min(context, PREFILL) if self._at.server.reads_cache else context
+            room = min(room, reads.max_tokens - unread)
+        behind = max(0, room - self._target.probe_room)
         return min(self._request.answer.remaining_tokens, behind, self._blocks or behind)
 
     async def propose(self, round: int) -> Sequence[int]:
@@ -100,8 +103,8 @@ class ServerModelPair:
         writing = self._drafts[1].begin(request.answer.ids, self.max_draft_tokens())
         if writing is None:
             return []
-        if self._overlap and round == 1 and len(request.context) >= PREFILL:
-            self._start(self._read_prompt(list(request.context)))
+        if (self._overlap or self._at.server.reads_cache) and round == 1 and len(request.context) >= PREFILL:
+            self._prefill = self._start(self._read_prompt(list(request.context)))
         reading = self._start(self._read_draft(*self._drafts, writing, round))
         verifier.stop = reading.cancel
         await asyncio.wait([reading])
@@ -136,6 +139,8 @@ class ServerModelPair:
         request.stats.target_forwards += 1
         cuts, carried = None if self._by_token else self.segmenter.cuts(draft), request.carried
         written = request.answer.ids[carried.tokens :]
+        if self._prefill is not None:
+            await self._prefill
         try:
             return await self._target.read(request.context, draft, cuts, carried, written, self._at)
         except (ValueError, Failing) as error:
@@ -235,7 +240,7 @@ class ServerModelPair:
 
     async def _read_prompt(self, context: list[int]) -> None:
         with suppress(ValueError, Unavailable):  # later requests report the error
-            await self._target.servers.ask({"prompt": context, "max_tokens": 1, "temperature": 0}, self._at)
+            await self._target.prefill(context, self._at)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task that `close` cancels."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from parse_infer.backends.client import RequestRejected
 from parse_infer.backends.health import Server
-from parse_infer.backends.logprob_reads import LogprobReads, LogprobScores
+from parse_infer.backends.logprob_reads import GENERATE, LogprobReads, LogprobScores, cached_tokens
 from parse_infer.backends.replicas import ReplicaPool
 from parse_infer.backends.retries import Lease, Unavailable
 from parse_infer.errors import ServerError
@@ -19,6 +21,8 @@ from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_infer.request import Request
 from parse_infer.sampling import Sampling, seed_of
 from parse_infer.vllm_plugin.validity_requests import Questions
+
+_SOME_BLOCKS = 256  # tokens: at least two blocks of a prefix cache
 
 
 @dataclass(frozen=True)
@@ -85,17 +89,46 @@ class Target:
         lease: Lease | None = None,
     ) -> LogprobScores:
         """Judge a draft in a worker thread; the arguments are those of `LogprobReads.scores`. Raises as `validities`
-        does."""
+        does.
+
+        A server that `reads_cache` reads the draft only. Where its cache holds a part of the draft too, it has no
+        scores of that part. Then it reads all again, under a `cache_salt` of its own if the context is long.
+        """
         assert self.reads is not None
-        asked = self.reads.request(self.servers.model, [*context, *draft])
-        response = await self.servers.ask(asked, lease, judging=True)
+        ids = [*context, *draft]
+        response = None
+        if lease is not None and lease.server.reads_cache:
+            response = await self._read_cached(context, ids, lease)
+            if response is None and len(ids) > self.reads.max_tokens:
+                lease.cache_salt = uuid.uuid4().hex
+                await self.prefill(context, lease)
+                response = await self._read_cached(context, ids, lease)
+        if response is None:
+            if len(ids) > self.reads.max_tokens:
+                raise ServerError(f"no target server reads more than {self.reads.max_tokens} tokens")
+            response = await self.servers.ask(self.reads.request(ids), lease, judging=True)
         return await asyncio.to_thread(self.reads.scores, response, draft, cuts, carried, written)
+
+    async def _read_cached(self, context: Sequence[int], ids: Sequence[int], lease: Lease) -> Any:
+        """The response with the scores of all tokens after the context, or None."""
+        assert self.reads is not None
+        try:
+            response = await self.servers.ask(self.reads.cached_request(ids), lease, judging=True, path=GENERATE)
+        except RequestRejected:  # the answer has moved to a server that cannot
+            return None
+        cached = cached_tokens(response)  # the last of them has the scores of the token after it
+        return response if cached is not None and cached < len(context) else None
+
+    async def prefill(self, context: Sequence[int], lease: Lease) -> None:
+        """Let the server read a text into its cache."""
+        await self.servers.ask({"prompt": list(context), "max_tokens": 1, "temperature": 0}, lease)
 
     async def try_judge(self, server: Server) -> None:
         """Raise ValueError if this server cannot judge a draft, TransientServerError if it does not answer."""
         if self.reads is not None:
-            known = self.reads.request(self.servers.model, self.reads.reference)
+            known = self.reads.request(self.reads.reference)
             self.reads.check(await self.servers.ask_one(server, known), server.url)
+            server.reads_cache = await self._reads_cache(server)
             return
         assert self.questions is not None
         asked = self.questions.about([1], [2, 3], [1, 2], self.language.window)
@@ -105,6 +138,18 @@ class Target:
             raise ServerError(
                 f"the target server {server.url} cannot judge drafts for {self.language.name!r}: {error}"
             ) from error
+
+    async def _reads_cache(self, server: Server) -> bool:
+        """Whether the server can read a text with its prefix cache."""
+        assert self.reads is not None
+        known = self.reads.reference
+        blocks = known * (1 + _SOME_BLOCKS // len(known))
+        asked = self.reads.cached_request(blocks[: min(_SOME_BLOCKS, self.language.window - 1)])
+        try:
+            await self.servers.ask_one(server, asked, GENERATE)
+            return bool(cached_tokens(await self.servers.ask_one(server, asked, GENERATE)))
+        except RequestRejected:
+            return False
 
     async def written(
         self, request: Request, round: int, lease: Lease | None, watched: bool

@@ -48,6 +48,7 @@ def connect() -> Iterator[Connect]:
             keys: tuple[str | None, str | None] = (None, None),
             local_rows: int = 0,
             max_read_tokens: int = 2048,
+            cache_block: int = 0,
             **options,
         ) -> tuple[ParseEngine, list[FakeServer], FakeServer]:
             judge = engine.backend.judge
@@ -60,7 +61,9 @@ def connect() -> Iterator[Connect]:
                     if plugin and not zero_shot
                     else None
                 )
-                return stack.enter_context(serving(FakeServer(engine.target, with_judge)))
+                made = FakeServer(engine.target, with_judge)
+                made.cache_block = cache_block
+                return stack.enter_context(serving(made))
 
             targets, draft = [target() for _ in range(n_targets)], FakeServer(engine.draft)
             stack.enter_context(serving(draft))

@@ -40,6 +40,8 @@ class FakeServer:
         pause: seconds before each piece of a stream.
         key: what clients must send.
         max_logprobs: so many log-probabilities it gives at most, as a vLLM server that is started with that option.
+        cache_block: tokens per block of the prefix cache, which `generate` reads; 0: `generate` does not exist.
+        cached: cached tokens of the reads so far.
         judge_fault: what happens to every request about a draft.
         logprob_fault: what is wrong with prompt log-probabilities: "missing", "shifted" by a token, "raw" logits, or
             "few".
@@ -65,6 +67,9 @@ class FakeServer:
         self.url = ""
         self.key: str | None = None
         self.max_logprobs = 20 if self.questions is None else max(20, self.questions.ids.log_probabilities)
+        self.cache_block = 0
+        self.cached: list[int] = []
+        self._cache: list[tuple[str | None, list[int]]] = []
         self.judge_fault: str | None = None
         self.logprob_fault: str | None = None
         self.names = [lm.name]
@@ -100,6 +105,7 @@ class FakeServer:
         if fault == "gone":
             request.transport.close()
             raise asyncio.CancelledError
+        self._cache.append((body.get("cache_salt"), prompts[0]))
         if body.get("prompt_logprobs"):
             return _answer([self._read(prompts[0], body["prompt_logprobs"])], fault)
         if body.get("logprobs"):
@@ -122,6 +128,24 @@ class FakeServer:
             await self._send(response, piece, "stop")
             await response.write(b"data: [DONE]\n\n")
         return response
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """As vLLM's model runner V1 reads with its cache: entries of cached tokens are whatever the memory held."""
+        if not self.cache_block:
+            return _error(404, "Not Found")
+        body = await request.json()
+        self.bodies.append(body)
+        ids, asked = body["token_ids"], body["sampling_params"]
+        assert not asked["detokenize"] and not asked["skip_reading_prefix_cache"], asked
+        salt = body.get("cache_salt")
+        shared = max((_common(ids, known) for own, known in self._cache if own == salt), default=0)
+        cached = min(shared, len(ids) - 1) // self.cache_block * self.cache_block
+        self._cache.append((salt, ids))
+        self.cached.append(cached)
+        entries = self._read(ids, asked["prompt_logprobs"])["prompt_logprobs"]
+        entries[1 : cached + 1] = [{"-7": {"logprob": 1e21, "rank": 0}} for _ in entries[1 : cached + 1]]
+        usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": cached}}
+        return web.json_response({"choices": [{"index": 0}], "prompt_logprobs": entries, "usage": usage})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Calls a tool, whatever is said; a choice of "auto" is refused, as vLLM does without a parser."""
@@ -223,6 +247,10 @@ class FakeServer:
         return validities
 
 
+def _common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message}}, status=status)
 
@@ -273,6 +301,7 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
                 web.post("/tokenize", tokenize),
                 web.post("/v1/completions", server.completions),
                 web.post("/v1/chat/completions", server.chat),
+                web.post("/inference/v1/generate", server.generate),
             ]
         )
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)

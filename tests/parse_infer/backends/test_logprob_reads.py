@@ -108,6 +108,24 @@ def test_a_read_that_would_be_too_long_is_not_sent(pair, connect):
     assert reads and max(map(len, reads)) <= limit
 
 
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 20])
+@pytest.mark.parametrize("block_tokens", ["auto", 7])
+def test_a_server_may_read_its_prefix_cache(pair, connect, prompt, block_tokens):
+    """No entry of a cached token is used, not even where an equal request has filled the cache with the draft."""
+    engine = pair()
+    coordinator, targets, _ = connect(engine, cache_block=4, max_read_tokens=280)
+    settings = {"max_new_tokens": N, "threshold": 0.1, "block_tokens": block_tokens}
+    expected = engine.generate(prompt, **settings).token_ids
+    found = [coordinator.generate(prompt, **settings) for _ in range(2)]
+    assert [one.token_ids for one in found] == [expected] * 2 and not any(one.fallback for one in found)
+    reads = [body for body in targets[0].bodies if "token_ids" in body]
+    plain = [body["prompt"] for body in targets[0].bodies if body.get("prompt_logprobs")]
+    assert len(reads) > 3 and max(targets[0].cached) >= len(engine.target.render(prompt)) - 4
+    assert all(len(ids) <= 280 for ids in plain)
+    salted = [body["cache_salt"] for body in reads if "cache_salt" in body]
+    assert (plain and not salted) if prompt == PROMPT else (not plain and len(set(salted)) == 1)
+
+
 @pytest.mark.parametrize("fault", ["500", "half", "nonsense"])
 def test_where_the_judge_fails_the_target_answers(pair, connect, fault):
     engine = pair()

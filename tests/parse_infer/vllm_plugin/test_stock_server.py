@@ -74,6 +74,11 @@ def test_answers_do_not_depend_on_the_load(coordinator):
     ]
 
 
+def test_reads_use_the_prefix_cache(coordinator):
+    (server,) = coordinator.backend.servers["target"].members
+    assert server.reads_cache
+
+
 def test_a_corrected_token_needs_no_request_of_its_own(coordinator):
     found = coordinator.generate(PROMPTS[0], max_new_tokens=150, threshold=0.5)
     assert any(span.source == "target" for span in found.spans)
