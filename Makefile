@@ -41,7 +41,7 @@ $(VLLM_VENV)/installed: pyproject.toml zoo/pyproject.toml constraints-vllm.txt
 	@touch $@
 
 test-vllm: $(VLLM_VENV)/installed
-	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -o addopts="-q --strict-markers --durations=10" tests/parse_infer/vllm_plugin
+	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -o addopts="-q --strict-markers --durations=10" tests/parse_infer/on_vllm
 
 # The embedded models, from nothing: about three hours on two CPU cores. Each step resumes if it is interrupted.
 zoo: setup
@@ -50,7 +50,7 @@ zoo: setup
 	$(BIN)/python -m parse_train recipes/zoo/target.yaml
 	$(BIN)/python -m parse_train recipes/zoo/draft.yaml
 	$(BIN)/parse-data build recipes/data.yaml --target runs/zoo/target/final --draft runs/zoo/draft/final --output_dir runs/zoo/data
-	$(BIN)/python -m parse_train recipes/train.yaml --target runs/zoo/target/final --data runs/zoo/data --output_dir runs/zoo/validity
+	$(BIN)/python -m parse_train recipes/train-logprob.yaml --data runs/zoo/data --output_dir runs/zoo/logprob
 
 # The SmolLM2 pair, from the public weights: about five hours. (The target that ships was trained in stages; see its README.)
 zoo-smollm2: setup
@@ -59,7 +59,7 @@ zoo-smollm2: setup
 	$(BIN)/python -m parse_train recipes/smollm2/target.yaml
 	$(BIN)/python -m parse_train recipes/smollm2/draft.yaml
 	$(BIN)/parse-data build recipes/smollm2/data.yaml --target runs/smollm2/target/final --draft runs/smollm2/draft/final --output_dir runs/smollm2/data
-	$(BIN)/python -m parse_train recipes/smollm2/train.yaml --target runs/smollm2/target/final --data runs/smollm2/data
+	$(BIN)/python -m parse_train recipes/train-logprob.yaml --data runs/smollm2/data --output_dir runs/smollm2/logprob --risk_alpha 0.05 --risk_temperature 0
 
 lint: setup
 	$(BIN)/ruff check .

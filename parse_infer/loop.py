@@ -7,6 +7,7 @@ methods never suspend, so `run_sync` needs no event loop.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -21,6 +22,7 @@ from parse_infer.request import Request
 if TYPE_CHECKING:
     from parse_infer.judge.logprob_head import TokenScores
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -36,6 +38,11 @@ class Verdict(Protocol):
     @property
     def scores(self) -> TokenScores | None:
         """For a block that was judged token by token. None: the validity depends on this draft alone."""
+        ...
+
+    @property
+    def unusual(self) -> bool:
+        """The judge knows no such drafts, and accepts only what the target would write itself."""
         ...
 
 
@@ -105,6 +112,9 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
         # verify: the target reads the draft once; the judge scores each prefix
         with request.timed("verify_s"):
             verdict = await pair.verify(draft)
+        if verdict.unusual and request.fallback is None:
+            request.fallback = "unusual_draft"
+            log.info("the judge knows no drafts like this one: the rest of the answer is the target's own")
 
         # select: the maximal valid prefix, then the tokens that equal the target's greedy choice
         with request.timed("verify_s"):

@@ -7,9 +7,9 @@ from typing import Literal
 
 FinishReason = Literal["eos", "stop", "length"]
 Source = Literal["draft", "target"]
-Fallback = Literal["no_draft", "draft_refused", "judge_failed", "judge_replaced"]
+Fallback = Literal["no_draft", "draft_refused", "judge_failed", "unusual_draft"]
 """Why the target answered without a draft: no draft server responds; the draft server rejects the request; the judge
-failed on the draft; the target's servers run another adapter."""
+failed on the draft; the judge knows no such drafts, and accepts only what the target would write itself."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Generation:
     stats: Statistics
     timings: Timings
     fallback: Fallback | None = None
-    """Set on servers only. Tokens accepted before the fallback stay in the answer."""
+    """Tokens accepted before the fallback stay in the answer."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shlex
 import subprocess
@@ -16,16 +14,14 @@ import pytest
 import typer
 import yaml
 
-from parse_infer.backends.launch import STREAM_INTERVAL
+from parse_infer.backends.launch import CACHED_READS, STREAM_INTERVAL, arguments
 from parse_infer.cli.app import app
 from parse_infer.serve.middleware import OPEN
-from parse_infer.vllm_plugin.options import VARIABLES, arguments
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 API_SERVER = "python -m vllm.entrypoints.openai.api_server"
-TARGET = "sh deploy/target.sh"
 EMBEDDED = dict(re.findall(r"^(\w+)=(.*)$", (DEPLOY / "embedded.env").read_text(), re.MULTILINE))
 SCHEMAS = ("1.25", "1.37")  # of Kubernetes: the oldest and the newest that kubernetes-validate knows
 
@@ -69,34 +65,9 @@ def served(words: list[str]) -> dict[str, Any]:
     return command.make_context("serve", words[2:]).params
 
 
-def server_options(room: Path, where: str) -> dict[str, list[str]]:
-    """What vLLM gets for target and draft model: deploy/target.sh runs, with the embedded models and without vLLM."""
-    found = commands(where)
-    program = room / "vllm" / "entrypoints" / "openai" / "api_server.py"
-    program.parent.mkdir(parents=True)
-    for folder in (room / "vllm", *program.parents[:2]):
-        (folder / "__init__.py").touch()
-    program.write_text(
-        "import json, os, sys; print(json.dumps([os.environ['VLLM_USE_V2_MODEL_RUNNER'], *sys.argv[1:]]))"
-    )
-    python = Path(sys.executable).parent
-    run = subprocess.run(
-        found["target"],
-        cwd=ROOT,
-        env={
-            **{name: value for name, value in os.environ.items() if name not in VARIABLES},
-            "PATH": f"{python}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{room}:{ROOT}",
-            "TARGET": "zoo:target",
-            "ADAPTER": str(ROOT / "zoo" / "parse_zoo" / "models" / "adapter"),
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    runner, *target = json.loads(run.stdout)
-    assert runner == "0"
-    return {"target": target, "draft": found["draft"][len(API_SERVER.split()) :]}
+def server_options(where: str) -> dict[str, list[str]]:
+    """vLLM's arguments for target and draft model."""
+    return {role: commands(where)[role][len(API_SERVER.split()) :] for role in ("target", "draft")}
 
 
 def test_compose_is_valid_by_its_specification():
@@ -119,26 +90,13 @@ def test_programs_take_their_command_lines(where: str):
     found = commands(where)
     coordinator = served(found["coordinator"])
     assert coordinator["backend"] == "vllm" and coordinator["adaptive"] is None and coordinator["host"] == "0.0.0.0"
-    assert shlex.join(found["target"]).startswith(TARGET) and shlex.join(found["draft"]).startswith(API_SERVER)
-    draft = shlex.join(found["draft"]).replace("=", " ")
-    for option in arguments({"enable_prefix_caching": True, "stream_interval": STREAM_INTERVAL}):
-        assert option in draft.split(), "what parse_infer.backends.launch starts has other options"
-    assert f"--model {coordinator['draft']} " in draft
-
-
-def test_the_targets_server_gets_the_command_of_the_plugin_and_the_options_behind_it(tmp_path: Path):
-    words = server_options(tmp_path, "compose")["target"]
-    settings = json.loads(words[words.index("--hf-overrides") + 1])["parse"]
-    adapter = ROOT / "zoo" / "parse_zoo" / "models" / "adapter"
-    assert settings["reference"]["validity"] and Path(settings["adapter"]) == adapter
-    assert words[-4:] == ["--port", "8000", "--gpu-memory-utilization", "0.85"]
-
-
-def test_the_targets_server_does_not_start_without_its_command():
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    missing = {**environment, "TARGET": "zoo:target", "ADAPTER": "/no/adapter"}
-    run = subprocess.run(["sh", "deploy/target.sh"], cwd=ROOT, env=missing, capture_output=True, text=True)
-    assert run.returncode == 2 and "There is no folder '/no/adapter'" in run.stderr
+    options = {"target": CACHED_READS, "draft": {"stream_interval": STREAM_INTERVAL}}
+    for role, own in options.items():
+        words = shlex.join(found[role]).replace("=", " ")
+        assert words.startswith(API_SERVER)
+        for option in arguments({"enable_prefix_caching": True, **own}):
+            assert option in words.split(), "what parse_infer.backends.launch starts has other options"
+        assert f"--model {coordinator[role]} " in words
 
 
 @pytest.mark.parametrize("where", ["compose", "embedded"])
@@ -149,11 +107,9 @@ def test_services_of_compose_find_each_other(where: str):
         assert coordinator[f"{role}_url"] == [f"http://{role}:8000"]
         assert "--port 8000" in services[role]["command"] and "ports" not in services[role]
         assert services["coordinator"]["depends_on"][role] == {"condition": "service_healthy"}
-    assert services["target"]["environment"]["TARGET"] == coordinator["target"]
-    for role in ("target", "coordinator"):
-        assert services[role]["volumes"][1]["target"] == coordinator["adapter"] == "/adapter"
-    assert services["target"]["environment"]["ADAPTER"] == "/adapter"
-    adapter = (DEPLOY / services["target"]["volumes"][1]["source"]).resolve().relative_to(ROOT)
+    mounted = services["coordinator"]["volumes"][1]
+    assert mounted["target"] == coordinator["adapter"] == "/adapter"
+    adapter = (DEPLOY / mounted["source"]).resolve().relative_to(ROOT)
     assert str(adapter) == ("zoo/parse_zoo/models/adapter" if where == "embedded" else "runs/qwen3-8b-0.6b/adapter")
     assert "PARSE_API_KEY" in services["coordinator"]["environment"]
     assert services["coordinator"]["ports"] == [f"127.0.0.1:{coordinator['port']}:{coordinator['port']}"]
@@ -189,9 +145,8 @@ def test_pods_are_watched_limited_and_given_their_key():
             assert container[probe]["httpGet"] == {"path": "/health", "port": "http"} and "/health" in OPEN
         assert container["ports"] == [{"name": "http", "containerPort": 8000}]
         assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (role != "coordinator")
-    for role in ("target", "coordinator"):
-        mounts = {mount["name"]: mount["mountPath"] for mount in containers()[role]["volumeMounts"]}
-        assert mounts["adapter"] == kubernetes()["ConfigMap", "parse"]["data"]["ADAPTER"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in containers()["coordinator"]["volumeMounts"]}
+    assert mounts["adapter"] == kubernetes()["ConfigMap", "parse"]["data"]["ADAPTER"]
 
 
 def test_images_are_those_of_the_dockerfile():

@@ -18,7 +18,6 @@ from data_tools.cli import main as parse_data
 from parse_infer.calibration.measure import CalibrationSettings
 from parse_infer.calibration.risk import p_value
 from parse_infer.cli.app import main as parse_infer
-from parse_infer.vllm_plugin.options import main as vllm_options
 from parse_train.__main__ import main as parse_train
 from parse_train.recipe import load_recipe
 from parse_train.validity.config import ValidityTrainingConfig
@@ -87,8 +86,6 @@ def run(words: list[str], room: Path, number: int) -> int:
     if words[:2] == ["python", "-c"]:
         exec(compile(words[2], "a command", "exec"), {})
         return 0
-    if words[:3] == ["python", "-m", "parse_infer.vllm_plugin.options"]:
-        return vllm_options(words[3:])
     if words[:3] == ["python", "-m", "tools.render_docs"]:
         return documents(words[3:])
     if words[:3] == ["python", "-m", "tools.step_cost"]:

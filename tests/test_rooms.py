@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("parse_infer/models",),
     ("parse_infer/judge", "parse_infer/speculation"),
     ("parse_infer",),
-    ("parse_infer/drafters", "parse_infer/calibration", "parse_infer/vllm_plugin", "data_tools/tasks"),
+    ("parse_infer/drafters", "parse_infer/calibration", "data_tools/tasks"),
     ("parse_infer/backends",),
     ("parse_infer: engine",),
     ("parse_infer/evaluation", "parse_infer/serve", "data_tools: core"),

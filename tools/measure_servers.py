@@ -3,8 +3,6 @@
 Needs vLLM. Starts the servers of a pair (`--pair smollm2` for the larger pair), and prints one line per row:
 
 cpu            CPU time of the coordinator per request, 8 concurrent requests
-overlap        time of an answer with verification during drafting, against verification after drafting
-verification   time of all cuts of a draft from an empty cache, against one cold prefill of prompt and draft
 killed         1,000 requests, 32 concurrent, each server killed once: wrong and lost answers, memory before and after
 useless FILE   prompts outside the draft model's task (jsonl, such as MT-Bench's): adaptive from a cold start, then
                alternating with the target alone, 32 and 8 concurrent requests
@@ -17,7 +15,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import statistics
 import sys
 import threading
 import time
@@ -54,44 +51,6 @@ def cpu(engine: ParseEngine) -> str:
     list(engine.collect([engine.events(p) for p in asked]))
     seconds = time.thread_time() - start
     return f"{1000 * seconds / len(asked):.2f} ms of CPU time per request"
-
-
-def overlap(engine: ParseEngine) -> str:
-    times: dict[bool, list[float]] = {True: [], False: []}
-    default = engine.backend.overlap
-    for prompt in prompts(60):
-        for overlapped in times:
-            engine.backend.overlap = overlapped
-            fresh(engine)
-            start = time.perf_counter()
-            engine.generate(prompt, max_new_tokens=TOKENS)
-            times[overlapped].append(time.perf_counter() - start)
-    engine.backend.overlap = default
-    with_it, without = (statistics.median(times[key]) for key in (True, False))
-    return f"median answer {with_it:.3f} s with overlap, {without:.3f} s without ({without / with_it:.2f}x)"
-
-
-def verification(engine: ParseEngine) -> str:
-    ratios, cuts_seen = [], []
-    target = engine.backend._target
-
-    async def seconds(work: Callable[[], Any]) -> float:
-        fresh(engine)
-        start = time.perf_counter()
-        await work()
-        return time.perf_counter() - start
-
-    for prompt in prompts(40):
-        *_, done = engine.stream(prompt, max_new_tokens=TOKENS, threshold=0.0)
-        context, draft = engine.target.render(prompt), done.generation.token_ids
-        cuts = target.segmenter.cuts(draft)
-        read = {"prompt": [*context, *draft], "max_tokens": 1, "temperature": 0}
-        cold = engine.backend.run(seconds(lambda read=read: target.servers.ask(read)))
-        ours = engine.backend.run(seconds(lambda c=context, d=draft, k=cuts: target.validities(c, d, k)))
-        ratios.append(ours / cold)
-        cuts_seen.append(len(cuts))
-    fresh(engine)
-    return f"{statistics.median(ratios):.2f}x of a cold prefill (median; {statistics.mean(cuts_seen):.1f} cuts)"
 
 
 def killed(engine: ParseEngine) -> str:
@@ -150,7 +109,7 @@ def useless(engine: ParseEngine, asked: Sequence[Any]) -> str:
     return "; ".join(lines)
 
 
-ROWS = {"cpu": cpu, "overlap": overlap, "verification": verification, "killed": killed}
+ROWS = {"cpu": cpu, "killed": killed}
 
 
 def main(words: Sequence[str]) -> None:

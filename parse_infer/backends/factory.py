@@ -16,6 +16,7 @@ from parse_infer.backends.logprob_reads import LogprobReads
 from parse_infer.backends.replicas import PATIENCE_S, ReplicaPool
 from parse_infer.backends.server_target import Target
 from parse_infer.backends.supervisor import READY_S, Supervisor
+from parse_infer.backends.zero_shot_requests import ZeroShotRequests
 from parse_infer.calibration.schema import Calibration, resolve_risk, shipped_calibration
 from parse_infer.errors import SettingsError
 from parse_infer.judge.adapter import ValidityConfig, check_target, read_head
@@ -33,8 +34,6 @@ from parse_infer.models.loading import (
 from parse_infer.models.names import resolve
 from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_infer.settings import GenerationSettings
-from parse_infer.vllm_plugin.options import REJECTED_DRAFTS, engine_options, judge_name
-from parse_infer.vllm_plugin.validity_requests import Questions, TrainedQuestions, ZeroShotQuestions
 
 Urls = str | Sequence[str]
 _SMALL = 32 * 2**20  # bytes of weights; reading more per token costs more than a server's overhead
@@ -51,7 +50,6 @@ class Parts:
         calibration: source of the risk promises.
         threshold: the judge's calibrated threshold, if it has one.
         processes: the started servers, if any.
-        share_cores: both models run on this machine's CPU.
     """
 
     target: Target
@@ -62,7 +60,6 @@ class Parts:
     calibration: Calibration | None
     threshold: float | None
     processes: Supervisor | None
-    share_cores: bool
 
 
 def find_parts(
@@ -79,6 +76,7 @@ def find_parts(
     local_draft: bool | None,
     target_options: Mapping[str, Any] | None,
     draft_options: Mapping[str, Any] | None,
+    max_read_tokens: int,
     api_key: str | None,
     patience_s: float | None,
     expected: GenerationSettings | None,
@@ -95,13 +93,15 @@ def find_parts(
         raise SettingsError(
             f"local_draft and {'draft_url' if draft_urls else 'draft_options'} were both given: choose one"
         )
+    if max_read_tokens < 1:
+        raise SettingsError(f"max_read_tokens is {max_read_tokens}; it must be at least 1")
     language = load_served_model(target, template_options=template_options)
     if adapter is None and not zero_shot:
         raise SettingsError("the engine needs a judge: give an adapter, or zero_shot=True")
     if adapter is not None and zero_shot:
         raise SettingsError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
     files = None if adapter is None else read_adapter(resolve(adapter))
-    questions, reads, own_cuts, threshold = _judge(target, files, language)
+    judge, own_cuts, threshold = _judge(target, files, language, max_read_tokens)
     if local_draft is None:
         local_draft = not draft_urls and not draft_options and draft is not None and _small_on_cpu(draft)
     drafting: TokenizerSpec | None = None
@@ -126,34 +126,26 @@ def find_parts(
         if promises is not None and promises.backend != models["backend"]:
             promises = None  # made for the local backend
     if expected is not None:
-        check_servable(expected, promises)
+        check_servable(expected, promises, exact=isinstance(judge, LogprobReads))
         if expected.risk is not None and promises is not None:
             promises.check(models)
         resolve_risk(expected, promises)
     wanted = {}
-    needs_plugin = adapter is not None and reads is None
-    stock = not needs_plugin and (reads is not None or draft is None)  # no plugin
     if not target_urls:
-        plain = stock_options if adapter is None and draft is None else plain_options
-        options = engine_options(target, adapter) if adapter is not None and needs_plugin else plain(target)
-        if reads is not None:
+        options = stock_options(target) if adapter is None and draft is None else plain_options(target)
+        if isinstance(judge, LogprobReads):
             options |= CACHED_READS
         wanted["target"] = options | dict(target_options or {})
     if draft is not None and not draft_urls and not local_draft:
         wanted["draft"] = draft_server(draft) | dict(draft_options or {})
-    # Running servers are assumed to have the options that `parse_infer.vllm_plugin.options` prints.
-    speculates = needs_plugin
-    if "target" in wanted:
-        speculates = wanted["target"].get("speculative_config") == REJECTED_DRAFTS
-    processes = launch(wanted, on_progress, api_key=api_key, stock=stock) if wanted else None
+    processes = launch(wanted, on_progress, api_key=api_key) if wanted else None
     client = Client(api_key)
     if processes is not None:
         target_urls, draft_urls = target_urls or processes.urls("target"), draft_urls or processes.urls("draft")
     failure: Callable[[], str | None] = (lambda: None) if processes is None else processes.failure
     if patience_s is None:
         patience_s = PATIENCE_S if processes is None else READY_S
-    judge = judge_name(files.fingerprint) if files is not None and needs_plugin else None
-    targets = ReplicaPool("target", target_urls, client, failure, patience_s, judge)
+    targets = ReplicaPool("target", target_urls, client, failure, patience_s)
     drafts_here = isinstance(drafting, LanguageModel) or "draft" in wanted
     share_cores = "target" in wanted and drafts_here and not torch.cuda.is_available()
     drafts: tuple[ReplicaPool | LocalDraft, TokenizerSpec] | None = None
@@ -162,7 +154,7 @@ def find_parts(
     elif drafting is not None:
         drafts = ReplicaPool("draft", draft_urls, client, failure, patience_s), drafting
     return Parts(
-        Target(language, targets, questions, cut_policy or own_cuts, speculates, reads),
+        Target(language, targets, judge, cut_policy or own_cuts),
         drafts,
         client,
         models,
@@ -170,14 +162,20 @@ def find_parts(
         promises,
         threshold,
         processes,
-        share_cores,
     )
 
 
-def check_servable(settings: GenerationSettings, calibration: Calibration | None) -> None:
-    """Raise ValueError for settings that servers cannot serve."""
-    if settings.mode == "exact":
-        raise SettingsError("mode 'exact' needs the target's own choice for every token, which servers do not return")
+def check_servable(settings: GenerationSettings, calibration: Calibration | None, exact: bool) -> None:
+    """Raise ValueError for settings that servers cannot serve.
+
+    Args:
+        exact: the target's choices are read.
+    """
+    if settings.mode == "exact" and not exact:
+        raise SettingsError(
+            "mode 'exact' over servers reads the target's choices, as adapters on log-probabilities do: give such an "
+            "adapter"
+        )
     if settings.risk is not None and calibration is None:
         raise SettingsError(
             f"risk is {settings.risk}, but no calibration for --backend vllm was given: run `parse-infer calibrate "
@@ -192,16 +190,19 @@ def _small_on_cpu(draft: str | Path) -> bool:
 
 
 def _judge(
-    target: str | Path, adapter: AdapterFiles | None, language: TokenizerSpec
-) -> tuple[Questions | None, LogprobReads | None, CutPolicy, float | None]:
-    """The judge's validity requests or reads, its cut policy and its threshold."""
+    target: str | Path, adapter: AdapterFiles | None, language: TokenizerSpec, max_read_tokens: int
+) -> tuple[LogprobReads | ZeroShotRequests, CutPolicy, float | None]:
+    """The judge, its cut policy and its threshold."""
     if adapter is None:
-        return ZeroShotQuestions.of(language.tokenizer, sorted(language.eos_ids), top=20), None, CutPolicy(), None
+        return ZeroShotRequests(language.tokenizer, language.eos_ids), CutPolicy(), None
     config = ValidityConfig.from_dict(adapter.validity_config)
     check_target(str(adapter.folder), config.target, describe_config(load_config(target), str(target)))
-    cuts = CutPolicy.from_dict(config.cut_policy)
-    if config.logprobs is not None:
-        head = read_head(str(adapter.folder), config, adapter.head)
-        assert isinstance(head, LogprobHead)
-        return None, LogprobReads(config, head, language.tokenizer, language.eos_ids), cuts, config.threshold
-    return TrainedQuestions.of(config, sorted(language.eos_ids)), None, cuts, config.threshold
+    if config.logprobs is None:
+        raise SettingsError(
+            f"the adapter {str(adapter.folder)!r} reads the target's hidden states, which servers do not return: "
+            "train one on log-probabilities (recipes/train-logprob.yaml), or use the local backend"
+        )
+    head = read_head(str(adapter.folder), config, adapter.head)
+    assert isinstance(head, LogprobHead)
+    reads = LogprobReads(config, head, language.tokenizer, language.eos_ids, max_read_tokens)
+    return reads, CutPolicy.from_dict(config.cut_policy), config.threshold

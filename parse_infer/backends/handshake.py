@@ -1,4 +1,4 @@
-"""Identity of servers: the same model, tokens and adapter, at the first connection and at every health check."""
+"""Identity of servers: the same model and tokens, at the first connection and at every health check."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ class Card:
 
 
 class Identity:
-    """The model and adapter that all replicas must serve.
+    """The model that all replicas must serve.
 
     Args:
         role: "target" or "draft", for messages.
-        judge: model name that only servers with the right adapter list; None: the judge needs no adapter.
         model: served model name, if the servers may list others before it.
         url_key, name_key: options for the addresses and for `model`, for messages.
 
@@ -41,10 +40,8 @@ class Identity:
         window: context window in tokens, or 0 if unknown; set by `handshake`.
     """
 
-    def __init__(
-        self, role: str, client: Client, judge: str | None, model: str = "", url_key: str = "", name_key: str = ""
-    ) -> None:
-        self.role, self.judge = role, judge
+    def __init__(self, role: str, client: Client, model: str = "", url_key: str = "", name_key: str = "") -> None:
+        self.role = role
         self.model = self._given = model
         self.window = 0
         self._client = client
@@ -55,7 +52,7 @@ class Identity:
 
         Raises:
             Unavailable: no server answers.
-            ValueError: the servers serve different models, or a wrong model or adapter.
+            ValueError: the servers serve different models, or a wrong model.
         """
         cards: dict[Server, Card] = {}
         for server in members:
@@ -68,9 +65,8 @@ class Identity:
             raise ServerError(f"the {self.role} servers serve different models: {' and '.join(names)}")
         if cards:
             self.model, self.window = self._given or names[0], min(card.window for card in cards.values())
-        judged = self.judge is None or any(self.judge in card.names for card in cards.values())
         for server, card in cards.items():
-            server.root, server.judges = None, judged
+            server.root = None
             try:
                 self._compare(server, card)
                 await examine(server)
@@ -79,11 +75,6 @@ class Identity:
                 self._away(server, error)
         if not any(server.healthy for server in members):
             raise Unavailable(self._hint(members[0]))
-        if not judged:
-            raise ServerError(
-                f"the {self.role} server {next(iter(cards)).url} does not serve the adapter {self.judge}: start it "
-                "with the command that python -m parse_infer.vllm_plugin.options prints for this adapter"
-            )
         for server in members:
             if not server.healthy:
                 log.warning(self._hint(server))
@@ -125,16 +116,14 @@ class Identity:
             ) from error
 
     def _compare(self, server: Server, card: Card) -> None:
-        """Raise ValueError unless the server serves the right model; record whether it has the adapter."""
-        judges = self.judge is None or self.judge in card.names
+        """Raise ValueError unless the server serves the right model."""
         if card.names[0] != self.model:
             message = f"the {self.role} server {server.url} serves {card.names[0]!r} and not {self.model!r}"
             if self._name_key:
                 names = ", ".join(card.names[:12])
                 message += f": set {self._name_key} to one of {names}, or {self._url_key} to another server"
             raise ServerError(message)
-        moved = server.root is not None and card.root != server.root
-        if moved and not (judges and self.judge):  # the adapter's name identifies the target's weights too
+        if server.root is not None and card.root != server.root:
             raise ServerError(
                 f"the {self.role} server {server.url} now serves {card.root!r}, before {server.root!r}: "
                 "restart PARSE if this is intended"
@@ -145,17 +134,6 @@ class Identity:
                 "restart PARSE if this is intended"
             )
         server.root = card.root
-        if judges == server.judges:
-            return
-        server.judges, server.examined = judges, False
-        if judges:
-            log.warning("the %s server %s runs the adapter %s again", self.role, server.url, self.judge)
-        else:
-            log.warning(
-                "the %s server %s runs another adapter than %s (it serves %s) and judges no drafts; if no other "
-                "server can, the target answers alone without a risk promise",
-                self.role, server.url, self.judge, ", ".join(card.names),
-            )  # fmt: skip
 
     def _away(self, server: Server, error: TransientServerError) -> None:
         server.healthy, server.examined, server.last_error = False, False, str(error)

@@ -26,7 +26,6 @@ class Server:
         busy: number of our answers and requests on this server.
         healthy: whether the server gets requests.
         last_error: why the server is unhealthy, or why its last request failed.
-        judges: whether the server runs the judge's adapter.
         reads_cache: whether it can judge a draft without reading again what its prefix cache holds.
         root: source of its model, as first reported.
         examined: whether the server passed `examine` since its last start or recovery.
@@ -38,7 +37,6 @@ class Server:
         self.busy = 0
         self.healthy = True
         self.last_error = ""
-        self.judges = True
         self.reads_cache = False
         self.root: str | None = None
         self.examined = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -14,9 +15,8 @@ import torch
 
 from parse_infer.backends.supervisor import Supervisor
 from parse_infer.models.loading import load_config, weights_folder
-from parse_infer.vllm_plugin.options import PLUGIN, SETTINGS, VARIABLES, arguments
 
-PYTHON = "PARSE_VLLM_PYTHON"  # Python of another environment, with vLLM and the plugin installed
+PYTHON = "PARSE_VLLM_PYTHON"  # Python of another environment, with vLLM
 CACHED_READS = {"enable_scale_out": True, "enable_prompt_tokens_details": True}
 """Options of a target server for reads that use its prefix cache (`LogprobReads.cached_request`)."""
 STREAM_INTERVAL = 16  # tokens per chunk of a draft stream: each chunk costs both sides work
@@ -26,14 +26,12 @@ def launch(
     servers: Mapping[str, Mapping[str, Any]],
     on_progress: Callable[[str], None] = lambda line: None,
     api_key: str | None = None,
-    stock: bool = False,
 ) -> Supervisor:
     """Start a server for each role and wait until they are ready.
 
     Args:
         servers: options of `vllm.LLM` for each role.
         api_key: API key of the servers.
-        stock: see `environment`.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed here.
@@ -46,7 +44,7 @@ def launch(
     if shutil.which(os.environ.get(PYTHON, sys.executable)) is None:
         raise FileNotFoundError(f"{PYTHON} is {os.environ[PYTHON]!r}, which is not a program: correct or unset it")
     key = {} if api_key is None else {"VLLM_API_KEY": api_key}  # other users could read a command-line argument
-    started = [(role, command(role, each), environment(role, each, stock) | key) for role, each in servers.items()]
+    started = [(role, command(role, each), environment(role, each) | key) for role, each in servers.items()]
     processes = Supervisor(started, on_progress)
     processes.start()
     return processes
@@ -68,7 +66,7 @@ def stock_options(model: str | Path) -> dict[str, Any]:
 
 
 def plain_options(model: str | Path) -> dict[str, Any]:
-    """Options of a draft or target server without the plugin."""
+    """Options of a draft or target server."""
     options = stock_options(model) | {"enable_prefix_caching": True}
     return options if torch.cuda.is_available() else options | {"block_size": 32}
 
@@ -78,24 +76,29 @@ def draft_server(model: str | Path) -> dict[str, Any]:
     return plain_options(model) | {"stream_interval": STREAM_INTERVAL}
 
 
-def environment(role: str, options: Mapping[str, Any], stock: bool = False) -> dict[str, str]:
-    """Environment variables of a server's process; variables that are already set stay.
-
-    Args:
-        options: options of `vllm.LLM`; they decide whether the server runs the plugin.
-        stock: run a baseline server without the plugin, which vLLM otherwise loads wherever it is installed.
-    """
+def environment(role: str, options: Mapping[str, Any]) -> dict[str, str]:
+    """Environment variables of a server's process with these options; variables that are already set stay."""
     wanted: dict[str, str] = {}
     if not torch.cuda.is_available():  # all servers share the cores, with equal memory
         wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
         if role == "draft":
             wanted["OMP_NUM_THREADS"] = "1"  # a second OpenMP team on the target's cores slows both down
-    if SETTINGS in options.get("hf_overrides", {}):
-        wanted |= VARIABLES
     if (options.get("speculative_config") or {}).get("method") == "ngram":
         wanted |= {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "1"}
-    wanted = {name: value for name, value in wanted.items() if name not in os.environ}
-    if stock:
-        named = os.environ.get("VLLM_PLUGINS", "").split(",")
-        wanted["VLLM_PLUGINS"] = ",".join(name for name in named if name not in ("", PLUGIN))
-    return wanted
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def arguments(options: Mapping[str, Any]) -> list[str]:
+    """Convert options to arguments of `vllm serve` or its module; options that are None are left out."""
+    words: list[str] = []
+    for name, value in options.items():
+        if value is None:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
+        else:
+            words += [flag, json.dumps(value, separators=(",", ":")) if isinstance(value, dict) else str(value)]
+    return words

@@ -21,6 +21,7 @@ from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import SettingsError
 from parse_infer.events import Event, Interrupted, Resumed
 from parse_infer.judge.adapter import ValidityAdapter
+from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.judge.verifier import Judge, Verification, Verifier
 from parse_infer.judge.zero_shot import ZeroShotJudge
@@ -246,7 +247,8 @@ class LocalBackend:
     ) -> Verification:
         self._current = None  # the context changes, so an open stream must end
         self.target.decoder.seek(context)
-        return self.verifier.verify(draft, cuts=self.segmenter.cuts(draft) if cuts is None else cuts)
+        cuts = self.segmenter.cuts(draft) if cuts is None else cuts
+        return self.verifier.verify(draft, cuts, Carried(usual=True))  # a score is wanted of any text
 
     def clear_caches(self) -> None:
         with self._turn:

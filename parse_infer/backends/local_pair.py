@@ -87,12 +87,14 @@ class LocalModelPair:
             return ()
         if not isinstance(self._drafter, ModelDrafter):
             return self._drafter.propose(answer.ids, min(most, self._blocks)).ids
-        survival = 1.0
+        survival, drafted = 1.0, 0
+        unknown = self._judges_tokens and self._request.carried.usual is None
+        least = self._backend.verifier.first_tokens if unknown else 0
 
         def ends(confidence: float) -> bool:
-            nonlocal survival
-            survival *= self._length.survival_of(confidence)
-            return self._ends_early and self._length.end_after(survival)
+            nonlocal survival, drafted
+            survival, drafted = survival * self._length.survival_of(confidence), drafted + 1
+            return self._ends_early and drafted >= least and self._length.end_after(survival)
 
         self._block = self._drafter.propose_block(answer.ids, most, self._first or self._blocks, ends)
         self._first = None

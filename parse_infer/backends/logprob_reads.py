@@ -35,12 +35,14 @@ class LogprobScores:
         cuts: one after each token in a block, else the segmenter's.
         choices: the target's first choice at each draft token.
         scores: of each draft token in a block; None for a whole draft.
+        unusual: see `Verification`.
     """
 
     cuts: list[int]
     validity: list[float]
     choices: list[int]
     scores: TokenScores | None
+    unusual: bool
 
 
 class LogprobReads:
@@ -62,7 +64,7 @@ class LogprobReads:
     ) -> None:
         self.config, self.max_tokens = config, max_tokens
         self._k = head.config.k
-        self._judge = LogprobJudge(head, TokenTexts(tokenizer, end_ids, head.config.buckets))
+        self._judge = LogprobJudge(head, TokenTexts(tokenizer, end_ids, head.config.buckets), config.usual_drafts)
 
     def request(self, ids: Sequence[int]) -> dict[str, Any]:
         """Body of a `POST /v1/completions` that reads `ids`."""
@@ -93,10 +95,11 @@ class LogprobReads:
         found = read_response(response, draft, self._k)
         scores = self._judge.score(found, carried, written)
         validity = self.config.validity(scores.logits).tolist()
-        choices = found.top_ids[:, 0].tolist()
+        choices, unusual = found.top_ids[:, 0].tolist(), scores.usual is False and cuts != []
         if cuts is None:
-            return LogprobScores([*range(1, len(draft) + 1)], validity, choices, scores)
-        return LogprobScores(list(cuts), [validity[cut - 1] if cut else 1.0 for cut in cuts], choices, None)
+            return LogprobScores([*range(1, len(draft) + 1)], validity, choices, scores, unusual)
+        each = [validity[cut - 1] if cut else 1.0 for cut in cuts]
+        return LogprobScores(list(cuts), each, choices, None, unusual)
 
     @property
     def reference(self) -> list[int]:

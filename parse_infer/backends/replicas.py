@@ -16,7 +16,7 @@ from typing import Any
 from parse_infer.backends.client import Client, RequestRejected, TransientServerError
 from parse_infer.backends.handshake import Identity
 from parse_infer.backends.health import HealthChecks, Server
-from parse_infer.backends.retries import FailedAttempts, Failing, Lease, Replaced, Unavailable
+from parse_infer.backends.retries import FailedAttempts, Failing, Lease, Unavailable
 from parse_infer.errors import ServerError
 
 PATIENCE_S = 120.0  # while no replica is healthy
@@ -39,7 +39,6 @@ class ReplicaPool:
         urls: at least one address.
         failure: returns why the servers cannot recover; None: they may recover.
         patience_s: how long a request waits while no replica is healthy.
-        judge: see `Identity`.
         identity: takes the place of an `Identity` without model name.
         attempts: attempts per request.
         back_off_s: wait before the second attempt at the same replica; doubles with each further attempt.
@@ -57,7 +56,6 @@ class ReplicaPool:
         client: Client,
         failure: Callable[[], str | None] = lambda: None,
         patience_s: float = PATIENCE_S,
-        judge: str | None = None,
         identity: Identity | None = None,
         attempts: int = ATTEMPTS,
         back_off_s: float = BACK_OFF_S,
@@ -66,7 +64,7 @@ class ReplicaPool:
             raise ServerError(f"the {role} needs the address of a server")
         self.role = role
         self.members = [Server(url) for url in urls]
-        self.identity = identity or Identity(role, client, judge)
+        self.identity = identity or Identity(role, client)
         self.fields: dict[str, Any] = {}
         self.patience_s = patience_s
         self.examine: Callable[[Server], Awaitable[None]] = _nothing_to_examine
@@ -79,23 +77,9 @@ class ReplicaPool:
     def model(self) -> str:
         return self.identity.model
 
-    @property
-    def judging_model(self) -> str:
-        """Model name of validity requests; a server with another adapter rejects this name."""
-        return self.identity.judge or self.model
-
-    @property
-    def can_judge(self) -> bool:
-        """Whether a healthy replica has the right adapter, or no replica is healthy (any may recover)."""
-        return not self.count() or self.count(judging=True) > 0
-
-    def replaced(self) -> Replaced:
-        """The error if no healthy replica has the right adapter."""
-        return Replaced(f"no healthy {self.role} server runs the adapter {self.identity.judge}")
-
-    def count(self, judging: bool = False) -> int:
-        """Number of healthy replicas, or of those with the right adapter."""
-        return sum(server.healthy and (server.judges or not judging) for server in self.members)
+    def count(self) -> int:
+        """Number of healthy replicas."""
+        return sum(server.healthy for server in self.members)
 
     async def handshake(self) -> None:
         """Identify and examine each replica. Health checks go on with replicas that do not answer.
@@ -105,18 +89,14 @@ class ReplicaPool:
         await self.identity.handshake(self.members, self.examine)
 
     @contextmanager
-    def acquire(
-        self, patience_s: float | None = None, judging: bool = False, home: int | None = None
-    ) -> Iterator[Lease]:
+    def acquire(self, patience_s: float | None = None, home: int | None = None) -> Iterator[Lease]:
         """Lease the least busy replica for all requests of one answer. See `Lease`.
 
         Args:
-            judging: some of the requests judge a draft.
             home: index of the replica, modulo their number. Answers with a common prefix share the index.
         """
         healthy = [server for server in self.members if server.healthy] or self.members
-        able = [server for server in healthy if server.judges or not judging] or healthy
-        at = _least_busy(able) if home is None else self.members[home % len(self.members)]
+        at = _least_busy(healthy) if home is None else self.members[home % len(self.members)]
         lease = Lease(at, patience_s)
         try:
             yield lease
@@ -127,27 +107,24 @@ class ReplicaPool:
         self,
         body: dict[str, Any],
         lease: Lease | None = None,
-        judging: bool = False,
         read: Callable[[Any, str], Any] = lambda response, url: response,
         path: str = COMPLETIONS,
     ) -> Any:
         """Send a request and return the response.
 
         Args:
-            judging: the request judges a draft; only replicas with the right adapter get it.
             read: reads a response from an address; raises TransientServerError for an incomplete one.
 
         Raises:
             Unavailable: no server answers.
             RequestRejected: a server rejects the request.
-            Replaced: no healthy replica has the adapter.
         """
         body = self._with_common_fields(body, lease)
 
         async def request(url: str) -> Any:
             return read(await self._client.post(url, body), url)
 
-        return await self._with_retries(request, lease, path, judging)
+        return await self._with_retries(request, lease, path)
 
     async def ask_one(self, server: Server, body: dict[str, Any], path: str = COMPLETIONS) -> Any:
         """Send the request once to this replica, healthy or not. Raises TransientServerError or RequestRejected."""
@@ -220,17 +197,16 @@ class ReplicaPool:
         request: Callable[[str], Awaitable[Any]],
         lease: Lease | None,
         path: str = COMPLETIONS,
-        judging: bool = False,
     ) -> Any:
         tried = FailedAttempts(self._attempts)
         while tried.left:
-            server = await self._server(lease, tried, judging)
-            async with self._attempt(server, tried, judging), self._waiting(server):
+            server = await self._server(lease, tried)
+            async with self._attempt(server, tried), self._waiting(server):
                 return await request(f"{server.url}{path}")
         raise self._failing(tried)
 
-    async def _server(self, lease: Lease | None, tried: FailedAttempts, judging: bool = False) -> Server:
-        """Wait for the replica of the next attempt. Raises Unavailable or Replaced if none gets healthy in time."""
+    async def _server(self, lease: Lease | None, tried: FailedAttempts) -> Server:
+        """Wait for the replica of the next attempt. Raises Unavailable if none gets healthy in time."""
         self._health.start()
         end = time.monotonic() + (self.patience_s if lease is None or lease.patience_s is None else lease.patience_s)
         while not (healthy := [server for server in self.members if server.healthy]):
@@ -239,11 +215,8 @@ class ReplicaPool:
             if reason is not None or left <= 0:
                 raise Unavailable(f"no {self.role} server answers: {reason or self.members[-1].last_error}")
             await self._health.wait_for_recovery(min(left, _PULSE_S))
-        able = [server for server in healthy if server.judges or not judging]
-        if not able:
-            raise self.replaced()
-        times = min(map(tried.failed.count, able))
-        able = [server for server in able if tried.failed.count(server) == times]
+        times = min(map(tried.failed.count, healthy))
+        able = [server for server in healthy if tried.failed.count(server) == times]
         if times:
             await asyncio.sleep(min(self._back_off_s * 2.0 ** min(times - 1, 30), _LONGEST_BACK_OFF_S))
         if lease is None:
@@ -253,7 +226,7 @@ class ReplicaPool:
         return lease.server
 
     @asynccontextmanager
-    async def _attempt(self, server: Server, tried: FailedAttempts, judging: bool = False) -> AsyncIterator[None]:
+    async def _attempt(self, server: Server, tried: FailedAttempts) -> AsyncIterator[None]:
         """Run one attempt; suppress an error that a retry may avoid."""
         server.busy += 1
         try:
@@ -265,7 +238,7 @@ class ReplicaPool:
             if error.status != 404:
                 raise
             await self._health.check(server)  # the server may serve another model now
-            if server.healthy and (server.judges or not judging):
+            if server.healthy:
                 raise
             tried.record(server, str(error))
         finally:

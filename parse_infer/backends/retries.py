@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from parse_infer.backends.health import Server
-from parse_infer.errors import ServerError
 
 
 class Unavailable(OSError):
@@ -12,10 +11,6 @@ class Unavailable(OSError):
 
 class Failing(Unavailable):
     """Servers answer, but this request failed on each attempt."""
-
-
-class Replaced(ServerError):
-    """Servers answer, but none runs the judge's adapter."""
 
 
 class Lease:

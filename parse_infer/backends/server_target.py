@@ -14,13 +14,13 @@ from parse_infer.backends.health import Server
 from parse_infer.backends.logprob_reads import GENERATE, LogprobReads, LogprobScores, cached_tokens
 from parse_infer.backends.replicas import ReplicaPool
 from parse_infer.backends.retries import Lease, Unavailable
+from parse_infer.backends.zero_shot_requests import ZeroShotRequests
 from parse_infer.errors import ServerError
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_infer.request import Request
 from parse_infer.sampling import Sampling, seed_of
-from parse_infer.vllm_plugin.validity_requests import Questions
 
 _SOME_BLOCKS = 256  # tokens: at least two blocks of a prefix cache
 
@@ -30,54 +30,45 @@ class Scores:
     cuts: list[int]
     validity: list[float]
     scores: None = None
+    unusual: bool = False
 
 
 class Target:
-    """The target's replicas and the validity requests to them.
+    """The target's replicas and the requests to them.
+
+    Args:
+        judge: None: the target only writes.
 
     Attributes:
-        reads: judges drafts by log-probabilities; None: `questions` do.
-        segmenter: finds the cuts that the local backend judges; `affordable` drops some if a request cannot hold all.
-        probe_room: tokens that the window must have after a draft: the probe and the token of its answer.
-        speculates: the servers take speculative tokens from rejected drafts, so a whole draft is useful.
+        reads: judges drafts by log-probabilities.
+        questions: judges drafts by questions to the target.
+        segmenter: finds the cuts that the local backend judges.
+        room: tokens that the window must have after a draft.
     """
 
     def __init__(
         self,
         language: TokenizerSpec,
         servers: ReplicaPool,
-        questions: Questions | None,
+        judge: LogprobReads | ZeroShotRequests | None,
         cut_policy: CutPolicy,
-        speculates: bool = False,
-        reads: LogprobReads | None = None,
     ) -> None:
-        self.reads = reads
+        self.reads = judge if isinstance(judge, LogprobReads) else None
+        self.questions = judge if isinstance(judge, ZeroShotRequests) else None
         self.language = language
         self.servers = servers
-        self.questions = questions
-        self.segmenter = Segmenter(language.tokenizer, cut_policy, 0 if questions is None else questions.probe_tokens)
-        self.speculates = speculates
-        self.probe_room = int(reads is not None) if questions is None else len(questions.suffix(0, None)) + 1
+        probe_tokens = 0 if self.questions is None else len(self.questions.asked)
+        self.segmenter = Segmenter(language.tokenizer, cut_policy, probe_tokens)
+        self.room = 0 if judge is None else probe_tokens + 1
 
-    def affordable(self, context: Sequence[int], cuts: Sequence[int], singly: bool = False) -> list[int]:
-        """The cuts of a draft after `context` that one request can judge (`Questions.affordable`)."""
-        if self.questions is None or not cuts:
-            return list(cuts)
-        return self.questions.affordable(len(context), cuts, self.language.window, singly=singly)
-
-    def uses_draft(self, threshold: float) -> bool:
-        """Whether a draft is useful at this threshold: for acceptance or as speculative tokens."""
-        return threshold <= 1 or self.speculates
-
-    async def validities(
+    async def ask(
         self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], lease: Lease | None = None
-    ) -> list[float]:
-        """Request the validity at all cuts in one call. Raises ValueError for a malformed answer, and the errors of
-        `ReplicaPool.ask`."""
+    ) -> Scores:
+        """Ask the target about the draft at all cuts, in one request. Raises ValueError for a malformed answer, and
+        the errors of `ReplicaPool.ask`."""
         assert self.questions is not None
-        asked = self.questions.about(context, draft, cuts, self.language.window)
-        body = asked.request(self.servers.judging_model)
-        return asked.validities(await self.servers.ask(body, lease, judging=True))
+        body = self.questions.request(context, draft, cuts)
+        return Scores(list(cuts), self.questions.validities(await self.servers.ask(body, lease), len(cuts)))
 
     async def read(
         self,
@@ -88,8 +79,7 @@ class Target:
         written: Sequence[int],
         lease: Lease | None = None,
     ) -> LogprobScores:
-        """Judge a draft in a worker thread; the arguments are those of `LogprobReads.scores`. Raises as `validities`
-        does.
+        """Judge a draft in a worker thread; the arguments are those of `LogprobReads.scores`. Raises as `ask` does.
 
         A server that `reads_cache` reads the draft only. Where its cache holds a part of the draft too, it has no
         scores of that part. Then it reads all again, under a `cache_salt` of its own if the context is long.
@@ -106,14 +96,14 @@ class Target:
         if response is None:
             if len(ids) > self.reads.max_tokens:
                 raise ServerError(f"no target server reads more than {self.reads.max_tokens} tokens")
-            response = await self.servers.ask(self.reads.request(ids), lease, judging=True)
+            response = await self.servers.ask(self.reads.request(ids), lease)
         return await asyncio.to_thread(self.reads.scores, response, draft, cuts, carried, written)
 
     async def _read_cached(self, context: Sequence[int], ids: Sequence[int], lease: Lease) -> Any:
         """The response with the scores of all tokens after the context, or None."""
         assert self.reads is not None
         try:
-            response = await self.servers.ask(self.reads.cached_request(ids), lease, judging=True, path=GENERATE)
+            response = await self.servers.ask(self.reads.cached_request(ids), lease, path=GENERATE)
         except RequestRejected:  # the answer has moved to a server that cannot
             return None
         cached = cached_tokens(response)  # the last of them has the scores of the token after it
@@ -125,19 +115,11 @@ class Target:
 
     async def try_judge(self, server: Server) -> None:
         """Raise ValueError if this server cannot judge a draft, TransientServerError if it does not answer."""
-        if self.reads is not None:
-            known = self.reads.request(self.reads.reference)
-            self.reads.check(await self.servers.ask_one(server, known), server.url)
-            server.reads_cache = await self._reads_cache(server)
+        if self.reads is None:
             return
-        assert self.questions is not None
-        asked = self.questions.about([1], [2, 3], [1, 2], self.language.window)
-        try:
-            asked.validities(await self.servers.ask_one(server, asked.request(self.servers.judging_model)))
-        except ValueError as error:
-            raise ServerError(
-                f"the target server {server.url} cannot judge drafts for {self.language.name!r}: {error}"
-            ) from error
+        known = self.reads.request(self.reads.reference)
+        self.reads.check(await self.servers.ask_one(server, known), server.url)
+        server.reads_cache = await self._reads_cache(server)
 
     async def _reads_cache(self, server: Server) -> bool:
         """Whether the server can read a text with its prefix cache."""

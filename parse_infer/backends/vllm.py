@@ -17,7 +17,7 @@ from parse_infer.backends.client import Client
 from parse_infer.backends.factory import Urls, check_servable, find_parts
 from parse_infer.backends.health import Server
 from parse_infer.backends.local_draft import LocalDraft
-from parse_infer.backends.logprob_reads import LogprobScores
+from parse_infer.backends.logprob_reads import MAX_READ_TOKENS, LogprobScores
 from parse_infer.backends.replicas import ReplicaPool
 from parse_infer.backends.server_pair import Drafts, ServerModelPair
 from parse_infer.backends.server_target import Scores, Target
@@ -35,7 +35,6 @@ from parse_infer.models.environment import describe_machine
 from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_infer.request import Request
 from parse_infer.settings import GenerationSettings
-from parse_infer.vllm_plugin.validity_requests import TrainedQuestions
 
 PARALLEL = 64  # concurrent answers
 T = TypeVar("T")
@@ -53,12 +52,12 @@ def connect_backend(
     calibration: str | Path | None = None,
     template_options: Mapping[str, Any] | None = None,
     api_key: str | None = None,
-    overlap: bool | None = None,
     parallel: int = PARALLEL,
     patience_s: float | None = None,
     local_draft: bool | None = None,
     target_options: Mapping[str, Any] | None = None,
     draft_options: Mapping[str, Any] | None = None,
+    max_read_tokens: int = MAX_READ_TOKENS,
     expected: GenerationSettings | None = None,
     on_progress: Callable[[str], None] = lambda line: None,
 ) -> VLLMBackend:
@@ -66,14 +65,12 @@ def connect_backend(
 
     Args:
         target_url, draft_url: addresses of each model's replicas. Without an address, this starts a server that ends
-            with `close`. Target servers run the plugin with this adapter (`parse_infer.vllm_plugin.options`). For an
-            adapter on log-probabilities, or with `zero_shot`, any server with log-probabilities will do. Without
-            adapter and draft model, this starts a stock target server.
+            with `close`. Any server with log-probabilities will do, such as vLLM as its users start it.
         local_draft: run the draft model in this process. None: if the draft has no address and no options, is a
             folder with at most 32 MiB of weights, and there is no GPU.
         target_options, draft_options: extra vLLM options of started servers, by their names in `vllm.LLM`.
-        overlap: verify segments while the draft is written; changes no answer. None: on, unless both models share
-            the CPU of this machine.
+        max_read_tokens: longest read of log-probabilities, without what the server's prefix cache holds. A larger one
+            takes more of the server's memory (`MAX_READ_TOKENS`).
         parallel: number of concurrent answers in `generate` and `collect`.
         expected: settings of future requests; errors in them are raised before a server starts.
         on_progress: called with progress lines about starting servers.
@@ -98,6 +95,7 @@ def connect_backend(
         local_draft=local_draft,
         target_options=target_options,
         draft_options=draft_options,
+        max_read_tokens=max_read_tokens,
         api_key=api_key or os.environ.get("VLLM_API_KEY"),
         patience_s=patience_s,
         expected=expected,
@@ -108,7 +106,6 @@ def connect_backend(
         parts.draft,
         parts.client,
         threshold=parts.threshold,
-        overlap=not parts.share_cores if overlap is None else overlap,
         parallel=parallel,
         models=parts.models,
         train_problems=parts.train_problems,
@@ -126,15 +123,13 @@ def connect_backend(
 class VLLMBackend:
     """A stateless `Backend`: any number of engines may share the servers.
 
-    Answers equal those of a `LocalBackend` up to the servers' rounding; without a judge on log-probabilities, one with
-    `keep_greedy_match=False`. Sampled
-    answers use other random numbers.
+    Answers equal those of a `LocalBackend` up to the servers' rounding; with the zero-shot judge, one with
+    `keep_greedy_match=False`. Sampled answers use other random numbers.
 
     Args:
         target: the target's servers and judge.
         draft: the draft model's replicas or in-process model, with its tokenizer; None: drafts come as text.
         threshold: the judge's calibrated threshold.
-        overlap: verify segments while the draft is written.
         models: names of the models; see `describe`.
         processes: servers started for this backend; `close` ends them.
 
@@ -153,7 +148,6 @@ class VLLMBackend:
         client: Client,
         *,
         threshold: float | None = None,
-        overlap: bool = True,
         parallel: int = PARALLEL,
         models: Mapping[str, Any] | None = None,
         train_problems: frozenset[str] = frozenset(),
@@ -167,7 +161,6 @@ class VLLMBackend:
         self.falls_back = True
         self.train_problems, self.calibration = train_problems, calibration
         self.processes = processes
-        self.overlap = overlap
         self._models = dict(models or {})
         self._target, self._drafts, self._client = target, draft, client
         self._shares_tokens = self.draft is not None and share_tokens(self.draft, self.target)
@@ -182,10 +175,9 @@ class VLLMBackend:
         await self.aclose()  # requests may use another event loop
 
     async def _examine(self, servers: ReplicaPool, language: TokenizerSpec, server: Server) -> None:
-        """Raise ValueError if a new or recovered server has the wrong tokenizer or judge."""
+        """Raise ValueError if a new or recovered server has the wrong tokenizer, or cannot judge."""
         await servers.identity.check_tokens(language.name, language.tokenizer, server)
-        trained = isinstance(self._target.questions, TrainedQuestions) or self._target.reads is not None
-        if servers is self._target.servers and trained and server.judges:
+        if servers is self._target.servers:
             await self._target.try_judge(server)
 
     @property
@@ -201,14 +193,14 @@ class VLLMBackend:
 
     @property
     def probe_tokens(self) -> int:
-        return self._target.probe_room
+        return self._target.room
 
     def describe(self) -> dict[str, Any]:
         """Names of the models. The operator of a server answers for the weights behind a name."""
         return dict(self._models)
 
     def describe_drafters(self) -> dict[str, Any]:
-        """Empty: the vLLM server runs its own token proposer, on rejected drafts."""
+        """Empty: the vLLM server may run its own token proposer."""
         return {}
 
     def describe_machine(self) -> dict[str, Any]:
@@ -216,7 +208,7 @@ class VLLMBackend:
         return describe_machine(torch.device("cpu"))
 
     def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
-        check_servable(settings, calibration)
+        check_servable(settings, calibration, exact=self._target.reads is not None)
 
     def require_judge(self) -> Any:
         judge = self._target.questions or self._target.reads
@@ -238,26 +230,23 @@ class VLLMBackend:
     def uses_draft(self, request: Request, source: Drafts) -> bool:
         threshold = request.settings.threshold
         assert threshold is not None  # set by the engine
-        return self._target.uses_draft(threshold)
+        return threshold <= 1 or request.settings.mode == "exact"
 
     async def with_draft(
         self, request: Request, source: Drafts, wrap: PairWrapper, watched: bool
     ) -> AsyncGenerator[Event, None]:
         threshold = request.settings.threshold
         assert threshold is not None  # set by the engine
-        # A wrapper may reuse parts of this answer under other settings. It needs the complete draft and one timing
-        # per target token.
+        # A wrapper may reuse parts of this answer under other settings. It needs one timing per target token.
         unwrapped = wrap is identity
         falls_back = self.falls_back and unwrapped
         patience_s = 0.0 if falls_back else None
         with (
-            self._target.servers.acquire(judging=True) as at,
+            self._target.servers.acquire() as at,
             source[0].acquire(patience_s) if isinstance(source, tuple) else nullcontext() as draft_at,
         ):
-            overlap, watched = self.overlap and unwrapped, watched or not unwrapped
-            pair = ServerModelPair(
-                self._target, source, request, threshold, at, draft_at, overlap, watched, falls_back
-            )
+            watched = watched or not unwrapped
+            pair = ServerModelPair(self._target, source, request, threshold, at, draft_at, watched, falls_back)
             try:
                 async with aclosing(speculate(wrap(pair, request), request)) as events:
                     async for event in events:
@@ -281,8 +270,7 @@ class VLLMBackend:
         self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int] | None
     ) -> Scores | LogprobScores:
         cuts = self._target.segmenter.cuts(draft) if cuts is None else cuts
-        cuts = self._target.affordable(context, cuts)
-        with self._target.servers.acquire(judging=True) as at:
+        with self._target.servers.acquire() as at:
             if self._target.reads is not None:
                 n = len(context) + len(draft)
                 if n > self._target.reads.max_tokens:
@@ -290,8 +278,8 @@ class VLLMBackend:
                         f"prompt and response have {n} tokens, but one read of log-probabilities has at most "
                         f"{self._target.reads.max_tokens}: shorten the response"
                     )
-                return await self._target.read(context, draft, cuts, Carried(), (), at)
-            return Scores(cuts, await self._target.validities(context, draft, cuts, at))
+                return await self._target.read(context, draft, cuts, Carried(usual=True), (), at)
+            return await self._target.ask(context, draft, cuts, at)
 
     async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """Pass a chat request through to a target server: its completion, or with `stream` its chunks.

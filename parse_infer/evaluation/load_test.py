@@ -114,7 +114,7 @@ def _head_options(name: str, head: str) -> dict[str, Any]:
     if "target_num_hidden_layers" in config or shape.truncated_vocab_size != shape.vocab_size:
         raise ParseError(
             f"vLLM cannot load the Medusa heads {folder} as they are: rewrite them with "
-            "parse_infer.vllm_plugin.medusa_head.convert, and give the new folder"
+            "convert of tools/medusa_for_vllm.py, and give the new folder"
         )
     return {"method": "medusa", "model": str(folder)}
 

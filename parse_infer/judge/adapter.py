@@ -21,6 +21,7 @@ from parse_infer.judge.adapter_files import judge_fingerprint, read_adapter, wri
 from parse_infer.judge.head import Probe, ValidityHead
 from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
 from parse_infer.judge.probe_lora import ProbeLoRA
+from parse_infer.judge.usual_drafts import UsualDrafts
 from parse_infer.models.fingerprint import describe_target, fingerprint, same_weights
 
 __all__ = ["Probe", "ValidityAdapter", "ValidityConfig", "ValidityHead", "describe_target", "fingerprint"]
@@ -36,7 +37,8 @@ class ValidityConfig:
     Attributes:
         probe_ids, probe_text: the probe; both empty for a head that uses token doubt alone.
         token_rank: inner size of the head's `TokenDoubt`; 0: no token doubt.
-        logprobs: sizes of a `LogprobHead`, and how its training data was read; None: a head on hidden states.
+        logprobs: sizes of a `LogprobHead`, how its training data was read, a known text, and ranges of the drafts that
+            it can judge (`UsualDrafts`); None: a head on hidden states.
         surprise_vocab_size: number of tokens that `TokenDoubt` compares with; 0: the whole vocabulary.
         closes_turn: the probe itself ends the assistant's turn (`Probe.closes_turn`).
         verbalizer: the words (valid, not valid) that the head was initialised from.
@@ -76,6 +78,12 @@ class ValidityConfig:
         fitted = self.probability
         return (logits if fitted is None else logits * fitted["scale"] + fitted["shift"]).sigmoid()
 
+    @property
+    def usual_drafts(self) -> UsualDrafts | None:
+        """The drafts that a `LogprobHead` can judge; None: all."""
+        usual = (self.logprobs or {}).get("usual")
+        return UsualDrafts.from_dict(usual) if usual else None
+
     def to_dict(self) -> dict[str, Any]:
         """Return the content of validity_config.json; without `logprobs` if None, so that fingerprints of earlier
         adapters hold."""
@@ -104,6 +112,12 @@ class ValidityConfig:
                 set(read.get("head") or ()) == sizes and len(known.get("ids", ())) > len(known.get("logprobs", ())) > 0
             ):
                 raise ModelError("validity_config.json has incomplete logprobs: export the adapter again")
+            try:
+                UsualDrafts.from_dict(read.get("usual") or {})
+            except (TypeError, ValueError, AttributeError) as error:
+                raise ModelError(
+                    "validity_config.json has damaged logprobs.usual: export the adapter again"
+                ) from error
         scaled = values.get("probability")
         if scaled is not None and not (set(scaled) == {"scale", "shift"} and scaled["scale"] > 0):
             raise ModelError(f"validity_config.json has probability {scaled}: it needs a scale above 0 and a shift")

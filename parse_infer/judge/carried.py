@@ -13,8 +13,12 @@ class Carried:
     Attributes:
         doubt: logsumexp of the doubt about the accepted draft tokens.
         memory: recurrent state of a `LogprobHead`; empty at the answer's start, and for other heads.
+        usual: whether the drafts are like those of the training (`UsualDrafts`); None: not known yet.
+        seen: what `UsualDrafts.look` remembers.
     """
 
     tokens: int = 0
     doubt: float = -math.inf
     memory: tuple[float, ...] = ()
+    usual: bool | None = None
+    seen: tuple[float, ...] = ()

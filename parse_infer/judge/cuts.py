@@ -28,7 +28,6 @@ class CutRule:
     """A way to cut, see `cut_rule`."""
 
     ends: Ends
-    may_end: re.Pattern[str]
     by_tokens: bool
 
 
@@ -36,24 +35,22 @@ CUT_RULES: dict[str, CutRule] = {}
 """All rules by name, the kinds of a `CutPolicy`."""
 
 
-def cut_rule(name: str, *, may_end: str = r"\S", by_tokens: bool = False) -> Callable[[Ends], Ends]:
+def cut_rule(name: str, *, by_tokens: bool = False) -> Callable[[Ends], Ends]:
     """Register a function as the rule `name`.
 
     Args:
-        may_end: regular expression; the text of a growing draft matches it where a segment may have become complete.
-            Over servers it saves the search for cuts. Default: anywhere.
         by_tokens: the rule uses `every`, and segments of whitespace alone are kept. Other rules join such a segment
             to a neighbour.
     """
 
     def register(ends: Ends) -> Ends:
-        CUT_RULES[name] = CutRule(ends, re.compile(may_end), by_tokens)
+        CUT_RULES[name] = CutRule(ends, by_tokens)
         return ends
 
     return register
 
 
-@cut_rule("step", may_end=r"\n\s*\S")
+@cut_rule("step")
 def step_ends(texts: Sequence[str], every: int) -> list[int]:
     """Return the offsets after every run of newline tokens."""
     ends = []
@@ -65,7 +62,7 @@ def step_ends(texts: Sequence[str], every: int) -> list[int]:
     return ends
 
 
-@cut_rule("sentence", may_end=r"[.!?]\S*\s+\S")
+@cut_rule("sentence")
 def sentence_ends(texts: Sequence[str], every: int) -> list[int]:
     """Return the offset after the last token of each sentence."""
     text = "".join(texts)

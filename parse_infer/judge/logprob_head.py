@@ -17,7 +17,9 @@ from torch.nn.functional import silu
 
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts, certain_features, n_features
+from parse_infer.judge.usual_drafts import UsualDrafts
 
+_SURE = 1e4  # logit
 NO_DOUBT = -30.0  # finite: logcumsumexp has no gradient for a row of -inf
 
 
@@ -97,16 +99,20 @@ class TokenScores:
         logits: float32 [T], the validity logit of the answer up to and including each token.
         doubt: float32 [T], the pooled doubt.
         memory: float32 [T, width], the state after each token; None for a head without one.
+        usual, seen: see `Carried`. Of an unusual draft, tokens equal to the first choice are valid up to the first
+            other token, and nothing behind it.
     """
 
     logits: Tensor
     doubt: Tensor
     memory: Tensor | None = None
+    usual: bool | None = True
+    seen: tuple[float, ...] = ()
 
     def carried(self, tokens: int, cut: int) -> Carried:
         """What the judge carries into the next block if the answer has `tokens` tokens, the last `cut` of this one."""
         memory = () if self.memory is None else tuple(self.memory[cut - 1].tolist())
-        return Carried(tokens, float(self.doubt[cut - 1]), memory)
+        return Carried(tokens, float(self.doubt[cut - 1]), memory, self.usual, self.seen)
 
 
 class LogprobJudge:
@@ -115,10 +121,11 @@ class LogprobJudge:
     Args:
         head: the trained head.
         texts: the target's tokens.
+        usual: the drafts that the head can judge; None: all.
     """
 
-    def __init__(self, head: LogprobHead, texts: TokenTexts) -> None:
-        self.head, self.texts = head, texts
+    def __init__(self, head: LogprobHead, texts: TokenTexts, usual: UsualDrafts | None = None) -> None:
+        self.head, self.texts, self.usual = head, texts, usual
 
     @torch.inference_mode()
     def score(self, found: TokenLogprobs, carried: Carried, written: Sequence[int] = ()) -> TokenScores:
@@ -139,4 +146,13 @@ class LogprobJudge:
         each, states = self.head(features[None], ids[None], first[None], self.texts, memory)
         each = each[0, len(own) :].masked_fill(found.is_greedy_choice.to(device), -torch.inf)
         doubt = torch.cat([each.new_tensor([carried.doubt]), each]).logcumsumexp(0)[1:]
-        return TokenScores(self.head.bias - doubt, doubt, states[0, len(own) :])
+        usual, seen = carried.usual, carried.seen
+        if self.usual is None:
+            usual = True
+        elif usual is None:
+            usual, seen = self.usual.look(found, seen)
+        logits = self.head.bias - doubt
+        if usual is False:
+            same = found.is_greedy_choice.to(device).cumprod(0).bool()
+            logits = torch.where(same, _SURE, -_SURE).float()
+        return TokenScores(logits, doubt, states[0, len(own) :], usual, seen)

@@ -62,6 +62,7 @@ class Verification:
             compute it.
         offsets: the rows that `compact` has kept in `hidden`; None: all rows.
         scores: for a block, the judge's result on each of its tokens; else None.
+        unusual: the judge knows no such drafts (`UsualDrafts`), and accepts only what the target would write itself.
     """
 
     cuts: list[int]
@@ -70,6 +71,7 @@ class Verification:
     is_greedy_choice: list[bool] | None = None
     offsets: list[int] | None = None
     scores: TokenScores | None = None
+    unusual: bool = False
 
     def state(self, offset: int) -> Tensor:
         """Return the state at draft offset `offset`, [H]. Raise ValueError if `compact` has dropped the row."""
@@ -104,7 +106,7 @@ class Verifier:
         self._logprobs: LogprobJudge | None = None
         if judge is not None and isinstance(judge.head, LogprobHead):
             texts = TokenTexts(segmenter.tokenizer, decoder.eos_ids, judge.head.config.buckets)
-            self._logprobs = LogprobJudge(judge.head, texts)
+            self._logprobs = LogprobJudge(judge.head, texts, judge.config.usual_drafts)
         vocabulary = None if tokens is None else tokens.vocabulary
         self._part = None if vocabulary is None else ReducedLMHead.of(decoder.model, vocabulary)
         self._embeddings = cast(nn.Embedding, decoder.model.get_input_embeddings())
@@ -154,7 +156,8 @@ class Verifier:
             scores, is_choice = self._scores(draft_ids, hidden[:-1], carried, written)
             at = torch.tensor(cuts, device=hidden.device)
             validity = judge.config.validity(scores.logits)[(at - 1).clamp_min(0)].masked_fill(at == 0, 1.0)
-            return Verification(cuts, validity.tolist(), hidden, is_choice.tolist())
+            choices, unusual = is_choice.tolist(), scores.usual is False
+            return Verification(cuts, validity.tolist(), hidden, choices, unusual=unusual)
         if self._logprobs is not None:
             return Verification(cuts, [1.0] * len(cuts), hidden)
         assert isinstance(judge.head, ValidityHead)
@@ -168,6 +171,12 @@ class Verifier:
             return Verification(cuts, validity.tolist(), hidden)
         found = torch.cat([validity, is_greedy_choice.to(validity.dtype)]).tolist()
         return Verification(cuts, found[: len(cuts)], hidden, [value > 0 for value in found[len(cuts) :]])
+
+    @property
+    def first_tokens(self) -> int:
+        """Draft tokens by which the judge tells whether it can judge an answer (`UsualDrafts`); 0: it always can."""
+        usual = None if self._logprobs is None else self._logprobs.usual
+        return 0 if usual is None else max(usual.ranges, default=0)
 
     @property
     def judges_tokens(self) -> bool:
@@ -197,7 +206,8 @@ class Verifier:
         if self._logprobs is not None:
             scores, _ = self._scores(draft_ids, hidden[:-1], carried, written)
             validity = judge.config.validity(scores.logits).tolist()
-            return Verification([*range(1, len(draft_ids) + 1)], validity, hidden, scores=scores)
+            cuts, unusual = [*range(1, len(draft_ids) + 1)], scores.usual is False
+            return Verification(cuts, validity, hidden, scores=scores, unusual=unusual)
         assert judge.head.tokens is not None
         ids = torch.tensor(draft_ids, device=hidden.device)
         before = hidden[:-1]

@@ -24,6 +24,7 @@ QUESTION = (
     "Is the solution so far correct? It may be incomplete. Check every step, then answer with one word: Correct or "
     "Incorrect."
 )
+WORDS = ("Correct", "Incorrect")  # the answers for valid and not valid
 _MARKER = "@@PREFIX-ENDS-HERE@@"
 
 
@@ -47,7 +48,7 @@ class ZeroShotJudge:
         tokenizer: Any,
         cut_policy: CutPolicy | None = None,
         question: str = QUESTION,
-        words: tuple[str, str] = ("Correct", "Incorrect"),
+        words: tuple[str, str] = WORDS,
     ) -> None:
         self.probe = question_probe(tokenizer, question)
         yes_id, no_id = verbalizer_ids(tokenizer, self.probe.text, words)

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from functools import partial
 from typing import Any
 
 from parse_infer.backends import client
@@ -45,11 +44,6 @@ class LoopRunner(Runner):
         found: dict[str, tuple[str, Callable[[], float]]] = {}
         for role, servers in self._engine.backend.servers.items():
             found[f"parse_{role}_servers_healthy"] = f"Healthy replicas of the {role} model.", servers.count
-        text = "Healthy replicas of the target that run the engine's adapter."
-        found["parse_target_servers_with_judge"] = (
-            text,
-            partial(self._engine.backend.servers["target"].count, judging=True),
-        )
         return found
 
     def check_calibration(self) -> None:

@@ -18,6 +18,7 @@ from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.logprob_head import LogprobHead
 from parse_infer.judge.token_logprobs import TokenTexts
+from parse_infer.judge.usual_drafts import UsualDrafts
 from parse_infer.models.loading import load_served_model
 from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_train import checkpoints, tracking
@@ -25,6 +26,7 @@ from parse_train.logprob.config import LogprobTrainingConfig
 from parse_train.logprob.data import LogprobCollator, load_datasets
 from parse_train.logprob.model import LogprobModel
 from parse_train.validity.build_info import BuildInfo, read_build_info
+from parse_train.validity.data import ValidityDataset
 from parse_train.validity.request_risk import calibrate_requests
 from parse_train.validity.train import begin, finish, served_drafts
 from parse_train.validity.trainer import ValidityTrainer
@@ -48,7 +50,7 @@ def main(config: LogprobTrainingConfig) -> None:
     served_drafts(config, evaluation)  # reject a wrong temperature before the training
     texts = TokenTexts(language.tokenizer, language.eos_ids, config.buckets)
     model = LogprobModel(LogprobHead(config.head), texts, config.noise, config.certain_share)
-    facts = describe(config, build, language, reads, counts)
+    facts = describe(config, build, language, reads, usual_drafts(config, train), counts)
     start = begin(config, len(train), counts)
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=LogprobCollator())
     checkpoints.train(trainer, start)
@@ -59,11 +61,19 @@ def main(config: LogprobTrainingConfig) -> None:
     tracking.finish()
 
 
+def usual_drafts(config: LogprobTrainingConfig, train: ValidityDataset) -> UsualDrafts:
+    """Measure the training drafts at the temperature to serve, or the lowest."""
+    known = [example.temperature for example in train.examples if example.temperature is not None]
+    wanted = min(known, default=None) if config.risk_temperature is None else config.risk_temperature
+    return UsualDrafts.of(example.found for example in train.examples if example.temperature == wanted)
+
+
 def describe(
     config: LogprobTrainingConfig,
     build: BuildInfo,
     language: TokenizerSpec,
     reads: dict[str, Any],
+    usual: UsualDrafts,
     counts: dict[str, int],
 ) -> ValidityConfig:
     """Return the metadata of the adapter folder."""
@@ -78,7 +88,7 @@ def describe(
         probe_ids=(),
         probe_text="",
         target=build.target,
-        logprobs={"reads": reads, "reference": reference},
+        logprobs={"reads": reads, "reference": reference, "usual": usual.to_dict()},
         cut_policy=CutPolicy.from_dict(config.cut_policy).to_dict(),
         label={"kind": "hard", **build.label, "class_weighting": config.class_weighting},
         provenance=provenance,

@@ -120,7 +120,7 @@ class CompletionServers:
             self.urls,
             self._client,
             patience_s=config.max_outage,
-            identity=Identity(role, self._client, None, model, url_key, f"served_{role}"),
+            identity=Identity(role, self._client, model, url_key, f"served_{role}"),
             attempts=config.retries + 1,
             back_off_s=_BACK_OFF_S,
         )

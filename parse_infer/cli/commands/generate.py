@@ -56,7 +56,7 @@ def generate(
     if settings.risk is not None and models.threshold is not None:
         raise ParseError("--risk and --threshold were both given: the calibration gives the threshold of a risk")
     needs_draft = any(row.draft is None for row in rows)
-    needs_judge = models.served or settings.mode == "validity"  # the vllm backend rejects mode "exact"
+    needs_judge = models.served or settings.mode == "validity"  # over servers it reads the choices
     with models.load(needs_draft=needs_draft, needs_judge=needs_judge, expected=settings) as engine:
         check_prompts(engine.target, rows)
         if out is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
+import torch
 
 from parse_infer.backends import health
 from parse_infer.backends.client import Client
@@ -15,18 +16,32 @@ from parse_infer.backends.logprob_reads import LogprobReads
 from parse_infer.backends.replicas import ReplicaPool
 from parse_infer.backends.server_target import Target
 from parse_infer.backends.vllm import VLLMBackend
+from parse_infer.backends.zero_shot_requests import ZeroShotRequests
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.cuts import CutPolicy
-from parse_infer.judge.logprob_head import LogprobHead
-from parse_infer.judge.verifier import Verifier
 from parse_infer.judge.zero_shot import ZeroShotJudge
-from parse_infer.vllm_plugin.options import judge_name
-from parse_infer.vllm_plugin.validity_requests import TrainedQuestions, ZeroShotQuestions
 from tests.parse_infer.backends.fake_server import FakeServer, serving
 
 CUTS = CutPolicy("tokens", every=6)
 WAIT_S = 10.0
 Connect = Callable[..., tuple[ParseEngine, list[FakeServer], FakeServer]]
+
+
+@pytest.fixture
+def make_engine(make_engine, random_adapter) -> Callable[..., ParseEngine]:
+    """Engines whose judge reads log-probabilities; half of the thresholds accept something other than the target."""
+
+    def make(noise: float = 0.1, draft_window: int = 2048, **options) -> ParseEngine:
+        engine = make_engine(noise, draft_window)
+        judge = random_adapter(engine.target.model, logprobs=True)
+        known = engine.target.render("How many?")
+        with torch.inference_mode():
+            scores = engine.target.model(torch.tensor([known])).logits[0].log_softmax(-1)
+        own = [scores[i, token].item() for i, token in enumerate(known[1:])]
+        judge.config.logprobs["reference"] = {"ids": known, "logprobs": own}
+        return ParseEngine.from_models(engine.target, engine.draft, judge, **options)
+
+    return make
 
 
 @pytest.fixture
@@ -43,7 +58,6 @@ def connect() -> Iterator[Connect]:
         def make(
             engine: ParseEngine,
             n_targets: int = 1,
-            plugin: bool = True,
             patience_s: float = 2.0,
             keys: tuple[str | None, str | None] = (None, None),
             local_rows: int = 0,
@@ -51,43 +65,26 @@ def connect() -> Iterator[Connect]:
             cache_block: int = 0,
             **options,
         ) -> tuple[ParseEngine, list[FakeServer], FakeServer]:
-            judge = engine.backend.judge
-            zero_shot, by_logprobs = isinstance(judge, ZeroShotJudge), isinstance(judge.head, LogprobHead)
-            plugin = plugin and not by_logprobs
-
-            def target() -> FakeServer:
-                with_judge = (
-                    Verifier(engine.target.decoder, judge, engine.backend.segmenter)
-                    if plugin and not zero_shot
-                    else None
-                )
-                made = FakeServer(engine.target, with_judge)
-                made.cache_block = cache_block
-                return stack.enter_context(serving(made))
-
-            targets, draft = [target() for _ in range(n_targets)], FakeServer(engine.draft)
-            stack.enter_context(serving(draft))
+            targets, draft = [FakeServer(engine.target) for _ in range(n_targets)], FakeServer(engine.draft)
             for server in (*targets, draft):
-                server.key = keys[0]
-            for server in targets if zero_shot else ():
-                server.max_logprobs = len(engine.target.tokenizer)
-            ends, client = sorted(engine.target.eos_ids), Client(keys[1])
-            questions = reads = None
-            if by_logprobs:
-                reads = LogprobReads(judge.config, judge.head, engine.target.tokenizer, ends, max_read_tokens)
-            elif zero_shot:
-                questions = ZeroShotQuestions.of(engine.target.tokenizer, ends, top=259)
+                stack.enter_context(serving(server))
+                server.key, server.cache_block = keys[0], cache_block
+            language, judge, client = engine.target, engine.backend.judge, Client(keys[1])
+            requests: LogprobReads | ZeroShotRequests
+            if isinstance(judge, ZeroShotJudge):
+                requests = ZeroShotRequests(language.tokenizer, language.eos_ids, top=259)
+                for server in targets:
+                    server.max_logprobs = len(language.tokenizer)
             else:
-                questions = TrainedQuestions.of(judge.config, ends)
-            name = None if zero_shot or by_logprobs else judge_name(judge.fingerprint)
-            for server in targets if plugin and not zero_shot else ():
-                server.names.append(name)
-            servers = ReplicaPool("target", [s.url for s in targets], client, patience_s=patience_s, judge=name)
+                requests = LogprobReads(
+                    judge.config, judge.head, language.tokenizer, language.eos_ids, max_read_tokens
+                )
+            servers = ReplicaPool("target", [s.url for s in targets], client, patience_s=patience_s)
             drafts: ReplicaPool | LocalDraft = ReplicaPool("draft", [draft.url], client, patience_s=patience_s)
             if local_rows:
                 drafts = LocalDraft(engine.draft, rows=local_rows)
             backend = VLLMBackend(
-                Target(engine.target, servers, questions, engine.backend.segmenter.policy, reads=reads),
+                Target(language, servers, requests, engine.backend.segmenter.policy),
                 (drafts, engine.draft),
                 client,
                 models={"backend": "vllm", "target": "target", "draft": "draft", "adapter": "judge"},

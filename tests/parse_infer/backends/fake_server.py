@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -14,12 +13,10 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from parse_infer.judge.verifier import Verifier
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import random_generator
 from parse_infer.sampling import Sampling
-from parse_infer.vllm_plugin.validity_requests import TrainedQuestions
 
 PIECE = 3  # tokens at a time in a stream
 _ONE_AT_A_TIME = threading.Lock()  # servers share weights, to which a verification applies an adapter
@@ -29,7 +26,6 @@ class FakeServer:
     """
     Args:
         lm: what it serves; decoded with a decoder of its own.
-        verifier: the plugin; None: a plain server.
 
     Attributes:
         faults: what happens to the next requests: "500", "cut" (breaks off in the middle), "half" (of the JSON),
@@ -45,28 +41,23 @@ class FakeServer:
         judge_fault: what happens to every request about a draft.
         logprob_fault: what is wrong with prompt log-probabilities: "missing", "shifted" by a token, "raw" logits, or
             "few".
-        names: under which it serves the model; the second one, with a judge, says which.
+        names: under which it serves the model.
         root: where the model's files are.
         away: every connection is closed before an answer.
         ill: what /health answers instead of 200, or "hangs".
         clients: the ports from which requests came, in order.
     """
 
-    def __init__(self, lm: LanguageModel, verifier: Verifier | None = None) -> None:
+    def __init__(self, lm: LanguageModel) -> None:
         self.lm = lm
         self.decoder = Decoder(lm.model, ())
-        self.verifier = verifier
-        self.questions = None
-        if verifier is not None:
-            verifier.decoder = self.decoder
-            self.questions = TrainedQuestions.of(verifier.judge.config, sorted(lm.eos_ids))
         self.faults: deque[str | None] = deque()
         self.bodies: list[dict[str, Any]] = []
         self.written = 0
         self.pause = 0.0
         self.url = ""
         self.key: str | None = None
-        self.max_logprobs = 20 if self.questions is None else max(20, self.questions.ids.log_probabilities)
+        self.max_logprobs = 20
         self.cache_block = 0
         self.cached: list[int] = []
         self._cache: list[tuple[str | None, list[int]]] = []
@@ -92,7 +83,7 @@ class FakeServer:
             await asyncio.sleep(3600)
         prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
         size = self.lm.n_embeddings
-        if self.questions is None and any(token >= size for prompt in prompts for token in prompt):
+        if any(token >= size for prompt in prompts for token in prompt):
             return _error(400, f"Token id {size} is out of vocabulary")
         if max(map(len, prompts)) + body["max_tokens"] > self.lm.window:
             return _error(400, f"This model's maximum context length is {self.lm.window} tokens")
@@ -215,36 +206,12 @@ class FakeServer:
         return choice if self.logprob_fault == "missing" else choice | {"prompt_logprobs": entries}
 
     def _choice(self, index: int, prompt: list[int], top: int) -> dict[str, Any]:
-        questions = self.questions
-        if questions is not None and prompt[-1] >= self.lm.n_embeddings:
-            validities = self._judged(prompt)
-            found = {}
-            for pair, validity in zip(questions.answers, validities, strict=False):
-                p = min(max(validity, 1e-9), 1 - 1e-9)
-                found |= dict(
-                    zip(pair, (math.log(p / len(validities)), math.log((1 - p) / len(validities))), strict=True)
-                )
-        else:
-            with _ONE_AT_A_TIME:
-                self.decoder.seek(prompt)
-                values, ids = torch.log_softmax(self.decoder.next_logits(), -1).topk(top)
-            found = dict(zip(ids.tolist(), values.tolist(), strict=True))
+        with _ONE_AT_A_TIME:
+            self.decoder.seek(prompt)
+            values, ids = torch.log_softmax(self.decoder.next_logits(), -1).topk(top)
+        found = dict(zip(ids.tolist(), values.tolist(), strict=True))
         listed = {f"token_id:{token}": value for token, value in found.items()}
         return {"index": index, "text": "", "logprobs": {"top_logprobs": [listed]}}
-
-    def _judged(self, prompt: list[int]) -> list[float]:
-        """Of the prefixes that the ids at the end of a prompt ask about."""
-        ids = self.questions.ids
-        text = prompt[: next(i for i, token in enumerate(prompt) if token >= ids.vocab_size)]
-        said = [divmod(token - ids.closing, 1 + len(ids.end_ids)) for token in prompt if token >= ids.closing]
-        start = len(text) - said[-1][0]  # of the draft
-        validities = []
-        for drafted, end in said:
-            draft = text[start : start + drafted] + ([ids.end_ids[end - 1]] if end else [])
-            with _ONE_AT_A_TIME:
-                self.decoder.seek(text[:start])
-                validities += self.verifier.verify(draft, [len(draft)]).validity
-        return validities
 
 
 def _common(a: list[int], b: list[int]) -> int:

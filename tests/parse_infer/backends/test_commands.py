@@ -26,7 +26,7 @@ def coordinated(engine, connect, monkeypatch):
 
 
 def local(engine, prompt: str) -> str:
-    return engine.generate(prompt, max_new_tokens=24, keep_greedy_match=False, block_tokens="whole").text
+    return engine.generate(prompt, max_new_tokens=24).text
 
 
 def test_a_file_of_prompts_is_answered_in_order_and_goes_on_where_it_stopped(coordinated, tmp_path, capsys):
@@ -79,7 +79,10 @@ def test_answers_and_events_are_written_as_those_of_the_local_engine_are(coordin
             "the target server http://127.0.0.1:9/v1/models does not answer",
         ),
         (["--backend", "vllm", "--target-url", "gpu-1:8000"], "'gpu-1:8000' is not a server address"),
-        (["--backend", "vllm", "--mode", "exact"], "mode 'exact' needs the target's own choice"),
+        (
+            ["--backend", "vllm", "--zero-shot", "--mode", "exact"],
+            "mode 'exact' over servers reads",
+        ),
         (["--backend", "vllm", "--risk", "0.01"], "risk is 0.01, but no calibration for --backend vllm was given"),
         (
             ["--backend", "vllm", "--target", "zoo:draft", "--adapter", "zoo:adapter", "--draft", "zoo:draft"],
@@ -147,8 +150,8 @@ def test_behind_the_server_many_clients_get_the_engines_text(engine, connect):
             if n % 3:
                 assert answer.json()["choices"][0]["message"]["content"] == own[prompt]
         assert served.becomes_idle(5)
-        refused = served.chat("Hi", parse={"mode": "exact"})
-        assert refused.status_code == 400 and "mode 'exact' needs" in refused.text
+        refused = served.chat("Hi", parse={"risk": 0.01})
+        assert refused.status_code == 400 and "no calibration for --backend vllm" in refused.text
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from parse_infer.models.prompts import Verbatim
 from parse_infer.serve.loop_runner import LoopRunner
 from parse_infer.settings import GenerationSettings
 from tests.parse_infer.backends.conftest import soon
-from tests.parse_infer.backends.fake_server import FakeServer
 from tests.parse_infer.backends.test_answers_over_servers import PROMPT, partial_threshold
 from tests.parse_infer.serve.conftest import running
 
@@ -90,13 +89,12 @@ def test_a_draft_model_of_our_own_that_fails_is_done_without(engine, connect, mo
     assert "the draft model failed: no memory" in warnings(caplog)[0]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("block_tokens", ["whole", 12])
-@pytest.mark.parametrize("how", ["refused", "nonsense", "no validity"])
-def test_a_draft_that_cannot_be_judged_is_dropped(engine, connect, monkeypatch, caplog, overlap, block_tokens, how):
-    coordinator, (target,), draft = connect(engine, overlap=overlap)
-    if how == "no validity":
-        monkeypatch.setattr(FakeServer, "_judged", lambda self, prompt: [0.5, 0.5])  # for each prompt, and not one
+@pytest.mark.parametrize("how", ["refused", "nonsense", "missing", "raw"])
+def test_a_draft_that_cannot_be_judged_is_dropped(engine, connect, caplog, block_tokens, how):
+    coordinator, (target,), draft = connect(engine)
+    if how in ("missing", "raw"):
+        target.logprob_fault = how
     else:
         target.judge_fault = how
     found = coordinator.generate(PROMPT, **SETTINGS, block_tokens=block_tokens)

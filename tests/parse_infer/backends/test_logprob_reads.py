@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 
 from parse_infer.backends.logprob_reads import read_response
 from parse_infer.sampling import Sampling
@@ -14,27 +11,10 @@ PROMPT = "Tom has 5 apples."
 N = 40
 
 
-@pytest.fixture
-def pair(make_engine, random_adapter) -> Any:
-    """An engine whose judge reads log-probabilities; half of the thresholds accept something other than the target."""
-
-    def make(**options: Any) -> Any:
-        engine = make_engine(**options)
-        judge = random_adapter(engine.target.model, logprobs=True)
-        known = engine.target.render("How many?")
-        with torch.inference_mode():
-            scores = engine.target.model(torch.tensor([known])).logits[0].log_softmax(-1)
-        own = [scores[i, token].item() for i, token in enumerate(known[1:])]
-        judge.config.logprobs["reference"] = {"ids": known, "logprobs": own}
-        return type(engine).from_models(engine.target, engine.draft, judge)
-
-    return make
-
-
 @pytest.mark.parametrize("threshold", [0.0, 0.02, 0.1, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize("block_tokens", ["auto", 7, "whole"])
-def test_answers_are_those_of_the_local_engine(pair, connect, threshold, block_tokens):
-    engine = pair()
+def test_answers_are_those_of_the_local_engine(make_engine, connect, threshold, block_tokens):
+    engine = make_engine()
     coordinator, targets, _ = connect(engine)
     settings = {"max_new_tokens": N, "threshold": threshold, "block_tokens": block_tokens}
     expected = engine.generate(PROMPT, **settings, keep_greedy_match=True)
@@ -44,8 +24,8 @@ def test_answers_are_those_of_the_local_engine(pair, connect, threshold, block_t
     assert any(body.get("prompt_logprobs") == 3 for body in targets[0].bodies)
 
 
-def test_a_rejected_token_is_corrected_without_a_request(pair, connect):
-    engine = pair()
+def test_a_rejected_token_is_corrected_without_a_request(make_engine, connect):
+    engine = make_engine()
     coordinator, targets, _ = connect(engine)
     found = coordinator.generate(PROMPT, max_new_tokens=N, threshold=0.3)
     asked = [body for body in targets[0].bodies if not body.get("prompt_logprobs")]
@@ -55,9 +35,9 @@ def test_a_rejected_token_is_corrected_without_a_request(pair, connect):
     assert found.stats.target_forwards == len(targets[0].bodies)
 
 
-def test_a_corrected_token_does_not_end_an_answer_too_early(pair, connect):
+def test_a_corrected_token_does_not_end_an_answer_too_early(make_engine, connect):
     """A stop token takes the place of a rejected token, before the answer may end."""
-    engine = pair()
+    engine = make_engine()
     coordinator, _, _ = connect(engine)
     settings = {"max_new_tokens": N, "threshold": 0.3}
     free, place, corrected = engine.generate(PROMPT, **settings), 0, []
@@ -71,8 +51,8 @@ def test_a_corrected_token_does_not_end_an_answer_too_early(pair, connect):
     assert found.token_ids == engine.generate(PROMPT, **settings).token_ids
 
 
-def test_a_corrected_token_of_a_sampled_answer_is_the_servers(pair, connect):
-    coordinator, targets, _ = connect(pair())
+def test_a_corrected_token_of_a_sampled_answer_is_the_servers(make_engine, connect):
+    coordinator, targets, _ = connect(make_engine())
     sampling = Sampling(0.8, seed=1)
     found = coordinator.generate(PROMPT, max_new_tokens=N, threshold=0.3, resume_sampling=sampling)
     assert any(span.source == "target" for span in found.spans)
@@ -81,8 +61,8 @@ def test_a_corrected_token_of_a_sampled_answer_is_the_servers(pair, connect):
 
 @pytest.mark.parametrize("threshold", [0.0, 0.2, 0.5])
 @pytest.mark.parametrize("block_tokens", ["auto", "whole"])
-def test_the_target_writes_the_strict_tokens(pair, connect, threshold, block_tokens):
-    engine = pair()
+def test_the_target_writes_the_strict_tokens(make_engine, connect, threshold, block_tokens):
+    engine = make_engine()
     coordinator, _, _ = connect(engine)
     settings = {"max_new_tokens": N, "threshold": threshold, "strict_tokens": 9, "block_tokens": block_tokens}
     found = coordinator.generate(PROMPT, **settings)
@@ -90,16 +70,31 @@ def test_the_target_writes_the_strict_tokens(pair, connect, threshold, block_tok
     assert found.token_ids == engine.generate(PROMPT, **settings).token_ids
 
 
-def test_above_1_the_target_answers_alone(pair, connect):
-    engine = pair()
+@pytest.mark.parametrize("block_tokens", ["auto", 12, "whole"])
+def test_an_unusual_draft_leaves_the_answer_to_the_target(make_engine, connect, block_tokens):
+    engine = make_engine()
+    engine.backend.judge.config.logprobs["usual"] = {"8": [[9.0] * 7, [9.0] * 7]}
+    coordinator, _, draft = connect(engine)
+    found = coordinator.generate(PROMPT, max_new_tokens=N, threshold=0.1, block_tokens=block_tokens)
+    assert found.token_ids == engine.generate_target(PROMPT, max_new_tokens=N).token_ids
+    assert found.fallback == "unusual_draft" and len(draft.bodies) == 1
+    exact = coordinator.generate(PROMPT, max_new_tokens=N, mode="exact", block_tokens=block_tokens)
+    assert exact.token_ids == found.token_ids and exact.fallback is None, "nothing is judged"
+    scores = [one.score(PROMPT, "There are 5 apples.\nSo 7 in all.") for one in (engine, coordinator)]
+    for score in scores:  # which a caller wants of any text
+        assert any(0.0 < segment.validity < 1.0 for segment in score.segments)
+
+
+def test_above_1_the_target_answers_alone(make_engine, connect):
+    engine = make_engine()
     coordinator, targets, _ = connect(engine)
     found = coordinator.generate(PROMPT, max_new_tokens=N, threshold=2)
     assert found.token_ids == engine.generate_target(PROMPT, max_new_tokens=N).token_ids
     assert not any(body.get("prompt_logprobs") for body in targets[0].bodies)
 
 
-def test_a_read_that_would_be_too_long_is_not_sent(pair, connect):
-    engine = pair()
+def test_a_read_that_would_be_too_long_is_not_sent(make_engine, connect):
+    engine = make_engine()
     limit = len(engine.target.render(PROMPT)) + 12
     coordinator, targets, _ = connect(engine, max_read_tokens=limit)
     found = coordinator.generate(PROMPT, max_new_tokens=N, threshold=0.0)
@@ -108,11 +103,22 @@ def test_a_read_that_would_be_too_long_is_not_sent(pair, connect):
     assert reads and max(map(len, reads)) <= limit
 
 
+@pytest.mark.parametrize("block_tokens", ["auto", 7, "whole"])
+def test_mode_exact_writes_what_the_target_writes(make_engine, connect, block_tokens):
+    engine = make_engine()
+    coordinator, targets, _ = connect(engine)
+    found = coordinator.generate(PROMPT, max_new_tokens=N, mode="exact", block_tokens=block_tokens)
+    assert found.token_ids == engine.generate_target(PROMPT, max_new_tokens=N).token_ids
+    assert found.stats.accepted_tokens > 5 and found.fallback is None
+    reads = [body for body in targets[0].bodies if body.get("prompt_logprobs")]
+    assert reads and (block_tokens == "whole" or len(reads) == len(targets[0].bodies))
+
+
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 20])
 @pytest.mark.parametrize("block_tokens", ["auto", 7])
-def test_a_server_may_read_its_prefix_cache(pair, connect, prompt, block_tokens):
+def test_a_server_may_read_its_prefix_cache(make_engine, connect, prompt, block_tokens):
     """No entry of a cached token is used, not even where an equal request has filled the cache with the draft."""
-    engine = pair()
+    engine = make_engine()
     coordinator, targets, _ = connect(engine, cache_block=4, max_read_tokens=280)
     settings = {"max_new_tokens": N, "threshold": 0.1, "block_tokens": block_tokens}
     expected = engine.generate(prompt, **settings).token_ids
@@ -127,8 +133,8 @@ def test_a_server_may_read_its_prefix_cache(pair, connect, prompt, block_tokens)
 
 
 @pytest.mark.parametrize("fault", ["500", "half", "nonsense"])
-def test_where_the_judge_fails_the_target_answers(pair, connect, fault):
-    engine = pair()
+def test_where_the_judge_fails_the_target_answers(make_engine, connect, fault):
+    engine = make_engine()
     coordinator, targets, _ = connect(engine, patience_s=0.2)
     targets[0].judge_fault = fault
     found = coordinator.generate(PROMPT, max_new_tokens=N, threshold=0.3)
@@ -145,16 +151,16 @@ def test_where_the_judge_fails_the_target_answers(pair, connect, fault):
         ("few", "log-probabilities per token"),
     ],
 )
-def test_a_server_that_cannot_supply_them_is_refused(pair, connect, fault, message):
-    coordinator, targets, _ = connect(pair())
+def test_a_server_that_cannot_supply_them_is_refused(make_engine, connect, fault, message):
+    coordinator, targets, _ = connect(make_engine())
     targets[0].logprob_fault = fault
     with pytest.raises(ValueError, match=message) as error:
         coordinator.backend.run(coordinator.backend.handshake())
     assert targets[0].url in str(error.value)
 
 
-def test_another_model_under_the_same_name_is_refused(pair, connect):
-    engine = pair()
+def test_another_model_under_the_same_name_is_refused(make_engine, connect):
+    engine = make_engine()
     coordinator, _, _ = connect(engine)
     known = engine.backend.judge.config.logprobs["reference"]
     known["logprobs"] = [value + 0.4 for value in known["logprobs"]]  # as much as quantisation may change
@@ -164,8 +170,8 @@ def test_another_model_under_the_same_name_is_refused(pair, connect):
         coordinator.backend.run(coordinator.backend.handshake())
 
 
-def test_scores_of_a_text_are_the_local_engines(pair, connect):
-    engine = pair()
+def test_scores_of_a_text_are_the_local_engines(make_engine, connect):
+    engine = make_engine()
     coordinator, _, _ = connect(engine)
     text = "There are 5 apples.\nSo 7 in all."
     local, served = (one.score(PROMPT, text) for one in (engine, coordinator))
@@ -174,8 +180,8 @@ def test_scores_of_a_text_are_the_local_engines(pair, connect):
     )
 
 
-def test_a_text_too_long_for_one_read_is_refused(pair, connect):
-    coordinator, _, _ = connect(pair(), max_read_tokens=20)
+def test_a_text_too_long_for_one_read_is_refused(make_engine, connect):
+    coordinator, _, _ = connect(make_engine(), max_read_tokens=20)
     with pytest.raises(ValueError, match="one read of log-probabilities has at most 20: shorten the response"):
         coordinator.score(PROMPT, "There are 5 apples. So 7 in all.")
 

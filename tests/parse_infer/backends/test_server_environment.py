@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from parse_infer.backends import factory, launch
-from parse_infer.backends.launch import command, environment, plain_options, stock_options
+from parse_infer.backends.launch import CACHED_READS, command, environment, plain_options, stock_options
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.vllm import VLLMBackend
 from parse_infer.engine import Coordinator, ParseEngine
 from parse_infer.judge.cuts import CutPolicy
-from parse_infer.vllm_plugin.options import REJECTED_DRAFTS, SETTINGS, VARIABLES
+from parse_infer.models.loading import load_language_model
 
 
 def test_a_draft_server_leaves_the_cores_of_a_cpu_to_the_target(monkeypatch):
@@ -30,31 +30,16 @@ def test_a_draft_server_leaves_the_cores_of_a_cpu_to_the_target(monkeypatch):
     assert "OMP_NUM_THREADS" not in environment("draft", {})
 
 
-def test_only_a_server_with_the_plugin_gets_what_the_plugin_needs(monkeypatch):
-    for name in (*VARIABLES, "NUMBA_NUM_THREADS"):
+def test_a_server_gets_the_variables_that_it_needs_and_no_others(monkeypatch):
+    for name in ("NUMBA_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"):
         monkeypatch.delenv(name, raising=False)
-    plugin = {"hf_overrides": {SETTINGS: {}}}
-    ngram = {"speculative_config": {"method": "ngram"}}
-    assert VARIABLES.items() <= environment("target", plugin).items()
-    for role, options in (("target", {}), ("draft", {}), ("target", ngram)):
-        assert not set(VARIABLES) & set(environment(role, options)), "vLLM would be slower than it is"
-    assert "NUMBA_NUM_THREADS" in environment("target", ngram)
-    assert "NUMBA_NUM_THREADS" not in environment("target", plugin)
-
-
-@pytest.mark.parametrize(("set_by_user", "left"), [(None, ""), ("parse", ""), ("ascend,parse", "ascend")])
-def test_a_stock_server_has_no_plugin_and_none_of_our_variables(monkeypatch, set_by_user, left):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    if set_by_user is None:
-        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    else:
-        monkeypatch.setenv("VLLM_PLUGINS", set_by_user)
-    assert environment("target", stock_options("zoo:target"), stock=True) == {"VLLM_PLUGINS": left}
+    assert environment("target", stock_options("zoo:target")) == {}
+    assert "NUMBA_NUM_THREADS" in environment("target", {"speculative_config": {"method": "ngram"}})
     assert set(stock_options("zoo:target")) == {"model", "dtype"}
     assert stock_options("zoo:target")["dtype"] == plain_options("zoo:target")["dtype"] == "float32"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    cores_and_memory = {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"}
-    assert set(environment("target", {}, stock=True)) <= {"VLLM_PLUGINS", *cores_and_memory}
+    assert set(environment("target", {})) == {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"}
 
 
 @pytest.mark.skipif(shutil.which("nice") is None, reason="there is no `nice` here")
@@ -87,8 +72,8 @@ def test_servers_that_are_started_want_the_key_that_they_are_sent(monkeypatch):
 class Started:
     """Servers of `launch` that nobody starts."""
 
-    def __init__(self, wanted, *_, stock=False, **__):
-        self.members = [SimpleNamespace(role=role, options=options, stock=stock) for role, options in wanted.items()]
+    def __init__(self, wanted, *_, **__):
+        self.members = [SimpleNamespace(role=role, options=options) for role, options in wanted.items()]
 
     def urls(self, role: str) -> list[str]:
         return ["http://127.0.0.1:9"]
@@ -109,7 +94,6 @@ def coordinator(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(factory, "launch", Started)
-    monkeypatch.setattr(factory, "engine_options", lambda *_: {"speculative_config": dict(REJECTED_DRAFTS)})
     monkeypatch.setattr(VLLMBackend, "handshake", handshake)
 
     def make(adapter: str | None = "zoo:adapter", **options) -> ParseEngine:
@@ -120,17 +104,6 @@ def coordinator(monkeypatch):
 
 
 URL = "http://127.0.0.1:9"
-
-
-def test_overlap_is_off_where_both_models_share_the_cores_of_a_cpu(coordinator, monkeypatch):
-    for local in (True, False):
-        assert not coordinator(local_draft=local).backend.overlap
-        assert coordinator(local_draft=local, overlap=True).backend.overlap
-        assert coordinator(local_draft=local, target_url=URL).backend.overlap
-    assert coordinator(draft_url=URL).backend.overlap
-    assert not coordinator(draft_url=URL, overlap=False).backend.overlap
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert coordinator(local_draft=False).backend.overlap
 
 
 def test_a_small_draft_model_needs_no_server_on_a_cpu(coordinator, monkeypatch):
@@ -156,16 +129,30 @@ def test_a_small_draft_model_needs_no_server_on_a_cpu(coordinator, monkeypatch):
     assert not is_local()
 
 
-def test_a_target_guesses_unless_it_is_known_not_to(coordinator):
-    def guesses(*arguments, **options) -> bool:
-        return coordinator(*arguments, **options).backend._target.speculates
+def test_a_judge_on_log_probabilities_reads_the_cache_of_its_server(coordinator):
+    def target(**options) -> dict:
+        (server,) = (one for one in coordinator(**options).backend.processes.members if one.role == "target")
+        return server.options
 
-    assert guesses()
-    assert guesses(target_url=URL), "such servers are taken for what `parse_infer.vllm_plugin.options` prints"
-    for speculation in (None, {"method": "ngram", "num_speculative_tokens": 3}):
-        assert not guesses(target_options={"speculative_config": speculation})
-    assert not guesses(None, zero_shot=True)
-    assert not guesses(None, zero_shot=True, target_url=URL)
+    assert CACHED_READS.items() <= target().items()
+    assert target(target_options={"enable_scale_out": None})["enable_scale_out"] is None
+    assert not CACHED_READS.items() <= target(adapter=None, zero_shot=True).items()
+
+
+def test_the_longest_read_is_an_option(coordinator):
+    assert coordinator().backend._target.reads.max_tokens == 2048
+    assert coordinator(max_read_tokens=4096).backend._target.reads.max_tokens == 4096
+    with pytest.raises(ValueError, match="max_read_tokens is 0; it must be at least 1"):
+        coordinator(max_read_tokens=0)
+
+
+def test_an_adapter_on_hidden_states_is_refused_before_a_server_starts(coordinator, random_adapter, tmp_path):
+    model = load_language_model("zoo:target", role="target").model
+    random_adapter(model).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(
+        ValueError, match="reads the target's hidden states, which servers do not return: train one on"
+    ):
+        coordinator(tmp_path / "adapter")
 
 
 def test_the_target_alone_runs_on_a_stock_server(coordinator):
@@ -175,9 +162,7 @@ def test_the_target_alone_runs_on_a_stock_server(coordinator):
         made = ParseEngine.from_pretrained("zoo:target", backend="vllm", zero_shot=True, target_options=options)
         (server,) = made.backend.processes.members
         made.close()
-        assert server.stock and server.options == stock_options("zoo:target") | options
-    assert not any(server.stock for server in coordinator().backend.processes.members)
-    assert not any(server.stock for server in coordinator(None, zero_shot=True).backend.processes.members)
+        assert server.options == stock_options("zoo:target") | options
 
 
 def test_a_cut_policy_replaces_the_adapters_over_servers_too(coordinator):

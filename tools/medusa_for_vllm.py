@@ -1,6 +1,6 @@
 """Convert a Medusa head to the form that vLLM 0.32 runs. vLLM loads EAGLE-3 and parallel heads unchanged.
 
-vLLM needs heads over the whole vocabulary, including the probe's ids. It reads any key with "num" and "layers" in its
+vLLM needs heads over the whole vocabulary. It reads any key with "num" and "layers" in its
 name as the number of layers.
 """
 
@@ -19,7 +19,7 @@ def convert(head: str | Path, folder: str | Path, vocab_size: int) -> Path:
     """Write `head` with a row for each token of the vocabulary; tokens outside its token map get the logit 0.
 
     Args:
-        vocab_size: the server's vocabulary size, `options["hf_overrides"]["vocab_size"]`.
+        vocab_size: of the target.
 
     Raises:
         FileNotFoundError, ValueError: the head is incomplete.

@@ -1,0 +1,79 @@
+"""Drafts unlike those of the training: the answer is the target's own, and says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parse_infer.engine import ParseEngine
+from parse_infer.judge.token_logprobs import TokenLogprobs
+from parse_infer.judge.usual_drafts import SIZES, UsualDrafts
+
+PROMPT = "Tom has 5 apples."
+N = 40
+NOTHING = {str(size): [[9.0] * 7, [9.0] * 7] for size in SIZES}  # no draft is like this
+
+
+def draft(surprise: float, n: int = 20, seed: int = 0) -> TokenLogprobs:
+    generator = torch.Generator().manual_seed(seed)
+    own = -surprise * torch.rand(n, generator=generator)
+    top = torch.stack([own - i for i in range(3)], dim=-1).clamp_max(-0.1)
+    return TokenLogprobs(torch.arange(n), own, torch.arange(n)[:, None].expand(n, 3), top)
+
+
+def test_a_draft_is_usual_between_the_ends_of_the_training_drafts():
+    usual = UsualDrafts.of(draft(1.0, seed=seed) for seed in range(200))
+    found = [usual.look(draft(1.0, seed=seed))[0] for seed in range(200, 400)]
+    assert sum(map(bool, found)) >= 190
+    assert not any(usual.look(draft(5.0, seed=seed))[0] for seed in range(20))
+    again = UsualDrafts.from_dict(usual.to_dict())
+    assert [again.look(draft(1.0, seed=seed))[0] for seed in range(200, 400)] == found
+
+
+def test_short_blocks_are_looked_at_together():
+    usual = UsualDrafts.of(draft(1.0, seed=seed) for seed in range(200))
+    for surprise, expected in ((1.0, True), (5.0, False)):
+        whole, seen, found = draft(surprise, seed=300), (), None
+        for start in range(0, 20, 3):
+            parts = (part[start : start + 3] for part in (whole.ids, whole.own, whole.top_ids, whole.top))
+            assert found is None and len(seen) == (8 if start else 0)
+            found, seen = usual.look(TokenLogprobs(*parts), seen)
+            if found is not None:
+                break
+        assert found is expected and start == 6 and seen == ()
+
+
+def test_too_few_drafts_have_no_range():
+    assert UsualDrafts.of(draft(1.0, seed=seed) for seed in range(20)).look(draft(5.0)) == (True, ())
+
+
+@pytest.mark.parametrize("threshold", [0.02, 0.3, 0.9])
+@pytest.mark.parametrize("block_tokens", ["auto", 8, 20, "whole"])
+def test_of_an_unusual_draft_only_the_targets_own_tokens_are_kept(
+    make_engine, random_adapter, threshold, block_tokens
+):
+    engine = make_engine()
+    judge = random_adapter(engine.target.model, logprobs=True)
+    settings = {"max_new_tokens": N, "threshold": threshold, "block_tokens": block_tokens}
+    free = ParseEngine.from_models(engine.target, engine.draft, judge).generate(PROMPT, **settings)
+    assert free.fallback is None
+    judge.config.logprobs["usual"] = NOTHING
+    found = ParseEngine.from_models(engine.target, engine.draft, judge).generate(PROMPT, **settings)
+    assert found.token_ids == engine.generate_target(PROMPT, max_new_tokens=N).token_ids
+    assert found.fallback == "unusual_draft"
+    assert found.stats.accepted_tokens, "tokens equal to the target's are still worth drafting"
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.5])
+def test_whether_a_draft_is_usual_does_not_depend_on_blocks(make_engine, random_adapter, threshold):
+    """Blocks of 16 tokens or more, and `auto`, which begins with as many."""
+    engine = make_engine()
+    judge = random_adapter(engine.target.model, logprobs=True)
+    ranges = UsualDrafts.of(draft(2.0, seed=seed) for seed in range(200)).to_dict()
+    for low, high in ((-9.0, 9.0), (0.3, 9.0)):  # of the entropy; the others have room
+        for size in ranges.values():
+            size[0], size[1] = [-9.0, -9.0, -9.0, low, -99.0, -9.0, -9.0], [9.0, 9.0, 9.0, high, 9.0, 9.0, 9.0]
+        judge.config.logprobs["usual"] = ranges
+        own = ParseEngine.from_models(engine.target, engine.draft, judge)
+        found = [own.generate(PROMPT, max_new_tokens=N, threshold=threshold, block_tokens=b) for b in ("auto", 16, 30)]
+        assert len({tuple(one.token_ids) for one in found}) == 1 and len({one.fallback for one in found}) == 1
