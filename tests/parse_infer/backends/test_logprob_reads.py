@@ -107,7 +107,8 @@ def test_a_read_that_would_be_too_long_is_not_sent(make_engine, connect):
 def test_mode_exact_writes_what_the_target_writes(make_engine, connect, block_tokens):
     engine = make_engine()
     coordinator, targets, _ = connect(engine)
-    found = coordinator.generate(PROMPT, max_new_tokens=N, mode="exact", block_tokens=block_tokens)
+    settings = {"max_new_tokens": N, "block_tokens": block_tokens, "keep_greedy_match": False}  # which mode overrides
+    found = coordinator.generate(PROMPT, mode="exact", **settings)
     assert found.token_ids == engine.generate_target(PROMPT, max_new_tokens=N).token_ids
     assert found.stats.accepted_tokens > 5 and found.fallback is None
     reads = [body for body in targets[0].bodies if body.get("prompt_logprobs")]

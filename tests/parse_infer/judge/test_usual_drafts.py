@@ -8,9 +8,11 @@ import torch
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.judge.usual_drafts import SIZES, UsualDrafts
+from parse_infer.sampling import Sampling
 
 PROMPT = "Tom has 5 apples."
 N = 40
+HOT = {"draft_sampling": Sampling(1.5, seed=1)}  # a draft model that is not sure
 NOTHING = {str(size): [[9.0] * 7, [9.0] * 7] for size in SIZES}  # no draft is like this
 
 
@@ -77,3 +79,15 @@ def test_whether_a_draft_is_usual_does_not_depend_on_blocks(make_engine, random_
         own = ParseEngine.from_models(engine.target, engine.draft, judge)
         found = [own.generate(PROMPT, max_new_tokens=N, threshold=threshold, block_tokens=b) for b in ("auto", 16, 30)]
         assert len({tuple(one.token_ids) for one in found}) == 1 and len({one.fallback for one in found}) == 1
+
+
+def test_auto_drafts_enough_to_know(make_engine, random_adapter):
+    engine = make_engine(noise=1.0)
+    judge = random_adapter(engine.target.model, logprobs=True)
+    first = []
+    for usual in (None, NOTHING):
+        judge.config.logprobs["usual"] = usual
+        own = ParseEngine.from_models(engine.target, engine.draft, judge)
+        drafted = (e.n_tokens for e in own.stream(PROMPT, max_new_tokens=N, threshold=0.3, **HOT))
+        first.append(next(drafted))
+    assert first[0] < max(SIZES) <= first[1], first
