@@ -12,7 +12,8 @@ from torch import Tensor
 
 LOWEST = -20.0  # clip of a log-probability; engines report some as -inf
 _LEAST_LEFT = 1e-6  # clip of the probability outside the first choices
-_ROWS = 128  # tokens per chunk of the output layer, which bounds the memory
+_ROWS = 256  # tokens per chunk of the output layer, which bounds the memory
+_CACHED_LOGITS = 2**20  # logits per chunk on a CPU, small enough for its cache
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,16 @@ def read_logprobs(hidden: Tensor, ids: Tensor, logits: Callable[[Tensor], Tensor
     """
     own, top_ids, top = [], [], []
     for states, some in zip(hidden.split(_ROWS), ids.split(_ROWS), strict=True):
-        scores = logits(states).float()
-        total = scores.logsumexp(-1, keepdim=True)
-        best, chosen = scores.topk(k, dim=-1)
-        chosen[:, 0] = scores.argmax(-1)  # of equals the one that greedy decoding takes
-        own.append((scores.gather(-1, some[:, None]) - total)[:, 0])
-        top_ids.append(chosen)
-        top.append(best - total)
+        scores = logits(states)
+        few = max(1, _CACHED_LOGITS // scores.shape[-1]) if scores.device.type == "cpu" else _ROWS
+        for part, own_ids in zip(scores.split(few), some.split(few), strict=True):
+            part = part.float()
+            total = part.logsumexp(-1, keepdim=True)
+            best, chosen = part.topk(k, dim=-1)
+            chosen[:, 0] = part.argmax(-1)  # of equals the one that greedy decoding takes
+            own.append((part.gather(-1, own_ids[:, None]) - total)[:, 0])
+            top_ids.append(chosen)
+            top.append(best - total)
     return TokenLogprobs(ids, torch.cat(own), torch.cat(top_ids), torch.cat(top))
 
 
