@@ -34,6 +34,17 @@ Keys of the recipe; the option of the same name overrides the key:
 \b
 {chr(10).join(f"  --{f.name:<24}{f.metadata['help']}" for f in fields(BuildConfig))}"""
 
+_PLAN_HELP = """Label a few problems, and predict what training a judge for this pair would bring.
+
+The labels are kept in the recipe's output_dir, where a later build continues, beside plan.json with all figures.
+
+\b
+Examples:
+  parse-data plan recipes/data.yaml
+  parse-data plan recipes/data.yaml --limit 100 --output_dir data/other-pair --target ... --draft ...
+
+Every key of the recipe is an option, as for parse-data build."""
+
 _INSPECT_HELP = """Print class balance, positions of first errors, and coloured examples.
 
 \b
@@ -49,24 +60,42 @@ _OVERRIDES = {
     "max_content_width": 119,
     "help_option_names": ["-h", "--help"],
 }
+_Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file of keys and values.")]
+
+
+def _config(recipe: str, overrides: list[str], command: str) -> BuildConfig:
+    from data_tools.recipe_parser import parse_recipe
+
+    if recipe.startswith("-"):
+        raise ParseError(f"name the recipe first: {command} recipes/data.yaml [--key value ...]")
+    (config,) = parse_recipe(recipe, overrides, [BuildConfig], command)
+    return config
 
 
 @app.command(help=_BUILD_HELP, context_settings=_OVERRIDES)
-def build(
-    context: typer.Context,
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file of keys and values.")],
-) -> None:
+def build(context: typer.Context, recipe: _Recipe) -> None:
     from rich.console import Console
 
     from data_tools.labels.build import build as run_build
     from data_tools.labels.inspect import counts_table
-    from data_tools.recipe_parser import parse_recipe
 
-    if recipe.startswith("-"):
-        raise ParseError("name the recipe first: parse-data build recipes/data.yaml [--key value ...]")
-    (config,) = parse_recipe(recipe, context.args, [BuildConfig], "parse-data build")
+    config = _config(recipe, context.args, "parse-data build")
     summary = run_build(config)
     Console().print(counts_table(summary, config.output_dir))
+
+
+@app.command(help=_PLAN_HELP, context_settings=_OVERRIDES)
+def plan(
+    context: typer.Context,
+    recipe: _Recipe,
+    limit: Annotated[int, typer.Option(min=1, help="Number of problems to label; the plan needs 50 to 100.")] = 64,
+) -> None:
+    from rich.console import Console
+
+    from data_tools.labels.plan_run import plan_tables, run_plan
+
+    config = _config(recipe, context.args, "parse-data plan")
+    Console().print(plan_tables(run_plan(config, limit), config.output_dir))
 
 
 @app.command(help=_INSPECT_HELP)

@@ -140,7 +140,7 @@ class ParseEngine:
 
     @property
     def draft(self) -> Any:
-        """The draft model, of the same types as `target`; None without a draft model."""
+        """The draft model, of the same types as `target`; None without a draft model, or if its server gets text."""
         return self.backend.draft
 
     @property

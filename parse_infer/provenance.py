@@ -10,6 +10,7 @@ from torch import nn
 
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.verifier import Judge
+from parse_infer.models.cpu.int8_linear import Int8Linear
 from parse_infer.models.cpu.prepacked_linear import n_parameters
 from parse_infer.models.fingerprint import fingerprint, fingerprint_of
 from parse_infer.models.loading import LanguageModel
@@ -42,11 +43,12 @@ def describe_drafter(drafter: TokenProposer | None) -> dict[str, Any] | None:
 
 
 def _describe(model: LanguageModel) -> dict[str, Any]:
+    eight_bits = any(isinstance(module, Int8Linear) for module in model.model.modules())
     return {
         "name": model.name,
         "parameters": n_parameters(model.model),
         "weights": _short(fingerprint(model.model)),
-    }
+    } | ({"dtype": "int8"} if eight_bits else {})
 
 
 def _weights(head: nn.Module) -> list[Any]:

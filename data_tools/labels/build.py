@@ -11,10 +11,11 @@ from typing import Any, cast
 
 import torch
 
-from data_tools.labels.backends import Writer, load_writer
+from data_tools.labels.backends import LocalWriter, Writer, load_writer
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.card import write_card
-from data_tools.labels.drafts import DraftSampler, SampledDraft, readable, segment_texts
+from data_tools.labels.drafts import AnswerSampler, DraftSampler, SampledDraft, readable, segment_texts
+from data_tools.labels.own_answers import OwnAnswers
 from data_tools.labels.prefix_search import PrefixSearch
 from data_tools.labels.progress import BuildProgress
 from data_tools.labels.rollouts import Place, PrefixRollouts, is_right
@@ -24,8 +25,12 @@ from data_tools.labels.shards import GroupFolder
 from data_tools.labels.summary import Summary, summarise
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem, Split, Task
+from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
+from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.cuts import Segmenter
+from parse_infer.models.loading import LanguageModel
+from parse_infer.models.names import resolve
 from parse_infer.sampling import seed_of
 
 __all__ = ["BuildConfig", "Labeller", "build"]
@@ -41,8 +46,11 @@ def build(config: BuildConfig) -> Summary:
         ValueError, OSError: one sentence about an error of the configuration, a model, the task or the folder.
     """
     task = load_task(config.task, **config.task_options)
-    if getattr(task, "check_with", None) == "none":
-        raise ParseError(f"task {task.name} with check_with none does not check answers: labels need references")
+    if config.check_with == "task" and getattr(task, "check_with", None) == "none":
+        raise ParseError(
+            f"task {task.name} with check_with none does not check answers: labels need references, or the recipe key "
+            "check_with: own_answer"
+        )
     numbered = _groups(task.problems(cast(Split, config.split), config.seed, config.limit), config.problems_per_group)
     groups = GroupFolder(config.output_dir, config.split)
     with groups.held(config.identity(), {"versions": _versions()}):  # before models take minutes to load
@@ -56,7 +64,7 @@ def build(config: BuildConfig) -> Summary:
         with BuildProgress(config.output_dir, total=config.limit, done=groups.n_problems) as progress:
             progress.activity("reading problems")
             for group, problems in numbered:
-                _check_same_problems(groups, group, problems)
+                _check_same_problems(groups, group, problems, by_reference=config.check_with == "task")
                 if groups.has(group):
                     continue
                 if labeller is None:
@@ -142,7 +150,7 @@ class Labeller:
 
     Args:
         config: the configuration of the build.
-        task: checks answers.
+        task: checks answers, unless `config.check_with` is "own_answer".
         target, draft: the two models, local or served.
         activity: called with the name of the current step.
         note: called with each message for the user.
@@ -160,12 +168,17 @@ class Labeller:
         activity: Callable[[str], None] = lambda text: None,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.config, self.task, self.activity, self.note = config, task, activity, note
+        self.config, self.activity, self.note = config, activity, note
+        self.task: Task = OwnAnswers(task) if config.check_with == "own_answer" else task
         self.writers, self.target = {"target": target, "draft": draft}, target.model
         self.rollouts = 0
         self.segmenter = Segmenter(self.target.tokenizer, config.policy)
         self.decoder = target.decoder(self.target.eos_ids)
-        self.sampler = DraftSampler(draft, self.target, config.draft_sampling, config.max_draft_tokens, config.seed)
+        self.sampler: DraftSampler | AnswerSampler = (
+            _answers_of_parse(config, cast(LocalWriter, target).model, cast(LocalWriter, draft).model)
+            if config.adapter
+            else DraftSampler(draft, self.target, config.draft_sampling, config.max_draft_tokens, config.seed)
+        )
 
     @classmethod
     def load(
@@ -195,6 +208,7 @@ class Labeller:
             max_new_tokens=config.max_rollout_tokens,
             seed=config.seed,
         )
+        problems = rollouts.problems
         kept = [i for i, tally in enumerate(rollouts.prompts) if tally.right or not config.drop_unsolved]
 
         self.activity("drafts")
@@ -235,11 +249,11 @@ class Labeller:
         return _Case(index, draft, cuts, search, refined=chosen)
 
     def _row(self, case: _Case, problem: Problem, prompt: Tally) -> dict[str, Any]:
-        draft, labelled = case.draft, case.labelled()
+        draft, labelled, facts = case.draft, case.labelled(), problem.metadata
         # A prefix without a label has no cut: its segment joins the next segment, or is dropped at the draft's end.
         cuts = [cut for cut, _, _, _ in labelled]
         ids = draft.ids[: cuts[-1]] if cuts else []
-        return {
+        row = {
             "prompt": problem.prompt,
             "completions": segment_texts(self.target, ids, cuts),
             "labels": [label for _, label, _, _ in labelled],
@@ -253,6 +267,7 @@ class Labeller:
             "finished": draft.finished,
             "draft_correct": bool(case.search.own_answer),
             "task": self.task.name,
+            "domain": str(next((facts[key] for key in ("domain", "category") if key in facts), self.task.name)),
             "problem_id": problem.id,
             "reference": problem.reference,
             "target": self.config.target,
@@ -260,6 +275,13 @@ class Labeller:
             "temperature": draft.sampling.temperature,
             "seed": draft.sampling.seed,
         }
+        return row if self.config.check_with == "task" else row | {"checked_with": self.config.check_with}
+
+
+def _answers_of_parse(config: BuildConfig, target: LanguageModel, draft: LanguageModel) -> AnswerSampler:
+    judge = ValidityAdapter.from_pretrained(resolve(config.adapter), target.model)
+    engine = ParseEngine.from_models(target, draft, judge)
+    return AnswerSampler(engine, config.thresholds, config.max_draft_tokens)
 
 
 def _groups(problems: Iterator[Problem], size: int) -> Iterator[tuple[range, list[Problem]]]:
@@ -270,11 +292,15 @@ def _groups(problems: Iterator[Problem], size: int) -> Iterator[tuple[range, lis
         start += len(group)
 
 
-def _check_same_problems(groups: GroupFolder, group: range, problems: Sequence[Problem]) -> None:
-    """Raise ValueError unless the finished rows of a group belong to its problems."""
-    asked = [(problem.id, problem.prompt, problem.reference) for problem in problems]
+def _check_same_problems(groups: GroupFolder, group: range, problems: Sequence[Problem], by_reference: bool) -> None:
+    """Raise ValueError unless the finished rows of a group belong to its problems.
+
+    Args:
+        by_reference: compare references too, which are the task's own.
+    """
+    asked = [(problem.id, problem.prompt, problem.reference if by_reference else None) for problem in problems]
     for row in groups.rows(group.start):
-        if (row.get("problem_id"), row.get("prompt"), row.get("reference")) not in asked:
+        if (row.get("problem_id"), row.get("prompt"), row.get("reference") if by_reference else None) not in asked:
             raise ParseError(
                 f"{groups.folder} was begun with other problems ({row.get('problem_id')!r} was changed or removed): "
                 "choose another output_dir"

@@ -96,9 +96,18 @@ class BuildConfig:
     retries: int = field(default=5, metadata={"help": "Retries of a failed request; status 429 is a failure."})
     max_outage: float = field(default=900.0, metadata={"help": "Seconds to wait while no server is available."})
 
-    task: str = field(default="", metadata={"help": "Source of problems: gsm_symbolic, gsm8k or jsonl (required)."})
+    task: str = field(default="", metadata={"help": "Source of problems, such as gsm8k, dataset or jsonl (required)."})
     task_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "Options of the task."})
     split: str = field(default="train", metadata={"help": "Split of the problems.", "choices": list(SPLITS)})
+    check_with: str = field(
+        default="task",
+        metadata={
+            "help": "Which answers are right. task: those that the task's checker accepts. own_answer, without "
+            "references: those with the target's own final answer from the bare prompt (of sampled rollouts the most "
+            "frequent one).",
+            "choices": ["task", "own_answer"],
+        },
+    )
     limit: int | None = field(
         default=None, metadata={"help": "Number of problems; default: all. A larger limit extends a finished build."}
     )
@@ -115,6 +124,18 @@ class BuildConfig:
     cut_policy: dict[str, Any] = field(
         default_factory=dict,
         metadata={"help": "Where drafts are cut: kind (step, sentence, tokens), every, max_cuts."},
+    )
+
+    adapter: str = field(
+        default="",
+        metadata={
+            "help": "Label the answers that PARSE writes with this judge, instead of the draft model's drafts: they "
+            "hold the target's corrections, and the errors that the judge accepts. Needs backend local."
+        },
+    )
+    thresholds: list[float] = field(
+        default_factory=list,
+        metadata={"help": "With adapter: one answer at each of these thresholds; default: the judge's own."},
     )
 
     rollouts: int = field(default=1, metadata={"help": "Target rollouts from a prefix per round."})
@@ -176,6 +197,7 @@ class BuildConfig:
             self._check(key, getattr(self, key) >= 1, "at least 1")
         if self.logprobs and self.wire != "ids":
             raise ParseError(f"logprobs is {self.logprobs}, but wire {self.wire} sends texts: set wire to ids")
+        self._check("check_with", self.check_with in ("task", "own_answer"), "task or own_answer")
         self._check("token_labels", 0 <= self.token_labels <= 1, "between 0 and 1")
         self._check("logprobs", 0 <= self.logprobs <= 20, "between 0 and 20, the most that servers return")
         self._check("limit", self.limit is None or self.limit >= 1, "at least 1")
@@ -188,6 +210,11 @@ class BuildConfig:
             raise ParseError("backend openai needs base_url, for example --base_url http://localhost:8000/v1")
         if self.backend != "openai" and (self.base_url or self.draft_base_url):
             raise ParseError(f"base_url requires backend openai, but backend is {self.backend}: add --backend openai")
+        if self.adapter and self.backend != "local":
+            raise ParseError(f"adapter needs backend local, not {self.backend}: PARSE writes in this process")
+        if self.thresholds and not self.adapter:
+            raise ParseError("thresholds was given without adapter: name the judge whose answers are to be labelled")
+        self.thresholds = [float(threshold) for threshold in self.thresholds]
         self._check("retries", self.retries >= 0, "at least 0")
         self._check("request_timeout", 0 < self.request_timeout < math.inf, "a number of seconds above 0")
         self._check("max_outage", 0 <= self.max_outage < math.inf, "a number of seconds of at least 0")
@@ -256,8 +283,10 @@ class BuildConfig:
     def identity(self) -> dict[str, Any]:
         """Return the settings that affect the rows. A folder begun with a different identity cannot be resumed."""
         values = {key: value for key, value in asdict(self).items() if key not in FREE_KEYS}
-        if not self.token_labels:  # folders of earlier versions do not have the key
-            del values["token_labels"]
+        # Folders of earlier versions do not have these keys.
+        for key, default in {"token_labels": 0.0, "check_with": "task", "adapter": "", "thresholds": []}.items():
+            if values[key] == default:
+                del values[key]
         return values | {"cut_policy": self.policy.to_dict()}
 
 

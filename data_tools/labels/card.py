@@ -29,12 +29,14 @@ _SCALARS = {
     "finished": "bool",
     "draft_correct": "bool",
     "task": "string",
+    "domain": "string",
     "problem_id": "string",
     "reference": "string",
     "target": "string",
     "draft": "string",
     "temperature": "float64",
     "seed": "int64",
+    "checked_with": "string",
 }
 _COLUMNS = """\
 | column | meaning |
@@ -49,7 +51,8 @@ _COLUMNS = """\
 | `n_rollouts` | rollouts from the bare prompt, and the maximum from a prefix |
 | `draft_ids`, `cuts` | the draft in target tokens, and the offsets where its segments end |
 | `finished`, `draft_correct` | whether the draft ends with an end token, and whether its answer is right |
-| `reference`, `task`, `problem_id` | the right answer, the task, and the id of the problem |
+| `reference`, `task`, `domain`, `problem_id` | the right answer, the task, the kind and the id of the problem |
+| `checked_with` | `own_answer` where the reference is the target's own final answer; else absent |
 | `target`, `draft`, `temperature`, `seed` | the two models, and the sampling of the draft |"""
 
 
@@ -91,12 +94,14 @@ def _text(config: BuildConfig, summary: Summary, n_problems: int) -> str:
     errors = "\n".join(
         f"| {width * i}–{width * (i + 1)} % | {count:,} |" for i, count in enumerate(summary.error_position)
     )
+    own = "\nAn answer is right if its final answer is the target's own from the bare prompt."
+    own = own if config.check_with == "own_answer" else ""
     settings = yaml.safe_dump(config.identity(), sort_keys=False, allow_unicode=True).strip()
     return f"""
 # Drafts of {config.draft}, labelled by rollouts of {config.target}
 
 Problems of the task `{config.task}` (split `{config.split}`), answered by a draft model and cut into segments. A label
-says whether the prefix that ends with its segment is valid: {_rule(config)}
+says whether the prefix that ends with its segment is valid: {_rule(config)}{own}
 The answer of a finished draft labels its last prefix. A perfect judge, which knows the labels, keeps the draft up to
 the last prefix before the first invalid prefix.
 Columns follow TRL's stepwise supervision, but a label describes the whole prefix, not its last step alone.

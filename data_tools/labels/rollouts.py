@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from data_tools.labels.backends import RowDecoder
 from data_tools.labels.drafts import render
+from data_tools.labels.own_answers import OwnAnswers
 from data_tools.labels.sequential_test import Tally
 from data_tools.tasks.task import Problem, Task
 from parse_infer.errors import ParseError
@@ -37,12 +38,14 @@ class PrefixRollouts:
         target: the model that writes the rollouts.
         decoder: decodes for the target, local or served.
         task, problems: the checker, and the group. A rollout without end token within `max_new_tokens` is wrong.
+            `OwnAnswers` gets its references from the rollouts from the bare prompts.
         sampling: sampling settings of the rollouts.
         from_prompt: number of rollouts from each bare prompt.
         max_new_tokens: maximum length of a rollout.
         seed: base of all seeds.
 
     Attributes:
+        problems: the group, with the references that decide.
         prompts: for each problem, the tally of rollouts from its bare prompt.
         rollouts: number of rollouts decoded so far.
     """
@@ -68,7 +71,14 @@ class PrefixRollouts:
         self._paths: list[list[tuple[int, list[int], bool]]] = [[] for _ in self.problems]
         self._prompts = decoder.prefill([render(target, problem) for problem in self.problems])
         self._contexts = self._prompts
-        self._roll_out({(i, ()): (i, len(ids), from_prompt) for i, ids in enumerate(self._prompts.ids)})
+        written = self._decode({(i, ()): (i, len(ids), from_prompt) for i, ids in enumerate(self._prompts.ids)})
+        if isinstance(task, OwnAnswers):
+            texts: list[list[str]] = [[] for _ in self.problems]
+            for (i, _), answer in written:
+                if (text := finished_text(target, answer)) is not None:
+                    texts[i].append(text)
+            self.problems = [task.with_reference(*one) for one in zip(self.problems, texts, strict=True)]
+        self._check(written)
         self.prompts = [self._tally((i, ()), from_prompt) for i in range(len(self.problems))]
 
     def add_drafts(self, drafts: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -87,7 +97,7 @@ class PrefixRollouts:
             most = missing[key][2] if key in missing else known
             if place.rollouts > most and not self._on_known_path(key):
                 missing[key] = (place.draft, len(self._prompts.ids[key[0]]) + place.length, place.rollouts)
-        self._roll_out(missing)
+        self._check(self._decode(missing))
         return [self._tally(key, place.rollouts) for place, key in zip(places, keys, strict=True)]
 
     def _key(self, place: Place) -> _Prefix:
@@ -107,8 +117,10 @@ class PrefixRollouts:
                 return True
         return False
 
-    def _roll_out(self, wanted: Mapping[_Prefix, tuple[int, int, int]]) -> None:
-        """Decode missing rollouts of prefixes: {prefix: (context, its length in context tokens, total rollouts)}."""
+    def _decode(self, wanted: Mapping[_Prefix, tuple[int, int, int]]) -> list[tuple[_Prefix, list[int]]]:
+        """Decode missing rollouts of prefixes: {prefix: (context, its length in context tokens, total rollouts)}.
+
+        Return each prefix with an answer, the tokens of prefix and rollout."""
         rows, owners = [], []
         for key, (context, length, rollouts) in wanted.items():
             problem, prefix = key
@@ -120,23 +132,30 @@ class PrefixRollouts:
                 owners.append(key)
         written = self.decoder.decode(self._contexts, rows)
         self.rollouts += len(rows)
-        for key, ids in zip(owners, written, strict=True):
+        return [(key, [*key[1], *ids]) for key, ids in zip(owners, written, strict=True)]
+
+    def _check(self, written: Sequence[tuple[_Prefix, list[int]]]) -> None:
+        for key, answer in written:
             problem, prefix = key
-            answer = [*prefix, *ids]
             right = is_right(self.target, self.task, self.problems[problem], answer)
             self._right.setdefault(key, []).append(right)
             if self.sampling.greedy and answer and answer[-1] in self.target.eos_ids:
                 self._paths[problem].append((len(prefix), answer, right))
 
 
+def finished_text(target: TokenizerSpec, answer: Sequence[int]) -> str | None:
+    """Return the text of these target tokens, or None if they do not end with an end token."""
+    return decode(target.tokenizer, answer) if answer and answer[-1] in target.eos_ids else None
+
+
 def is_right(target: TokenizerSpec, task: Task, problem: Problem, answer: Sequence[int]) -> bool:
     """Whether these target tokens end with an end token and contain a right answer."""
-    if not answer or answer[-1] not in target.eos_ids:
+    if (text := finished_text(target, answer)) is None:
         return False
-    found = task.check(problem, decode(target.tokenizer, answer))
+    found = task.check(problem, text)
     if found is None:
         raise ParseError(
             f"task {task.name} cannot check the answer to problem {problem.id} (check_with none?): labels need "
-            "references"
+            "references, or the recipe key check_with: own_answer"
         )
     return found

@@ -40,6 +40,7 @@ class LabelledDraft:
     temperature: float | None = None
     finished: bool | None = None
     draft_correct: bool | None = None
+    domain: str | None = None
 
     @property
     def problem(self) -> str:
@@ -168,6 +169,7 @@ def check_row(row: Any, where: str) -> LabelledDraft:
         temperature=row.get("temperature"),
         finished=row.get("finished"),
         draft_correct=row.get("draft_correct"),
+        domain=None if row.get("domain") is None else str(row["domain"]),
     )
 
 

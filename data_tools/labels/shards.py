@@ -159,6 +159,7 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
     before = content.get("config")
     if not isinstance(before, dict):
         raise ParseError(f"{path} is damaged, it has no config: {_REMEDY}")
-    for key, value in json.loads(json.dumps(dict(identity))).items():
-        if (begun := before.get(key)) != value:
+    now = json.loads(json.dumps(dict(identity)))
+    for key in now | before:  # a key with its default value may be absent from both
+        if (begun := before.get(key)) != (value := now.get(key)):
             raise ParseError(f"{folder} was begun with {key} {begun!r}, not {value!r}; set {key} back, or {_REMEDY}")

@@ -8,7 +8,13 @@ from fractions import Fraction
 
 _HASHES = re.compile(r"####[ \t]*([^\n]*)")
 _BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
-_SAID = re.compile(r"answer(?:\s+is|\s*:)\s*([^\n]*)", re.IGNORECASE)
+_SAID = re.compile(r"answer(?:\s+is\s*:?|\s*:)\s*([^\n]*)", re.IGNORECASE)
+# One letter in an option's form, such as (B), B., **B**, \text{B} or B) 12 cm, and no second letter in such a form.
+_CHOICE = re.compile(
+    r"[\s*_$(\[\\]*(?:\\(?:text|math)(?:bf|rm)?\{)?\(?([A-J])(?:[.):\]}*_$\\]+(?=\s|$)|\s*$)"
+    r"(?!.*\b[A-J](?:[.):\]}*]|\s*$))",
+    re.DOTALL,
+)
 _NUMBER = re.compile(
     r"(?:(?<![\w)])[-−])?(?:[$€£]\s*)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
     r"(?:\s*/\s*\d+)?"
@@ -17,6 +23,7 @@ _NUMBER_FIRST = re.compile(rf"[\s*$\\({{]*(?:boxed{{)?{_NUMBER.pattern}")
 _ASIDE = re.compile(r"\([^()]*\)")
 _LATEX: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\{,\}|\\[,!]"), ","),
+    (re.compile(r"\\([$%])"), r"\1"),
     (re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^\{?\d+\}?)?"), " "),  # a unit
     (re.compile(r"\\[dt]frac"), r"\\frac"),
     (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
@@ -71,13 +78,32 @@ def same_number(reference: str, completion: str) -> bool:
 def same_answer(one: str, other: str) -> bool:
     """Whether two completions state the same number, or the same text where a final answer is not a single number.
 
-    A unit may follow the number."""
+    A unit may follow the number. Two marked final answers that choose an option agree if their letters do."""
     answers = [final_answer(one), final_answer(other)]
     marked = [answer is not text for answer, text in zip(answers, (one, other), strict=True)]
+    if all(marked) and None not in (letters := [choice_letter(answer) for answer in answers]):
+        return letters[0] == letters[1]
     numeric = all(_is_number(answer) for answer, known in zip(answers, marked, strict=True) if known)
     if numeric and stated_number(one) is not None and stated_number(other) is not None:
         return same_number(one, other)
-    return answers[0].strip() == answers[1].strip()
+    return _bare(answers[0]) == _bare(answers[1])
+
+
+def answer_line(completion: str) -> str:
+    """Return a line with the same final answer for `same_answer`, such as `#### 72`; the completion without a mark."""
+    answer = final_answer(completion)
+    return completion if answer is completion else f"#### {_bare(answer)}"
+
+
+def choice_letter(answer: str) -> str | None:
+    """Return the letter A to J of a multiple-choice answer such as "(B)", "B.", "**B**" or "B) 12 cm"; else None."""
+    found = _CHOICE.match(answer)
+    return found[1] if found else None
+
+
+def _bare(answer: str) -> str:
+    """Return a final answer as one line without emphasis, dollar signs and final full stop around it."""
+    return " ".join(answer.split()).lstrip("*_$ ").rstrip(".*_$ ")
 
 
 def _plain(text: str) -> str:
@@ -106,7 +132,7 @@ def _stated(answer: str) -> list[Fraction]:
 
 def _is_number(answer: str) -> bool:
     """Whether the answer is one number, after its last equals sign, with an optional unit."""
-    rest = _NUMBER.sub("", _plain(_ASIDE.sub(" ", answer)).rpartition("=")[2])
+    rest = _NUMBER.sub("", _plain(_ASIDE.sub(" ", _bare(answer))).rpartition("=")[2])
     return len(_stated(answer)) == 1 and not re.search(r"[-+*/^<>:\\=]", rest)
 
 
@@ -118,4 +144,5 @@ CHECKS: dict[str, Callable[[str, str], bool]] = {
     "exact": lambda reference, completion: final_answer(completion).strip() == reference.strip(),
     "numeric": same_number,
     "regex": _matches,
+    "choice": lambda reference, completion: choice_letter(final_answer(completion)) == reference.strip().upper(),
 }

@@ -9,6 +9,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from data_tools.tasks.gsm8k import Gsm8k
+from data_tools.tasks.hub_dataset import HubDataset
 from data_tools.tasks.jsonl import Jsonl
 from data_tools.tasks.reasoning_gym_tasks import ReasoningGym
 from data_tools.tasks.task import Problem, Split, Task
@@ -22,7 +23,9 @@ class Mixture:
     """Alternates between the problems of several tasks; a task without further problems drops out.
 
     Args:
-        parts: one mapping per part: the task's name under `task`, and the options of that task.
+        parts: one mapping per part: the task's name under `task`, and the options of that task. Optional are `weight`
+            (a part of weight 2 gives twice as many problems as one of the default 1) and `domain` (default: the
+            task's name), which each problem has in its metadata.
     """
 
     parts: list[dict[str, Any]] = field(default_factory=list)
@@ -31,23 +34,29 @@ class Mixture:
     def __post_init__(self) -> None:
         if not self.parts or not all(isinstance(part, dict) and "task" in part for part in self.parts):
             raise ParseError("task mixture needs the option parts: a list of mappings, each with the key task")
-        options = [dict(part) for part in self.parts]
-        self._tasks = [load_task(part.pop("task"), **part) for part in options]
+        for part in self.parts:
+            weight, domain = part.get("weight", 1), part.get("domain", "")
+            if not _fits(weight, float) or not weight > 0:
+                raise ParseError(f"the weight of a part of task mixture is {weight!r}; it must be a number above 0")
+            if not _fits(domain, str):
+                raise ParseError(f"the domain of a part of task mixture is {domain!r}; it must be a text")
+        options = [{key: value for key, value in part.items() if key not in _OWN_KEYS} for part in self.parts]
+        self._tasks = [load_task(part["task"], **own) for part, own in zip(self.parts, options, strict=True)]
 
     def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
         going = {number: task.problems(split, seed) for number, task in enumerate(self._tasks)}
-        count = 0
-        while going:
-            for number in list(going):
-                if limit is not None and count >= limit:
-                    return
-                problem = next(going[number], None)
-                if problem is None:
-                    del going[number]
-                    continue
-                count += 1
-                metadata = {**problem.metadata, "part": (number, *problem.metadata.get("part", ()))}
-                yield replace(problem, id=f"{number}-{problem.id}", metadata=metadata)
+        counts = [0] * len(self._tasks)
+        while going and (limit is None or sum(counts) < limit):
+            number = min(going, key=lambda i: (counts[i] + 1) / self.parts[i].get("weight", 1))
+            problem = next(going[number], None)
+            if problem is None:
+                del going[number]
+                continue
+            counts[number] += 1
+            part, metadata = self.parts[number], problem.metadata
+            domain = part.get("domain", metadata.get("domain", part["task"]))
+            metadata = {**metadata, "part": (number, *metadata.get("part", ())), "domain": domain}
+            yield replace(problem, id=f"{number}-{problem.id}", metadata=metadata)
 
     def check(self, problem: Problem, completion: str) -> bool | None:
         number, *inner = problem.metadata["part"]
@@ -60,6 +69,7 @@ TASKS: dict[str, Any] = {
     "gsm8k": Gsm8k,
     "reasoning_gym": ReasoningGym,
     "jsonl": Jsonl,
+    "dataset": HubDataset,
     "mixture": Mixture,
 }
 
@@ -88,6 +98,7 @@ def load_task(name: str, **options: Any) -> Task:
     return made
 
 
+_OWN_KEYS = ("task", "weight", "domain")  # of a part of a mixture
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -41,6 +41,16 @@ class Task(Protocol):
 def prompt_id(prompt: Any) -> str:
     """Return an id, derived from the prompt alone, for a problem without id."""
     return f"prompt-{prompt_hash(prompt)}"
+
+
+def split_of(prompt: Any, sharing: Collection[Split]) -> Split:
+    """Return the split of a prompt, by its hash, among the splits that share one source.
+
+    Validation and test get 10 % each. The first of train, test and validation that shares the source gets the rest."""
+    shares: dict[int, Split] = {0: "validation", 1: "test"}
+    wanted = shares.get(int(prompt_hash(prompt), 16) % 10, "train")
+    order: tuple[Split, ...] = (wanted, "train", "test", "validation")
+    return next(split for split in order if split in sharing)
 
 
 def check_split(split: str) -> None:

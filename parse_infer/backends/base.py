@@ -20,7 +20,8 @@ class Backend(Protocol):
     """Runs the models of a `ParseEngine`.
 
     Attributes:
-        target, draft: tokenizers, chat templates and context windows; `draft` is None without a draft model.
+        target, draft: tokenizers, chat templates and context windows; `draft` is None without a draft model,
+            or if its server gets text.
         threshold: the judge's calibrated threshold, or None.
         calibration: measured with this adapter and this backend, or None.
         train_problems: hashes of the judge's training prompts; empty if unknown.

@@ -14,6 +14,7 @@ from parse_infer.errors import ServerError
 
 KEEP_ALIVE_S = 3.0  # of an idle connection; vLLM closes it after 5 s and could lose a request
 _CONNECT_S = 5.0
+_ABORT_S = 1.0
 _SILENCE_S = 600.0  # a request may queue that long
 _KEY_HINT = "give its API key with --server-key (or api_key)"
 
@@ -73,24 +74,38 @@ class Client:
             return _parsed(content, url) if content else None
 
     async def written(self, url: str, body: dict[str, Any]) -> AsyncGenerator[list[int], None]:
-        """Stream the tokens of one prompt. Closing the generator aborts the request in vLLM.
+        """Stream the tokens of one prompt. Closing the generator aborts the request.
+
+        Args:
+            body: with `rid`, a request id for SGLang, which may decode on after the connection is closed.
 
         Raises TransientServerError (also if the stream ends before the text) or RequestRejected.
         """
         ended = False
         body = body | {"stream": True, "return_token_ids": True}
         async with self._answer("POST", url, body) as response, aclosing(_events(response)) as events:
-            async for event in events:
-                if event == b"[DONE]":
-                    break
-                choice = _choice(_parsed(event, url), url)
-                if choice is None:
-                    continue
-                if choice["token_ids"]:
-                    yield choice["token_ids"]
-                ended = ended or choice.get("finish_reason") is not None
+            try:
+                async for event in events:
+                    if event == b"[DONE]":
+                        break
+                    choice = _choice(_parsed(event, url), url)
+                    if choice is None:
+                        continue
+                    ended = ended or choice.get("finish_reason") is not None
+                    if choice["token_ids"]:
+                        yield choice["token_ids"]
+            except (GeneratorExit, asyncio.CancelledError):
+                if "rid" in body and not ended:
+                    await self._abort(url, body["rid"])
+                raise
         if not ended:
             raise TransientServerError(f"{url} closed the connection in the middle of an answer")
+
+    async def _abort(self, url: str, rid: str) -> None:
+        """Abort a request to SGLang. This works only before its connection is closed."""
+        with suppress(TimeoutError, TransientServerError, RequestRejected):
+            async with asyncio.timeout(_ABORT_S):
+                await self.post(url.removesuffix("/v1/completions") + "/abort_request", {"rid": rid})
 
     async def whole(self, url: str, body: dict[str, Any]) -> list[int]:
         """Return the tokens of one prompt all at once."""
@@ -182,10 +197,10 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, Non
     """Yield the data of server-sent events."""
     rest = b""
     async for piece in response.content.iter_any():
-        *complete, rest = (rest + piece).split(b"\n\n")
+        *complete, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in complete:
-            if event.startswith(b"data: "):
-                yield event[6:].strip()
+            if event.startswith(b"data:"):
+                yield event[5:].strip()
 
 
 def _parsed(content: bytes, url: str) -> Any:
@@ -202,7 +217,9 @@ def _choice(answer: Any, url: str) -> Any:
     try:
         choice = next(iter(answer["choices"]), None)
         if choice is not None and "token_ids" not in choice:
-            raise RequestRejected(f"{url} returns no token ids (return_token_ids): use vLLM 0.10.2 or later")
+            raise RequestRejected(
+                f"{url} returns no token ids (return_token_ids): use vLLM 0.10.2 or later, or a recent SGLang"
+            )
         return choice
     except (KeyError, TypeError) as error:
         raise TransientServerError(f"{url} sent no completion") from error

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from parse_infer.backends.client import Client
+from parse_infer.backends.handshake import Identity
 from parse_infer.backends.launch import CACHED_READS, draft_server, launch, plain_options, stock_options
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.logprob_reads import LogprobReads
@@ -44,7 +45,7 @@ class Parts:
     """The parts of a `VLLMBackend`.
 
     Attributes:
-        draft: the draft model's replicas or in-process model, and its tokenizer.
+        draft: the draft model's replicas or in-process model, and its tokenizer; without one its servers get text.
         models: names of the models.
         train_problems: hashes of the judge's training prompts, see `leave_out_learnt`.
         calibration: source of the risk promises.
@@ -53,7 +54,7 @@ class Parts:
     """
 
     target: Target
-    draft: tuple[ReplicaPool | LocalDraft, TokenizerSpec] | None
+    draft: tuple[ReplicaPool | LocalDraft, TokenizerSpec | None] | None
     client: Client
     models: dict[str, Any]
     train_problems: frozenset[str]
@@ -105,10 +106,16 @@ def find_parts(
     if local_draft is None:
         local_draft = not draft_urls and not draft_options and draft is not None and _small_on_cpu(draft)
     drafting: TokenizerSpec | None = None
+    served_draft = ""
     if draft is not None and local_draft:
         drafting = load_language_model(draft, role="draft", template_options=template_options)
     elif draft is not None:
-        drafting = load_served_model(draft, template_options=template_options)
+        try:
+            drafting = load_served_model(draft, template_options=template_options)
+        except (OSError, ValueError):
+            if not draft_urls:
+                raise
+            served_draft = str(draft)  # a name that only the server knows
     models = {
         "backend": "vllm",
         "target": str(target),
@@ -132,7 +139,8 @@ def find_parts(
         resolve_risk(expected, promises)
     wanted = {}
     if not target_urls:
-        options = stock_options(target) if adapter is None and draft is None else plain_options(target)
+        alone = adapter is None and draft is None and not draft_urls
+        options = stock_options(target) if alone else plain_options(target)
         if isinstance(judge, LogprobReads):
             options |= CACHED_READS
         wanted["target"] = options | dict(target_options or {})
@@ -148,11 +156,12 @@ def find_parts(
     targets = ReplicaPool("target", target_urls, client, failure, patience_s)
     drafts_here = isinstance(drafting, LanguageModel) or "draft" in wanted
     share_cores = "target" in wanted and drafts_here and not torch.cuda.is_available()
-    drafts: tuple[ReplicaPool | LocalDraft, TokenizerSpec] | None = None
+    drafts: tuple[ReplicaPool | LocalDraft, TokenizerSpec | None] | None = None
     if isinstance(drafting, LanguageModel):
         drafts = LocalDraft(drafting, share_cores), drafting
-    elif drafting is not None:
-        drafts = ReplicaPool("draft", draft_urls, client, failure, patience_s), drafting
+    elif draft_urls:
+        identity = Identity("draft", client, served_draft, name_key=served_draft and "draft")
+        drafts = ReplicaPool("draft", draft_urls, client, failure, patience_s, identity), drafting
     return Parts(
         Target(language, targets, judge, cut_policy or own_cuts),
         drafts,

@@ -17,6 +17,8 @@ log = logging.getLogger("parse_infer.backends")
 
 _SAMPLE = "Natalia sold 48/2 = 24 clips.\n\n  Überall, 数学: {x²} #### 1,072\t<b>"
 
+_SGLANG_KEEPS = 8  # tokens of the window; its scheduler refuses longer prompts, and ends answers earlier
+
 
 @dataclass(frozen=True)
 class Card:
@@ -25,6 +27,7 @@ class Card:
     names: list[str]
     root: str | None
     window: int
+    sglang: bool = False
 
 
 class Identity:
@@ -37,12 +40,14 @@ class Identity:
 
     Attributes:
         model: served model name; set by `handshake` if not given.
+        names: the models to choose from, if none was given; set by `handshake`.
         window: context window in tokens, or 0 if unknown; set by `handshake`.
     """
 
     def __init__(self, role: str, client: Client, model: str = "", url_key: str = "", name_key: str = "") -> None:
         self.role = role
         self.model = self._given = model
+        self.names: list[str] = []
         self.window = 0
         self._client = client
         self._url_key, self._name_key = url_key or f"{role}_url", name_key
@@ -64,6 +69,7 @@ class Identity:
         if len(names) > 1 and not self._given:
             raise ServerError(f"the {self.role} servers serve different models: {' and '.join(names)}")
         if cards:
+            self.names = [] if self._given else next(iter(cards.values())).names
             self.model, self.window = self._given or names[0], min(card.window for card in cards.values())
         for server, card in cards.items():
             server.root = None
@@ -102,7 +108,9 @@ class Identity:
             if self._given:  # first
                 listed = sorted(listed, key=lambda one: one["id"] != self._given) or [{"id": self._given}]
             names = [str(one["id"]) for one in listed]
-            return Card(names, listed[0].get("root"), int(listed[0].get("max_model_len") or 0))
+            sglang = listed[0].get("owned_by") == "sglang"
+            window = int(listed[0].get("max_model_len") or 0)
+            return Card(names, listed[0].get("root"), max(0, window - _SGLANG_KEEPS * sglang), sglang)
         except TransientServerError as error:
             if self._given and error.status == 500:  # `transformers serve` without a hub cache
                 return Card([self._given], None, 0)
@@ -133,7 +141,7 @@ class Identity:
                 f"the {self.role} server {server.url} now has a window of {card.window} tokens, before {self.window}: "
                 "restart PARSE if this is intended"
             )
-        server.root = card.root
+        server.root, server.sglang = card.root, card.sglang
 
     def _away(self, server: Server, error: TransientServerError) -> None:
         server.healthy, server.examined, server.last_error = False, False, str(error)

@@ -27,6 +27,7 @@ class Server:
         healthy: whether the server gets requests.
         last_error: why the server is unhealthy, or why its last request failed.
         reads_cache: whether it can judge a draft without reading again what its prefix cache holds.
+        sglang: whether the server runs SGLang.
         root: source of its model, as first reported.
         examined: whether the server passed `examine` since its last start or recovery.
         waits: timeouts of the requests that wait for this server; they expire when the server becomes unhealthy.
@@ -37,7 +38,7 @@ class Server:
         self.busy = 0
         self.healthy = True
         self.last_error = ""
-        self.reads_cache = False
+        self.reads_cache = self.sglang = False
         self.root: str | None = None
         self.examined = False
         self.waits: set[asyncio.Timeout] = set()

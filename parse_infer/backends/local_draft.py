@@ -83,6 +83,7 @@ class LocalDraft:
     ) -> AsyncGenerator[list[int], None]:
         """Yield tokens as `ReplicaPool.written` does, without `stop`; the caller may close it. Raises Unavailable."""
         numbers = {name: settings[name] for name in ("temperature", "top_p", "top_k")}
+        numbers["top_k"] = max(0, numbers["top_k"])
         sampling = Sampling(**numbers, seed=settings.get("seed", secrets.randbits(62)))
         job = _Job(list(ids), most, sampling, frozenset(settings["stop_token_ids"]), asyncio.get_running_loop())
         if self._thread is None:

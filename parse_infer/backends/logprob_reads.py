@@ -1,4 +1,4 @@
-"""Judge drafts on any server that returns prompt log-probabilities, such as a stock vLLM server.
+"""Judge drafts on any server that returns prompt log-probabilities, such as a stock vLLM or SGLang server.
 
 One request holds prompt, answer and draft. The response has the log-probability of each token and the target's first
 choices. So one read judges the whole draft, and supplies the target's own token where a draft token is rejected.
@@ -23,6 +23,8 @@ MAX_READ_TOKENS = 2048
 profile: 1.9 GB for 2,048 tokens of a vocabulary of 152,000."""
 GENERATE = "/inference/v1/generate"
 """Path of reads that use the prefix cache: `vllm serve --enable-scale-out --enable-prompt-tokens-details`."""
+SGLANG_GENERATE = "/generate"
+"""Path of reads on SGLang, which use its prefix cache."""
 _NOISE = 0.5  # nats, mean: quantisation stays below, another model of the same family does not
 _CLIP = -8.0  # rare tokens differ most, and carry the least information
 
@@ -66,6 +68,11 @@ class LogprobReads:
         self._k = head.config.k
         self._judge = LogprobJudge(head, TokenTexts(tokenizer, end_ids, head.config.buckets), config.usual_drafts)
 
+    @property
+    def first_tokens(self) -> int:
+        """See `LogprobJudge.first_tokens`."""
+        return self._judge.first_tokens
+
     def request(self, ids: Sequence[int]) -> dict[str, Any]:
         """Body of a `POST /v1/completions` that reads `ids`."""
         return {"prompt": list(ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": self._k}
@@ -76,6 +83,12 @@ class LogprobReads:
         settings = {"skip_reading_prefix_cache": False, "detokenize": False}
         body = self.request(ids)
         return {"token_ids": body.pop("prompt"), "sampling_params": body | settings}
+
+    def sglang_request(self, ids: Sequence[int], start: int) -> dict[str, Any]:
+        """Body of a `POST` to `SGLANG_GENERATE` that reads the tokens after `ids[start]`."""
+        settings = {"max_new_tokens": 1, "temperature": 0}
+        reads = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": self._k}
+        return {"input_ids": list(ids), "sampling_params": settings, **reads}
 
     def scores(
         self,
@@ -134,7 +147,8 @@ class LogprobReads:
 def cached_tokens(response: Any) -> int | None:
     """Number of prompt tokens from the server's prefix cache, whose entries hold nothing; None: it does not say."""
     try:
-        return int(response["usage"]["prompt_tokens_details"]["cached_tokens"])
+        holder = response["meta_info"] if "meta_info" in response else response["usage"]["prompt_tokens_details"]
+        return int(holder["cached_tokens"])
     except (KeyError, TypeError, ValueError):
         return None
 
@@ -146,9 +160,12 @@ def read_response(response: Any, ids: Sequence[int], k: int) -> TokenLogprobs:
         ValueError: they are missing, belong to other tokens, have fewer than k choices, or are raw logits.
     """
     try:
-        holder = response if "prompt_logprobs" in response else response["choices"][0]
-        entries = holder["prompt_logprobs"]
-    except (KeyError, IndexError, TypeError):
+        if "meta_info" in response:
+            entries = _sglang_entries(response["meta_info"], ids)
+        else:
+            holder = response if "prompt_logprobs" in response else response["choices"][0]
+            entries = holder["prompt_logprobs"]
+    except (KeyError, IndexError, TypeError, ValueError):
         entries = None
     if not isinstance(entries, list):
         raise ServerError(
@@ -179,3 +196,17 @@ def read_response(response: Any, ids: Sequence[int], k: int) -> TokenLogprobs:
     if len(ids) and not read.top.exp().sum(-1).max() <= 1.01:
         raise ServerError("its prompt_logprobs are no log-probabilities: start it with --logprobs-mode raw_logprobs")
     return read
+
+
+def _sglang_entries(info: Any, ids: Sequence[int]) -> list[Any]:
+    """`prompt_logprobs`, as vLLM has them, from SGLang's `meta_info`; too few if that lacks some of `ids`."""
+    own: list[Any] = info["input_token_logprobs"]
+    top: list[Any] = info["input_top_logprobs"]
+    if min(len(own), len(top)) <= len(ids):
+        return own if len(own) < len(top) else top
+    entries: list[Any] = [None]
+    for id, (value, found, *_), first in zip(ids, own[-len(ids) :], top[-len(ids) :], strict=False):
+        listed = {str(token): {"logprob": logprob} for logprob, token, *_ in first}
+        # The vocabulary's last token is reported as 0.
+        entries.append(listed | {str(id): {"logprob": value}} if found in (id, 0) else {})
+    return entries

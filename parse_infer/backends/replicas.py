@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
@@ -148,6 +149,8 @@ class ReplicaPool:
             body = self._body([*ids, *got], most - len(got), settings, lease)
             if "min_tokens" in settings:  # counts the whole text
                 body["min_tokens"] = max(0, settings["min_tokens"] - len(got))
+            if server.sglang:
+                body["rid"] = uuid.uuid4().hex
             async with self._attempt(server, tried):
                 async with aclosing(self._client.written(f"{server.url}{COMPLETIONS}", body)) as pieces:
                     while (piece := await self._next(server, pieces)) is not None:
@@ -158,18 +161,18 @@ class ReplicaPool:
                 return  # the text is complete; only the end of the stream was lost
         raise self._failing(tried)
 
-    async def relayed(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """Pass a client's request through: yield the response object, or the objects of its stream.
+    async def relayed(self, path: str, body: dict[str, Any], lease: Lease | None = None) -> AsyncGenerator[Any, None]:
+        """Pass a request through: yield the response object, or the objects of its stream.
 
         Raises as `ask` does. A stream that has begun is not retried.
         """
-        body = self._with_common_fields(body)
+        body = self._with_common_fields(body, lease)
         if not body.get("stream"):
-            yield await self._with_retries(lambda url: self._client.post(url, body), None, path)
+            yield await self._with_retries(lambda url: self._client.post(url, body), lease, path)
             return
         begun, tried = False, FailedAttempts(self._attempts)
         while tried.left and not begun:
-            server = await self._server(None, tried)
+            server = await self._server(lease, tried)
             async with self._attempt(server, tried):
                 async with aclosing(self._client.chunks(f"{server.url}{path}", body)) as chunks:
                     while (chunk := await self._next(server, chunks)) is not None:

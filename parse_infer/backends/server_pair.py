@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
+import time
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing, suppress
+from typing import Any
 
 from parse_infer.backends.client import RequestRejected
 from parse_infer.backends.local_draft import LocalDraft
@@ -17,6 +20,8 @@ from parse_infer.backends.logprob_reads import LogprobScores
 from parse_infer.backends.replicas import ReplicaPool
 from parse_infer.backends.retries import Failing, Lease, Unavailable
 from parse_infer.backends.server_target import Scores, Target, server_settings
+from parse_infer.backends.text_draft import CHAT, TextDraft, TextStream
+from parse_infer.block_length import BlockLength
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStream
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.output import Fallback
@@ -27,8 +32,8 @@ log = logging.getLogger("parse_infer.backends")
 DRAFT_SILENCE_S = 30.0  # without a draft token; then the target alone is faster
 PREFILL = 256  # prompt tokens from which a prefill request during drafting pays off
 
-Drafts = tuple[ReplicaPool | LocalDraft, CrossTokenizerDraft] | TextDrafter
-"""Source of drafts: a draft model with its tokenizer mapping, or a text."""
+Drafts = tuple[ReplicaPool | LocalDraft, CrossTokenizerDraft] | tuple[ReplicaPool, TextDraft] | TextDrafter
+"""Source of drafts: a draft model with its tokenizer mapping, a server of texts, or a text."""
 
 
 class ServerModelPair:
@@ -41,6 +46,8 @@ class ServerModelPair:
         watched: see `Target.written`.
         falls_back: if the draft or the judge fails, the target writes the rest of the answer (`Request.fallback`).
             False: raise the error.
+        length: ends a text of "auto" where one more token stops paying, if its server tells log-probabilities; None:
+            "auto" drafts the rest of the answer.
     """
 
     def __init__(
@@ -53,6 +60,7 @@ class ServerModelPair:
         draft_at: Lease | None = None,
         watched: bool = True,
         falls_back: bool = True,
+        length: BlockLength | None = None,
     ) -> None:
         self.segmenter = target.segmenter
         self.threshold = threshold
@@ -60,12 +68,16 @@ class ServerModelPair:
         self._falls_back = falls_back
         self._exact = request.settings.mode == "exact"
         self._uses_draft = self._exact or threshold <= 1
-        length = request.settings.block_tokens
+        block = request.settings.block_tokens
         of_model = self._uses_draft and not isinstance(drafts, TextDrafter)
-        in_blocks = isinstance(length, int) and of_model
-        self._by_token = target.reads is not None and of_model and length != "whole"
+        text = drafts[1] if isinstance(drafts, tuple) and isinstance(drafts[1], TextDraft) else None
+        in_blocks = isinstance(block, int) and of_model and (text is None or text.api.path != CHAT)
+        self._by_token = target.reads is not None and of_model and block != "whole"
+        listed = self._by_token and block == "auto" and text is not None and text.api.logprobs
+        self._length = length if listed else None
+        self._text: TextStream | None = None  # the last draft, if its server passes text
         self._choice: int | None = None  # the target's own token after the accepted ones, if a read has shown it
-        self._blocks = length if isinstance(length, int) and in_blocks else None
+        self._blocks = block if isinstance(block, int) and in_blocks else None
         # In blocks, and before the first draft, the target's stream ends early.
         self._watched = watched or in_blocks or self._by_token or request.settings.strict_tokens > 0
         self._drafted = 0  # draft tokens of the last block; it has none for the target if it ends inside a character
@@ -94,14 +106,15 @@ class ServerModelPair:
         if reads_prefix and round == 1 and len(request.context) >= PREFILL:
             self._prefill = asyncio.create_task(self._read_prompt(list(request.context)))
         try:
-            await self._read_draft(*self._drafts, writing, round)
+            await self._read_draft(self._drafts, writing, round)
         except RequestRejected as error:
             return self._fall_back(error, "draft_refused")
         except Unavailable as error:
-            return self._fall_back(error, "no_draft")
+            if not (isinstance(writing, TextStream) and writing.n):  # the beginning of a text is a draft too
+                return self._fall_back(error, "no_draft")
         finally:
             request.stats.draft_forwards += writing.n
-            self._drafted = writing.n
+            self._drafted, self._text = writing.n, writing if isinstance(writing, TextStream) else None
         return writing.draft().ids
 
     async def verify(self, draft: Sequence[int]) -> Scores | LogprobScores:
@@ -113,6 +126,7 @@ class ServerModelPair:
         if self._prefill is not None:
             await self._prefill
         request.stats.target_forwards += 1
+        begin = time.perf_counter()
         try:
             if target.reads is None:
                 return await target.ask(request.context, draft, cuts, self._at)
@@ -122,6 +136,8 @@ class ServerModelPair:
         except (ValueError, Failing) as error:
             self._fall_back(error)
             return Scores([], [])
+        finally:
+            self._read_s = time.perf_counter() - begin
 
     def count_greedy_matches(self, draft: Sequence[int], verdict: Scores | LogprobScores, cut: int) -> int:
         settings = self._request.settings
@@ -138,6 +154,9 @@ class ServerModelPair:
     def commit(self, draft: Sequence[int], verdict: Scores | LogprobScores, kept: int) -> None:
         # The next prompt holds all state, and the server has its prefix blocks cached.
         request = self._request
+        text = self._text if draft and request.fallback is None else None
+        if self._length is not None and text is not None and text.confidences:
+            self._note_block(self._length, text, draft, kept)
         known = isinstance(verdict, LogprobScores) and kept < len(draft)
         if known and request.settings.resume_sampling.greedy and not request.answer.required:
             assert isinstance(verdict, LogprobScores)
@@ -181,23 +200,41 @@ class ServerModelPair:
         log.warning("the target answers without a draft (%s): %s", reason, why)
         return []
 
-    async def _read_draft(
-        self, servers: ReplicaPool | LocalDraft, translation: CrossTokenizerDraft, writing: DraftStream, round: int
-    ) -> None:
-        asked = server_settings(self._request.settings.draft_sampling, translation.end_ids, "draft", round)
-        written = servers.written(writing.context, writing.remaining_tokens, asked, self._draft_at)
+    async def _read_draft(self, drafts: Any, writing: DraftStream | TextStream, round: int) -> None:
+        servers, source = drafts
+        sampling, length = self._request.settings.draft_sampling, self._length
+        if isinstance(writing, TextStream):
+            body = writing.body(sampling, round, logprobs=length is not None)
+            written = servers.relayed(source.api.path, body, self._draft_at)
+        else:
+            asked = server_settings(sampling, source.end_ids, "draft", round)
+            written = servers.written(writing.context, writing.remaining_tokens, asked, self._draft_at)
+        reads, unknown = self._target.reads, self._request.carried.usual is None
+        least = reads.first_tokens if reads is not None and unknown else 0
+        survival, seen = 1.0, 0
         async with aclosing(written) as pieces:
             while (piece := await _next_piece(pieces, DRAFT_SILENCE_S if self._falls_back else None)) is not None:
                 writing.add(piece)
                 if writing.is_finished:
                     return
+                if length is not None and isinstance(writing, TextStream) and len(writing.confidences) > seen:
+                    survival *= math.prod(map(length.survival_of, writing.confidences[seen:]))
+                    seen = len(writing.confidences)
+                    if seen >= least and length.end_after(survival):
+                        return
+
+    def _note_block(self, length: BlockLength, text: TextStream, draft: Sequence[int], kept: int) -> None:
+        """Record what a block cost, and how many of its tokens survived."""
+        n, (wait_s, step_s) = len(draft), text.seconds
+        # A server without cached reads reads the context for each block, so the context is no token of the block.
+        length.note(text.confidences_of(draft), kept, kept < n, step_s * n, self._read_s + wait_s, n)
 
     async def _read_prompt(self, context: list[int]) -> None:
         with suppress(ValueError, Unavailable):  # later requests report the error
             await self._target.prefill(context, self._at)
 
 
-async def _next_piece(pieces: AsyncGenerator[list[int], None], limit_s: float | None) -> list[int] | None:
+async def _next_piece(pieces: AsyncGenerator[Any, None], limit_s: float | None) -> Any:
     """The next piece, or None at the end. Raises Unavailable after `limit_s` without a piece."""
     try:
         async with asyncio.timeout(limit_s):

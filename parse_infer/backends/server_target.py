@@ -11,8 +11,14 @@ from typing import Any
 
 from parse_infer.backends.client import RequestRejected
 from parse_infer.backends.health import Server
-from parse_infer.backends.logprob_reads import GENERATE, LogprobReads, LogprobScores, cached_tokens
-from parse_infer.backends.replicas import ReplicaPool
+from parse_infer.backends.logprob_reads import (
+    GENERATE,
+    SGLANG_GENERATE,
+    LogprobReads,
+    LogprobScores,
+    cached_tokens,
+)
+from parse_infer.backends.replicas import COMPLETIONS, ReplicaPool
 from parse_infer.backends.retries import Lease, Unavailable
 from parse_infer.backends.zero_shot_requests import ZeroShotRequests
 from parse_infer.errors import ServerError
@@ -102,9 +108,14 @@ class Target:
     async def _read_cached(self, context: Sequence[int], ids: Sequence[int], lease: Lease) -> Any:
         """The response with the scores of all tokens after the context, or None."""
         assert self.reads is not None
+        body, path = self.reads.cached_request(ids), GENERATE
+        if lease.server.sglang:
+            body, path = self.reads.sglang_request(ids, len(context) - 1), SGLANG_GENERATE
         try:
-            response = await self.servers.ask(self.reads.cached_request(ids), lease, path=GENERATE)
+            response = await self.servers.ask(body, lease, path=path)
         except RequestRejected:  # the answer has moved to a server that cannot
+            if lease.server.sglang:
+                raise
             return None
         cached = cached_tokens(response)  # the last of them has the scores of the token after it
         return response if cached is not None and cached < len(context) else None
@@ -117,9 +128,11 @@ class Target:
         """Raise ValueError if this server cannot judge a draft, TransientServerError if it does not answer."""
         if self.reads is None:
             return
-        known = self.reads.request(self.reads.reference)
-        self.reads.check(await self.servers.ask_one(server, known), server.url)
-        server.reads_cache = await self._reads_cache(server)
+        known, path = self.reads.request(self.reads.reference), COMPLETIONS
+        if server.sglang:
+            known, path = self.reads.sglang_request(self.reads.reference, 0), SGLANG_GENERATE
+        self.reads.check(await self.servers.ask_one(server, known, path), server.url)
+        server.reads_cache = server.sglang or await self._reads_cache(server)
 
     async def _reads_cache(self, server: Server) -> bool:
         """Whether the server can read a text with its prefix cache."""
@@ -186,7 +199,7 @@ def server_settings(sampling: Sampling, end_ids: Collection[int], *purpose: obje
     settings: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
+        "top_k": sampling.top_k or -1,  # SGLang refuses 0
         "repetition_penalty": 1.0,
         "stop_token_ids": sorted(end_ids),
     }

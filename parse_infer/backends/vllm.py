@@ -1,10 +1,11 @@
-"""Backend with the target on vLLM servers and the draft model on servers or in this process."""
+"""Backend with the target on servers, and the draft model on servers or in this process."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from functools import partial
@@ -22,6 +23,8 @@ from parse_infer.backends.replicas import ReplicaPool
 from parse_infer.backends.server_pair import Drafts, ServerModelPair
 from parse_infer.backends.server_target import Scores, Target
 from parse_infer.backends.supervisor import Supervisor
+from parse_infer.backends.text_draft import TextApi, TextDraft, find_text_api
+from parse_infer.block_length import BlockLength, threshold_class
 from parse_infer.calibration.schema import Calibration
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
 from parse_infer.drafters.draft_model import share_tokens
@@ -65,7 +68,9 @@ def connect_backend(
 
     Args:
         target_url, draft_url: addresses of each model's replicas. Without an address, this starts a server that ends
-            with `close`. Any server with log-probabilities will do, such as vLLM as its users start it.
+            with `close`. Any target server with log-probabilities will do, such as vLLM as its users start it.
+            A draft server may be any with OpenAI's API. If it returns no token ids, drafts pass as text, and `draft`
+            may be None or the model's name on the server.
         local_draft: run the draft model in this process. None: if the draft has no address and no options, is a
             folder with at most 32 MiB of weights, and there is no GPU.
         target_options, draft_options: extra vLLM options of started servers, by their names in `vllm.LLM`.
@@ -128,7 +133,8 @@ class VLLMBackend:
 
     Args:
         target: the target's servers and judge.
-        draft: the draft model's replicas or in-process model, with its tokenizer; None: drafts come as text.
+        draft: the draft model's replicas or in-process model, with its tokenizer (None: its servers get text); None:
+            drafts are given with the prompts.
         threshold: the judge's calibrated threshold.
         models: names of the models; see `describe`.
         processes: servers started for this backend; `close` ends them.
@@ -144,7 +150,7 @@ class VLLMBackend:
     def __init__(
         self,
         target: Target,
-        draft: tuple[ReplicaPool | LocalDraft, TokenizerSpec] | None,
+        draft: tuple[ReplicaPool | LocalDraft, TokenizerSpec | None] | None,
         client: Client,
         *,
         threshold: float | None = None,
@@ -164,6 +170,8 @@ class VLLMBackend:
         self._models = dict(models or {})
         self._target, self._drafts, self._client = target, draft, client
         self._shares_tokens = self.draft is not None and share_tokens(self.draft, self.target)
+        self._text_api: TextApi | None = None  # of the draft servers; None: they take and return token ids
+        self._lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `threshold_class`
         self._runner = asyncio.Runner()
 
     async def handshake(self) -> None:
@@ -171,11 +179,25 @@ class VLLMBackend:
         for servers, language in self._known():
             servers.examine = partial(self._examine, servers, language)
             await servers.handshake()
-            language.window = min(language.window, servers.identity.window or language.window)
+            if language is not None:
+                language.window = min(language.window, servers.identity.window or language.window)
+            if self._models.get(servers.role, "") is None:
+                self._models[servers.role] = servers.model
         await self.aclose()  # requests may use another event loop
 
-    async def _examine(self, servers: ReplicaPool, language: TokenizerSpec, server: Server) -> None:
-        """Raise ValueError if a new or recovered server has the wrong tokenizer, or cannot judge."""
+    async def _examine(self, servers: ReplicaPool, language: TokenizerSpec | None, server: Server) -> None:
+        """Raise ValueError if a new or recovered server has the wrong tokenizer, or cannot judge or draft."""
+        if servers is not self._target.servers:
+            found = await find_text_api(servers, server, language)
+            if found is not None and len(servers.identity.names) > 1:
+                names = ", ".join(servers.identity.names[:12])
+                raise ServerError(f"the draft server {server.url} serves several models: set draft to one of {names}")
+            if any(other.examined and other is not server for other in servers.members) and found != self._text_api:
+                raise ServerError(f"the draft server {server.url} takes prompts unlike the others: use one kind")
+            self._text_api = found
+            if found is not None:
+                return
+        assert language is not None
         await servers.identity.check_tokens(language.name, language.tokenizer, server)
         if servers is self._target.servers:
             await self._target.try_judge(server)
@@ -185,8 +207,8 @@ class VLLMBackend:
         """Replicas by role: "target", and "draft" if servers run the draft model."""
         return {servers.role: servers for servers, _ in self._known()}
 
-    def _known(self) -> list[tuple[ReplicaPool, TokenizerSpec]]:
-        found = [(self._target.servers, self._target.language)]
+    def _known(self) -> list[tuple[ReplicaPool, TokenizerSpec | None]]:
+        found: list[tuple[ReplicaPool, TokenizerSpec | None]] = [(self._target.servers, self._target.language)]
         if self._drafts is not None and isinstance(self._drafts[0], ReplicaPool):
             found.append((self._drafts[0], self._drafts[1]))
         return found
@@ -225,6 +247,9 @@ class VLLMBackend:
             raise ServerError("the engine has no draft model: give draft=… or a draft_text")
         servers, language = self._drafts
         stop = request.settings.stop
+        if isinstance(servers, ReplicaPool) and self._text_api is not None:
+            return servers, TextDraft(self._text_api, language, self.target, request.prompt, stop)
+        assert language is not None
         return servers, CrossTokenizerDraft(language, self.target, self._shares_tokens, request.prompt, stop)
 
     def uses_draft(self, request: Request, source: Drafts) -> bool:
@@ -246,7 +271,9 @@ class VLLMBackend:
             source[0].acquire(patience_s) if isinstance(source, tuple) else nullcontext() as draft_at,
         ):
             watched = watched or not unwrapped
-            pair = ServerModelPair(self._target, source, request, threshold, at, draft_at, watched, falls_back)
+            no_judge = request.settings.mode == "exact"
+            length = self._lengths[threshold_class(2.0 if no_judge else threshold)] if unwrapped else None
+            pair = ServerModelPair(self._target, source, request, threshold, at, draft_at, watched, falls_back, length)
             try:
                 async with aclosing(speculate(wrap(pair, request), request)) as events:
                     async for event in events:
@@ -305,9 +332,11 @@ class VLLMBackend:
         self.fields(**{**self._target.servers.fields, "cache_salt": uuid.uuid4().hex})
 
     def fields(self, **fields: Any) -> None:
-        """Add fields to all later requests to the servers, such as vLLM's `cache_salt` or `priority`."""
+        """Add fields to all later requests to the servers, such as vLLM's `cache_salt` or `priority`; not to servers
+        that draft as text, which may refuse them."""
         for servers, _ in self._known():
-            servers.fields = fields
+            if servers is self._target.servers or self._text_api is None:
+                servers.fields = fields
 
     async def aclose(self) -> None:
         """Close connections and health checks from within the event loop that runs the requests."""

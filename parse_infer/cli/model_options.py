@@ -38,7 +38,10 @@ class ModelOptions:
         str | None,
         typer.Option(help="Hugging Face id, folder, GGUF file, smollm2, zoo:target (the default) or zoo:smollm2."),
     ] = None
-    draft: Annotated[str | None, typer.Option(help="Draft model; default: the embedded target's own.")] = None
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Draft model, or its name on a server of --draft-url; default: the embedded target's own."),
+    ] = None
     adapter: Annotated[str | None, typer.Option(help="Trained adapter; default: the embedded target's own.")] = None
     zero_shot: Annotated[
         bool, typer.Option("--zero-shot", help="No adapter: prompt the target to judge each prefix.")
@@ -75,10 +78,12 @@ class ModelOptions:
         str, typer.Option(metavar="local|vllm", help="vllm: vLLM servers and concurrent requests (docs/vllm.md).")
     ] = "local"
     target_url: Annotated[
-        list[str] | None, typer.Option(help="Target server for --backend vllm; repeatable. Default: start one.")
+        list[str] | None,
+        typer.Option(help="Target server (vLLM, SGLang) for --backend vllm; repeatable. Default: start one."),
     ] = None
     draft_url: Annotated[
-        list[str] | None, typer.Option(help="Draft server for --backend vllm; repeatable. Default: start one.")
+        list[str] | None,
+        typer.Option(help="Draft server for --backend vllm: any with OpenAI's API; repeatable. Default: start one."),
     ] = None
     local_draft: Annotated[
         bool | None,
@@ -93,6 +98,9 @@ class ModelOptions:
     ] = None
     device: Device = None
     dtype: Dtype = "auto"
+    draft_dtype: Annotated[
+        str | None, typer.Option(help="As --dtype, or int8, the fastest on a CPU; default: --dtype.")
+    ] = None
     template_option: Annotated[
         list[str] | None,
         typer.Option(
@@ -108,9 +116,11 @@ class ModelOptions:
         return self.target or "zoo:target"
 
     @property
-    def draft_name(self) -> str:
-        """Raises ValueError without a given or embedded draft model."""
+    def draft_name(self) -> str | None:
+        """None: the draft server knows its model. Raises ValueError without a given or embedded draft model."""
         if self.draft is None and self.target_name not in PAIRS:
+            if self.draft_url:
+                return None
             raise ParseError(f"the target {self.target!r} needs a draft model of its own: give one with --draft")
         return self.draft or PAIRS[self.target_name][0]
 
@@ -149,14 +159,17 @@ class ModelOptions:
         options: dict[str, Any] = {"template_options": read_pairs(self.template_option, "--template-option")}
         if served:
             options |= self._server_options(needs_judge) | {"target_options": target_options, "expected": expected}
+            options |= {} if needs_draft else {"draft_url": ()}
         else:
             check_dtype(self.dtype)
+            check_dtype(self.draft_dtype or self.dtype, "int8")
             options |= {
                 "zero_shot": self.zero_shot,
                 "target_drafter": None if self.target_drafter == NO_DRAFTER else self.target_drafter,
                 "draft_drafter": self.draft_drafter,
                 "device": check_device(self.device),
                 "dtype": self.dtype,
+                "draft_dtype": self.draft_dtype,
                 "trust_remote_code": self.trust_remote_code,
             }
         draft = self.draft_name if needs_draft else None
@@ -181,8 +194,8 @@ class ModelOptions:
         for drafter, option in ((self.target_drafter, "--target-drafter"), (self.draft_drafter, "--draft-drafter")):
             if drafter not in (None, "auto", NO_DRAFTER):
                 raise ParseError(f"{option} needs --backend local: configure speculative_config on the vLLM server")
-        if self.device is not None or self.dtype != "auto":
-            raise ParseError("--device and --dtype need --backend local: servers choose their own")
+        if self.device is not None or self.dtype != "auto" or self.draft_dtype is not None:
+            raise ParseError("--device, --dtype and --draft-dtype need --backend local: servers choose their own")
         if self.trust_remote_code:
             raise ParseError("--trust-remote-code needs --backend local: vLLM has its own model implementations")
         return {

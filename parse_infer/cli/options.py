@@ -19,7 +19,7 @@ Device = Annotated[str | None, typer.Option(help="For example cpu or cuda:0; def
 Dtype = Annotated[
     str, typer.Option(help="float32, bfloat16, float16, or auto: as saved, but float32 on CPUs slow in 16 bits.")
 ]
-TaskName = Annotated[str, typer.Option(help="gsm_symbolic, gsm8k, reasoning_gym, mixture or jsonl.")]
+TaskName = Annotated[str, typer.Option(help="gsm_symbolic, gsm8k, reasoning_gym, dataset, lm_eval, mixture or jsonl.")]
 TaskOptions = Annotated[
     list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task, such as path=…; repeatable.")
 ]
@@ -78,9 +78,9 @@ def placement(device: str | None, dtype: str) -> tuple[torch.device, torch.dtype
     return place, getattr(torch, dtype)
 
 
-def check_dtype(dtype: str) -> None:
-    if dtype not in _DTYPES:
-        raise ParseError(f"unknown dtype {dtype!r}; choose one of {', '.join(_DTYPES)}")
+def check_dtype(dtype: str, *more: str) -> None:
+    if dtype not in (*_DTYPES, *more):
+        raise ParseError(f"unknown dtype {dtype!r}; choose one of {', '.join((*_DTYPES, *more))}")
 
 
 def check_device(device: str | None) -> str | None:

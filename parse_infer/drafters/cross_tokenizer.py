@@ -151,10 +151,7 @@ class DraftStream:
         """Return the draft so far, without text at its end that later tokens could tokenize differently."""
         if self.is_finished:
             return self.draft()
-        text = self.text.rstrip("\ufffd")
-        begin = re.search(r"\s+\S*\s*$", text)  # of the last word, which may go on
-        if begin is not None and begin.start():
-            text = text[: begin.start()]
+        text = without_last_word(self.text.rstrip("\ufffd"))
         before = self._translation.before + self._before or "\n" * self._begun
         return Draft(encode_continuation(self._translation.target.tokenizer, before, text))
 
@@ -205,3 +202,9 @@ class TokenStream:
         if ended and target.end_token is not None:
             return Draft([*known, target.end_token], finished=True)
         return Draft(known)
+
+
+def without_last_word(text: str) -> str:
+    """Cut a draft before its last word, which may go on; text without another word stays."""
+    begin = re.search(r"\s+\S*\s*$", text)
+    return text if begin is None or not begin.start() else text[: begin.start()]

@@ -127,6 +127,11 @@ class LogprobJudge:
     def __init__(self, head: LogprobHead, texts: TokenTexts, usual: UsualDrafts | None = None) -> None:
         self.head, self.texts, self.usual = head, texts, usual
 
+    @property
+    def first_tokens(self) -> int:
+        """Draft tokens by which the judge tells whether it can judge an answer; 0: it always can."""
+        return 0 if self.usual is None else max(self.usual.ranges, default=0)
+
     @torch.inference_mode()
     def score(self, found: TokenLogprobs, carried: Carried, written: Sequence[int] = ()) -> TokenScores:
         """Score the tokens of a block.

@@ -174,9 +174,8 @@ class Verifier:
 
     @property
     def first_tokens(self) -> int:
-        """Draft tokens by which the judge tells whether it can judge an answer (`UsualDrafts`); 0: it always can."""
-        usual = None if self._logprobs is None else self._logprobs.usual
-        return 0 if usual is None else max(usual.ranges, default=0)
+        """See `LogprobJudge.first_tokens`; 0 for other judges."""
+        return 0 if self._logprobs is None else self._logprobs.first_tokens
 
     @property
     def judges_tokens(self) -> bool:

@@ -7,7 +7,6 @@ holds exactly. A smaller copy would therefore differ from the model that transfo
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -27,18 +26,12 @@ from transformers.utils import logging
 
 from parse_infer.errors import ModelError
 from parse_infer.files import first_sentence, read_json, replacing_folder, write_json
+from parse_infer.models.names import cache_folder
 from parse_infer.optional_dependencies import EXTRAS, install
 
 _FORMAT = 1  # format version of the copies, part of their names
 _NEEDED = ("gguf", "accelerate")  # packages that transformers needs to read a GGUF file
 _EXTRA = EXTRAS["gguf"]
-
-
-def cache_folder() -> Path:
-    """Return $PARSE_CACHE/gguf, else $XDG_CACHE_HOME/parse-engine/gguf, else ~/.cache/parse-engine/gguf."""
-    own = os.environ.get("PARSE_CACHE")
-    general = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "parse-engine"
-    return Path(own or general).expanduser().absolute() / "gguf"
 
 
 def dequantised(file: Path) -> Path:
@@ -54,7 +47,7 @@ def dequantised(file: Path) -> Path:
     with file.open("rb") as content:
         if content.read(4) != b"GGUF":
             raise ModelError(f"{file} is no GGUF file, or is incomplete: download it again")
-    cache, name = cache_folder(), re.sub(r"[^\w.-]", "_", file.stem)[:80]
+    cache, name = cache_folder("gguf"), re.sub(r"[^\w.-]", "_", file.stem)[:80]
     folder = cache / f"{name}-{_digest(file)}"
     if folder.is_dir():
         return folder

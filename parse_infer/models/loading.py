@@ -29,12 +29,13 @@ from transformers.utils import is_accelerate_available, logging
 from parse_infer.errors import ModelError
 from parse_infer.files import first_sentence, replacing_folder
 from parse_infer.models.attention import enable_split_attention
+from parse_infer.models.cpu.int8_linear import round_to_int8
 from parse_infer.models.cpu.prepacked_linear import pack_linears
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.devices import multiplies_in_16_bits
-from parse_infer.models.gguf_file import cache_folder, dequantised
+from parse_infer.models.gguf_file import dequantised
 from parse_infer.models.lora import Lora, is_lora, read_lora
-from parse_infer.models.names import is_gguf, resolve
+from parse_infer.models.names import cache_folder, is_gguf, resolve
 from parse_infer.models.tokenizer_spec import TokenizerSpec, check_vocabulary
 
 
@@ -99,12 +100,16 @@ def load_language_model(
 ) -> LanguageModel:
     """Load weights and tokenizer to `device` (None: the GPU if available, else the CPU).
 
-    The dtype "auto" is the dtype of the saved weights, or float32 on a CPU that is slow in 16 bits. A target gets the
-    split attention that verification passes need. A large model on a CPU gets faster linear layers without gradient,
-    unless it is `trainable`. Raises ValueError or OSError with one sentence for missing, incomplete or unsupported
+    The dtype "auto" is the dtype of the saved weights, or float32 on a CPU that is slow in 16 bits. "int8" is for
+    draft models on a CPU: linear layers in 8 bits, the rest in float32. A target gets the split attention that
+    verification passes need. A large model on a CPU gets faster linear layers without gradient, unless it is
+    `trainable`. Raises ValueError or OSError with one sentence for missing, incomplete or unsupported
     files; no model runs with weights that were not loaded.
     """
-    place, numbers = _device(device), _dtype(dtype)
+    place, eight_bits = _device(device), dtype == "int8"
+    if eight_bits and role == "target":
+        raise ModelError("a target in int8 would be another model: int8 is for draft models")
+    numbers = torch.float32 if eight_bits else _dtype(dtype)
     if numbers == "auto" and not multiplies_in_16_bits(place):
         numbers = torch.float32
     source = _open(name)
@@ -115,7 +120,9 @@ def load_language_model(
         model.to(place)  # type: ignore[arg-type]
     if role == "target":
         enable_split_attention(model)
-    if not trainable:
+    if eight_bits:
+        round_to_int8(model)
+    elif not trainable:
         pack_linears(model)
     return LanguageModel(str(name), model, tokenizer, template_options or {})
 
@@ -181,7 +188,7 @@ def weights_folder(name: str | Path) -> Path | str:
             digest.update(file.name.encode() + file.read_bytes())
     for file in sorted(source.base.glob("*.safetensors")) if isinstance(source.base, Path) else ():
         digest.update(f"{file.stat().st_size} {file.stat().st_mtime_ns}".encode())
-    folder = cache_folder().with_name("merged") / digest.hexdigest()[:16]
+    folder = cache_folder("merged") / digest.hexdigest()[:16]
     if not folder.is_dir():
         model, tokenizer = _weights(source, "auto", False), _tokenizer(source, False)
         with replacing_folder(folder) as beside:

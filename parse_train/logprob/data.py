@@ -12,8 +12,8 @@ from data_tools.labels.logprobs import ReadDraft, read_drafts
 from parse_infer.errors import ParseError
 from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.models.prompts import Prompt
+from parse_train.logprob.config import LogprobTrainingConfig
 from parse_train.training_config import IGNORED
-from parse_train.validity.config import JudgeTrainingConfig
 from parse_train.validity.data import ValidityDataset, split_by_problem
 
 
@@ -42,13 +42,13 @@ class LogprobExample:
         return cls(found, row.cuts, row.labels, weights, row.temperature, row.prompt, row.problem)
 
 
-def load_datasets(config: JudgeTrainingConfig, k: int) -> tuple[ValidityDataset, ValidityDataset, dict[str, int]]:
+def load_datasets(config: LogprobTrainingConfig, k: int) -> tuple[ValidityDataset, ValidityDataset, dict[str, int]]:
     """Load training drafts, evaluation drafts (longest first) and counts for the log.
 
     Raises:
         ValueError, FileNotFoundError: see `read_drafts`; or all drafts are longer than `max_length`.
     """
-    drafts = {id(draft.row): draft for draft in read_drafts(config.data)}
+    drafts = {id(draft.row): draft for data in (config.data, *config.more_data) for draft in read_drafts(data)}
     rows = [draft.row for draft in drafts.values()]
     if config.eval_data is None:
         train_rows, eval_rows = split_by_problem(rows, config.eval_share, config.seed)

@@ -41,8 +41,11 @@ def main(config: LogprobTrainingConfig) -> None:
     build, reads = read_build_info(config.data), read_info(Path(config.data))
     if not build.target:
         raise ParseError(f"{config.data} has no build.json that names the target: build it with `parse-data build`")
-    if config.k > reads["k"]:
-        raise ParseError(f"k is {config.k}, but {config.data} stores {reads['k']} first choices per token: lower k")
+    for data in (config.data, *config.more_data):
+        if config.k > (stored := read_info(Path(data))["k"]):
+            raise ParseError(f"k is {config.k}, but {data} stores {stored} first choices per token: lower k")
+        if (other := read_build_info(data).target) != build.target:
+            raise ParseError(f"{data} has labels of another target, {other.get('name')}: leave it out of more_data")
     config.cut_policy = config.cut_policy or build.cut_policy
     config.template_options = config.template_options or build.template_options
     language = load_served_model(build.target["name"], template_options=config.template_options)
@@ -78,7 +81,8 @@ def describe(
 ) -> ValidityConfig:
     """Return the metadata of the adapter folder."""
     settings = ("noise", "certain_share", "learning_rate", "num_train_epochs", "seed")
-    provenance: dict[str, Any] = {"data": config.data, **counts, "template_options": config.template_options}
+    data = ", ".join((config.data, *config.more_data))
+    provenance: dict[str, Any] = {"data": data, **counts, "template_options": config.template_options}
     provenance |= {name: getattr(config, name) for name in settings}
     known = max(islice(read_drafts(config.data), _CANDIDATES), key=lambda draft: len(draft.found.ids))
     own = known.found.own[:_KNOWN_TEXT].tolist()

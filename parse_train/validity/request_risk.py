@@ -8,7 +8,7 @@ from pathlib import Path
 from data_tools.tasks.checkers import same_answer
 from data_tools.tasks.registry import load_task
 from parse_infer.calibration.measure import CalibrationSettings, calibrate
-from parse_infer.calibration.schema import FILE, Calibration
+from parse_infer.calibration.schema import FILE, Calibration, Loss
 from parse_infer.engine import ParseEngine
 from parse_train import tracking
 from parse_train.validity.build_info import BuildInfo
@@ -31,6 +31,8 @@ def log(found: Calibration) -> None:
 def calibrate_requests(config: JudgeTrainingConfig, build: BuildInfo) -> None:
     """Calibrate the exported adapter with the two models of the data, and add `calibration.json` to its folder.
 
+    The loss is "disagreement" for data that was labelled with the target's own answers.
+
     Runs on the main process only. A failure prints its reason and does not fail the training.
     """
     if not config.calibration_problems or config.process_index or not (build.task and build.draft.get("name")):
@@ -39,7 +41,11 @@ def calibrate_requests(config: JudgeTrainingConfig, build: BuildInfo) -> None:
         task = load_task(build.task, **build.task_options)
         n = config.calibration_problems
         problems = list(islice(task.problems("validation", limit=n), n))
-        settings = CalibrationSettings(tuple(config.calibration_risks), max_new_tokens=build.max_draft_tokens)
+        # Labels from the target's own answers have no references, so a request is lost where the answers differ.
+        loss: Loss = "disagreement" if build.label.get("check_with") == "own_answer" else "accuracy"
+        settings = CalibrationSettings(
+            tuple(config.calibration_risks), loss=loss, max_new_tokens=build.max_draft_tokens
+        )
         adapter = Path(str(config.adapter_dir))
         engine = ParseEngine.from_pretrained(
             getattr(config, "target", None) or build.target["name"],

@@ -72,9 +72,10 @@ def test_parse_writes_the_same_spans_with_and_without_drafters(engine, prompts, 
             assert spans[0] == spans[1], (mode.name, prompt)
 
 
-def test_the_adapter_has_the_name_by_which_its_calibration_knows_it():
+@pytest.mark.parametrize("name", ["zoo:adapter", "zoo:smollm2-adapter"])
+def test_an_adapter_has_the_name_by_which_its_calibration_knows_it(name):
     """Also as loaded: a new field of the configuration must not change it."""
-    files = read_adapter(resolve("zoo:adapter"))
+    files = read_adapter(resolve(name))
     calibration = shipped_calibration(files.folder)
     loaded = ValidityConfig.from_dict(files.validity_config).to_dict()
     head = {key: value.float() if value.is_floating_point() else value for key, value in files.head.items()}
@@ -89,6 +90,6 @@ def test_the_zoo_stays_small_and_safe():
     assert sum(path.stat().st_size for path in files) <= 56 * 2**20
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".jinja", ".md", ".png", ".txt"}
     parts = [path for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__"]
-    assert len(parts) == 6
+    assert len(parts) == 8
     for part in parts:
         assert (part / "README.md").is_file(), part

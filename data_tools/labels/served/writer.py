@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from data_tools.labels.served.servers import Answer, CompletionServers, ReadRequest, Request
 from parse_infer.errors import ParseError
@@ -13,6 +13,7 @@ from parse_infer.models.batch_decoder import Contexts, Row
 from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.fingerprint import describe_config, fingerprint_of
 from parse_infer.models.loading import load_config, load_served_model
+from parse_infer.models.prompts import prompt_text
 
 if TYPE_CHECKING:
     from data_tools.labels.backends import Role
@@ -63,15 +64,8 @@ class ServedWriter:
         return {"engine": "openai", "version": self.servers.version(), "dtype": None, "quantization": None}
 
     def prompt(self, ids: list[int]) -> list[int] | str:
-        """Return the request's prompt for these tokens; a text omits the BOS token that the server adds."""
-        if self.config.wire == "ids":
-            return ids
-        tokenizer = self.model.tokenizer
-        begin = tokenizer.bos_token_id
-        if begin is not None and ids[0] == begin and tokenizer("a").input_ids[0] == begin:
-            ids = ids[1:]
-        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return cast("str", text)
+        """Return the request's prompt for these tokens."""
+        return ids if self.config.wire == "ids" else prompt_text(self.model.tokenizer, ids)
 
 
 @dataclass(frozen=True)

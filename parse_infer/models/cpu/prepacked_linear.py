@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from parse_infer.errors import ModelError
+from parse_infer.models.cpu.int8_linear import Int8Linear
 
 SMALL = 16 * 2**20  # bytes of linear weights; smaller models fit in CPU caches, where the ordinary layout is faster
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -77,8 +78,9 @@ def pack_linears(model: PreTrainedModel) -> int:
 
 
 def n_parameters(model: PreTrainedModel) -> int:
-    """Count the model's weights, prepacked layers included; an output layer tied to the embedding counts once."""
-    prepacked = [m for m in model.modules() if isinstance(m, PrepackedLinear)]
+    """Count the model's weights, prepacked and 8-bit layers included; an output layer tied to the embedding counts
+    once."""
+    prepacked = [m for m in model.modules() if isinstance(m, PrepackedLinear | Int8Linear)]
     if model.config.get_text_config(decoder=True).tie_word_embeddings:
         prepacked = [m for m in prepacked if m is not model.get_output_embeddings()]
     return sum(p.numel() for p in model.parameters()) + sum(m.in_features * m.out_features for m in prepacked)

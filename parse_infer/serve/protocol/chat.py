@@ -146,7 +146,7 @@ class ChatBody(AnswerBody):
         messages = fields["messages"]
         fields["messages"] = [message | {"role": _ROLES.get(message["role"], message["role"])} for message in messages]
         sampling = self.sampling(defaults)
-        fields |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        fields |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1}
         if (asked := self.max_completion_tokens or self.max_tokens) is not None:
             fields["max_tokens"] = asked  # default: the rest of the server's window
         if self.messages[-1].role == "assistant":

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 from data_tools.labels.rows import check_row
-from data_tools.tasks.checkers import read_numbers, same_answer, same_number
+from data_tools.tasks.checkers import CHECKS, answer_line, choice_letter, read_numbers, same_answer, same_number
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem
 
@@ -79,10 +79,37 @@ def test_numbers_are_read_as_they_stand():
         ("The answer is 11:30", "The answer is 12:30", False),
         ("\\boxed{1{,}234}", "\\boxed{9{,}234}", False),
         ("no number", "#### 3", False),
+        ("The answer is:\n\n**18**", "The answer is:\n\n**20**", False),
+        ("**Answer:** 18", "The answer is $18$.", True),
+        ("\\boxed{\\$15}", "#### 15", True),
+        ("The answer is Paris.", "#### **Paris**", True),
+        ("The answer is (B).", "**Answer: B) 12 cm**", True),
+        ("\\boxed{\\text{B}}", "#### B", True),
+        ("The answer is B) 12 cm", "The answer is C) 12 cm", False),
+        ("The answer is A dog", "The answer is A cat", False),
+        ("The answer is (A) and (B)", "The answer is (A) and (C)", False),
+        ("B. by far", "#### B", False),  # a text that only begins like one
     ],
 )
 def test_the_same_answer_in_other_words(one, other, same):
     assert same_answer(one, other) is same_answer(other, one) is same
+    assert same_answer(answer_line(one), other) is same_answer(one, answer_line(other)) is same
+    assert "\n" not in answer_line(one) + answer_line(other)
+
+
+@pytest.mark.parametrize(
+    "answer", ["(B)", "B.", "**B**", "B) 12 cm", " B ", "\\(B\\)", "\\textbf{(B)}", "**B.** A triangle"]
+)
+def test_the_letter_of_an_option(answer):
+    assert choice_letter(answer) == "B"
+    assert CHECKS["choice"]("b", f"So the answer is {answer}") and not CHECKS["choice"]("C", answer)
+
+
+@pytest.mark.parametrize(
+    "text", ["A dog", "I think", "E = mc^2", "F(x)", "(A, B)", "A) and C)", "AB", "A.M.", "(x)", ""]
+)
+def test_other_texts_choose_no_option(text):
+    assert choice_letter(text) is None
 
 
 def test_gsm_symbolic_is_reproducible_and_its_splits_share_no_problem():
@@ -225,6 +252,21 @@ def test_a_mixture_takes_turns_until_every_part_has_ended(tmp_path):
         load_task("mixture", parts=[{"path": "x"}])
     with pytest.raises(ValueError, match="no option 'pth'"):
         load_task("mixture", parts=[{"task": "jsonl", "pth": "x"}])
+
+
+def test_the_parts_of_a_mixture_have_weights_and_domains(tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"q{i}", "reference": str(i)}) + "\n" for i in range(4)))
+    own, other = {"task": "jsonl", "path": str(path)}, {"task": "gsm_symbolic", "max_number": 50, "domain": "sums"}
+    task = load_task("mixture", parts=[{**own, "weight": 2}, {**other, "weight": 0.5}, {**own, "domain": "mine"}])
+    found = list(task.problems("train", limit=10))
+    assert "".join(str(p.metadata["part"][0]) for p in found) == "0020012212", "the shorter a part, the sooner it ends"
+    assert {p.metadata["part"][0]: p.metadata["domain"] for p in found} == {0: "jsonl", 1: "sums", 2: "mine"}
+    nested = load_task("mixture", parts=[{"task": "mixture", "parts": [own, other]}])
+    assert [p.metadata["domain"] for p in nested.problems("train", limit=2)] == ["jsonl", "sums"]
+    for key, value in (("weight", 0), ("weight", "2"), ("weight", True), ("domain", 5)):
+        with pytest.raises(ValueError, match=f"the {key} of a part of task mixture is {value!r}; it must be a"):
+            load_task("mixture", parts=[{**own, key: value}])
 
 
 def test_a_problem_without_an_id_is_known_by_its_prompt(tmp_path):

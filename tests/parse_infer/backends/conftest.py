@@ -52,7 +52,8 @@ def engine(make_engine) -> ParseEngine:
 @pytest.fixture
 def connect() -> Iterator[Connect]:
     """`connect(engine)`: a coordinator over servers with the engine's weights; them too. `keys`: theirs, and its;
-    `local_rows`: the draft model is in its own process, with so many rows."""
+    `local_rows`: the draft model is in its own process, with so many rows; `draft`: its server; `draft_known`: the
+    coordinator has its tokenizer."""
     with ExitStack() as stack:
 
         def make(
@@ -63,9 +64,12 @@ def connect() -> Iterator[Connect]:
             local_rows: int = 0,
             max_read_tokens: int = 2048,
             cache_block: int = 0,
+            server_type: type[FakeServer] = FakeServer,
+            draft: FakeServer | None = None,
+            draft_known: bool = True,
             **options,
         ) -> tuple[ParseEngine, list[FakeServer], FakeServer]:
-            targets, draft = [FakeServer(engine.target) for _ in range(n_targets)], FakeServer(engine.draft)
+            targets, draft = [server_type(engine.target) for _ in range(n_targets)], draft or server_type(engine.draft)
             for server in (*targets, draft):
                 stack.enter_context(serving(server))
                 server.key, server.cache_block = keys[0], cache_block
@@ -85,7 +89,7 @@ def connect() -> Iterator[Connect]:
                 drafts = LocalDraft(engine.draft, rows=local_rows)
             backend = VLLMBackend(
                 Target(language, servers, requests, engine.backend.segmenter.policy),
-                (drafts, engine.draft),
+                (drafts, engine.draft if draft_known else None),
                 client,
                 models={"backend": "vllm", "target": "target", "draft": "draft", "adapter": "judge"},
                 **options,

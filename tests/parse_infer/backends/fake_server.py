@@ -43,6 +43,7 @@ class FakeServer:
             "few".
         names: under which it serves the model.
         root: where the model's files are.
+        card: what else /v1/models says of the model.
         away: every connection is closed before an answer.
         ill: what /health answers instead of 200, or "hangs".
         clients: the ports from which requests came, in order.
@@ -65,6 +66,7 @@ class FakeServer:
         self.logprob_fault: str | None = None
         self.names = [lm.name]
         self.root = f"/models/{lm.name}"
+        self.card: dict[str, Any] = {}
         self.away = False
         self.ill: int | str | None = None
         self.clients: list[int] = []
@@ -137,6 +139,9 @@ class FakeServer:
         entries[1 : cached + 1] = [{"-7": {"logprob": 1e21, "rank": 0}} for _ in entries[1 : cached + 1]]
         usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": cached}}
         return web.json_response({"choices": [{"index": 0}], "prompt_logprobs": entries, "usage": usage})
+
+    def more_routes(self) -> list[web.RouteDef]:
+        return []
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Calls a tool, whatever is said; a choice of "auto" is refused, as vLLM does without a parser."""
@@ -236,7 +241,7 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
     loop, ready = asyncio.new_event_loop(), threading.Event()
 
     async def models(request: web.Request) -> web.Response:
-        card = {"max_model_len": server.lm.window, "root": server.root}
+        card = {"max_model_len": server.lm.window, "root": server.root, **server.card}
         return web.json_response({"data": [{"id": name, **card} for name in server.names]})
 
     async def health(request: web.Request) -> web.Response:
@@ -269,6 +274,7 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
                 web.post("/v1/completions", server.completions),
                 web.post("/v1/chat/completions", server.chat),
                 web.post("/inference/v1/generate", server.generate),
+                *server.more_routes(),
             ]
         )
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)

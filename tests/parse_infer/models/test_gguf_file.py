@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from parse_infer.engine import ParseEngine
 from parse_infer.models import gguf_file
-from parse_infer.models.gguf_file import cache_folder, dequantised
+from parse_infer.models.gguf_file import dequantised
 from parse_infer.models.loading import load_config, load_language_model, load_tokenizer, load_weights
-from parse_infer.models.names import resolve
+from parse_infer.models.names import cache_folder, resolve
 from tests.parse_infer.language_models import refusal
 
 gguf = pytest.importorskip("gguf")
@@ -110,13 +110,13 @@ def test_what_is_written_about_the_model_names_the_file(file):
 
 
 def test_the_cache_goes_where_the_user_says(monkeypatch, tmp_path):
-    assert cache_folder() == tmp_path / "cache" / "gguf"
+    assert cache_folder("gguf") == tmp_path / "cache" / "gguf"
     monkeypatch.delenv("PARSE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "parse-engine" / "gguf"
+    assert cache_folder("gguf") == tmp_path / "xdg" / "parse-engine" / "gguf"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "parse-engine" / "gguf"
+    assert cache_folder("gguf") == tmp_path / ".cache" / "parse-engine" / "gguf"
 
 
 # What cannot be loaded: one sentence each, and nothing is left in the cache.

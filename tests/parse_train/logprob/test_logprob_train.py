@@ -153,3 +153,19 @@ def test_only_the_targets_choices_are_shown_as_certain(build):
 def test_reads_of_another_size_are_kept_apart(build):
     with pytest.raises(ValueError, match="has log-probabilities with k 3, not 5"):
         add_logprobs(build / "build", lambda: pytest.fail("nothing is read"), 5)
+
+
+def test_further_builds_add_training_drafts(build, write_jsonl, build_rows, tmp_path, capsys):
+    more = tmp_path / "more"
+    shutil.copytree(build / "build", more)
+    assert main([recipe(build, tmp_path / "out", more_data=f"[{more}]"), *OPTIONS]) == 0, capsys.readouterr().err
+    both = json.loads((tmp_path / "out" / "adapter" / "validity_config.json").read_text())["provenance"]
+    assert main([recipe(build, tmp_path / "alone"), *OPTIONS]) == 0
+    alone = json.loads((tmp_path / "alone" / "adapter" / "validity_config.json").read_text())["provenance"]
+    assert both["train_drafts"] == 2 * alone["train_drafts"]
+
+    facts = json.loads((more / "build.json").read_text())
+    facts["config"]["target"] = "another"
+    (more / "build.json").write_text(json.dumps(facts))
+    assert main([recipe(build, tmp_path / "other", more_data=f"[{more}]"), *OPTIONS]) == 2
+    assert "has labels of another target, another: leave it out of more_data" in capsys.readouterr().err

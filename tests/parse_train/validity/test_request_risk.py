@@ -11,6 +11,7 @@ import pytest
 
 from data_tools.tasks.registry import load_task
 from parse_infer.calibration.schema import FILE, Calibration
+from parse_infer.errors import ParseError
 from parse_infer.held_out import prompt_hash
 from parse_infer.judge.adapter_files import PROBLEMS
 from parse_infer.models.names import collection_folder
@@ -75,6 +76,18 @@ def test_the_exported_adapter_carries_a_promise(config: ValidityTrainingConfig, 
     assert "the adapter is not calibrated: 7 of the 7 problems are among those that the adapter was trained on" in (
         capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize(("label", "loss"), [({}, "accuracy"), ({"check_with": "own_answer"}, "disagreement")])
+def test_labels_from_own_answers_are_calibrated_without_references(config, tmp_path, label, loss, capsys, monkeypatch):
+    def stop(*given, loss, **named):
+        raise ParseError(f"the loss is {loss}")
+
+    monkeypatch.setattr("parse_train.validity.request_risk.CalibrationSettings", stop)
+    made = {"task": "gsm_symbolic", "draft": "zoo:draft", **label}
+    (tmp_path / "build.json").write_text(json.dumps({"config": made}))
+    calibrate_requests(config, read_build_info(str(tmp_path)))
+    assert capsys.readouterr().out == f"the adapter is not calibrated: the loss is {loss}\n"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,134 @@
+"""Problems from any data set of the Hugging Face Hub, a local folder, or parquet, csv and json files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from data_tools.tasks.row_task import RowTask, check_prompt
+from data_tools.tasks.task import SPLITS, Problem, Split, check_split, prompt_id, split_of
+from parse_infer.errors import ParseError
+
+_BUFFER = 10_000  # rows
+
+
+@dataclass
+class HubDataset(RowTask):
+    """Problems from a data set that `datasets.load_dataset` streams, without remote code.
+
+    The seed shuffles the files, and the rows within a buffer of 10,000. Repeated prompts are left out. Our splits of
+    one source split are disjoint: by the hash of the prompt, validation and test get 10 % each.
+
+    Args:
+        path: Hub id, local folder, or `parquet`, `csv` or `json` with `data_files`.
+        subset: configuration of the data set.
+        data_files: path, or mapping from split names to paths.
+        split_names: the data set's name of train, validation or test, where it differs. A data set without the split
+            validation has its validation problems in train.
+        prompt: column (text or messages), or a template such as `{question}\\nA) {choices[0]}`.
+        reference: column or template.
+        choices: column of a list of options, which are written below the prompt as A), B), …
+        instruction: text after the prompt.
+        check_with: as in task jsonl. For `choice` the index of an option, from 0, becomes its letter.
+        id: column; default: the hash of the prompt.
+    """
+
+    subset: str | None = None
+    data_files: str | dict[str, Any] | None = None
+    split_names: dict[str, str] = field(default_factory=dict)
+    prompt: str = "prompt"
+    reference: str = "reference"
+    choices: str | None = None
+    instruction: str = ""
+    id: str | None = None
+    name: str = "dataset"
+
+    _PATH = "a Hugging Face id, a folder, or parquet, csv or json with data_files"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path in ("parquet", "csv", "json") and not self.data_files:  # else datasets takes the working folder's
+            raise ParseError(f"path {self.path} of task {self.name} needs the option data_files: the files")
+        for split in self.split_names:
+            check_split(split)
+
+    def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
+        check_split(split)
+        rows, sharing = self._source(split)
+        seen: set[str] = set()
+        for row in rows.shuffle(seed=seed, buffer_size=_BUFFER):
+            if len(seen) == limit:
+                return
+            problem = self._problem(row, split, sharing)
+            if problem is not None and (key := prompt_id(problem.prompt)) not in seen:
+                seen.add(key)
+                yield problem
+
+    def _source(self, split: Split) -> tuple[Any, list[Split]]:
+        """Return the rows of the source split, and our splits that share it."""
+        from datasets import load_dataset
+
+        try:
+            sources = load_dataset(self.path, self.subset, data_files=self.data_files, streaming=True)
+        except Exception as error:  # from the Hub, the file system or a file's format
+            reason = " ".join(str(error).partition("\nExample")[0].split())
+            raise ParseError(f"the data set {self.path!r} cannot be loaded: {reason}") from error
+        names = {ours: self.split_names.get(ours, ours) for ours in SPLITS}
+        if "validation" not in {*sources, *self.split_names}:
+            names["validation"] = names["train"]
+        if names[split] not in sources:
+            raise ParseError(
+                f"the data set {self.path!r} has no split {names[split]!r}, only {', '.join(sources)}: choose another "
+                f"split, or name one under {split} in split_names"
+            )
+        return sources[names[split]], [ours for ours in SPLITS if names[ours] == names[split]]
+
+    def _problem(self, row: Mapping[str, Any], split: Split, sharing: list[Split]) -> Problem | None:
+        """Return a row's problem, or None if the row belongs to another one of the splits that share the source."""
+        prompt = self._read(row, "prompt", self.prompt)
+        where = f"{self.path}, the row with prompt {str(prompt)[:40]!r}"
+        check_prompt(where, prompt)
+        if split_of(prompt, sharing) != split:
+            return None
+        options, labels = self._options(row)
+        reference = "" if self.check_with == "none" else self._reference(row, where, labels)
+        below = "".join(f"\n{chr(ord('A') + i)}) {option}" for i, option in enumerate(options)) + self.instruction
+        if isinstance(prompt, str):
+            prompt += below
+        elif below:
+            prompt = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + below}]
+        name = prompt_id(prompt) if self.id is None else self._read(row, "id", self.id)
+        return Problem(str(name), prompt, reference)
+
+    def _options(self, row: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+        """Return the options of a multiple-choice question, and the data set's labels of them if it has any."""
+        if self.choices is None:
+            return [], []
+        options: Any = self._read(row, "choices", self.choices)
+        labels = []
+        if isinstance(options, dict):  # as in ARC
+            options, labels = options.get("text"), options.get("label", [])
+        if not isinstance(options, list):
+            raise ParseError(f"{self.path}, column {self.choices}: not a list of options but {str(options)[:40]!r}")
+        return options, labels
+
+    def _reference(self, row: Mapping[str, Any], where: str, labels: list[Any]) -> str:
+        reference = self._read(row, "reference", self.reference)
+        if reference is None or reference == "":
+            raise ParseError(f"{where}: the reference is empty; to use prompts alone, set check_with: none")
+        if self.check_with == "choice":
+            index = labels.index(reference) if reference in labels else reference
+            reference = chr(ord("A") + int(index)) if str(index).isdecimal() else reference
+        self.check_reference(where, reference)
+        return str(reference)
+
+    def _read(self, row: Mapping[str, Any], option: str, pattern: str) -> Any:
+        """Return the value of a column, or a filled template."""
+        try:
+            return pattern.format_map(row) if "{" in pattern else row[pattern]
+        except (LookupError, ValueError, TypeError, AttributeError) as error:
+            raise ParseError(
+                f"option {option} of task {self.name} is {pattern!r}, which does not fit the columns of "
+                f"{self.path!r}: {', '.join(row)}"
+            ) from error

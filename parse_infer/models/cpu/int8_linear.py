@@ -1,0 +1,62 @@
+"""Linear layers with 8-bit weights and inputs, for draft models on a CPU.
+
+A decode step is bound by memory bandwidth, and 8 bits are half of bfloat16. Weights have one scale per output channel,
+inputs one per token, so that the result of a token does not depend on the tokens beside it. The products are oneDNN's,
+as PyTorch compiles them for models quantised by torchao (`Int8DynamicActivationInt8WeightConfig`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from parse_infer.errors import ModelError
+
+_OFFSET = 128
+
+
+class Int8Linear(nn.Module):
+    """Approximates `linear`, without gradients. Input and output are float32, [..., n]."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach().float()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scales = weight.abs().amax(1).clamp_min(1e-12) / 127
+        rounded = (weight / self.scales[:, None]).round_().to(torch.int8)
+        self.packed = torch.ops.onednn.qlinear_prepack(rounded, None)
+        self.zeros = torch.zeros(self.out_features, dtype=torch.int64)
+        self.bias = None if linear.bias is None else linear.bias.detach().float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        scales = rows.abs().amax(1, keepdim=True).clamp_min_(1e-12).div_(127)
+        # Unsigned inputs with an offset: oneDNN has no fast product of signed ones.
+        inputs = (rows / scales).round_().add_(_OFFSET).to(torch.uint8)
+        unscaled = (inputs, 1.0, _OFFSET, self.packed, self.scales, self.zeros, None, 1.0, 0)
+        out: Tensor = torch.ops.onednn.qlinear_pointwise(*unscaled, torch.float32, "none", [], "").mul_(scales)
+        if self.bias is not None:
+            out += self.bias
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def round_to_int8(model: PreTrainedModel) -> None:
+    """Replace all linear layers of a float32 model by 8-bit layers, in place.
+
+    Raises:
+        ModelError: the model is not on a CPU, or this build of PyTorch has no 8-bit products.
+    """
+    if model.device.type != "cpu":
+        raise ModelError(f"int8 is for draft models on a CPU, not on {model.device}: use bfloat16 there")
+    for name in [name for name, module in model.named_modules() if type(module) is nn.Linear]:
+        parent, _, child = name.rpartition(".")
+        linear: Any = model.get_submodule(name)
+        try:
+            rounded = Int8Linear(linear)
+            rounded(torch.ones(1, rounded.in_features))
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            raise ModelError("this build of PyTorch has no 8-bit linear layers: use another draft dtype") from error
+        setattr(model.get_submodule(parent), child, rounded)

@@ -1,0 +1,145 @@
+"""Problems of data sets in local files, which stream as those of the Hub do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from data_tools.tasks.registry import load_task
+from data_tools.tasks.task import prompt_id
+
+pytest.importorskip("datasets", reason="datasets is not installed (extra data)")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)
+
+
+@pytest.fixture
+def sums(tmp_path):
+    """`sums(**options)`: a task over 60 training and 5 test rows, two of each with the same question."""
+
+    def write(name, count):
+        rows = [{"question": f"{i} + 1?", "answer": i + 1, "key": f"k{i}"} for i in [*range(count), 0]]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return str(tmp_path / f"{name}.jsonl")
+
+    files = {"train": write("train", 60), "test": write("test", 5)}
+    columns = {"path": "json", "data_files": files, "prompt": "question", "reference": "answer"}
+    return lambda **options: load_task("dataset", **{**columns, **options})
+
+
+def test_rows_become_problems_once_in_the_order_of_the_seed(sums):
+    task = sums(instruction="\nEnd with ####.")
+    found = list(task.problems("test"))
+    assert sorted((p.prompt, p.reference) for p in found) == [
+        (f"{i} + 1?\nEnd with ####.", str(i + 1)) for i in range(5)
+    ]
+    assert all(p.id == prompt_id(p.prompt) for p in found)
+    assert task.check(found[0], f"#### {found[0].reference}") and not task.check(found[0], "#### 77")
+    some = list(task.problems("train", seed=1, limit=9))
+    assert len(some) == 9 and some == list(task.problems("train", seed=1))[:9]
+    assert some != list(task.problems("train", seed=2, limit=9))
+    assert {p.id for p in sums(id="key").problems("test")} == {f"k{i}" for i in range(5)}
+    assert sums(check_with="none").check(found[0], "anything") is None
+
+
+def test_a_data_set_without_validation_problems_takes_them_from_train(sums):
+    parts = {split: {p.prompt for p in sums().problems(split)} for split in ("train", "validation", "test")}
+    assert 1 <= len(parts["validation"]) <= 15 and len(parts["train"] | parts["validation"]) == 60
+    assert not parts["train"] & parts["validation"]
+    named = {"validation": "test"}
+    assert {p.prompt for p in sums(split_names=named).problems("train")} == parts["train"] | parts["validation"]
+    alone = sums(split_names={"test": "train"})
+    thirds = {split: {p.prompt for p in alone.problems(split)} for split in parts}
+    assert sum(map(len, thirds.values())) == 60 == len(set().union(*thirds.values())) and all(thirds.values())
+    assert thirds["validation"] == parts["validation"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "folder"])
+def test_other_files_and_folders_are_read_too(sums, tmp_path, kind):
+    from datasets import Dataset
+
+    rows = Dataset.from_list([{"question": "1 + 1?", "answer": 2}])
+    (tmp_path / "folder").mkdir()
+    file = str(tmp_path / "folder" / f"test.{'csv' if kind == 'csv' else 'parquet'}")
+    rows.to_csv(file) if kind == "csv" else rows.to_parquet(file)
+    place = {"path": str(tmp_path / "folder"), "data_files": None} if kind == "folder" else {"path": kind}
+    (only,) = sums(**{"data_files": {"test": file}, **place}).problems("test")
+    assert (only.prompt, only.reference) == ("1 + 1?", "2")
+
+
+def test_options_get_letters(tmp_path):
+    def problem(row, **options):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        files = {"path": "json", "data_files": {"test": str(tmp_path / "rows.jsonl")}}
+        task = load_task("dataset", **files, prompt="question", check_with="choice", **options)
+        (only,) = task.problems("test")
+        assert task.check(only, f"The answer is ({only.reference}).")
+        return only.prompt, only.reference
+
+    shown = "Which?\nA) red\nB) blue"
+    mmlu = {"question": "Which?", "choices": ["red", "blue"], "answer": 1}
+    assert problem(mmlu, reference="answer", choices="choices") == (shown, "B")
+    assert problem({**mmlu, "answer": "1"}, reference="answer", choices="choices") == (shown, "B")
+    arc = {"question": "Which?", "choices": {"text": ["red", "blue"], "label": ["1", "2"]}, "answerKey": "1"}
+    assert problem(arc, reference="answerKey", choices="choices") == (shown, "A")
+    chat = {**mmlu, "question": [{"role": "user", "content": "Which?"}]}
+    assert problem(chat, reference="answer", choices="choices")[0] == [{"role": "user", "content": shown}]
+    with pytest.raises(ValueError, match="the reference -1 is no letter from A to J"):
+        problem({**mmlu, "answer": -1}, reference="answer")
+    with pytest.raises(ValueError, match="column question: not a list of options but 'Which"):
+        problem(mmlu, reference="answer", choices="question")
+
+
+def test_templates_are_filled_from_the_row(tmp_path):
+    row = {"question": "Which?", "options": ["red", "blue"], "right": {"text": "blue"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    task = load_task(
+        "dataset",
+        path="json",
+        data_files={"test": str(tmp_path / "rows.jsonl")},
+        prompt="{question}\n- {options[0]}\n- {options[1]}",
+        reference="{right[text]}",
+        check_with="exact",
+    )
+    (only,) = task.problems("test")
+    assert (only.prompt, only.reference) == ("Which?\n- red\n- blue", "blue")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": ""}, "task dataset needs the option path: a Hugging Face id"),
+        ({"data_files": None}, "path json of task dataset needs the option data_files"),
+        ({"path": "./nowhere", "data_files": None}, "the data set './nowhere' cannot be loaded: .*nowhere"),
+        ({"split_names": {"dev": "test"}}, "unknown split 'dev'"),
+        (
+            {"split_names": {"test": "dev"}},
+            "no split 'dev', only train, test: choose another split, or name",
+        ),
+        ({"prompt": "text"}, "option prompt of task dataset is 'text', .* columns of 'json': question, answer, key"),
+        ({"prompt": "{question[a]}"}, "option prompt of task dataset is '{question.a.}', which does not fit"),
+        ({"reference": "{answer"}, "option reference of task dataset is '{answer', which does not fit"),
+        ({"id": "number"}, "option id of task dataset is 'number'"),
+        ({"reference": "question", "check_with": "choice"}, "is no letter from A to J"),
+        ({"check_with": "fuzzy"}, "check_with is 'fuzzy'; choose one of exact, numeric, regex, choice, math, none"),
+        ({"data_files": 5}, "option data_files of task dataset is 5; it must be a text or a mapping or null"),
+    ],
+)
+def test_each_mistake_is_one_sentence_that_names_what_there_is(sums, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        list(sums(**options).problems("test"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_row_without_its_reference_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "reference": ""}')
+    task = {"path": "json", "data_files": {"test": str(tmp_path / "rows.jsonl")}}
+    with pytest.raises(ValueError, match=r"the row with prompt '1 \+ 1\?': the reference is empty; .* none"):
+        list(load_task("dataset", **task).problems("test"))
+    (only,) = load_task("dataset", check_with="none", **task).problems("test")
+    assert (only.prompt, only.reference) == ("1 + 1?", "")
