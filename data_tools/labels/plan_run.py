@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import cast
 
@@ -22,12 +22,13 @@ from parse_infer.block_length import Costs
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.tables import format_percent, format_times, terminal_table
 from parse_infer.files import read_json, write_json
+from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.timing import Step, measure
 
 PLAN = "plan.json"
 FIRST_CHOICES = 5  # stored per token where the recipe stores none
-_FURTHER = 16  # tokens in a timed forward, besides the first
+_TOKENS = 16  # that the draft model writes, and that the target reads more, in a timed step
 _TIMING_S = 8.0
 
 
@@ -70,36 +71,43 @@ def lowest_temperature(rows: Iterable[LabelledDraft]) -> list[LabelledDraft]:
 
 
 def measure_costs(target: LanguageModel, draft: LanguageModel, context: Sequence[int]) -> Costs:
-    """Time forwards of both models after `context` (target tokens), for about 10 seconds.
+    """Time both models after `context` (target tokens), for about 10 seconds.
 
     If one round takes longer, as with large models on a CPU, one round counts.
     """
-    context = list(context[: min(target.window, draft.window) - _FURTHER])
+    context = list(context[: min(target.window, draft.window) - _TOKENS])
     in_draft = [token % draft.n_embeddings for token in context]  # the time does not depend on the tokens
+    writer, reader = draft.decoder, target.decoder
+
+    def at(decoder: Decoder, ids: list[int]) -> Callable[[], None]:
+        """Set the context, with all but its last token in the KV cache."""
+
+        def prepare() -> None:
+            decoder.seek(ids[:-1])
+            if decoder.cached < len(ids) - 1:
+                decoder.forward()
+            decoder.seek(ids)
+
+        return prepare
+
+    def read(further: list[int]) -> Step:
+        return Step(
+            f"read {len(further)}",
+            at(reader, context),
+            lambda: reader.logits(reader.look_ahead(further)).argmax(-1).tolist(),
+        )
+
     steps = [
-        _forward("draft", draft, in_draft, []),
-        _forward("one", target, context, []),
-        _forward("many", target, context, (context * _FURTHER)[:_FURTHER]),
+        Step("write", at(writer, in_draft), lambda: list(writer.decode(_TOKENS, banned_ids=writer.eos_ids))),
+        read([]),
+        read((context * _TOKENS)[:_TOKENS]),
     ]
     begin = time.perf_counter()
-    seconds = measure(steps, 1, target.decoder.device)
+    seconds = measure(steps, 1, reader.device)
     if rounds := min(100, int(_TIMING_S / (time.perf_counter() - begin))):
-        seconds = measure(steps, rounds, target.decoder.device)
-    draft_s, one_s, many_s = (statistics.median(seconds[step.name]) for step in steps)
-    return costs_of(draft_s, one_s, many_s, _FURTHER)
-
-
-def _forward(name: str, model: LanguageModel, context: Sequence[int], further: Sequence[int]) -> Step:
-    """Return the step of one forward over the last context token and `further` tokens."""
-    decoder = model.decoder
-
-    def prepare() -> None:
-        decoder.seek(context[:-1])
-        if decoder.cached < len(context) - 1:
-            decoder.forward()
-        decoder.seek(context)
-
-    return Step(name, prepare, lambda: decoder.logits(decoder.look_ahead(further)).argmax(-1).tolist())
+        seconds = measure(steps, rounds, reader.device)
+    write_s, one_s, many_s = (statistics.median(seconds[step.name]) for step in steps)
+    return costs_of(write_s / _TOKENS, one_s, many_s, _TOKENS)
 
 
 def _seconds_per_problem(before: GroupFolder, after: GroupFolder, reads: bool) -> float | None:
