@@ -95,12 +95,13 @@ def test_every_import_is_declared(sources, extras):
 
 
 STARTED = {"vllm"}  # as a program
+FOR_OTHERS = {"antlr4-python3-runtime"}  # for math-verify, whose own extra clashes with that of lm-eval
 
 
 def test_nothing_is_declared_that_nobody_imports():
     everything = [path for package in (*PACKAGES, "zoo/parse_zoo") for path in files(package)]
     used = {distribution(module) for module, _ in imported(*everything)}
-    assert declared(*EXTRA_NAMES) - STARTED <= used
+    assert declared(*EXTRA_NAMES) - STARTED - FOR_OTHERS <= used
 
 
 def test_sentences_about_missing_packages_name_the_extra_that_has_them():
