@@ -28,6 +28,7 @@ from data_tools.tasks.task import Problem, Split, Task
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
 from parse_infer.judge.adapter import ValidityAdapter
+from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.judge.cuts import Segmenter
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.names import resolve
@@ -51,6 +52,8 @@ def build(config: BuildConfig) -> Summary:
             f"task {task.name} with check_with none does not check answers: labels need references, or the recipe key "
             "check_with: own_answer"
         )
+    if config.adapter:
+        read_adapter(resolve(config.adapter))  # a wrong name must not begin a folder
     numbered = _groups(task.problems(cast(Split, config.split), config.seed, config.limit), config.problems_per_group)
     groups = GroupFolder(config.output_dir, config.split)
     with groups.held(config.identity(), {"versions": _versions()}):  # before models take minutes to load

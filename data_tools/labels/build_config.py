@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from data_tools.labels.sequential_test import GreedyRule, LabelRule, SequentialTest, Tally, fewest_rollouts
 from data_tools.tasks.task import SPLITS
+from parse_infer.acceptance import check_threshold
 from parse_infer.errors import ParseError
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.sampling import Sampling
@@ -215,6 +216,8 @@ class BuildConfig:
         if self.thresholds and not self.adapter:
             raise ParseError("thresholds was given without adapter: name the judge whose answers are to be labelled")
         self.thresholds = [float(threshold) for threshold in self.thresholds]
+        for threshold in self.thresholds:
+            check_threshold(threshold)
         self._check("retries", self.retries >= 0, "at least 0")
         self._check("request_timeout", 0 < self.request_timeout < math.inf, "a number of seconds above 0")
         self._check("max_outage", 0 <= self.max_outage < math.inf, "a number of seconds of at least 0")

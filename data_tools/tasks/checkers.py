@@ -5,6 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from threading import current_thread, main_thread
+from typing import Any
+
+from parse_infer.errors import ParseError
+from parse_infer.optional_dependencies import missing_package
 
 _HASHES = re.compile(r"####[ \t]*([^\n]*)")
 _BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
@@ -140,9 +145,32 @@ def _matches(reference: str, completion: str) -> bool:
     return re.search(reference, completion) is not None
 
 
+def same_expression(reference: str, completion: str) -> bool:
+    """Whether the final answers are equal by math-verify: numbers, expressions, sets, intervals and matrices.
+
+    Comparisons of more than 5 seconds count as different. Raises ValueError without the package math-verify.
+    """
+    try:
+        from math_verify import parse, verify
+    except ModuleNotFoundError as error:
+        raise ParseError(f"the check math: {missing_package(error)}") from error
+    # math-verify limits time by signals, which only the main thread may use.
+    seconds: Any = 5 if current_thread() is main_thread() else None
+    answer = final_answer(completion)
+    texts = _marked(final_answer(reference)), completion if answer is completion else _marked(answer)
+    wanted, got = (parse(text, parsing_timeout=seconds) for text in texts)
+    return bool(wanted and got and verify(wanted, got, timeout_seconds=seconds))
+
+
+def _marked(answer: str) -> str:
+    """Mark LaTeX, which math-verify does not read in plain text."""
+    return answer if "$" in answer else f"\\boxed{{{answer}}}"
+
+
 CHECKS: dict[str, Callable[[str, str], bool]] = {
     "exact": lambda reference, completion: final_answer(completion).strip() == reference.strip(),
     "numeric": same_number,
     "regex": _matches,
     "choice": lambda reference, completion: choice_letter(final_answer(completion)) == reference.strip().upper(),
+    "math": same_expression,
 }

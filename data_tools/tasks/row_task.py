@@ -6,12 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from data_tools.tasks.checkers import CHECKS, stated_number
-from data_tools.tasks.math_check import same_expression
+from data_tools.tasks.checkers import CHECKS, same_expression, stated_number
 from data_tools.tasks.task import Problem
 from parse_infer.errors import ParseError
-
-CHECKS["math"] = same_expression
 
 
 @dataclass

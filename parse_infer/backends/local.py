@@ -75,7 +75,7 @@ def load_backend(
         cut_policy: where to cut drafts; None takes the judge's training policy.
         calibration: file written by `parse-infer calibrate`; None reads the file in the adapter's folder, if any.
         dtype: "auto" is the dtype of the saved weights, or float32 on CPUs that are slow in 16 bits.
-        draft_dtype: of the draft model; None: `dtype`. "int8" is the fastest on a CPU.
+        draft_dtype: of the draft model; None: `dtype`. "int8", on a CPU, takes half of bfloat16's memory.
         template_options: options of the chat templates, such as {"enable_thinking": False}.
 
     Raises ValueError or OSError with one sentence for missing, damaged or mismatched files.

@@ -99,7 +99,7 @@ class ModelOptions:
     device: Device = None
     dtype: Dtype = "auto"
     draft_dtype: Annotated[
-        str | None, typer.Option(help="As --dtype, or int8, the fastest on a CPU; default: --dtype.")
+        str | None, typer.Option(help="As --dtype, or int8 on a CPU, half of bfloat16's memory; default: --dtype.")
     ] = None
     template_option: Annotated[
         list[str] | None,

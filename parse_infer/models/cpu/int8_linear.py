@@ -1,8 +1,9 @@
 """Linear layers with 8-bit weights and inputs, for draft models on a CPU.
 
-A decode step is bound by memory bandwidth, and 8 bits are half of bfloat16. Weights have one scale per output channel,
-inputs one per token, so that the result of a token does not depend on the tokens beside it. The products are oneDNN's,
-as PyTorch compiles them for models quantised by torchao (`Int8DynamicActivationInt8WeightConfig`).
+They take half of bfloat16's memory. With Qwen2.5-Coder-0.5B on two AMD EPYC cores a prefill of 300 tokens took 0.47 s
+instead of 0.68 (bfloat16), but a single token 39 ms instead of 41. Weights have one scale per output channel, inputs
+one per token, so that the result of a token does not depend on the tokens beside it. The products are oneDNN's, as
+PyTorch compiles them for models quantised by torchao (`Int8DynamicActivationInt8WeightConfig`).
 """
 
 from __future__ import annotations

@@ -37,10 +37,18 @@ def test_the_drafts_are_the_answers_of_parse(
     assert rows and lossless < len(rows), "no answer has a token that only the judge accepts"
 
 
+def test_a_wrong_adapter_begins_no_folder(make_config: Callable[..., BuildConfig]) -> None:
+    config = make_config(adapter="nosuch")
+    with pytest.raises(OSError, match="nosuch"):
+        build(config)
+    assert not Path(config.output_dir).exists()
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"thresholds": [0.5]}, "thresholds was given without adapter"),
+        ({"adapter": "a", "thresholds": [-1]}, "the threshold must be a finite number of at least 0"),
         (
             {"adapter": "a", "backend": "openai", "base_url": ["http://x/v1"]},
             "adapter needs backend local, not open",

@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 
-from data_tools.tasks.math_check import same_expression
+from data_tools.tasks.checkers import same_expression
 from data_tools.tasks.registry import load_task
 
 pytest.importorskip("math_verify", reason="math-verify is not installed (extra data)")

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from parse_infer.judge import token_logprobs
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import Segmenter
@@ -40,6 +41,16 @@ def test_log_probabilities_are_those_of_the_whole_vocabulary(model, found):
     assert found.own.tolist() == pytest.approx(own.gather(-1, torch.tensor(DRAFT)[:, None])[:, 0].tolist(), abs=1e-4)
     assert torch.equal(found.top_ids, own.topk(3).indices)
     assert torch.equal(found.is_greedy_choice, own.argmax(-1) == torch.tensor(DRAFT))
+
+
+def test_parts_of_a_long_draft_are_read_alike(model, found, monkeypatch):
+    monkeypatch.setattr(token_logprobs, "_ROWS", 64)
+    monkeypatch.setattr(token_logprobs, "_CACHED_LOGITS", 3000)
+    with torch.inference_mode():
+        states = model.base_model(torch.tensor([CONTEXT + DRAFT])).last_hidden_state[0, len(CONTEXT) - 1 : -1]
+    parts = read_logprobs(states, torch.tensor(DRAFT), output_layer(model), k=3)
+    assert torch.equal(parts.top_ids, found.top_ids)
+    torch.testing.assert_close((parts.own, parts.top), (found.own, found.top), atol=1e-5, rtol=0)
 
 
 def test_of_equal_choices_the_greedy_one_comes_first():
