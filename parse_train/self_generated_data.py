@@ -15,7 +15,7 @@ from datasets import Dataset, Features, List, Value, load_dataset
 from rich.progress import track
 from torch import Tensor
 
-from data_tools.labels.backends import LocalWriter
+from data_tools.labels.backends import LocalWriter, without_waiting
 from data_tools.labels.drafts import DraftSampler, render
 from data_tools.labels.shards import GroupFolder, check_identity
 from data_tools.tasks.registry import load_task
@@ -86,7 +86,8 @@ def _answer(
     what = f"{lm.name} answers {answers.split} problems"
     for group in track(missing, what, disable=not processes.is_main_process):
         rows = []
-        for problem, drafts in zip(asked := [problems[i] for i in group], sampler.sample(asked), strict=True):
+        asked = [problems[i] for i in group]
+        for problem, drafts in zip(asked, without_waiting(sampler.sample(asked)), strict=True):
             prompt = render(lm, problem)
             rows.append({"input_ids": prompt + (drafts[0].ids if drafts else []), "start": len(prompt)})
         answers.write(group, rows)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Collection, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import torch
 import transformers
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from data_tools.labels.build_config import BuildConfig
 
 Role = Literal["target", "draft"]
+T = TypeVar("T")
 
 
 class RowDecoder(Protocol):
-    """Interface of `BatchDecoder`, for a local or a served model."""
+    """Interface of `LocalDecoder`, for a local or a served model."""
 
     @property
     def eos_ids(self) -> Collection[int]:
@@ -34,12 +35,22 @@ class RowDecoder(Protocol):
     def extend(self, contexts: Contexts, parents: Sequence[int], suffixes: Sequence[Sequence[int]]) -> Contexts:
         """Return the new contexts `contexts[parents[i]] + suffixes[i]`."""
 
-    def decode(self, contexts: Contexts, rows: Sequence[Row]) -> list[list[int]]:
+    async def write(self, contexts: Contexts, rows: Sequence[Row]) -> list[list[int]]:
         """Return the new tokens of every row, end token included. A row without end token has `max_new_tokens`."""
+
+
+class LocalDecoder(BatchDecoder):
+    """A `BatchDecoder` as `RowDecoder`; its coroutine never waits (`without_waiting`)."""
+
+    async def write(self, contexts: Contexts, rows: Sequence[Row]) -> list[list[int]]:
+        return self.decode(contexts, rows)
 
 
 class Writer(Protocol):
     """A model and a factory of its decoders."""
+
+    groups_at_once: int
+    """Groups of problems that share its time: 1 for a local model, more for a served one, whose coroutines wait."""
 
     @property
     def model(self) -> TokenizerSpec: ...
@@ -57,15 +68,20 @@ class Writer(Protocol):
     def describe_reads(self) -> dict[str, Any]:
         """Return what affects log-probabilities: engine, its version, dtype and quantisation."""
 
+    async def close(self) -> None:
+        """Release what the decoders hold in this event loop."""
+
 
 class LocalWriter:
     """A model in this process, which decodes `batch_size` rows at a time."""
 
+    groups_at_once = 1
+
     def __init__(self, model: LanguageModel, batch_size: int) -> None:
         self.model, self.batch_size = model, batch_size
 
-    def decoder(self, end_ids: Collection[int]) -> BatchDecoder:
-        return BatchDecoder(self.model.model, end_ids, self.batch_size, self.model.decoder.fast)
+    def decoder(self, end_ids: Collection[int]) -> LocalDecoder:
+        return LocalDecoder(self.model.model, end_ids, self.batch_size, self.model.decoder.fast)
 
     def describe(self) -> dict[str, Any]:
         return describe_target(self.model.model)
@@ -95,6 +111,18 @@ class LocalWriter:
         method = None if quantization is None else str(getattr(quantization, "quant_method", "unknown"))
         dtype = str(model.dtype).removeprefix("torch.")
         return {"engine": "transformers", "version": transformers.__version__, "dtype": dtype, "quantization": method}
+
+    async def close(self) -> None:
+        pass
+
+
+def without_waiting(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine over local models, without an event loop: an interrupt ends it at once."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return cast(T, done.value)
+    raise RuntimeError("a local model waits for something")
 
 
 def load_writer(config: BuildConfig, role: Role) -> Writer:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from random import Random
 from typing import Any, cast
 
 import torch
 
-from data_tools.labels.backends import LocalWriter, Writer, load_writer
+from data_tools.labels.backends import LocalWriter, Writer, load_writer, without_waiting
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.card import write_card
 from data_tools.labels.drafts import AnswerSampler, DraftSampler, SampledDraft, readable, segment_texts
@@ -66,16 +67,11 @@ def build(config: BuildConfig) -> Summary:
         labeller: Labeller | None = None
         with BuildProgress(config.output_dir, total=config.limit, done=groups.n_problems) as progress:
             progress.activity("reading problems")
-            for group, problems in numbered:
-                _check_same_problems(groups, group, problems, by_reference=config.check_with == "task")
-                if groups.has(group):
-                    continue
-                if labeller is None:
-                    labeller = Labeller.load(config, task, progress.activity, progress.note)
-                    groups.note_models(labeller.describe_models())
-                rows = labeller.label(problems)
-                groups.write(group, rows)
-                progress.advance(groups.n_problems, len(rows), labeller.rollouts)
+            missing = _missing(groups, numbered, by_reference=config.check_with == "task")
+            if (first := next(missing, None)) is not None:
+                labeller = Labeller.load(config, task, progress.activity, progress.note)
+                groups.note_models(labeller.describe_models())
+                _label(labeller, chain([first], missing), groups, progress)
         if not groups.ends:
             raise ParseError(f"task {config.task} has no problem in its split {config.split}")
         if config.logprobs:
@@ -149,7 +145,7 @@ class _Case:
 
 
 class Labeller:
-    """Turns problems into labelled rows, one group at a time.
+    """Turns groups of problems into labelled rows.
 
     Args:
         config: the configuration of the build.
@@ -196,7 +192,7 @@ class Labeller:
     def describe_models(self) -> dict[str, dict[str, Any]]:
         return {role: writer.describe() for role, writer in self.writers.items()}
 
-    def label(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
+    async def label(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
         """Return one row per draft, in the order of the problems. A skipped problem has no rows."""
         config = self.config
         problems = readable(problems, [writer.model for writer in self.writers.values()], self.note)
@@ -211,11 +207,12 @@ class Labeller:
             max_new_tokens=config.max_rollout_tokens,
             seed=config.seed,
         )
+        await rollouts.begin()
         problems = rollouts.problems
         kept = [i for i, tally in enumerate(rollouts.prompts) if tally.right or not config.drop_unsolved]
 
         self.activity("drafts")
-        drafts = self.sampler.sample([problems[i] for i in kept])
+        drafts = await self.sampler.sample([problems[i] for i in kept])
         cases = [
             self._case(i, problems[i], draft, rollouts.prompts[i])
             for i, of_problem in zip(kept, drafts, strict=True)
@@ -226,22 +223,22 @@ class Labeller:
         rollouts.add_drafts([(case.problem, case.open_ids) for case in open_cases])
         while wanted := [(i, *each) for i, case in enumerate(open_cases) for each in case.search.pending()]:
             self.activity(f"{len(wanted)} prefixes")
-            found = rollouts.tallies([Place(i, open_cases[i].cuts[k], total) for i, k, total in wanted])
+            found = await rollouts.tallies([Place(i, open_cases[i].cuts[k], total) for i, k, total in wanted])
             for (i, k, _), tally in zip(wanted, found, strict=True):
                 open_cases[i].search.record(k, tally)
-        self._search_by_token(open_cases, rollouts)
+        await self._search_by_token(open_cases, rollouts)
         self.rollouts += rollouts.rollouts
 
         return [self._row(case, problems[case.problem], rollouts.prompts[case.problem]) for case in cases]
 
-    def _search_by_token(self, cases: Sequence[_Case], rollouts: PrefixRollouts) -> None:
+    async def _search_by_token(self, cases: Sequence[_Case], rollouts: PrefixRollouts) -> None:
         for case in cases:
             case.refine(self.config.label_rule(rollouts.prompts[case.problem]))
         searches = [(i, case, case.by_token) for i, case in enumerate(cases) if case.by_token is not None]
         while wanted := [(i, case, search, *each) for i, case, search in searches for each in search.pending()]:
             self.activity(f"{len(wanted)} tokens")
             places = [Place(i, case.start + k + 1, total) for i, case, _, k, total in wanted]
-            for (_, _, search, k, _), tally in zip(wanted, rollouts.tallies(places), strict=True):
+            for (_, _, search, k, _), tally in zip(wanted, await rollouts.tallies(places), strict=True):
                 search.record(k, tally)
 
     def _case(self, index: int, problem: Problem, draft: SampledDraft, prompt: Tally) -> _Case:
@@ -293,6 +290,50 @@ def _groups(problems: Iterator[Problem], size: int) -> Iterator[tuple[range, lis
     while group := list(islice(problems, size)):
         yield range(start, start + len(group)), group
         start += len(group)
+
+
+def _missing(
+    groups: GroupFolder, numbered: Iterator[tuple[range, list[Problem]]], by_reference: bool
+) -> Iterator[tuple[range, list[Problem]]]:
+    """Yield the groups without rows, and check that finished rows belong to their problems."""
+    for group, problems in numbered:
+        _check_same_problems(groups, group, problems, by_reference)
+        if not groups.has(group):
+            yield group, problems
+
+
+def _label(
+    labeller: Labeller,
+    missing: Iterator[tuple[range, list[Problem]]],
+    groups: GroupFolder,
+    progress: BuildProgress,
+) -> None:
+    """Label and write the groups. With servers, groups overlap, so that none waits for another's last rollout."""
+
+    async def work() -> None:
+        for group, problems in missing:
+            rows = await labeller.label(problems)
+            groups.write(group, rows)
+            progress.advance(groups.n_problems, len(rows), labeller.rollouts)
+
+    at_once = max(writer.groups_at_once for writer in labeller.writers.values())
+    if at_once == 1:
+        without_waiting(work())
+        return
+
+    async def overlapping() -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(at_once):
+                    tasks.create_task(work())
+        finally:
+            for writer in labeller.writers.values():
+                await writer.close()
+
+    try:
+        asyncio.run(overlapping())
+    except ExceptionGroup as failures:  # the first failure cancelled the other groups
+        raise failures.exceptions[0] from None
 
 
 def _check_same_problems(groups: GroupFolder, group: range, problems: Sequence[Problem], by_reference: bool) -> None:

@@ -92,7 +92,7 @@ class BuildConfig:
             "choices": ["ids", "text"],
         },
     )
-    concurrency: int = field(default=64, metadata={"help": "Requests in flight."})
+    concurrency: int = field(default=64, metadata={"help": "Requests in flight per server and model."})
     request_timeout: float = field(default=600.0, metadata={"help": "Timeout of one request in seconds."})
     retries: int = field(default=5, metadata={"help": "Retries of a failed request; status 429 is a failure."})
     max_outage: float = field(default=900.0, metadata={"help": "Seconds to wait while no server is available."})

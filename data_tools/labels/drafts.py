@@ -57,7 +57,7 @@ class DraftSampler:
         end_ids = self.draft.eos_ids | target.eos_ids if self.shares_tokens else self.draft.eos_ids
         self.decoder = draft.decoder(end_ids)
 
-    def sample(self, problems: Sequence[Problem]) -> list[list[SampledDraft]]:
+    async def sample(self, problems: Sequence[Problem]) -> list[list[SampledDraft]]:
         """Return the distinct, non-empty drafts of each problem, in the order of `settings`.
 
         Raises:
@@ -74,7 +74,7 @@ class DraftSampler:
                 sampling = Sampling(setting.temperature, setting.top_p, setting.top_k, seed)
                 rows.append(Row(i, len(prompt), room, sampling))
         drafts: list[list[SampledDraft]] = [[] for _ in problems]
-        for row, written in zip(rows, self.decoder.decode(contexts, rows), strict=True):
+        for row, written in zip(rows, await self.decoder.write(contexts, rows), strict=True):
             ids, finished = self._in_target_tokens(written, target_room[row.context])
             if ids and all(ids != other.ids for other in drafts[row.context]):
                 drafts[row.context].append(SampledDraft(ids, finished, row.sampling))
@@ -107,7 +107,7 @@ class AnswerSampler:
     def __init__(self, engine: ParseEngine, thresholds: Sequence[float], max_new_tokens: int) -> None:
         self.engine, self.thresholds, self.max_new_tokens = engine, thresholds or [engine.threshold], max_new_tokens
 
-    def sample(self, problems: Sequence[Problem]) -> list[list[SampledDraft]]:
+    async def sample(self, problems: Sequence[Problem]) -> list[list[SampledDraft]]:
         """Return the distinct, non-empty answers to each problem."""
         return [self._answers(problem) for problem in problems]
 

@@ -31,7 +31,7 @@ class Place:
 class PrefixRollouts:
     """Rollouts for the drafts of one group of problems, each decoded at most once.
 
-    Prompts are prefilled once, and so are the drafts after them. Equal prefixes of different drafts share rollouts.
+    Call `begin` first. Prompts are prefilled once, and so are the drafts after them. Equal prefixes share rollouts.
     A greedy rollout also serves every longer prefix on its path.
 
     Args:
@@ -71,7 +71,13 @@ class PrefixRollouts:
         self._paths: list[list[tuple[int, list[int], bool]]] = [[] for _ in self.problems]
         self._prompts = decoder.prefill([render(target, problem) for problem in self.problems])
         self._contexts = self._prompts
-        written = self._decode({(i, ()): (i, len(ids), from_prompt) for i, ids in enumerate(self._prompts.ids)})
+        self._from_prompt = from_prompt
+        self.prompts: list[Tally] = []
+
+    async def begin(self) -> None:
+        """Decode the rollouts from the bare prompts, and set `problems` and `prompts`."""
+        target, task, n = self.target, self.task, self._from_prompt
+        written = await self._decode({(i, ()): (i, len(ids), n) for i, ids in enumerate(self._prompts.ids)})
         if isinstance(task, OwnAnswers):
             texts: list[list[str]] = [[] for _ in self.problems]
             for (i, _), answer in written:
@@ -79,7 +85,7 @@ class PrefixRollouts:
                     texts[i].append(text)
             self.problems = [task.with_reference(*one) for one in zip(self.problems, texts, strict=True)]
         self._check(written)
-        self.prompts = [self._tally((i, ()), from_prompt) for i in range(len(self.problems))]
+        self.prompts = [self._tally((i, ()), n) for i in range(len(self.problems))]
 
     def add_drafts(self, drafts: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Prefill the drafts for `tallies`: (index of the problem, token ids up to the longest prefix)."""
@@ -88,7 +94,7 @@ class PrefixRollouts:
             self._prompts, [problem for problem, _ in self._drafts], [ids for _, ids in self._drafts]
         )
 
-    def tallies(self, places: Sequence[Place]) -> list[Tally]:
+    async def tallies(self, places: Sequence[Place]) -> list[Tally]:
         """Count the first `rollouts` rollouts from each prefix, and decode the missing rollouts."""
         keys = [self._key(place) for place in places]
         missing: dict[_Prefix, tuple[int, int, int]] = {}
@@ -97,7 +103,7 @@ class PrefixRollouts:
             most = missing[key][2] if key in missing else known
             if place.rollouts > most and not self._on_known_path(key):
                 missing[key] = (place.draft, len(self._prompts.ids[key[0]]) + place.length, place.rollouts)
-        self._check(self._decode(missing))
+        self._check(await self._decode(missing))
         return [self._tally(key, place.rollouts) for place, key in zip(places, keys, strict=True)]
 
     def _key(self, place: Place) -> _Prefix:
@@ -117,7 +123,7 @@ class PrefixRollouts:
                 return True
         return False
 
-    def _decode(self, wanted: Mapping[_Prefix, tuple[int, int, int]]) -> list[tuple[_Prefix, list[int]]]:
+    async def _decode(self, wanted: Mapping[_Prefix, tuple[int, int, int]]) -> list[tuple[_Prefix, list[int]]]:
         """Decode missing rollouts of prefixes: {prefix: (context, its length in context tokens, total rollouts)}.
 
         Return each prefix with an answer, the tokens of prefix and rollout."""
@@ -130,7 +136,7 @@ class PrefixRollouts:
                 sampling = Sampling(self.sampling.temperature, self.sampling.top_p, self.sampling.top_k, seed)
                 rows.append(Row(context, length, room, sampling))
                 owners.append(key)
-        written = self.decoder.decode(self._contexts, rows)
+        written = await self.decoder.write(self._contexts, rows)
         self.rollouts += len(rows)
         return [(key, [*key[1], *ids]) for key, ids in zip(owners, written, strict=True)]
 

@@ -11,7 +11,7 @@ class Carried:
     """A judge's state after the answer's first `tokens` tokens. Later tokens of the answer are the target's own.
 
     Attributes:
-        doubt: logsumexp of the doubt about the accepted draft tokens.
+        doubt: pooled doubt about the accepted draft tokens.
         memory: recurrent state of a `LogprobHead`; empty at the answer's start, and for other heads.
         usual: whether the drafts are like those of the training (`UsualDrafts`); None: not known yet.
         seen: what `UsualDrafts.look` remembers.

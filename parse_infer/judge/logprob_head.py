@@ -1,6 +1,6 @@
 """A validity head on log-probabilities: a small causal network that any engine's output can feed.
 
-    validity = sigmoid(b − logsumexp of the doubt about each draft token)
+    validity = sigmoid(b − pooled doubt about each draft token)
 
 It needs no hidden states, no weights of the target and no plugin. A token that equals the target's first choice adds
 no doubt, because the target would have written the same.
@@ -32,12 +32,21 @@ class LogprobHeadConfig:
         width: size of the layers and of the recurrent state.
         text_size: size of a token's embedding; 0: the head knows flags of a token, and not its text.
         buckets: hash values of the byte n-grams.
+        sharpness: 1 adds up the doubt about all tokens, so long answers are doubted for their length; with a high
+            value only the most doubtful tokens count (`pool_doubt`).
     """
 
     k: int = 5
     width: int = 64
     text_size: int = 32
     buckets: int = 8192
+    sharpness: float = 1.0
+
+
+def pool_doubt(doubt: Tensor, sharpness: float) -> Tensor:
+    """Pool the doubt of tokens [..., T] over each prefix, [..., T], by logsumexp with a sharpness of at least 1
+    (Pinheiro and Collobert 2015, arXiv 1411.6228). n equal doubts pool to the doubt + log(n) / sharpness."""
+    return (sharpness * doubt).logcumsumexp(-1) / sharpness
 
 
 class LogprobHead(nn.Module):
@@ -150,7 +159,7 @@ class LogprobJudge:
         memory = torch.tensor([carried.memory], device=device) if carried.memory else None
         each, states = self.head(features[None], ids[None], first[None], self.texts, memory)
         each = each[0, len(own) :].masked_fill(found.is_greedy_choice.to(device), -torch.inf)
-        doubt = torch.cat([each.new_tensor([carried.doubt]), each]).logcumsumexp(0)[1:]
+        doubt = pool_doubt(torch.cat([each.new_tensor([carried.doubt]), each]), self.head.config.sharpness)[1:]
         usual, seen = carried.usual, carried.seen
         if self.usual is None:
             usual = True

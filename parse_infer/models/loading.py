@@ -279,9 +279,12 @@ class _Source:
 
     @property
     def shown(self) -> str:
-        """The name for messages, with the folder of the weights if it differs."""
-        other = isinstance(self.base, Path) and str(self.base) != self.name
-        return f"{self.name!r} (in {self.base})" if other else repr(self.name)
+        """The name for messages, with the place of the weights if it differs."""
+        if str(self.base) == self.name:
+            return repr(self.name)
+        if isinstance(self.base, Path):
+            return f"{self.name!r} (in {self.base})"
+        return f"{self.name!r} ({self.base}{'' if self.loras else '; see python -m tools.public_pair'})"
 
 
 def _open(name: str | Path) -> _Source:

@@ -28,6 +28,13 @@ class LogprobTrainingConfig(JudgeTrainingConfig):
         metadata={"help": "Size of a token's embedding; 0: the judge knows flags of a token, and not its text."},
     )
     buckets: int = field(default=8192, metadata={"help": "Hash values of the byte n-grams of tokens."})
+    sharpness: float = field(
+        default=1.0,
+        metadata={
+            "help": "1: doubt about all tokens adds up, so long answers are doubted for their length; the higher, the "
+            "more the most doubtful tokens count alone."
+        },
+    )
     noise: float = field(
         default=0.06,
         metadata={"help": "Largest noise of log-probabilities in training: bfloat16 logits near 20 step by 0.125."},
@@ -53,9 +60,11 @@ class LogprobTrainingConfig(JudgeTrainingConfig):
             if getattr(self, key) < 0:
                 raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 0")
 
+        if self.sharpness < 1:
+            raise ParseError(f"sharpness is {self.sharpness}; it must be at least 1")
         if self.certain_share > 1:
             raise ParseError(f"certain_share is {self.certain_share}; it must be at most 1")
 
     @property
     def head(self) -> LogprobHeadConfig:
-        return LogprobHeadConfig(self.k, self.width, self.text_size, self.buckets)
+        return LogprobHeadConfig(self.k, self.width, self.text_size, self.buckets, self.sharpness)

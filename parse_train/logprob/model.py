@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
-from parse_infer.judge.logprob_head import NO_DOUBT, LogprobHead
+from parse_infer.judge.logprob_head import NO_DOUBT, LogprobHead, pool_doubt
 from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts, certain_features
 
 
@@ -50,7 +50,7 @@ class LogprobModel(nn.Module):
             shown = is_choice & (torch.rand_like(own) < self.certain_share)
             features = torch.where(shown[..., None], certain_features(1, top.shape[-1]).to(features.device), features)
         each, _ = self.head(features, ids, first, self.texts)
-        doubt = each.masked_fill(is_choice, NO_DOUBT).logcumsumexp(-1)
+        doubt = pool_doubt(each.masked_fill(is_choice, NO_DOUBT), self.head.config.sharpness)
         return {"logits": self.head.bias - doubt.gather(-1, (cuts - 1).clamp_min(0))}
 
     def _noisy(self, own: Tensor, top: Tensor, is_choice: Tensor) -> tuple[Tensor, Tensor]:

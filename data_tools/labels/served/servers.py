@@ -105,12 +105,17 @@ class ReadRequest:
 class CompletionServers:
     """The replicas that `config` names for the role. The API key is the environment variable OPENAI_API_KEY.
 
-    `config.concurrency` bounds the requests in flight; only these requests are in memory.
+    `config.concurrency` bounds the requests in flight per replica; only these requests are in memory.
+
+    Attributes:
+        at_once: requests in flight, at most.
     """
 
     def __init__(self, config: BuildConfig, role: Role) -> None:
         self.urls = config.draft_base_url if role == "draft" and config.draft_base_url else config.base_url
         self._concurrency, self._max_outage = config.concurrency, config.max_outage
+        self.at_once = self._concurrency * len(self.urls)
+        self._slots = self._free_slots()
         key = os.environ.get("OPENAI_API_KEY") or None
         self._client = Client(key, config.request_timeout, "set the environment variable OPENAI_API_KEY")
         model = getattr(config, f"served_{role}") or getattr(config, role)
@@ -136,33 +141,39 @@ class CompletionServers:
             ValueError: a server is unusable; the message is one sentence.
         """
         self._pool.examine = partial(self._examine, Request(0, prompt, max_tokens=1))
-        asyncio.run(self._closing(self._pool.handshake()))
+        self._run(self._pool.handshake())
         return self._pool.identity.window
 
     def version(self) -> str | None:
         """Return the version that vLLM reports; None for other servers."""
         try:
             url = self.urls[0].removesuffix("/v1").rstrip("/")
-            return str(asyncio.run(self._closing(self._client.get(f"{url}/version")))["version"])
+            return str(self._run(self._client.get(f"{url}/version"))["version"])
         except (OSError, ValueError, LookupError, TypeError):
             return None
 
     def read(self, requests: Iterable[ReadRequest]) -> list[TokenLogprobs]:
         """Send the requests, and return the log-probabilities in the same order. Raises as `complete` does."""
-        return self._all(requests)
+        return self._run(self._all(requests))
 
-    def complete(self, requests: Iterable[Request]) -> list[Answer]:
+    async def complete(self, requests: Iterable[Request]) -> list[Answer]:
         """Send the requests in order, and return the answers in the same order.
 
         Raises:
             ConnectionError: the servers have been unavailable for more than `max_outage` seconds.
             ValueError: a server rejected a request, or a request failed too often.
         """
-        return self._all(requests)
+        return await self._all(requests)
 
-    def _all(self, requests: Iterable[Any]) -> list[Any]:
+    async def close(self) -> None:
+        """Release what is bound to this event loop; the next call may run in another."""
+        self._pool.close()
+        self._slots = self._free_slots()
+        await self._client.close()
+
+    async def _all(self, requests: Iterable[Any]) -> list[Any]:
         try:
-            return asyncio.run(self._closing(self._complete(requests)))
+            return await self._send(requests)
         except Failing as error:
             raise ParseError(f"{error}: repair the server, or raise retries; {_RESUME_HINT}") from None
         except Unavailable as error:
@@ -172,29 +183,37 @@ class CompletionServers:
         except RequestRejected as error:
             raise ParseError(f"{error}; {_RESUME_HINT}") from None
 
-    async def _complete(self, requests: Iterable[Any]) -> list[Any]:
+    async def _send(self, requests: Iterable[Any]) -> list[Any]:
         answers: dict[int, Any] = {}
         waiting = enumerate(requests)
 
         async def work() -> None:
             for number, request in waiting:
-                with self._pool.acquire(home=request.home) as lease:
-                    answers[number] = await self._pool.ask(request.body(), lease, read=request.read)
+                async with self._slots[request.home % len(self._slots)]:
+                    with self._pool.acquire(home=request.home) as lease:
+                        answers[number] = await self._pool.ask(request.body(), lease, read=request.read)
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(self._concurrency):
+                for _ in range(self.at_once):
                     group.create_task(work())
         except ExceptionGroup as failures:  # the first failure cancelled the other tasks
             raise failures.exceptions[0] from None
         return [answers[number] for number in range(len(answers))]
 
-    async def _closing(self, work: Coroutine[Any, Any, T]) -> T:
-        try:
-            return await work
-        finally:  # the next call has another event loop
-            self._pool.close()
-            await self._client.close()
+    def _free_slots(self) -> list[asyncio.Semaphore]:
+        return [asyncio.Semaphore(self._concurrency) for _ in self.urls]
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` in an event loop of its own."""
+
+        async def closing() -> T:
+            try:
+                return await work
+            finally:
+                await self.close()
+
+        return asyncio.run(closing())
 
     async def _examine(self, request: Request, server: Server) -> None:
         """Raise ValueError if the server does not continue the prompt of the request."""

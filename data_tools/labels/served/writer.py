@@ -37,6 +37,8 @@ class ServedWriter:
             template_options=config.template_options,
         )
         self.config, self.servers = config, CompletionServers(config, role)
+        # While some groups wait for their last rollouts, others fill the servers.
+        self.groups_at_once = 2 + 2 * self.servers.at_once // config.problems_per_group
         window = self.servers.check(self.prompt(model.render("What is 3 + 4?")))
         if 0 < window < model.window:
             # A rollout cut short by the window would count as wrong.
@@ -62,6 +64,9 @@ class ServedWriter:
 
     def describe_reads(self) -> dict[str, Any]:
         return {"engine": "openai", "version": self.servers.version(), "dtype": None, "quantization": None}
+
+    async def close(self) -> None:
+        await self.servers.close()
 
     def prompt(self, ids: list[int]) -> list[int] | str:
         """Return the request's prompt for these tokens."""
@@ -100,7 +105,7 @@ class ServedDecoder:
         ids = [[*contexts.ids[parent], *suffix] for parent, suffix in zip(parents, suffixes, strict=True)]
         return ServedContexts(ids, None, [contexts.prompts[parent] for parent in parents])
 
-    def decode(self, contexts: Contexts, rows: Sequence[Row]) -> list[list[int]]:
+    async def write(self, contexts: Contexts, rows: Sequence[Row]) -> list[list[int]]:
         """Return the new tokens of every row, end token included. A row without end token has `max_new_tokens`.
 
         Raises:
@@ -108,7 +113,7 @@ class ServedDecoder:
         """
         assert isinstance(contexts, ServedContexts)
         order = [i for i in prefix_order(contexts, rows) if rows[i].max_new_tokens > 0]
-        answers = self.writer.servers.complete(self._requests(contexts, [rows[i] for i in order]))
+        answers = await self.writer.servers.complete(self._requests(contexts, [rows[i] for i in order]))
         written: list[list[int]] = [[] for _ in rows]
         for i, answer in zip(order, answers, strict=True):
             written[i] = self._tokens(answer, rows[i].max_new_tokens)

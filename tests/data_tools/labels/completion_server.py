@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ class CompletionServer:
         pause: seconds that every completion takes at least.
         asked: bodies of all completions, in the order they arrived.
         answered: how many were answered.
-        most: how many were in work at a time.
+        most: how many of one model were in work at a time.
     """
 
     models: Mapping[str, LanguageModel]
@@ -48,7 +49,8 @@ class CompletionServer:
     most: int = 0
 
     def __post_init__(self) -> None:
-        self._port, self._working = 0, 0
+        self._port = 0
+        self._working: Counter[str] = Counter()
         self._lock, self._decoding = threading.Lock(), threading.Lock()
         self._http: ThreadingHTTPServer | None = None
         self._connections: set[socket.socket] = set()
@@ -126,13 +128,13 @@ class CompletionServer:
         with self._lock:
             number = len(self.asked)
             self.asked.append(body)
-            self._working += 1
-            self.most = max(self.most, self._working)
+            self._working[body["model"]] += 1
+            self.most = max(self.most, *self._working.values())
         try:
             time.sleep(self.pause)
         finally:  # before the answer, after which the client may ask again at once
             with self._lock:
-                self._working -= 1
+                self._working[body["model"]] -= 1
         self._answer(http, body, self.fault(number))
 
     def _answer(self, http: BaseHTTPRequestHandler, body: dict[str, Any], fault: Fault) -> None:

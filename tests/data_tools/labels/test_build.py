@@ -22,7 +22,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from data_tools.cli import main
-from data_tools.labels.backends import LocalWriter
+from data_tools.labels.backends import LocalWriter, without_waiting
 from data_tools.labels.build import Labeller, build
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.card import write_card
@@ -274,7 +274,8 @@ def test_messages_and_a_draft_with_another_tokenizer(
     path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     config = make_config(task_options={"path": str(path), "check_with": "regex"}, temperatures=[1.0])
     task = load_task(config.task, **config.task_options)
-    rows = Labeller(config, task, LocalWriter(target, 8), LocalWriter(draft, 8)).label(list(task.problems("train")))
+    labeller = Labeller(config, task, LocalWriter(target, 8), LocalWriter(draft, 8))
+    rows = without_waiting(labeller.label(list(task.problems("train"))))
     assert any(row["finished"] for row in rows)
     for row in rows:
         text = "".join(row["completions"])

@@ -186,7 +186,8 @@ def test_a_build_without_its_server_ends_in_one_sentence_and_is_continued(
     make: Make, make_config: Make, serve: Serve
 ) -> None:
     server = serve()
-    config = make("served", server, limit=8, problems_per_group=2, max_outage=0.2)
+    groups: dict[str, Any] = {"limit": 12, "problems_per_group": 2, "concurrency": 1}  # three overlap
+    config = make("served", server, max_outage=0.2, **groups)
 
     def after_a_group(number: int) -> Fault:
         if list(Path(config.output_dir, "data").glob("*.jsonl")):
@@ -197,7 +198,7 @@ def test_a_build_without_its_server_ends_in_one_sentence_and_is_continued(
     gone = r"no target server answers: http\S* does not answer: .* waited max_outage, 0.2 s: restart the"
     with pytest.raises(ConnectionError, match=gone):
         build(config)
-    assert list(files(config.output_dir)) == ["train-000000-000002.jsonl"]
+    assert 0 < len(files(config.output_dir)) < 6
     checked = len(server.asked) + 2
     server.start().fault = lambda number: "status 500" if number >= checked else None
     config.retries = 0
@@ -208,7 +209,7 @@ def test_a_build_without_its_server_ends_in_one_sentence_and_is_continued(
         build(config)
     server.fault = lambda number: None
     build(config)
-    build(local := make_config("local", limit=8, problems_per_group=2))
+    build(local := make_config("local", **groups))
     assert files(config.output_dir) == files(local.output_dir)
 
 
@@ -216,7 +217,8 @@ def test_a_killed_build_behind_a_server_continues_as_if_nothing_had_happened(
     make: Make, make_config: Make, serve: Serve
 ) -> None:
     server = serve()
-    config = make("killed", server, limit=10, problems_per_group=2)
+    groups: dict[str, Any] = {"limit": 12, "problems_per_group": 2, "concurrency": 1}  # three overlap
+    config = make("killed", server, **groups)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     process = subprocess.Popen([sys.executable, "-c", _RUN, json.dumps(asdict(config))], env=environment)
     data = Path(config.output_dir, "data")
@@ -226,9 +228,9 @@ def test_a_killed_build_behind_a_server_continues_as_if_nothing_had_happened(
     finally:
         process.kill()
     assert process.wait() == -signal.SIGKILL
-    assert 2 <= len(list(data.glob("*.jsonl"))) < 5
+    assert 2 <= len(list(data.glob("*.jsonl"))) < 6
     build(config)
-    build(local := make_config("local", limit=10, problems_per_group=2))
+    build(local := make_config("local", **groups))
     assert files(config.output_dir) == files(local.output_dir)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -11,7 +12,7 @@ from parse_infer.judge import token_logprobs
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import Segmenter
-from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig, LogprobJudge
+from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig, LogprobJudge, pool_doubt
 from parse_infer.judge.token_logprobs import (
     TokenLogprobs,
     TokenTexts,
@@ -73,6 +74,35 @@ def test_untrained_the_doubt_is_the_gap_to_the_first_choice(tokenizer, found):
     gap = found.top[:, 0] - found.own - 3
     expected = gap.masked_fill(found.is_greedy_choice, -torch.inf).logcumsumexp(0)
     assert judge.score(found, Carried()).doubt.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_a_sharp_judge_does_not_doubt_an_answer_for_its_length(tokenizer):
+    """2,000 alike tokens, half of them not the target's first choice, in blocks of 8: as valid as 200 of them."""
+
+    def alike(n: int) -> TokenLogprobs:
+        top = torch.tensor([[-0.2, -3.0, -4.0]] * n)
+        return TokenLogprobs(torch.tensor([12, 13] * (n // 2)), top[:, 0] - 0.1, torch.tensor([[13, 1, 2]] * n), top)
+
+    lost = {}
+    for sharpness in (1.0, 8.0):
+        judge = LogprobJudge(LogprobHead(LogprobHeadConfig(k=3, sharpness=sharpness)), TokenTexts(tokenizer, (), 8192))
+        carried, logits = Carried(), []
+        for start in range(0, 2000, 8):
+            scores = judge.score(alike(8), carried)
+            logits += scores.logits.tolist()
+            carried = scores.carried(start + 8, 8)
+        whole = judge.score(alike(2000), Carried()).logits
+        assert logits == pytest.approx(whole.tolist(), abs=1e-4)
+        assert (whole.diff() <= 1e-6).all(), "a longer prefix is more valid"
+        lost[sharpness] = logits[199] - logits[-1]
+    assert lost == pytest.approx({1.0: math.log(10), 8.0: math.log(10) / 8}, abs=0.02)
+
+
+def test_pooled_doubt_lies_between_the_highest_doubt_and_the_sum():
+    doubt = torch.tensor([[-3.0, -30.0, 1.0, 1.0, -2.0]])
+    assert pool_doubt(doubt, 1.0).exp().tolist() == [pytest.approx(doubt.exp().cumsum(-1)[0].tolist(), rel=1e-5)]
+    sharp = pool_doubt(doubt, 50.0)
+    torch.testing.assert_close(sharp, doubt.cummax(-1).values, atol=0.02, rtol=0)
 
 
 def test_the_targets_own_tokens_add_no_doubt_and_are_remembered(model, tokenizer, random_adapter, found):
