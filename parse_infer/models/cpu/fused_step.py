@@ -1,7 +1,8 @@
-"""Fused one-token step for small models on a CPU.
+"""Fused one-token step for small models on a CPU, and for models with 8-bit layers.
 
 Function calls take a third of a small model's step. The fused step merges products of the same input into one and
-folds norm weights into them. It copies the weights, so it is for small models only.
+folds norm weights into them. It copies the weights, so it is for small models only; 8-bit layers stay as they are and
+share rounded inputs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers.cache_utils import Cache
 
+from parse_infer.models.cpu.int8_linear import Int8Linear, JoinedInt8
 from parse_infer.models.cpu.prepacked_linear import PrepackedLinear
 
 LARGEST = 64 * 2**20  # bytes of linear weights; in larger models the matrix products dominate
@@ -56,14 +58,16 @@ class FusedStep:
     def of(cls, layers: Sequence[Any], norm: Any, config: Any, head_size: int) -> FusedStep | None:
         """Create a step from the parts of the layers (`fast_backbone`) and the last norm; None if unsupported."""
         linears = [linear for layer in layers for linear in layer.linears]
-        if not all(type(m) in (nn.Linear, PrepackedLinear) and not is_hooked(m) for m in linears):
+        in_8_bits = all(type(m) is Int8Linear for m in linears)
+        known = in_8_bits or all(type(m) in (nn.Linear, PrepackedLinear) for m in linears)
+        if not known or any(is_hooked(m) for m in linears):
             return None
         norms = [norm, *(each for layer in layers for each in (layer.before, layer.between))]
         if any(each.weight.dtype != torch.float32 or each.weight.device.type != "cpu" for each in norms):
             return None
         if any(x.query_norm is not None or x.gate.bias is not None or x.up.bias is not None for x in layers):
             return None
-        large = sum(m.in_features * m.out_features for m in linears) * 4 > LARGEST
+        large = not in_8_bits and sum(m.in_features * m.out_features for m in linears) * 4 > LARGEST
         if large or len({each.variance_epsilon for each in norms}) > 1:
             return None
         return cls(layers, norm, config, head_size)
@@ -116,6 +120,15 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 def _fused(layer: Any) -> _Layer:
     readers = (layer.query, layer.key, layer.value)
+    if isinstance(layer.query, Int8Linear):
+        return _Layer(
+            JoinedInt8(readers, layer.before.weight.detach()),
+            JoinedInt8([layer.output]),
+            JoinedInt8([layer.gate, layer.up], layer.between.weight.detach()),
+            JoinedInt8([layer.down]),
+            layer.activation,
+            layer.attention.scaling,
+        )
     prepacked = isinstance(layer.query, PrepackedLinear)
     attention = torch.cat([reader.weight for reader in readers]) * layer.before.weight
     bias = torch.cat([reader.bias for reader in readers]) if layer.query.bias is not None else None

@@ -8,8 +8,9 @@ from torch import nn
 
 from parse_infer import ParseEngine
 from parse_infer.errors import ModelError
-from parse_infer.models.cpu.int8_linear import Int8Linear
+from parse_infer.models.cpu.int8_linear import Int8Linear, JoinedInt8
 from parse_infer.models.cpu.prepacked_linear import n_parameters
+from parse_infer.models.growing_kv_cache import new_cache
 from parse_infer.models.loading import load_language_model
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
@@ -26,6 +27,28 @@ def test_a_layer_is_close_and_the_tokens_beside_change_nothing(bias):
         assert ((whole - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 0.03
         alone = torch.cat([rounded(x[:, i : i + 1]) for i in range(40)], dim=1)
     torch.testing.assert_close(whole, alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_joined_layers_are_the_layers(bias):
+    torch.manual_seed(0)
+    layers = [Int8Linear(nn.Linear(96, n, bias=bias)) for n in (64, 16, 16)]
+    x, scale = torch.randn(3, 96), torch.rand(96)
+    with torch.inference_mode():
+        expected = torch.cat([layer(x * scale) for layer in layers], dim=1)
+        assert torch.equal(JoinedInt8(layers, scale)(x), expected)
+
+
+def test_the_fused_step_is_the_models_own():
+    model = load_language_model("zoo:draft", role="draft", dtype="int8")
+    fast, prompt = model.decoder.fast, model.render("How many pens are in 7 boxes of 12 pens?")
+    assert fast is not None and fast.steps_rows
+    ids, cache = torch.tensor([prompt]), new_cache()
+    with torch.inference_mode():
+        steps = [fast(ids[:, i : i + 1], ids.new_tensor([[i]]), cache, None, {}) for i in range(len(prompt))]
+        own = model.model.model(ids).last_hidden_state
+    difference = (torch.cat(steps, dim=1) - own).norm(dim=-1) / own.norm(dim=-1)
+    assert difference.median() < 0.05, difference
 
 
 def test_a_draft_model_in_8_bits_writes_nearly_the_same_and_the_target_decides():
