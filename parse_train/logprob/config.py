@@ -21,6 +21,10 @@ class LogprobTrainingConfig(JudgeTrainingConfig):
         default_factory=list,
         metadata={"help": "Further builds with the same target to train on, such as one of PARSE's own answers."},
     )
+    start_from: str | None = field(
+        default=None,
+        metadata={"help": "Adapter of any pair whose head this training continues, where drafts are few."},
+    )
     k: int = field(default=5, metadata={"help": "Number of the target's first choices to read; at most as stored."})
     width: int = field(default=64, metadata={"help": "Size of the layers and of the recurrent state."})
     text_size: int = field(

@@ -14,12 +14,14 @@ from transformers import set_seed
 from data_tools.labels.logprobs import read_drafts, read_info
 from parse_infer.errors import ParseError
 from parse_infer.held_out import prompt_hash
-from parse_infer.judge.adapter import ValidityConfig
+from parse_infer.judge.adapter import ValidityConfig, read_head
+from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.logprob_head import LogprobHead
 from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.judge.usual_drafts import UsualDrafts
 from parse_infer.models.loading import load_served_model
+from parse_infer.models.names import resolve
 from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_train import checkpoints, tracking
 from parse_train.logprob.config import LogprobTrainingConfig
@@ -52,16 +54,37 @@ def main(config: LogprobTrainingConfig) -> None:
     train, evaluation, counts = load_datasets(config, config.k)
     served_drafts(config, evaluation)  # reject a wrong temperature before the training
     texts = TokenTexts(language.tokenizer, language.eos_ids, config.buckets)
-    model = LogprobModel(LogprobHead(config.head), texts, config.noise, config.certain_share)
+    head, learnt = first_head(config)
+    model = LogprobModel(head, texts, config.noise, config.certain_share)
     facts = describe(config, build, language, reads, usual_drafts(config, train), counts)
     start = begin(config, len(train), counts)
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=LogprobCollator())
     checkpoints.train(trainer, start)
-    learnt = {prompt_hash(example.prompt) for example in train.examples}
+    learnt |= {prompt_hash(example.prompt) for example in train.examples}
     finish(config, trainer, evaluation, facts, learnt)
     calibrate_requests(config, build)
     tracking.log_artifact(config, "model", f"{Path(str(config.output_dir)).name}-adapter", str(config.adapter_dir))
     tracking.finish()
+
+
+def first_head(config: LogprobTrainingConfig) -> tuple[LogprobHead, set[str]]:
+    """Return the head to train, and the problems that it has learnt from.
+
+    Raises:
+        ValueError, FileNotFoundError: `start_from` names no adapter on log-probabilities of these sizes.
+    """
+    if config.start_from is None:
+        return LogprobHead(config.head), set()
+    files = read_adapter(resolve(config.start_from))
+    facts = ValidityConfig.from_dict(files.validity_config)
+    if facts.logprobs is None:
+        raise ParseError(f"start_from {config.start_from} reads hidden states: name an adapter on log-probabilities")
+    for key in ("k", "width", "text_size", "buckets"):
+        if (size := facts.logprobs["head"][key]) != getattr(config, key):
+            raise ParseError(f"start_from {config.start_from} has {key} {size}, not {getattr(config, key)}: set {key}")
+    head = LogprobHead(config.head)
+    head.load_state_dict(read_head(config.start_from, facts, files.head).state_dict())
+    return head, set(files.train_problems)
 
 
 def usual_drafts(config: LogprobTrainingConfig, train: ValidityDataset) -> UsualDrafts:
@@ -80,7 +103,7 @@ def describe(
     counts: dict[str, int],
 ) -> ValidityConfig:
     """Return the metadata of the adapter folder."""
-    settings = ("noise", "certain_share", "learning_rate", "num_train_epochs", "seed")
+    settings = ("start_from", "noise", "certain_share", "learning_rate", "num_train_epochs", "seed")
     data = ", ".join((config.data, *config.more_data))
     provenance: dict[str, Any] = {"data": data, **counts, "template_options": config.template_options}
     provenance |= {name: getattr(config, name) for name in settings}

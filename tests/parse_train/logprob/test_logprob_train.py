@@ -86,6 +86,20 @@ def test_a_judge_is_trained_without_the_targets_weights(build, make_model, token
         assert found.validity == pytest.approx(judge.config.validity(logits).tolist(), abs=1e-4)
 
 
+def test_a_training_continues_another_adapters_head(build, tmp_path, capsys):
+    assert main([recipe(build, tmp_path / "first"), *OPTIONS]) == 0
+    first = tmp_path / "first" / "adapter"
+    assert main([recipe(build, tmp_path / "second", start_from=first, learning_rate=0.0), *OPTIONS]) == 0
+    target = load_language_model(build / "target", role="target", dtype="float32").model
+    one, two = (ValidityAdapter.from_pretrained(tmp_path / name / "adapter", target) for name in ("first", "second"))
+    for name, weight in one.head.state_dict().items():
+        assert torch.equal(weight, two.head.state_dict()[name]), name
+    assert two.train_problems >= one.train_problems and two.config.provenance["start_from"] == str(first)
+    capsys.readouterr()
+    assert main([recipe(build, tmp_path / "wide", start_from=first, width=32), *OPTIONS]) == 2
+    assert "has width 64, not 32: set width" in capsys.readouterr().err
+
+
 def test_reads_are_complete_and_continue_where_they_stopped(build, tmp_path):
     before = [draft.found.own.tolist() for draft in read_drafts(build / "build")]
     assert len(before) == 48 and all(value < 0 for row in before for value in row)
