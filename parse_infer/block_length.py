@@ -28,7 +28,8 @@ FIRST = 16  # tokens of the first block of a stream: the first text comes early,
 LONGEST = 256  # tokens; more saves too little to delay the first text
 _TOKENS = 1000  # survival counts cover about this many tokens of each class
 _READS = 50  # costs cover about this many blocks
-_PACES = 12  # the pace covers about this many, so that a change of the task shows soon
+_PACES = 12  # pace and severity cover about this many, so that a change of the task shows soon
+_USUAL = 2.0  # rejections of usual severity that count besides the measured ones
 REPLAYED = 32  # tokens of a block in a replay, where no length may depend on what was measured
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 512  # tokens that the target writes alone while drafts do not pay
 
@@ -117,6 +118,8 @@ class BlockLength:
 
     pause: int = 0
     _survival: list[_Share] = field(default_factory=lambda: [_Share(s, 1.0) for s in _prior()])
+    _rejected: float = _USUAL
+    _expected: float = _USUAL
     _draft: DecayedRate = field(default_factory=DecayedRate)
     _reads: _Line = field(default_factory=_Line)
     _pace: DecayedRate = field(default_factory=DecayedRate)
@@ -132,8 +135,9 @@ class BlockLength:
         return Costs(self._draft.rate, forward_s, read_s)
 
     def survival_of(self, confidence: float) -> float:
-        """Return the share of tokens of this confidence that survived."""
-        return self._survival[bisect_right(EDGES, confidence)].value
+        """Return the probability that a token of this confidence survives: the share that survived, at the severity of
+        the last blocks. A judge grows severe where an answer has used up its doubt, or where the task is hard."""
+        return self._survival[bisect_right(EDGES, confidence)].value ** (self._rejected / self._expected)
 
     def end_after(self, survival: float) -> bool:
         """Whether a block ends whose tokens all survive with this probability."""
@@ -155,9 +159,14 @@ class BlockLength:
             draft_s, read_s: seconds to draft and to read the block.
             read: tokens that the target read, uncached context included.
         """
+        was_rejected = rejected and accepted < len(confidences)
+        tried = [self._survival[bisect_right(EDGES, c)].value for c in confidences[: accepted + was_rejected]]
+        keep = 1 - 1 / _PACES
+        self._rejected = keep * self._rejected + (1 - keep) * _USUAL + was_rejected
+        self._expected = keep * self._expected + (1 - keep) * _USUAL - sum(map(math.log, tried))
         for confidence in confidences[:accepted]:
             self._survival[bisect_right(EDGES, confidence)].note(True)
-        if rejected and accepted < len(confidences):
+        if was_rejected:
             self._survival[bisect_right(EDGES, confidences[accepted])].note(False)
         self._draft.note(draft_s, len(confidences), _READS)
         self._reads.note(read, read_s)

@@ -130,6 +130,17 @@ def test_a_change_of_the_task_shows_soon():
     assert process.run(rule, 5000) <= 1.1 * best_pace(0.99, COSTS[0])
 
 
+@pytest.mark.parametrize("costs", COSTS)
+def test_a_judge_that_grows_severe_within_an_answer_shortens_the_blocks(costs):
+    """The draft model is as confident at the end of each answer as at its start, but less of it survives there."""
+    process, rule = Process(costs, {0.999: 0.99}), BlockLength()
+    best = (best_pace(0.99, costs) + min(best_pace(0.85, costs), process.alone_s)) / 2
+    for _ in range(150):
+        for process.survival_of[0.999] in (0.99, 0.85):
+            process.run(rule, 150)
+    assert process.seconds / process.tokens < 1.12 * best  # 1.14 without the severity of the last blocks
+
+
 def test_costs_are_those_of_the_blocks():
     process, rule = Process(COSTS[0], {0.3: 0.7, 0.99: 0.99}), BlockLength()
     assert rule.costs is None
