@@ -169,7 +169,8 @@ def test_a_server_that_is_killed_and_comes_back_loses_nothing_and_doubles_nothin
     assert labelled(config.output_dir) == labelled(local.output_dir)
     said = " ".join(capsys.readouterr().err.split())
     url = server.url.removesuffix("/v1")
-    assert said.count(f"{url} is unhealthy") == said.count(f"{url} is healthy again") == 2
+    # Target and draft model are there, and each notices a strike if it waits for an answer.
+    assert 2 <= said.count(f"{url} is healthy again") <= said.count(f"{url} is unhealthy") <= 4
 
 
 def test_another_replica_stands_in(make: Make, make_config: Make, serve: Serve) -> None:
@@ -195,7 +196,7 @@ def test_a_build_without_its_server_ends_in_one_sentence_and_is_continued(
         return None
 
     server.fault = after_a_group
-    gone = r"no target server answers: http\S* does not answer: .* waited max_outage, 0.2 s: restart the"
+    gone = r"no (target|draft) server answers: http\S* does not answer: .* waited max_outage, 0.2 s: restart the"
     with pytest.raises(ConnectionError, match=gone):
         build(config)
     assert 0 < len(files(config.output_dir)) < 6
