@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from random import Random
 
 import pytest
@@ -36,9 +37,18 @@ def _rows_are_those_of_the_local_decoder(urls: list[str]) -> None:
     assert writer.servers.check(prompts[0]) == language.window
     served = writer.decoder(language.eos_ids)
 
+    async def written(contexts, rows):
+        try:
+            return await served.write(contexts, rows)
+        finally:
+            await writer.close()
+
+    def decode(contexts, rows):
+        return asyncio.run(written(contexts, rows))
+
     def both(rows, suffixes):
-        parents = range(len(prompts))
-        return [d.decode(d.extend(d.prefill(prompts), parents, suffixes), rows) for d in (served, local)]
+        contexts = [d.extend(d.prefill(prompts), range(len(prompts)), suffixes) for d in (served, local)]
+        return decode(contexts[0], rows), local.decode(contexts[1], rows)
 
     whole, expected = both([Row(i, len(ids), 120) for i, ids in enumerate(prompts)], [[]] * len(prompts))
     assert whole == expected
@@ -54,6 +64,6 @@ def _rows_are_those_of_the_local_decoder(urls: list[str]) -> None:
 
     sampled = [Row(i, len(ids), 60, Sampling(0.8, seed=i)) for i, ids in enumerate(prompts)]
     contexts = served.prefill(prompts)
-    once = served.decode(contexts, sampled)
-    assert once == served.decode(contexts, sampled[::-1])[::-1]
-    assert once != served.decode(contexts, [Row(i, len(ids), 60) for i, ids in enumerate(prompts)])
+    once = decode(contexts, sampled)
+    assert once == decode(contexts, sampled[::-1])[::-1]
+    assert once != decode(contexts, [Row(i, len(ids), 60) for i, ids in enumerate(prompts)])
