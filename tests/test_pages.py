@@ -75,7 +75,9 @@ def run(words: list[str], room: Path, number: int) -> int:
         with mock.patch("parse_infer.serve.server.Server.run"):  # all but the serving
             return parse_infer([*words[1:], "--port", "0"])
     if words[0] == "parse-infer":
-        return parse_infer([*words[1:], *LESS.get(start, "").split()])
+        out = {"parse-infer calibrate": "calibration", "parse-infer bench": "bench"}.get(start)
+        place = ["--out", str(room / "runs" / out)] if out and "--out" not in words else []
+        return parse_infer([*words[1:], *place, *LESS.get(start, "").split()])
     if words[0] == "parse-data":
         if "recipes/real/data.yaml" in words:
             return 0  # its models are on the Hub; tests/data_tools reads the recipe
