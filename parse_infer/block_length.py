@@ -7,8 +7,9 @@ costs and how often draft tokens survive verification, and ends a block where on
 
 The left side is what the next token is expected to save: if all tokens before it survive, it gives a token of the
 answer, its own or the target's correction. This rule minimises the long-run time per token (marginal value theorem),
-because survival falls with each token. Survival depends on the draft model's confidence,
-as in SpecDec++ (arXiv 2405.19715); costs are measured while decoding, as in Nightjar (arXiv 2512.22420).
+because survival falls with each token. Survival depends on the draft model's confidence, as in SpecDec++ (arXiv
+2405.19715), and on the rejections in the last blocks. Costs are measured while decoding, as in Nightjar (arXiv
+2512.22420).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ FIRST = 16  # tokens of the first block of a stream: the first text comes early,
 LONGEST = 256  # tokens; more saves too little to delay the first text
 _TOKENS = 1000  # survival counts cover about this many tokens of each class
 _READS = 50  # costs cover about this many blocks
-_PACES = 12  # pace and severity cover about this many, so that a change of the task shows soon
-_USUAL = 2.0  # rejections of usual severity that count besides the measured ones
+_PACES = 12  # pace and recent rejections cover about this many blocks, so that a change of the task shows soon
+_USUAL = 2.0  # weight of the long-run rejection rate against recent rejections, in rejections
 REPLAYED = 32  # tokens of a block in a replay, where no length may depend on what was measured
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 512  # tokens that the target writes alone while drafts do not pay
 
@@ -135,8 +136,11 @@ class BlockLength:
         return Costs(self._draft.rate, forward_s, read_s)
 
     def survival_of(self, confidence: float) -> float:
-        """Return the probability that a token of this confidence survives: the share that survived, at the severity of
-        the last blocks. A judge grows severe where an answer has used up its doubt, or where the task is hard."""
+        """Return the probability that a token of this confidence survives.
+
+        The long-run share is raised to the ratio of recent rejections to expected rejections. Near its threshold, a
+        judge rejects more tokens of the same confidence than at the start of an answer.
+        """
         return self._survival[bisect_right(EDGES, confidence)].value ** (self._rejected / self._expected)
 
     def end_after(self, survival: float) -> bool:

@@ -15,10 +15,11 @@ from datasets import Dataset, Features, List, Value, load_dataset
 from rich.progress import track
 from torch import Tensor
 
-from data_tools.labels.backends import LocalWriter, without_waiting
+from data_tools.labels.backends import LocalWriter
 from data_tools.labels.drafts import DraftSampler, render
 from data_tools.labels.shards import GroupFolder, check_identity
 from data_tools.tasks.registry import load_task
+from parse_infer.loop import run_sync
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel
 from parse_infer.sampling import Sampling
@@ -87,7 +88,7 @@ def _answer(
     for group in track(missing, what, disable=not processes.is_main_process):
         rows = []
         asked = [problems[i] for i in group]
-        for problem, drafts in zip(asked, without_waiting(sampler.sample(asked)), strict=True):
+        for problem, drafts in zip(asked, run_sync(sampler.sample(asked)), strict=True):
             prompt = render(lm, problem)
             rows.append({"input_ids": prompt + (drafts[0].ids if drafts else []), "start": len(prompt)})
         answers.write(group, rows)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import transformers
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from data_tools.labels.build_config import BuildConfig
 
 Role = Literal["target", "draft"]
-T = TypeVar("T")
 
 
 class RowDecoder(Protocol):
@@ -40,7 +39,7 @@ class RowDecoder(Protocol):
 
 
 class LocalDecoder(BatchDecoder):
-    """A `BatchDecoder` as `RowDecoder`; its coroutine never waits (`without_waiting`)."""
+    """A `BatchDecoder` as `RowDecoder`; its coroutine never suspends, as `run_sync` requires."""
 
     async def write(self, contexts: Contexts, rows: Sequence[Row]) -> list[list[int]]:
         return self.decode(contexts, rows)
@@ -50,7 +49,7 @@ class Writer(Protocol):
     """A model and a factory of its decoders."""
 
     groups_at_once: int
-    """Groups of problems that share its time: 1 for a local model, more for a served one, whose coroutines wait."""
+    """Groups of problems to label concurrently: 1 for a local model, at least 2 for a served one."""
 
     @property
     def model(self) -> TokenizerSpec: ...
@@ -79,6 +78,8 @@ class LocalWriter:
 
     def __init__(self, model: LanguageModel, batch_size: int) -> None:
         self.model, self.batch_size = model, batch_size
+        # A CPU reads batches at half the speed.
+        self.read_batch = 1 if model.model.device.type == "cpu" else batch_size
 
     def decoder(self, end_ids: Collection[int]) -> LocalDecoder:
         return LocalDecoder(self.model.model, end_ids, self.batch_size, self.model.decoder.fast)
@@ -91,9 +92,8 @@ class LocalWriter:
         model, found = self.model.model, {}
         output, device = output_layer(model), model.device
         order = sorted(range(len(drafts)), key=lambda i: sum(map(len, drafts[i])))  # little padding
-        at_once = 1 if device.type == "cpu" else self.batch_size  # a CPU reads long batches at half the speed
-        for start in range(0, len(order), at_once):
-            some = order[start : start + at_once]
+        for start in range(0, len(order), self.read_batch):
+            some = order[start : start + self.read_batch]
             longest = max(sum(map(len, drafts[i])) for i in some)
             ids = torch.zeros(len(some), longest, dtype=torch.long)  # padding on the right, which no token sees
             for row, i in zip(ids, some, strict=True):
@@ -115,15 +115,6 @@ class LocalWriter:
 
     async def close(self) -> None:
         pass
-
-
-def without_waiting(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine over local models, without an event loop: an interrupt ends it at once."""
-    try:
-        work.send(None)
-    except StopIteration as done:
-        return cast(T, done.value)
-    raise RuntimeError("a local model waits for something")
 
 
 def load_writer(config: BuildConfig, role: Role) -> Writer:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from data_tools.labels.backends import LocalWriter, Writer, load_writer, without_waiting
+from data_tools.labels.backends import LocalWriter, Writer, load_writer
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.card import write_card
 from data_tools.labels.drafts import AnswerSampler, DraftSampler, SampledDraft, readable, segment_texts
@@ -31,6 +31,7 @@ from parse_infer.errors import ParseError
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.judge.cuts import Segmenter
+from parse_infer.loop import run_sync
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.names import resolve
 from parse_infer.sampling import seed_of
@@ -318,7 +319,7 @@ def _label(
 
     at_once = max(writer.groups_at_once for writer in labeller.writers.values())
     if at_once == 1:
-        without_waiting(work())
+        run_sync(work())  # without an event loop, an interrupt ends the work at once
         return
 
     async def overlapping() -> None:

@@ -131,14 +131,14 @@ def test_a_change_of_the_task_shows_soon():
 
 
 @pytest.mark.parametrize("costs", COSTS)
-def test_a_judge_that_grows_severe_within_an_answer_shortens_the_blocks(costs):
+def test_blocks_shorten_where_a_judge_rejects_more_within_an_answer(costs):
     """The draft model is as confident at the end of each answer as at its start, but less of it survives there."""
     process, rule = Process(costs, {0.999: 0.99}), BlockLength()
     best = (best_pace(0.99, costs) + min(best_pace(0.85, costs), process.alone_s)) / 2
     for _ in range(150):
         for process.survival_of[0.999] in (0.99, 0.85):
             process.run(rule, 150)
-    assert process.seconds / process.tokens < 1.12 * best  # 1.14 without the severity of the last blocks
+    assert process.seconds / process.tokens < 1.12 * best  # 1.14 without recent rejections
 
 
 def test_costs_are_those_of_the_blocks():

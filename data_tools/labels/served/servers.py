@@ -154,24 +154,15 @@ class CompletionServers:
 
     def read(self, requests: Iterable[ReadRequest]) -> list[TokenLogprobs]:
         """Send the requests, and return the log-probabilities in the same order. Raises as `complete` does."""
-        return self._run(self._all(requests))
+        return self._run(self.complete(requests))
 
-    async def complete(self, requests: Iterable[Request]) -> list[Answer]:
-        """Send the requests in order, and return the answers in the same order.
+    async def complete(self, requests: Iterable[Request | ReadRequest]) -> list[Any]:
+        """Send the requests in order, and return what they read from the responses, in the same order.
 
         Raises:
             ConnectionError: the servers have been unavailable for more than `max_outage` seconds.
             ValueError: a server rejected a request, or a request failed too often.
         """
-        return await self._all(requests)
-
-    async def close(self) -> None:
-        """Release what is bound to this event loop; the next call may run in another."""
-        self._pool.close()
-        self._slots = self._free_slots()
-        await self._client.close()
-
-    async def _all(self, requests: Iterable[Any]) -> list[Any]:
         try:
             return await self._send(requests)
         except Failing as error:
@@ -183,7 +174,13 @@ class CompletionServers:
         except RequestRejected as error:
             raise ParseError(f"{error}; {_RESUME_HINT}") from None
 
-    async def _send(self, requests: Iterable[Any]) -> list[Any]:
+    async def close(self) -> None:
+        """Release what is bound to this event loop; the next call may run in another."""
+        self._pool.close()
+        self._slots = self._free_slots()
+        await self._client.close()
+
+    async def _send(self, requests: Iterable[Request | ReadRequest]) -> list[Any]:
         answers: dict[int, Any] = {}
         waiting = enumerate(requests)
 

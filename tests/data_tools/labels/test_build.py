@@ -22,7 +22,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from data_tools.cli import main
-from data_tools.labels.backends import LocalWriter, without_waiting
+from data_tools.labels.backends import LocalWriter
 from data_tools.labels.build import Labeller, build
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.card import write_card
@@ -34,6 +34,7 @@ from data_tools.labels.summary import summarise
 from data_tools.recipe_parser import parse_recipe
 from data_tools.tasks.registry import load_task
 from parse_infer.judge.cuts import Segmenter
+from parse_infer.loop import run_sync
 from parse_infer.models.loading import LanguageModel, load_language_model
 from tests.parse_infer.language_models import word_tokenizer
 
@@ -275,7 +276,7 @@ def test_messages_and_a_draft_with_another_tokenizer(
     config = make_config(task_options={"path": str(path), "check_with": "regex"}, temperatures=[1.0])
     task = load_task(config.task, **config.task_options)
     labeller = Labeller(config, task, LocalWriter(target, 8), LocalWriter(draft, 8))
-    rows = without_waiting(labeller.label(list(task.problems("train"))))
+    rows = run_sync(labeller.label(list(task.problems("train"))))
     assert any(row["finished"] for row in rows)
     for row in rows:
         text = "".join(row["completions"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -81,7 +82,9 @@ def labelled(folder: str | Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED, {"exhaustive": True, "limit": 4}], ids=["greedy", "sampled", "all"])
-def test_the_rows_are_those_of_the_local_build(make: Make, make_config: Make, serve: Serve, options: Any) -> None:
+def test_the_rows_are_those_of_the_local_build(
+    make: Make, make_config: Make, serve: Serve, options: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     one, other = serve(), serve()
     local = make_config("local", **options)
     build(local)
@@ -89,6 +92,8 @@ def test_the_rows_are_those_of_the_local_build(make: Make, make_config: Make, se
     assert files(ids.output_dir) == files(local.output_dir)
     assert {body["model"] for body in one.asked} == {"target"}
     assert {body["model"] for body in other.asked} == {"draft"}
+    gc.collect()
+    assert "Unclosed" not in caplog.text
 
     before = len(one.asked)
     build(ids)  # nothing is left to do

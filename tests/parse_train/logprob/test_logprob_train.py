@@ -66,7 +66,7 @@ def test_a_judge_is_trained_without_the_targets_weights(build, make_model, token
     weights = build / "target" / "model.safetensors"
     hidden = weights.rename(tmp_path / "weights")
     try:
-        assert main([recipe(build, tmp_path / "out"), *OPTIONS]) == 0, capsys.readouterr().err
+        assert main([recipe(build, tmp_path / "out", sharpness=4), *OPTIONS]) == 0, capsys.readouterr().err
     finally:
         hidden.rename(weights)
     loaded = load_language_model(build / "target", role="target", dtype="float32")
@@ -113,9 +113,23 @@ def test_reads_are_complete_and_continue_where_they_stopped(build, tmp_path):
     add_logprobs(build / "build", lambda: pytest.fail("nothing is missing"), 3)
 
 
+def test_drafts_are_read_alike_in_batches_and_alone(build):
+    """On a GPU a batch is padded to its longest draft."""
+    model = load_language_model(build / "target", role="target", dtype="float32")
+    writer = LocalWriter(model, 5)
+    drafts = [(model.render(draft.row.prompt), draft.row.draft_ids) for draft in read_drafts(build / "build")]
+    assert len({len(draft) for _, draft in drafts}) > 1
+    alone = writer.read(drafts, 3)
+    writer.read_batch = 5
+    for one, batched in zip(alone, writer.read(drafts, 3), strict=True):
+        torch.testing.assert_close((one.own, one.top), (batched.own, batched.top), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--start_from", "nowhere/at/all"], "There is no folder 'nowhere/at/all'"),
+        (["--sharpness", "0.5"], "sharpness is 0.5; it must be at least 1"),
         (["--k", "4"], "stores 3 first choices per token: lower k"),
         (["--width", "0"], "width is 0; it must be at least 1"),
         (["--data", "nowhere"], "nowhere has no log-probabilities: run `parse-data build RECIPE --logprobs 5`"),
