@@ -126,6 +126,7 @@ for arguments in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 def test_the_base_installation_generates_and_names_the_extra_for_what_it_cannot_do(tmp_path: Path):
     (tmp_path / "problems.jsonl").write_text('{"prompt": "1 + 1?", "reference": "2"}')
     jsonl = ["--task", "jsonl", "--task-option", f"path={tmp_path}/problems.jsonl"]

@@ -24,7 +24,7 @@ def test_every_example_is_run_here() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(RUNS)
 
 
-SLOW = ("train", "calibrate")
+SLOW = ("train", "calibrate", "serve")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in RUNS])
@@ -32,7 +32,7 @@ def test_an_example_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options, printed = RUNS[name]
-    if name in SLOW:
+    if name in ("train", "calibrate"):
         options = [*options, "--out", str(tmp_path)]
     monkeypatch.chdir(EXAMPLES.parent)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])

@@ -123,11 +123,8 @@ def train(words: list[str], room: Path, number: int) -> int:
     return parse_train([recipe, *overrides, *places, *LESS[kind[1]].split()])
 
 
-# The README's commands run with every `make test`, those of the other pages with `-m slow`.
-SLOW_PAGES = [page if page.name == "README.md" else pytest.param(page, marks=pytest.mark.slow) for page in PAGES]
-
-
-@pytest.mark.parametrize("page", SLOW_PAGES, ids=lambda page: page.name)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_commands_of_a_page_run(
     page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def test_what_cannot_be_read_is_somebody_elses(tmp_path: Path) -> None:
             recipe_importer(str(path))
 
 
+@pytest.mark.slow
 def test_python_runs_a_recipe_and_its_arguments_arrive(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("recipe: validity\ntarget: x\n")

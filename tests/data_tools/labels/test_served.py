@@ -219,6 +219,7 @@ def test_a_build_without_its_server_ends_in_one_sentence_and_is_continued(
     assert files(config.output_dir) == files(local.output_dir)
 
 
+@pytest.mark.slow
 def test_a_killed_build_behind_a_server_continues_as_if_nothing_had_happened(
     make: Make, make_config: Make, serve: Serve
 ) -> None:

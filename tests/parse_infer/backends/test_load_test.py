@@ -25,6 +25,7 @@ class Problem:
     reference: str = ""
 
 
+@pytest.mark.slow
 def test_every_way_answers_at_every_load_and_a_second_run_measures_nothing_again(engine, connect, tmp_path):
     coordinator, (target,), _ = connect(engine)
     connected: list[tuple[bool, dict[str, object]]] = []

@@ -126,13 +126,13 @@ def test_a_part_that_is_remembered_counts_as_long_as_it_took(engine: ParseEngine
     plain = getattr(Verifier, part)
 
     def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(0.5)
+        time.sleep(0.2)
         return plain(*arguments, **options)
 
     monkeypatch.setattr(Verifier, part, slow)
     with Replay(engine) as replay:
         for _ in range(2):
-            assert replay.answer(PROMPTS[0], GenerationSettings(40, 1.1))[1] > 0.5
+            assert replay.answer(PROMPTS[0], GenerationSettings(16, 1.1))[1] > 0.2
 
 
 def test_only_greedy_answers_are_replayed(engine: ParseEngine):
@@ -193,7 +193,7 @@ def test_blocks_of_auto_are_timed_by_whole_answers(make_engine, make_model, rand
     engine = make_engine(noise=0.15)
     judge = random_adapter(engine.target.model, probe_ids=())
     engine = ParseEngine.from_models(engine.target, engine.draft, judge)
-    auto = replace(SETTINGS, blocks=("auto",), timed=2)
+    auto = replace(SETTINGS, blocks=("auto",), timed=2, risks=(0.5,))
     with Replay(engine) as replay:
         for threshold in (0.9, 0.5, 0.1):
             replay.answer(PROMPTS[0], auto.generation().override(threshold=threshold, block_tokens="auto"))
@@ -208,7 +208,7 @@ def test_blocks_of_auto_are_timed_by_whole_answers(make_engine, make_model, rand
     plain = ParseEngine.generate
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ParseEngine, "generate", generate)
-        found = run(engine, tmp_path / "auto", auto)
+        found = run(engine, tmp_path / "auto", auto, 6)
     records = [json.loads(line) for line in (tmp_path / "auto" / "records.jsonl").read_text().splitlines()]
     times = [set(row["seconds"][0]) for row in records[:2]]
     assert 2 + 2 <= sum(map(len, times)) <= len(asked) < 60, "one answer a text, and that which accepts nothing"

@@ -342,6 +342,7 @@ def folders(make_engine, random_adapter, tokenizer, tmp_path) -> list[str]:
     return [part for name in ("target", "draft", "adapter") for part in (f"--{name}", str(tmp_path / name))]
 
 
+@pytest.mark.slow
 def test_a_signal_under_load(folders):
     """The command itself: ready, asked, told to stop, gone within its time of grace."""
     arguments = ["serve", *folders, "--port", "0", "--grace", "1", "--served-model-name", "tiny", "--device", "cpu"]

@@ -223,6 +223,7 @@ def test_a_wrong_key_is_refused_before_anything_is_answered(change, message, tmp
     from parse_train.__main__ import main
 
     arguments = ["recipes/parallel.yaml", "--output_dir", str(tmp_path), "--answers", str(tmp_path / "answers")]
+    arguments += ["--n_problems", "8", "--n_eval_problems", "4"]
     assert main([*arguments, "--report_to", "none", *change]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "answers").exists()

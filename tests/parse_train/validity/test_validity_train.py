@@ -85,6 +85,7 @@ def test_without_a_probe_the_target_runs_in_the_first_epoch_only(
     assert set(learnt) < {prompt_hash(f"Sum {n}?") for n in range(16)}
 
 
+@pytest.mark.slow
 def test_labels_that_are_no_better_than_a_guess_teach_nothing(
     training_folder: Path, build_rows: list[dict[str, Any]], tmp_path: Path, write_jsonl: Callable[..., Path]
 ) -> None:

@@ -150,6 +150,7 @@ def test_muon_in_float32_takes_the_steps_of_bfloat16(monkeypatch: pytest.MonkeyP
     assert 0 < difference < 0.02, difference
 
 
+@pytest.mark.slow
 def test_a_tiny_run_from_the_recipe_saves_a_model_that_loads(tokenizer_folder, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     fields = yaml.safe_load(Path("recipes/zoo/draft.yaml").read_text())
