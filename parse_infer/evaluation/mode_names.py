@@ -4,8 +4,8 @@ A name begins with a key of `MODES`. These suffixes may follow:
 - sizes of "assisted": "assisted:tokens=8:confidence=0.3";
 - token proposers of the modes in `SPECULATING`: "target+draft:tokens=12", "parse+FOLDER", "parse+draft+lookup" (the
   second one is the draft model's);
-- a length of blocks or "adaptive" for PARSE: "parse:whole", "parse:32" (default: the benchmark's setting),
-  "parse:adaptive";
+- a length of blocks, "adaptive" or "stream" for PARSE: "parse:whole", "parse:32" (default: the benchmark's setting),
+  "parse:adaptive", "parse:stream";
 - the threshold of a sweep: "parse@0.5".
 """
 
@@ -31,6 +31,7 @@ MODES = {
 }
 SPECULATING = {"target": 1, "parse": 2}  # largest number of token proposers of a mode
 ADAPTIVE = "adaptive"
+STREAM = "stream"
 LENGTHS = ("auto", "whole")  # of blocks, besides numbers
 NO_DRAFTER = "none"  # parse+none: no token proposer for the target, except the rejected draft
 SPECULATION = "target+draft"
@@ -56,10 +57,15 @@ def is_adaptive(name: str) -> bool:
     return _variant(name) == ADAPTIVE
 
 
+def is_stream(name: str) -> bool:
+    """Whether the answer is streamed: its first block is short."""
+    return _variant(name) == STREAM
+
+
 def _variant(name: str) -> str:
     """The known suffix after ":" of a PARSE mode, or ""."""
     base, _, said = re.split("[@+]", name)[0].partition(":")
-    return said if base in SWEPT and (said in (*LENGTHS, ADAPTIVE) or (said.isdecimal() and int(said))) else ""
+    return said if base in SWEPT and (said in (*LENGTHS, ADAPTIVE, STREAM) or (said.isdecimal() and int(said))) else ""
 
 
 def drafters_of(name: str) -> list[str]:
@@ -84,7 +90,7 @@ def check_modes(names: Iterable[str]) -> tuple[str, ...]:
         if name.startswith("assisted:"):
             AssistantSettings.parse(name)
         elif drafters or base not in MODES:
-            known = [*MODES, *(f"{mode}:{variant}" for mode in SWEPT for variant in (*LENGTHS, ADAPTIVE))]
+            known = [*MODES, *(f"{mode}:{variant}" for mode in SWEPT for variant in (*LENGTHS, ADAPTIVE, STREAM))]
             raise ParseError(f"unknown mode {name!r}; {suggestion(name, known)}")
     if not chosen:
         raise ParseError(f"no mode to run; modes: {', '.join(MODES)}")

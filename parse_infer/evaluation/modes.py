@@ -25,9 +25,11 @@ from parse_infer.evaluation.mode_names import (
     check_modes,
     drafters_of,
     is_adaptive,
+    is_stream,
     needs,
 )
 from parse_infer.evaluation.records import Record
+from parse_infer.events import Done
 from parse_infer.held_out import HasPrompt
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.devices import wait_for
@@ -130,7 +132,7 @@ def make_modes(
                 variant = {"judge": judge, "threshold": zero_shot_threshold}
                 own = own.override(threshold=None)
             parse = _with_proposers(engine, *_proposers_of(engine, name), **variant)
-            modes.append(Mode(name, _with(parse.generate, own), parse))
+            modes.append(Mode(name, _streamed(parse, own) if is_stream(name) else _with(parse.generate, own), parse))
             for threshold in thresholds if name in SWEPT else ():
                 at = own.override(threshold=threshold)
                 sweep.append(Mode(f"{name}@{threshold}", _with(parse.generate, at), parse))
@@ -228,6 +230,15 @@ def _with_proposers(
         draft_drafter=load_token_drafter(draft_drafter, draft) if draft_drafter and draft is not None else None,
         cut_policy=policy,
     )
+
+
+def _streamed(engine: ParseEngine, settings: GenerationSettings) -> Answer:
+    def generate(prompt: Prompt) -> Generation:
+        *_, last = engine.stream(prompt, settings)
+        assert isinstance(last, Done)
+        return last.generation
+
+    return generate
 
 
 def _draft_alone(engine: ParseEngine, settings: GenerationSettings) -> Answer:

@@ -73,6 +73,7 @@ def bench(
       target+NAME       the target with the token proposer lookup, draft or the folder of a trained head
       parse:whole       PARSE with this --block-tokens; also parse:auto, parse:32
       parse:adaptive    PARSE; the target answers alone while measurements say that this is faster
+      parse:stream      PARSE, streamed: a short first block, so that the first text comes early
       parse+NAME        PARSE with this token proposer for the target; parse+none: without any
       parse+NAME+NAME   PARSE with token proposers for the target (first) and the draft model (second)
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from parse_infer.adaptive import MIN_SAMPLES
+from parse_infer.block_length import FIRST, BlockLength
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.assisted import AssistantSettings, in_target_vocabulary
 from parse_infer.evaluation.mode_names import DEFAULT_MODES, MODES, check_modes, describe
@@ -297,6 +298,18 @@ def test_a_mode_may_let_the_target_answer_alone(engine):
     found = [timed(engine, mode, PROBLEMS[0].prompt)[0].stats.rounds for _ in range(2 * MIN_SAMPLES)]
     assert found == [1] * MIN_SAMPLES + [0] * MIN_SAMPLES, "both ways are tried before they are compared"
     assert title(mode.name) == "**PARSE** (adaptive)" and describe(mode.name).endswith(", adaptive")
+
+
+def test_a_mode_may_stream(make_engine, random_adapter, monkeypatch):
+    """The same text, after a first block that is short."""
+    monkeypatch.setattr(BlockLength, "end_after", lambda length, survival: False)
+    base = make_engine(noise=0.0)
+    judge = random_adapter(base.target.model, probe_ids=())
+    engine = ParseEngine.from_models(base.target, base.draft, judge)
+    modes = make_modes(engine, ["parse", "parse:stream"], GenerationSettings(48, threshold=0.0))
+    whole, streamed = (timed(engine, mode, PROBLEMS[0].prompt)[0] for mode in modes)
+    assert streamed.token_ids == whole.token_ids and len(whole.token_ids) > 2 * FIRST
+    assert streamed.stats.rounds > whole.stats.rounds == 1
 
 
 @pytest.mark.parametrize(
