@@ -110,7 +110,8 @@ def test_services_of_compose_find_each_other(where: str):
     mounted = services["coordinator"]["volumes"][1]
     assert mounted["target"] == coordinator["adapter"] == "/adapter"
     adapter = (DEPLOY / mounted["source"]).resolve().relative_to(ROOT)
-    assert str(adapter) == ("zoo/parse_zoo/models/adapter" if where == "embedded" else "runs/qwen3-8b-0.6b/adapter")
+    adapters = {"embedded": "zoo/parse_zoo/models/adapter", "compose": "runs/qwen3-8b-0.6b-logprob/adapter"}
+    assert str(adapter) == adapters[where]
     assert "PARSE_API_KEY" in services["coordinator"]["environment"]
     assert services["coordinator"]["ports"] == [f"127.0.0.1:{coordinator['port']}:{coordinator['port']}"]
     assert int(services["coordinator"]["stop_grace_period"].rstrip("s")) > coordinator["grace"] + 2

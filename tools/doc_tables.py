@@ -59,7 +59,7 @@ _HEADLINE = (
     "against the target, points",
     "tokens/s",
     "speed-up",
-    "draft tokens kept, %",
+    "draft tokens accepted, %",
     "target forwards per answer",
 )
 _TOKENS = (

@@ -139,6 +139,7 @@ def model_card(config: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
     shown = ["", "## Figures", "", *(f"![{name}]({name}.png)" for name in figures)] if figures else []
     facts = {
         "target": f"{target['name']} ({target['model_type']}, {target['num_hidden_layers']} layers)",
+        "reads": "the target's log-probabilities" if config.get("logprobs") else "the target's hidden states",
         "probe": f"`{json.dumps(config['probe_text'], ensure_ascii=False)}`" if config["probe_ids"] else "none",
         "cuts": json.dumps(config.get("cut_policy", {})),
         "label": json.dumps(config.get("label", {}), ensure_ascii=False),
