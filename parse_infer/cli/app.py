@@ -1,4 +1,4 @@
-"""The command line: `parse-infer demo | generate | score | serve | bench | eval | calibrate | cost`.
+"""The command line: `parse-infer demo | generate | score | serve | bench | eval | calibrate | transfer | cost`.
 
 A user error prints `error: <sentence>` on standard error and exits with code 2.
 """
@@ -19,6 +19,7 @@ from parse_infer.cli.commands.eval import evaluate
 from parse_infer.cli.commands.generate import generate
 from parse_infer.cli.commands.score import score
 from parse_infer.cli.commands.serve import serve
+from parse_infer.cli.commands.transfer import transfer
 from parse_infer.cli.entry_point import APP_OPTIONS, run_app
 
 _EXAMPLES = """
@@ -35,7 +36,7 @@ app = typer.Typer(
     help=f"Speculative generation: a draft model writes, the target verifies every prefix in one pass.\n\n{_EXAMPLES}",
     **APP_OPTIONS,
 )
-for command in (demo, generate, score, serve, bench, calibrate, cost):
+for command in (demo, generate, score, serve, bench, calibrate, transfer, cost):
     app.command()(command)
 app.command("eval")(evaluate)
 

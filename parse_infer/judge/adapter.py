@@ -110,7 +110,7 @@ class ValidityConfig:
             sizes = {f.name for f in fields(LogprobHeadConfig)}
             if not (
                 sizes - {"sharpness"} <= set(read.get("head") or ()) <= sizes  # the first adapters have no sharpness
-                and len(known.get("ids", ())) > len(known.get("logprobs", ())) > 0
+                and len(known.get("ids", ())) > len(known.get("logprobs", ()))
             ):
                 raise ModelError("validity_config.json has incomplete logprobs: export the adapter again")
             try:
@@ -220,7 +220,7 @@ def check_target(adapter: str, expected: Mapping[str, Any], found: Mapping[str, 
     """Raise ValueError, naming both models, unless `found` is the model that the adapter was trained for.
 
     Args:
-        expected, found: results of `describe_target`; `found` may lack the fingerprint, which is then not compared.
+        expected, found: results of `describe_target`, or of `describe_config`, which has no weights to compare.
     """
     shape = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
     wrong = [key for key in shape if expected.get(key) != found[key]]
@@ -230,7 +230,8 @@ def check_target(adapter: str, expected: Mapping[str, Any], found: Mapping[str, 
             f"the adapter {adapter} was trained for the target {expected.get('name')!r} and does not fit "
             f"{found['name']!r}: it expects {differs}"
         )
-    if "fingerprint" in found and not same_weights(str(expected.get("fingerprint")), found["fingerprint"]):
+    weights = [facts.get("fingerprint") for facts in (expected, found)]
+    if None not in weights and not same_weights(*map(str, weights)):
         raise ModelError(
             f"the adapter {adapter} was trained for the target {expected.get('name')!r}; {found['name']!r} has the "
             "same shape but other weights: load the target it was trained on, or train an adapter for this one"

@@ -143,6 +143,7 @@ def test_where_the_judge_fails_the_target_answers(make_engine, connect, fault):
     assert found.token_ids == engine.generate_target(PROMPT, max_new_tokens=N).token_ids
 
 
+@pytest.mark.parametrize("transferred", [False, True])
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -152,8 +153,11 @@ def test_where_the_judge_fails_the_target_answers(make_engine, connect, fault):
         ("few", "log-probabilities per token"),
     ],
 )
-def test_a_server_that_cannot_supply_them_is_refused(make_engine, connect, fault, message):
-    coordinator, targets, _ = connect(make_engine())
+def test_a_server_that_cannot_supply_them_is_refused(make_engine, connect, fault, message, transferred):
+    engine = make_engine()
+    if transferred:  # such a judge knows no log-probabilities of its target
+        engine.backend.judge.config.logprobs["reference"]["logprobs"] = []
+    coordinator, targets, _ = connect(engine)
     targets[0].logprob_fault = fault
     with pytest.raises(ValueError, match=message) as error:
         coordinator.backend.run(coordinator.backend.handshake())

@@ -1,0 +1,34 @@
+"""`parse-infer transfer`: a judge for a pair without training."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def transfer(
+    adapter: Annotated[str, typer.Argument(help="Adapter on log-probabilities, trained for any other target.")],
+    target: Annotated[str, typer.Option(help="Hugging Face id, folder or GGUF file; no weights are loaded.")],
+    out: Annotated[str, typer.Option(metavar="DIR", help="Folder of the new adapter.")],
+) -> None:
+    """Write the judge of another pair as an adapter for your target, without labels and training.
+
+    It is weaker than one that learnt from your pair. Its threshold accepts nothing, which is lossless speculation,
+    until a calibration finds what your pair allows: with references, or with --loss disagreement without.
+
+    \b
+    Examples:
+      parse-infer transfer zoo:smollm2-adapter --target Qwen/Qwen3-8B --out runs/transferred
+      parse-infer calibrate --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/transferred --task gsm8k
+      parse-infer generate "…" --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/transferred --risk 0.05
+    """
+    from parse_infer.judge.transfer import transfer_adapter
+
+    folder = transfer_adapter(adapter, target, out)
+    console = Console(highlight=False)
+    console.print(f"Written: {folder}", soft_wrap=True)
+    console.print(
+        f"It accepts nothing yet: parse-infer calibrate --target {target} --draft … --adapter {folder}", soft_wrap=True
+    )

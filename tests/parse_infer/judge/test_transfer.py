@@ -1,0 +1,54 @@
+"""A judge on log-probabilities for another target, without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from parse_infer.cli.app import main
+from parse_infer.engine import ParseEngine
+from parse_infer.judge.adapter import ValidityAdapter
+from parse_infer.judge.transfer import transfer_adapter
+
+
+@pytest.fixture
+def qwen3(make_model, tokenizer, tmp_path: Path) -> Path:
+    make_model("qwen3", seed=3).save_pretrained(tmp_path / "qwen3")
+    tokenizer.save_pretrained(tmp_path / "qwen3")
+    return tmp_path / "qwen3"
+
+
+def test_a_judge_serves_another_target_and_accepts_nothing_before_a_calibration(
+    make_model, random_adapter, qwen3: Path, tmp_path: Path, capsys
+):
+    model = make_model("llama")
+    judge = random_adapter(model, logprobs=True)
+    judge.config.logprobs["usual"] = {"8": [[0.0] * 7, [0.0] * 7]}  # no draft is like that
+    own = judge.save_pretrained(tmp_path / "own")
+    with pytest.raises(ValueError, match="was trained for the target"):
+        ParseEngine.from_pretrained(qwen3, qwen3, own)
+    assert main(["transfer", str(own), "--target", str(qwen3), "--out", str(tmp_path / "new")]) == 0
+    assert "It accepts nothing yet: parse-infer calibrate" in capsys.readouterr().out
+    engine = ParseEngine.from_pretrained(qwen3, qwen3, tmp_path / "new", device="cpu", dtype="float32")
+    moved = engine.backend.judge
+    for name, weight in moved.head.state_dict().items():
+        assert torch.equal(weight, judge.head.state_dict()[name]), name
+    prompt = "Tom has 5 apples."
+    assert engine.threshold > 1 and moved.config.usual_drafts is None
+    alone = engine.generate_target(prompt, max_new_tokens=20)
+    assert engine.generate(prompt, max_new_tokens=20).token_ids == alone.token_ids
+    kept = engine.generate(prompt, max_new_tokens=20, threshold=0.0, block_tokens="whole")
+    assert kept.stats.accepted_tokens == 20 and kept.fallback is None
+    with pytest.raises(ValueError, match="was trained for the target"):
+        ValidityAdapter.from_pretrained(tmp_path / "new", model)
+
+
+def test_hidden_states_belong_to_one_target(make_model, random_adapter, qwen3: Path, tmp_path: Path):
+    own = random_adapter(make_model("llama")).save_pretrained(tmp_path / "own")
+    with pytest.raises(
+        ValueError, match=r"reads the hidden states of its target .* transfer one on log-probabilities"
+    ):
+        transfer_adapter(own, qwen3, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
