@@ -7,26 +7,31 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from data_tools.tasks.checkers import answer_line, same_answer
-from data_tools.tasks.task import Problem, Task
+from data_tools.tasks.task import Problem, Task, comparison
 
 
 class OwnAnswers:
     """Takes the problems of a task, and checks answers against the target's own.
 
     Args:
-        task: the source of the problems; its references and its checker are not used.
+        task: the source of the problems; its references are not used, and of its checks only `same_function`.
     """
 
     def __init__(self, task: Task) -> None:
-        self.name, self.problems = task.name, task.problems
+        self.name, self.problems, self._task = task.name, task.problems, task
 
     def check(self, problem: Problem, completion: str) -> bool:
-        return bool(problem.reference) and same_answer(problem.reference, completion)
+        same = comparison(self._task, problem) or same_answer
+        return bool(problem.reference) and same(problem.reference, completion)
 
     def with_reference(self, problem: Problem, answers: Sequence[str]) -> Problem:
         """Return the problem with the most frequent final answer of `answers` as its reference, the first in a tie.
 
-        Without answers the reference is empty, and every completion is wrong."""
-        lines = Counter(map(answer_line, answers))
-        votes = {one: sum(n for other, n in lines.items() if same_answer(one, other)) for one in lines}
-        return replace(problem, reference=max(votes, key=votes.__getitem__, default=""))
+        Without answers the reference is empty, and every completion is wrong. So it is where no answer equals itself,
+        as an answer without a function does not."""
+        own = comparison(self._task, problem)
+        same = own or same_answer
+        lines = Counter(answers if own else map(answer_line, answers))
+        votes = {one: sum(n for other, n in lines.items() if same(one, other)) for one in lines}
+        best = max(votes, key=votes.__getitem__, default="")
+        return replace(problem, reference=best if votes.get(best) else "")

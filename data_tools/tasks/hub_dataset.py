@@ -92,7 +92,8 @@ class HubDataset(RowTask):
         if split_of(prompt, sharing) != split:
             return None
         options, labels = self._options(row)
-        reference = "" if self.check_with == "none" else self._reference(row, where, labels)
+        missing = self.reference == "reference" and "reference" not in row and not self.needs_reference
+        reference = "" if missing or self.check_with == "none" else self._reference(row, where, labels)
         below = "".join(f"\n{chr(ord('A') + i)}) {option}" for i, option in enumerate(options)) + self.instruction
         if isinstance(prompt, str):
             prompt += below

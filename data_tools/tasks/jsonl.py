@@ -16,12 +16,13 @@ from parse_infer.files import read_jsonl
 class Jsonl(RowTask):
     """Problems from a jsonl file with `prompt` (text or messages), `reference`, and optional `id` and `split`.
 
-    Rows without `split` are in every split. With `check_with: none`, `reference` is optional, and a row may have the
-    form of MT-Bench and Spec-Bench: `turns` (the first turn is the prompt), `question_id`, `category`.
+    Rows without `split` are in every split. With `check_with` none or same_function, `reference` is optional, and a
+    row may have the form of MT-Bench and Spec-Bench: `turns` (the first is the prompt), `question_id`, `category`.
 
     Args:
         path: the file.
-        check_with: `exact`, `numeric`, `math`, `choice`, `regex` (searches for the reference as a pattern) or `none`.
+        check_with: `exact`, `numeric`, `math`, `choice`, `regex` (searches for the reference as a pattern) or `none`;
+            with `run_code: true` also `tests` (the reference is Python test code) or `same_function`.
     """
 
     name: str = "jsonl"
@@ -30,7 +31,7 @@ class Jsonl(RowTask):
 
     def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
         check_split(split)
-        needed = () if self.check_with == "none" else ("prompt", "reference")
+        needed = ("prompt", "reference") if self.needs_reference else ()
         rows = [(place, row) for place, row in read_jsonl(self.path, needed) if row.get("split", split) == split]
         for place, row in rows:
             if "prompt" not in row:

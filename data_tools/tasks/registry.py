@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from types import UnionType
@@ -12,7 +12,7 @@ from data_tools.tasks.gsm8k import Gsm8k
 from data_tools.tasks.hub_dataset import HubDataset
 from data_tools.tasks.jsonl import Jsonl
 from data_tools.tasks.reasoning_gym_tasks import ReasoningGym
-from data_tools.tasks.task import Problem, Split, Task
+from data_tools.tasks.task import Problem, Split, Task, comparison
 from parse_infer.errors import ParseError
 from parse_infer.models.names import INSTALL_ZOO
 from parse_infer.suggest import suggestion
@@ -59,10 +59,16 @@ class Mixture:
             yield replace(problem, id=f"{number}-{problem.id}", metadata=metadata)
 
     def check(self, problem: Problem, completion: str) -> bool | None:
+        task, own = self._part_of(problem)
+        return task.check(own, completion)
+
+    def comparison(self, problem: Problem) -> Callable[[str, str], bool] | None:
+        return comparison(*self._part_of(problem))
+
+    def _part_of(self, problem: Problem) -> tuple[Task, Problem]:
+        """Return the task that a problem comes from, and the problem as that task knows it."""
         number, *inner = problem.metadata["part"]
-        return self._tasks[number].check(
-            replace(problem, metadata={**problem.metadata, "part": tuple(inner)}), completion
-        )
+        return self._tasks[number], replace(problem, metadata={**problem.metadata, "part": tuple(inner)})
 
 
 TASKS: dict[str, Any] = {

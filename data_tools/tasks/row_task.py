@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from data_tools.tasks.checkers import CHECKS, same_expression, stated_number
+from data_tools.tasks.code_checks import CODE_CHECKS, error_in_tests, same_function
+from data_tools.tasks.sandbox import require_sandbox
 from data_tools.tasks.task import Problem
 from parse_infer.errors import ParseError
 
 
 @dataclass
 class RowTask:
-    """Checks answers by a check of `CHECKS`, and the rows before."""
+    """Checks answers by a check of `CHECKS` or `CODE_CHECKS`, and the rows before.
+
+    Args:
+        run_code: allow the checks of `CODE_CHECKS`, which run code that models write.
+    """
 
     path: str = ""
     check_with: str = "numeric"
+    run_code: bool = False
     name: str = "rows"
 
     _PATH = "where the rows are"
@@ -24,15 +33,33 @@ class RowTask:
     def __post_init__(self) -> None:
         if not self.path:
             raise ParseError(f"task {self.name} needs the option path: {self._PATH}")
-        if self.check_with not in (*CHECKS, "none"):
-            raise ParseError(f"check_with is {self.check_with!r}; choose one of {', '.join(CHECKS)}, none")
+        known = [*CHECKS, *CODE_CHECKS, "none"]
+        if self.check_with not in known:
+            raise ParseError(f"check_with is {self.check_with!r}; choose one of {', '.join(known)}")
         if self.check_with == "math":
             same_expression("1", "1")  # raises without its package, before any work
+        if self.check_with in CODE_CHECKS:
+            if not self.run_code:
+                raise ParseError(
+                    f"check_with {self.check_with} runs code that the models write: to allow that, in a sandbox, set "
+                    f"the option run_code of task {self.name} to true"
+                )
+            require_sandbox()
 
     def check(self, problem: Problem, completion: str) -> bool | None:
-        if self.check_with == "none":
+        if self.check_with == "none" or not (problem.reference or self.needs_reference):
             return None
+        if self.check_with in CODE_CHECKS:
+            return CODE_CHECKS[self.check_with](_text(problem.prompt), problem.reference, completion)
         return CHECKS[self.check_with](problem.reference, completion)
+
+    def comparison(self, problem: Problem) -> Callable[[str, str], bool] | None:
+        """Return the function that compares two answers to the problem; None: `same_answer` does."""
+        return partial(same_function, _text(problem.prompt)) if self.check_with == "same_function" else None
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.check_with not in ("none", "same_function")
 
     def check_reference(self, place: str, reference: object) -> None:
         """Raise ValueError for a reference that no answer can match."""
@@ -45,8 +72,14 @@ class RowTask:
             raise ParseError(
                 f"{place}: the reference {reference!r} has no number; to compare texts, set check_with: exact"
             )
+        if self.check_with == "tests" and (wrong := error_in_tests(str(reference))):
+            raise ParseError(f"{place}: the reference {str(reference)[:40]!r} {wrong}")
         if self.check_with == "choice" and not re.fullmatch("[A-Ja-j]", str(reference).strip()):
             raise ParseError(f"{place}: the reference {reference!r} is no letter from A to J, as choice needs")
+
+
+def _text(prompt: str | list[dict[str, str]]) -> str:
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
 def check_prompt(place: str, prompt: Any) -> None:

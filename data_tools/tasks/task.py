@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -36,6 +36,12 @@ class Task(Protocol):
     def check(self, problem: Problem, completion: str) -> bool | None:
         """Whether `completion` answers `problem` correctly; None where the task does not check answers."""
         ...
+
+
+def comparison(task: Task, problem: Problem) -> Callable[[str, str], bool] | None:
+    """Return the task's own function to compare two answers to the problem; None: `checkers.same_answer` does."""
+    own = getattr(task, "comparison", None)
+    return own(problem) if own else None
 
 
 def prompt_id(prompt: Any) -> str:

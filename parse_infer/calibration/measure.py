@@ -127,6 +127,7 @@ def calibrate(
     *,
     task: str = "",
     console: Console | None = None,
+    comparison: Callable[[Any], Callable[[str, str], bool] | None] = lambda problem: None,
 ) -> Calibration:
     """Measure the problems that `folder` has no records of, and test the operating points.
 
@@ -136,6 +137,7 @@ def calibrate(
         check: whether a text answers a problem; None if unknown, which only loss "disagreement" supports.
         same: whether two texts give the same final answer.
         task: name of the task.
+        comparison: returns, for a problem, the function that takes the place of `same` for unequal texts, or None.
 
     Raises:
         ValueError: too few problems for a risk, mostly training problems, a target that is never right, a pair that
@@ -164,10 +166,14 @@ def calibrate(
     store = RecordStore(folder, config, Outcome, "calibration")
     timed = {problem.id for problem in (problems[: settings.timed] if engine.deterministic else problems)}
 
+    def same_for(problem: HasPrompt) -> Callable[[str, str], bool]:
+        own = comparison(problem)
+        return same if own is None else lambda one, other: one == other or own(one, other)
+
     def measure(pending: list[HasPrompt]) -> Iterator[Outcome]:
-        _outcome(engine, pending[0], check, same, settings, timed=True)  # warm-up
+        _outcome(engine, pending[0], check, same_for(pending[0]), settings, timed=True)  # warm-up
         for problem in pending:
-            yield _outcome(engine, problem, check, same, settings, timed=problem.id in timed)
+            yield _outcome(engine, problem, check, same_for(problem), settings, timed=problem.id in timed)
             _check_feasible([store.records[p.id] for p in problems if p.id in store.records], len(problems), settings)
 
     outcomes = run_missing(store, {problem.id: problem for problem in problems}, measure, "calibrate", console)

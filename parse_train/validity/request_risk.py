@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from data_tools.tasks.checkers import same_answer
 from data_tools.tasks.registry import load_task
+from data_tools.tasks.task import comparison
 from parse_infer.calibration.measure import CalibrationSettings, calibrate
 from parse_infer.calibration.schema import FILE, Calibration, Loss
 from parse_infer.engine import ParseEngine
@@ -58,7 +60,8 @@ def calibrate_requests(config: JudgeTrainingConfig, build: BuildInfo) -> None:
         # One folder per adapter: an interrupted calibration resumes, and calibrations of earlier adapters are kept.
         adapter_id = engine.describe()["adapter"]
         folder, where = f"{config.output_dir}/calibration-{adapter_id}", f"{build.task}, validation split, seed 0"
-        found = calibrate(engine, problems, task.check, same_answer, folder, settings, task=where)
+        compare = partial(comparison, task)
+        found = calibrate(engine, problems, task.check, same_answer, folder, settings, task=where, comparison=compare)
     except (ValueError, OSError) as error:
         print(f"the adapter is not calibrated: {error}")
         return

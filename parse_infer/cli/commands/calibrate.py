@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,6 +78,7 @@ def calibrate(
     """
     loaded_task = open_task(task, task_option)
     from data_tools.tasks.checkers import same_answer
+    from data_tools.tasks.task import comparison
     from parse_infer.calibration.measure import CalibrationSettings, check_problems
     from parse_infer.calibration.measure import calibrate as measure
     from parse_infer.calibration.schema import FILE
@@ -94,7 +96,10 @@ def calibrate(
     check_problems(problems, settings)
     where = describe_problems(task, task_option, split, seed)
     with models.load() as engine:
-        calibration = measure(engine, problems, loaded_task.check, same_answer, out, settings, task=where)
+        compare = partial(comparison, loaded_task)
+        calibration = measure(
+            engine, problems, loaded_task.check, same_answer, out, settings, task=where, comparison=compare
+        )
     console = Console(highlight=False)
     console.print(promises_table(calibration))
     written = [Path(out) / FILE]

@@ -126,7 +126,7 @@ def test_templates_are_filled_from_the_row(tmp_path):
         ({"reference": "{answer"}, "option reference of task dataset is '{answer', which does not fit"),
         ({"id": "number"}, "option id of task dataset is 'number'"),
         ({"reference": "question", "check_with": "choice"}, "is no letter from A to J"),
-        ({"check_with": "fuzzy"}, "check_with is 'fuzzy'; choose one of exact, numeric, regex, choice, math, none"),
+        ({"check_with": "fuzzy"}, "check_with is 'fuzzy'; choose one of exact, .*, math, tests, same_function, none"),
         ({"data_files": 5}, "option data_files of task dataset is 5; it must be a text or a mapping or null"),
     ],
 )

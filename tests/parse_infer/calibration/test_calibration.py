@@ -269,6 +269,9 @@ def test_the_majority_of_samples_may_be_the_targets_own_answer(engine: ParseEngi
         own = engine.generate_target(problem.prompt, max_new_tokens=30).text
         lost += len(own) % 3 != majority
     assert found.tried[0].losses == lost, "where nothing is accepted, the greedy answer is compared with the majority"
+    never = {"same": lambda one, other: False, "comparison": lambda problem: same}
+    own = calibrate(engine, problems, lambda p, t: None, folder=tmp_path / "own", settings=settings, task="t", **never)
+    assert own.tried[0].losses == lost, "a problem may have its own comparison"
     for wrong in ({"samples": 2}, {"samples": 5, "loss": "accuracy"}):
         with pytest.raises(ValueError, match="a majority takes at least 3"):
             replace(SETTINGS, **wrong)
