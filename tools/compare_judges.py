@@ -23,6 +23,7 @@ from transformers import set_seed
 
 from parse_infer.files import write_json
 from parse_infer.judge.adapter import ValidityAdapter
+from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import Segmenter
 from parse_infer.judge.head import surprise
 from parse_infer.judge.verifier import Judge, Verifier
@@ -43,6 +44,7 @@ from tools.measured_command import run_measurement
 
 COMMAND = "python -m tools.compare_judges"
 _PREFILL, _OUTPUT_LAYER = "prefill", "prefill and output layer"
+_ANY = Carried(usual=True)  # drafts at higher temperatures are outside the range of those at the lowest
 # Judges without probe, whose pass computes the target's probabilities of the draft's tokens. (The KL judge's second
 # distribution is a by-product of drafting.)
 _BY_TOKEN = (LOG_PROBABILITY, LOWEST_LOG_PROBABILITY, KL_JUDGE, LARGEST_KL, MEAN_KL)
@@ -160,7 +162,7 @@ def score(adapter: ValidityAdapter, lm: LanguageModel, dataset: ValidityDataset,
     verifier, found = Verifier(lm.decoder, adapter, Segmenter(lm.tokenizer)), []
     for example in track(dataset.examples, title, transient=True):
         lm.decoder.seek(example.context_ids)
-        found.append(verifier.verify(example.draft_ids, example.cuts).validity)
+        found.append(verifier.verify(example.draft_ids, example.cuts, _ANY).validity)
     return ScoredDrafts.from_rows(found, [e.labels for e in dataset.examples], [e.cuts for e in dataset.examples])
 
 
