@@ -28,7 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from parse_infer.errors import ParseError
-from parse_infer.evaluation.mode_names import ADAPTIVE, base_of, block_tokens_of, drafters_of, is_adaptive, proposers
+from parse_infer.evaluation.mode_names import (
+    ADAPTIVE,
+    base_of,
+    block_tokens_of,
+    drafters_of,
+    is_adaptive,
+    is_stream,
+    proposers,
+)
 from parse_infer.evaluation.tables import (
     HEADER,
     category_table,
@@ -297,7 +305,8 @@ def title(name: str) -> str:
 
 def _variant_in_words(name: str) -> list[str]:
     length = block_tokens_of(name)
-    return [f"block tokens {length}"] if length else [ADAPTIVE] if is_adaptive(name) else []
+    said = [word for word, is_so in ((ADAPTIVE, is_adaptive), ("streamed", is_stream)) if is_so(name)]
+    return [f"block tokens {length}"] if length else said
 
 
 def _in_words(drafter: str) -> str:

@@ -31,7 +31,9 @@ class OwnAnswers:
         as an answer without a function does not."""
         own = comparison(self._task, problem)
         same = own or same_answer
-        lines = Counter(answers if own else map(answer_line, answers))
-        votes = {one: sum(n for other, n in lines.items() if same(one, other)) for one in lines}
-        best = max(votes, key=votes.__getitem__, default="")
-        return replace(problem, reference=best if votes.get(best) else "")
+        votes: Counter[str] = Counter()
+        for line, n in Counter(answers if own else map(answer_line, answers)).items():
+            first = next((one for one in votes if same(one, line)), line)
+            if first is not line or same(line, line):
+                votes[first] += n
+        return replace(problem, reference=max(votes, key=votes.__getitem__, default=""))

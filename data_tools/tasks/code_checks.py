@@ -37,8 +37,11 @@ def same_function(prompt: str, reference: str, completion: str) -> bool:
     got = wanted and _run(program, main_function(prompt, program), calls)
     if not wanted or not got or all(kind == "raised" for kind, _ in wanted):
         return False
-    got += [_LATE] * (len(wanted) - len(got))
-    return all(one == _LATE or _equal(one, other) for one, other in zip(wanted, got, strict=False))
+    got = got + [_LATE] * (len(wanted) - len(got))
+    try:
+        return all(one == _LATE or _equal(one, other) for one, other in zip(wanted, got, strict=False))
+    except RecursionError:  # too deep to compare
+        return False
 
 
 CODE_CHECKS: dict[str, Callable[[str, str, str], bool]] = {"tests": passes_tests, "same_function": same_function}
@@ -49,8 +52,9 @@ def error_in_tests(tests: str) -> str | None:
     tree = parse(tests)
     if tree is None:
         return "is not valid Python"
-    idle = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
-    active = [node for node in tree.body if not isinstance(node, idle)]
+    idle = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+    # The program is no main program, so what asks for one does not run.
+    active = [node for node in tree.body if not isinstance(node, idle) and "__name__" not in ast.unparse(node)]
     if not any(isinstance(node, (ast.Call, ast.Assert)) for each in active for node in ast.walk(each)):
         return "tests nothing; add a call such as check(NAME_OF_THE_FUNCTION)"
     return None
@@ -61,7 +65,7 @@ def _run(program: str, name: str = "", calls: tuple[str, ...] = (), tests: str =
     """Return the outcomes of the calls, or None where the program or its tests do not run to their end.
 
     The outcomes follow a random token, so nothing that the program prints is mistaken for them. A program that
-    searches its own process for the token could forge them."""
+    reads its own file `main.py` could forge them."""
     token = secrets.token_hex(16)
     call = f"main({token!r}, {program!r}, {tests!r}, {name!r}, {calls!r})"
     run = run_python(f"{_CHILD.read_text(encoding='utf-8')}\n{call}\n")

@@ -13,11 +13,14 @@ import json
 import os
 import random
 import signal
+import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 _CALL_SECONDS = 0.3  # of CPU time
 _MAX_LATE = 2  # calls
+_PREPARES = {"setrecursionlimit", "append", "extend", "add", "update", "sort"}
 
 
 class Late(BaseException):
@@ -28,16 +31,23 @@ def main(token: str, program: str, tests: str, name: str, calls: Sequence[str]) 
     """Write the token and the outcomes of all calls. A program or test that fails or exits writes nothing."""
     out = os.dup(1)
     os.dup2(2, 1)  # nothing that the program prints is a result
-    space: dict[str, Any] = {"__name__": "solution"}
+    module = sys.modules["solution"] = types.ModuleType("solution")
+    space = vars(module)
     random.seed(0)
     tree = ast.parse(program)
-    # Without the program's own tests and examples of use.
-    tree.body = [node for node in tree.body if not isinstance(node, (ast.Expr, ast.Assert))]
+    tree.body = [node for node in tree.body if not _shows(node)]
     exec(compile(tree, "solution.py", "exec", dont_inherit=True), space)
     exec(compile(tests, "tests.py", "exec", dont_inherit=True), space)
     found = outcomes(space[name], calls) if calls else []
     with os.fdopen(out, "w", encoding="utf-8") as file:
         file.write(token + json.dumps(found))
+
+
+def _shows(node: ast.stmt) -> bool:
+    """Whether a statement is the program's own test or example of use, and does not prepare what follows."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        return getattr(node.value.func, "attr", "") not in _PREPARES
+    return isinstance(node, (ast.Expr, ast.Assert))
 
 
 def outcomes(function: Callable[..., Any], calls: Sequence[str]) -> list[Any]:

@@ -12,9 +12,10 @@ from random import Random
 from typing import Any
 
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
-_DEFINITION = re.compile(r"^\s*(?:def|class) ", re.MULTILINE)
+_DEFINITION = re.compile(r"^[ \t]*(?:def|class) ", re.MULTILINE)
 _FIRST_LINE = re.compile(r"^(?:from [\w.]+ import|import \w|def \w+\(|class \w|@\w)", re.MULTILINE)
 _MAX_EXAMPLES, _GENERATED = 20, 20  # calls
+_DEEPEST = 4  # brackets of a type hint
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -27,18 +28,19 @@ def read_program(prompt: str, completion: str) -> str | None:
     begun, whole = _code_of(prompt)
     blocks = sorted(_FENCE.findall(completion), key=lambda block: not _DEFINITION.search(block))
     text = completion.partition("```")[0]
-    texts = [(before, block) for block in blocks for before in (f"{whole}\n", begun)]
+    texts = [(before, block) for block in blocks for before in (f"{whole}\n", begun, "")]
     texts += [(begun, text), (begun, re.split(r"\n(?=\S)", text)[0]), (f"{whole}\n", text)]
     programs = (before + code for before, code in texts if code.strip())
     return next((program for program in programs if parse(program)), None)
 
 
 def main_function(prompt: str, program: str) -> str:
-    """Return the name of the last function that the prompt begins, else the first it mentions, else the first."""
+    """Return the name of the last function that the prompt begins, else the first it mentions, else the last."""
     known = _functions(program)
     begun = list(_functions(_code_of(prompt)[1]))[-1:]
     mentioned = [name for name in known if re.search(rf"\b{name}\b", prompt)]
-    return next((name for name in [*begun, *mentioned, *known] if name in known), "")
+    last = [name for name in reversed(known) if name != "main"]  # helpers come first
+    return next((name for name in [*begun, *mentioned, *last] if name in known), "")
 
 
 def calls_of(prompt: str, program: str) -> tuple[str, ...]:
@@ -57,9 +59,11 @@ def calls_of(prompt: str, program: str) -> tuple[str, ...]:
             _hint(parameter.annotation, example[i : i + 1])
             for i, parameter in enumerate([*parameters.posonlyargs, *parameters.args])
         ]
+        if any(ast.unparse(hint).count("[") > _DEEPEST for hint in hints):
+            raise ValueError("the values would be too large")
         random = Random(name)
         calls += [(tuple(_draw(hint, random, letters) for hint in hints), {}) for _ in range(_GENERATED)]
-    except (KeyError, ValueError, TypeError, SyntaxError):  # a type that cannot be generated
+    except (LookupError, ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # a type without values
         pass
     return tuple(dict.fromkeys(map(repr, calls)))
 

@@ -46,4 +46,5 @@ class Jsonl(RowTask):
             names = (row.get("id"), row.get("question_id"), prompt_id(row["prompt"]))
             name = next(name for name in names if name is not None)
             metadata = {"category": str(row["category"])} if "category" in row else {}
-            yield Problem(str(name), row["prompt"], str(row.get("reference", "")), metadata=metadata)
+            reference = "" if row.get("reference") is None else str(row["reference"])
+            yield Problem(str(name), row["prompt"], reference, metadata=metadata)

@@ -79,7 +79,8 @@ class RowTask:
 
 
 def _text(prompt: str | list[dict[str, str]]) -> str:
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    content: Any = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    return content if isinstance(content, str) else "\n".join(str(part.get("text", "")) for part in content or ())
 
 
 def check_prompt(place: str, prompt: Any) -> None:

@@ -1,7 +1,7 @@
 """Run Python source that a model wrote: without network, and with limits of time, memory, files and processes.
 
 The source runs in Linux namespaces of its own. It sees no other process, and no file but an empty folder in memory
-and, read-only, the folders of Python and of the system's libraries. Packages cannot be imported. When `run_python`
+and, read-only, the folders of Python and of the system's libraries. Packages are not on its path. When `run_python`
 returns, all processes of the source are dead. Where the system refuses any of this, nothing runs.
 
 The sandbox is no virtual machine: it does not protect against errors of the kernel.

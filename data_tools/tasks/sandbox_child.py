@@ -17,7 +17,7 @@ from typing import Any
 _LIMITS = {"AS": 512 << 20, "FSIZE": 1 << 20, "NOFILE": 32, "NPROC": 8, "CORE": 0}  # sizes in bytes
 _ALL_FILES = "size=16m,nr_inodes=1024,mode=755"
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/nix/store")
-_TRANSIENT_USERS = range(61184, 65520)  # systemd gives them to services, so they are nobody's
+_TRANSIENT_USERS = range(61184, 65520)  # systemd gives them to services, so no account has them
 _NAMESPACES = 0x00020000 | 0x08000000 | 0x20000000 | 0x40000000  # of mounts, IPC, processes and network
 _NEW_USER = 0x10000000
 _BIND, _RECURSIVE, _PRIVATE = 1 << 12, 1 << 14, 1 << 18  # flags of mount
@@ -68,7 +68,7 @@ def _build_root(root: Path) -> None:
     os.umask(0o022)
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
     _mount("tmpfs", root, "tmpfs", 0, _ALL_FILES)
-    for path in map(Path, (sys.base_prefix, *_LIBRARIES)):
+    for path in map(Path, (os.path.realpath(sys.base_prefix), *_LIBRARIES)):
         inside = Path(f"{root}{path}")
         if inside.exists() or not path.exists():
             continue

@@ -171,9 +171,9 @@ def calibrate(
         return same if own is None else lambda one, other: one == other or own(one, other)
 
     def measure(pending: list[HasPrompt]) -> Iterator[Outcome]:
-        _outcome(engine, pending[0], check, same_for(pending[0]), settings, timed=True)  # warm-up
+        _outcome(engine, pending[0], check, same_for(pending[0]), same, settings, timed=True)  # warm-up
         for problem in pending:
-            yield _outcome(engine, problem, check, same_for(problem), settings, timed=problem.id in timed)
+            yield _outcome(engine, problem, check, same_for(problem), same, settings, timed=problem.id in timed)
             _check_feasible([store.records[p.id] for p in problems if p.id in store.records], len(problems), settings)
 
     outcomes = run_missing(store, {problem.id: problem for problem in problems}, measure, "calibrate", console)
@@ -234,6 +234,7 @@ def _outcome(
     problem: HasPrompt,
     check: Callable[[Any, str], bool | None],
     same: Callable[[str, str], bool],
+    audited: Callable[[str, str], bool],
     settings: CalibrationSettings,
     timed: bool,
 ) -> Outcome:
@@ -269,7 +270,7 @@ def _outcome(
                     lost = not same(alone.text if majority is None else majority, answer.text)
                     if settings.loss == "accuracy":
                         lost = bool(right) and not check(problem, answer.text)
-                    found[answer.text] = float(lost), not same(alone.text, answer.text)
+                    found[answer.text] = float(lost), not audited(alone.text, answer.text)  # an audit has texts alone
                 losses[-1].append(found[answer.text][0])
                 disagreed[-1].append(found[answer.text][1])
                 seconds[-1].append(round(took, 4))

@@ -186,6 +186,8 @@ class ValidityAdapter:
         """
         files = read_adapter(name_or_path)
         config = ValidityConfig.from_dict(files.validity_config)
+        if config.logprobs is None and not config.target.get("fingerprint"):
+            raise ModelError("validity_config.json has no fingerprint of the target: export the adapter again")
         check_target(str(name_or_path), config.target, describe_target(target))
         head = read_head(str(name_or_path), config, files.head).to(target.device)
         lora = ProbeLoRA.from_peft(files.peft_config, files.tensors, target) if config.probe_ids else None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from parse_infer.errors import ModelError
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig, read_head
-from parse_infer.judge.adapter_files import read_adapter
+from parse_infer.judge.adapter_files import CONFIG, read_adapter
 from parse_infer.models.fingerprint import describe_config
 from parse_infer.models.loading import load_config, load_served_model
 from parse_infer.models.names import resolve
@@ -18,14 +18,16 @@ _TEXT = "There are 12 eggs in a box. How many eggs are in 7 boxes?"  # which a s
 def transfer_adapter(adapter: str | Path, target: str | Path, folder: str | Path) -> Path:
     """Write the head of `adapter` as an adapter for `target`, of which only configuration and tokenizer are loaded.
 
-    Its threshold accepts nothing until it is calibrated: how strict it must be depends on the pair. Neither the range
-    of usual drafts nor the known text of the old target carries over, so any draft is judged, and a server is
-    recognised by its model's shape alone.
+    Its threshold accepts nothing until a calibration, because the right one depends on the pair. The range of usual
+    drafts and the known text of the old target do not carry over: any draft is judged, and of a server only the
+    tokens are checked, so another model with the same tokenizer is not noticed.
 
     Raises:
         FileNotFoundError: the adapter or the target does not exist.
-        ValueError: the adapter reads hidden states, which belong to one target; or `folder` is no adapter folder.
+        ValueError: the adapter reads hidden states, which belong to one target; or `folder` holds an adapter.
     """
+    if (Path(folder).expanduser() / CONFIG).exists():
+        raise ModelError(f"{folder} holds an adapter already: choose another folder, or delete it")
     files = read_adapter(resolve(adapter))
     config = ValidityConfig.from_dict(files.validity_config)
     if config.logprobs is None:
@@ -33,15 +35,17 @@ def transfer_adapter(adapter: str | Path, target: str | Path, folder: str | Path
             f"the adapter {str(adapter)!r} reads the hidden states of its target {config.target['name']!r}, which no "
             "other model has: transfer one on log-probabilities, such as zoo:smollm2-adapter"
         )
+    trained_for = config.provenance.get("trained_for", config.target["name"])
+    name = Path(target).name if Path(target).expanduser().exists() else str(target)
     known = {"ids": load_served_model(target).render(_TEXT), "logprobs": []}
     config = replace(
         config,
-        target=describe_config(load_config(target), "") | {"name": str(target)},
+        target=describe_config(load_config(target), "") | {"name": name},
         logprobs={"head": config.logprobs["head"], "reads": config.logprobs["reads"], "reference": known},
         threshold=2.0,
         risk=None,
         metrics={},
-        provenance={"transferred_from": str(adapter), "trained_for": config.target["name"]},
+        provenance={"transferred_from": str(adapter), "trained_for": trained_for},
     )
     head = read_head(str(adapter), config, files.head)
     return ValidityAdapter(config, head, train_problems=files.train_problems).save_pretrained(folder)

@@ -10,13 +10,15 @@ from rich.console import Console
 
 def transfer(
     adapter: Annotated[str, typer.Argument(help="Adapter on log-probabilities, trained for any other target.")],
-    target: Annotated[str, typer.Option(help="Hugging Face id, folder or GGUF file; no weights are loaded.")],
+    target: Annotated[
+        str, typer.Option(help="Hugging Face id or folder, without its weights; a GGUF file is converted first.")
+    ],
     out: Annotated[str, typer.Option(metavar="DIR", help="Folder of the new adapter.")],
 ) -> None:
     """Write the judge of another pair as an adapter for your target, without labels and training.
 
-    It is weaker than one that learnt from your pair. Its threshold accepts nothing, which is lossless speculation,
-    until a calibration finds what your pair allows: with references, or with --loss disagreement without.
+    A judge that learnt from your pair is stronger. The threshold of a transferred judge accepts nothing, which is
+    lossless speculation, until a calibration finds what your pair allows. --loss disagreement needs no references.
 
     \b
     Examples:
@@ -30,5 +32,6 @@ def transfer(
     console = Console(highlight=False)
     console.print(f"Written: {folder}", soft_wrap=True)
     console.print(
-        f"It accepts nothing yet: parse-infer calibrate --target {target} --draft … --adapter {folder}", soft_wrap=True
+        f"The adapter accepts no draft before parse-infer calibrate --target {target} --draft … --adapter {folder}",
+        soft_wrap=True,
     )

@@ -35,6 +35,7 @@ def sum_of_doubles(numbers: List[int], start: int = 0) -> int:
 '''
 BODY = "    return start + sum(double(number) for number in numbers)\n"
 TESTS = "def check(candidate):\n    assert candidate([1, 2]) == 6\n    assert candidate([], 3) == 3\n"
+MAIN = f"{TESTS}\nif __name__ == '__main__':\n    check(sum_of_doubles)"  # the answer is no main program
 CALLED = f"{TESTS}\ncheck(sum_of_doubles)"
 CHAT = f"Sure:\n```python\ndef sum_of_doubles(numbers, start=0):\n{BODY}```\nFor example:\n```\nprint(1 / 0)\n```"
 
@@ -152,7 +153,12 @@ def test_code_runs_only_where_the_user_allows_it(check: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("reference", "message"),
-    [("assert f(", "is not valid Python"), (TESTS, "tests nothing; add a call"), (["assert f(1)"], "tests nothing")],
+    [
+        ("assert f(", "is not valid Python"),
+        (TESTS, "tests nothing; add a call"),
+        (["assert f(1)"], "tests nothing"),
+        (MAIN, "tests nothing"),
+    ],
 )
 def test_tests_that_test_nothing_are_refused(reference: object, message: str, tmp_path: Path) -> None:
     path = rows(tmp_path / "rows.jsonl", {"prompt": PROMPT, "reference": reference})
@@ -190,3 +196,46 @@ def test_the_targets_own_code_is_a_reference(tmp_path: Path) -> None:
     assert own.with_reference(problems[0], ["#### 5", "#### 5"]).reference == ""
     assert own.with_reference(problems[1], [ADD, "#### 5", "\\boxed{5}"]).reference == "#### 5"
     assert own.check(Problem("p", "q", "#### 5", metadata=problems[1].metadata), "The answer is 5.")
+
+
+COUNT = (
+    "def prime(n):\n    return n > 1 and all(n % d for d in range(2, n))\n\n\ndef count(n: int) -> int:\n    return "
+)
+PREPARED = (
+    "import sys\ntable = {}\ntable.update({1: 2})\nsys.setrecursionlimit(5000)\n"
+    "def f(x: int):\n    return table.get(x)\n"
+)
+TYPED = (
+    "from __future__ import annotations\nfrom dataclasses import dataclass\n\n\n@dataclass\nclass P:\n    x: int\n\n\n"
+    "def f(x: int):\n    return P(x).x\n"
+)
+DEEP = "def f(n: int):\n    made = []\n    for _ in range(800):\n        made = [made]\n    return made\n"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (f"{COUNT}sum(map(prime, range(n)))", f"{COUNT}99", False),  # the helper comes first
+        (PREPARED, "def f(x: int):\n    return {1: 2}.get(x)\n", True),
+        (TYPED, "def f(x: int):\n    return x\n", True),
+        (DEEP, DEEP.replace("800", "801"), False),
+    ],
+)
+def test_unusual_programs(one: str, other: str, same: bool) -> None:
+    fenced = [f"```python\n{program}\n```" for program in (one, other)]
+    assert same_function("Write it, please.", *fenced) is same
+
+
+@pytest.mark.parametrize("hint", ["1", "tuple[()]", "'" + 900 * "a." + "'", 9 * "list[" + "int" + 9 * "]", "Unknown"])
+def test_hints_without_values_give_no_calls(hint: str) -> None:
+    assert calls_of("", f"def f(x: {hint}):\n    return x\n") == ()
+
+
+def test_chats_in_parts_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {"prompt": [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}], "reference": None}
+    path.write_text(json.dumps(row) + "\n")
+    task = load_task("jsonl", path=str(path), check_with="same_function", run_code=True)
+    (problem,) = task.problems("test")
+    assert problem.reference == "" and task.check(problem, BODY) is None
+    assert task.check(Problem("p", problem.prompt, BODY), BODY)

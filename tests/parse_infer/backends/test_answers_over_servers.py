@@ -257,7 +257,7 @@ def test_sampled_answers_follow_their_seed(engine, connect):
     )
 
 
-def test_a_useless_draft_is_given_up_and_looked_at_again_now_and_then(engine, connect):
+def test_a_useless_draft_is_given_up(engine, connect):
     coordinator, _, draft = connect(engine, parallel=1)
     draft.pause = 0.02
     found = coordinator.generate([PROMPT] * 9, max_new_tokens=20, threshold=1.0, adaptive=False)
