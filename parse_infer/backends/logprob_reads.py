@@ -131,7 +131,7 @@ class LogprobReads:
         a server that does not return what the judge reads."""
         try:
             known = self._known["logprobs"]
-            found = read_response(response, self.reference[-(len(known) or len(self.reference) - 1) :], self._k)
+            found = read_response(response, self.reference[-max(len(known), 1) :], self._k)
         except ServerError as error:
             raise ServerError(f"the target server {url} cannot judge drafts by log-probabilities: {error}") from error
         if not known:  # the judge of another target

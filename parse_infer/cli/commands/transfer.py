@@ -32,6 +32,6 @@ def transfer(
     console = Console(highlight=False)
     console.print(f"Written: {folder}", soft_wrap=True)
     console.print(
-        f"The adapter accepts no draft before parse-infer calibrate --target {target} --draft … --adapter {folder}",
+        f"It accepts no draft yet. Next: parse-infer calibrate --target {target} --draft … --adapter {folder}",
         soft_wrap=True,
     )

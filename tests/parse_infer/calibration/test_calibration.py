@@ -272,6 +272,7 @@ def test_the_majority_of_samples_may_be_the_targets_own_answer(engine: ParseEngi
     never = {"same": lambda one, other: False, "comparison": lambda problem: same}
     own = calibrate(engine, problems, lambda p, t: None, folder=tmp_path / "own", settings=settings, task="t", **never)
     assert own.tried[0].losses == lost, "a problem may have its own comparison"
+    assert own.tried[0].disagreement == 1, "an audit knows no problem, and compares by `same`"
     for wrong in ({"samples": 2}, {"samples": 5, "loss": "accuracy"}):
         with pytest.raises(ValueError, match="a majority takes at least 3"):
             replace(SETTINGS, **wrong)

@@ -28,6 +28,14 @@ def folder(target, random_adapter, tmp_path):
     return random_adapter(target).save_pretrained(tmp_path / "adapter")
 
 
+def test_hidden_states_need_the_weights_they_come_from(target, folder):
+    config = json.loads((folder / CONFIG).read_text())
+    del config["target"]["fingerprint"]
+    (folder / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="has no fingerprint of the target: export the adapter again"):
+        ValidityAdapter.from_pretrained(folder, target)
+
+
 def test_saved_equals_loaded(target, random_adapter, random_ids, tmp_path):
     adapter = random_adapter(target)
     adapter.config.metrics = {"auroc": 0.93}

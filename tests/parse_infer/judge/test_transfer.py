@@ -30,7 +30,9 @@ def test_a_judge_serves_another_target_and_accepts_nothing_before_a_calibration(
     with pytest.raises(ValueError, match="was trained for the target"):
         ParseEngine.from_pretrained(qwen3, qwen3, own)
     assert main(["transfer", str(own), "--target", str(qwen3), "--out", str(tmp_path / "new")]) == 0
-    assert "accepts no draft before parse-infer calibrate" in capsys.readouterr().out
+    assert "It accepts no draft yet. Next: parse-infer calibrate" in capsys.readouterr().out
+    assert main(["transfer", str(own), "--target", str(qwen3), "--out", str(tmp_path / "new")]) == 2
+    assert "holds an adapter already: choose another folder" in capsys.readouterr().err
     engine = ParseEngine.from_pretrained(qwen3, qwen3, tmp_path / "new", device="cpu", dtype="float32")
     moved = engine.backend.judge
     for name, weight in moved.head.state_dict().items():

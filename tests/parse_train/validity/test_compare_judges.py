@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from parse_infer.models.decoder import Decoder
 from parse_train.__main__ import main as train
 from parse_train.validity.metrics import ScoredDrafts
 from tests.parse_train.validity.accepted_prefixes import accept
-from tools.compare_judges import main
+from tools.compare_judges import main, score
 from tools.comparison_table import compare_judges, false_accepts_at, oracle_acceptance
 
 LABELS = [[True, True], [True, False, False], [False]]
@@ -71,6 +73,16 @@ def test_a_figure_that_has_no_value_is_none() -> None:
     assert figures["auroc"] is figures["auroc_ci"] is figures["first_error_f1"] is None
     assert figures["false_accepts"] == 0
     assert compare_judges({"j": DRAFTS}, ["a"] * 3, 0.5)["j"]["auroc_ci"] is None
+
+
+def test_a_judge_is_compared_on_drafts_outside_its_range(make_model, random_adapter, tokenizer) -> None:
+    model = make_model("llama")
+    judge = random_adapter(model, logprobs=True)
+    lm = SimpleNamespace(decoder=Decoder(model, [1]), tokenizer=tokenizer)
+    example = SimpleNamespace(context_ids=[5, 6], draft_ids=[*range(20, 36)], cuts=[8, 16], labels=[True, True])
+    inside = score(judge, lm, SimpleNamespace(examples=[example]), "").scores
+    judge.config.logprobs["usual"] = {"8": [[0.0] * 7, [0.0] * 7]}  # no draft is like that
+    assert np.array_equal(inside, score(judge, lm, SimpleNamespace(examples=[example]), "").scores)
 
 
 @pytest.mark.slow
