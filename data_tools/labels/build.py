@@ -197,30 +197,37 @@ class Labeller:
         """Return one row per draft, in the order of the problems. A skipped problem has no rows."""
         config = self.config
         problems = readable(problems, [writer.model for writer in self.writers.values()], self.note)
-        self.activity("target value")
-        rollouts = PrefixRollouts(
-            self.target,
-            self.decoder,
-            self.task,
-            problems,
-            sampling=config.rollout_sampling,
-            from_prompt=config.max_rollouts,  # every prefix of every draft is compared with these rollouts
-            max_new_tokens=config.max_rollout_tokens,
-            seed=config.seed,
-        )
-        await rollouts.begin()
-        problems = rollouts.problems
-        kept = [i for i, tally in enumerate(rollouts.prompts) if tally.right or not config.drop_unsolved]
+        prompts = [Tally(0, 0)] * len(problems)
+        rollouts: PrefixRollouts | None = None
+        if config.asks_target:
+            self.activity("target value")
+            rollouts = PrefixRollouts(
+                self.target,
+                self.decoder,
+                self.task,
+                problems,
+                sampling=config.rollout_sampling,
+                from_prompt=config.max_rollouts,  # every prefix of every draft is compared with these rollouts
+                max_new_tokens=config.max_rollout_tokens,
+                seed=config.seed,
+            )
+            await rollouts.begin()
+            problems, prompts = rollouts.problems, rollouts.prompts
+        kept = [i for i, tally in enumerate(prompts) if tally.right or not config.drop_unsolved]
 
         self.activity("drafts")
         drafts = await self.sampler.sample([problems[i] for i in kept])
         cases = [
-            self._case(i, problems[i], draft, rollouts.prompts[i])
+            self._case(i, problems[i], draft, prompts[i])
             for i, of_problem in zip(kept, drafts, strict=True)
             for draft in of_problem
         ]
+        if rollouts is not None:
+            await self._search([case for case in cases if case.needs_rollouts], rollouts)
+            self.rollouts += rollouts.rollouts
+        return [self._row(case, problems[case.problem], prompts[case.problem]) for case in cases]
 
-        open_cases = [case for case in cases if case.needs_rollouts]
+    async def _search(self, open_cases: Sequence[_Case], rollouts: PrefixRollouts) -> None:
         rollouts.add_drafts([(case.problem, case.open_ids) for case in open_cases])
         while wanted := [(i, *each) for i, case in enumerate(open_cases) for each in case.search.pending()]:
             self.activity(f"{len(wanted)} prefixes")
@@ -228,9 +235,6 @@ class Labeller:
             for (i, k, _), tally in zip(wanted, found, strict=True):
                 open_cases[i].search.record(k, tally)
         await self._search_by_token(open_cases, rollouts)
-        self.rollouts += rollouts.rollouts
-
-        return [self._row(case, problems[case.problem], rollouts.prompts[case.problem]) for case in cases]
 
     async def _search_by_token(self, cases: Sequence[_Case], rollouts: PrefixRollouts) -> None:
         for case in cases:
@@ -243,7 +247,8 @@ class Labeller:
                 search.record(k, tally)
 
     def _case(self, index: int, problem: Problem, draft: SampledDraft, prompt: Tally) -> _Case:
-        cuts = self.config.policy.even_subset(self.segmenter.cuts(draft.ids))
+        cuts = self.segmenter.cuts(draft.ids)  # the last one is the whole draft
+        cuts = self.config.policy.even_subset(cuts) if self.config.prefix_labels else cuts[-1:]
         own_answer = is_right(self.target, self.task, problem, draft.ids) if draft.finished else None
         search = PrefixSearch(len(cuts), self.config.label_rule(prompt), own_answer, self.config.exhaustive)
         chosen = Random(seed_of(self.config.seed, problem.id, "token labels")).random() < self.config.token_labels
@@ -261,7 +266,7 @@ class Labeller:
             "values": [value for _, _, value, _ in labelled],
             "confidence": [round(confidence, 4) for _, _, _, confidence in labelled],
             "undecided": case.search.result().labels.count(None),
-            "target_value": prompt.share,
+            "target_value": prompt.share if prompt.total else None,
             "n_rollouts": prompt.total,
             "draft_ids": ids,
             "cuts": cuts,

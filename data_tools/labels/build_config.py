@@ -7,7 +7,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from data_tools.labels.sequential_test import GreedyRule, LabelRule, SequentialTest, Tally, fewest_rollouts
+from data_tools.labels.sequential_test import (
+    GreedyRule,
+    LabelRule,
+    SequentialTest,
+    Tally,
+    WithoutRollouts,
+    fewest_rollouts,
+)
 from data_tools.tasks.task import SPLITS
 from parse_infer.acceptance import check_threshold
 from parse_infer.errors import ParseError
@@ -170,6 +177,14 @@ class BuildConfig:
             "4 more rollouts a draft): its last valid and its first invalid prefix become two more labels."
         },
     )
+    prefix_labels: bool = field(
+        default=True,
+        metadata={
+            "help": "Label the prefixes of a draft with rollouts. False: label whole drafts only, by their answers, "
+            "which is all that a judge on log-probabilities needs. Without drop_unsolved and own_answer the target "
+            "then writes nothing."
+        },
+    )
     exhaustive: bool = field(
         default=False, metadata={"help": "Roll out from every prefix instead of searching for the first error."}
     )
@@ -200,6 +215,11 @@ class BuildConfig:
             raise ParseError(f"logprobs is {self.logprobs}, but wire {self.wire} sends texts: set wire to ids")
         self._check("check_with", self.check_with in ("task", "own_answer"), "task or own_answer")
         self._check("token_labels", 0 <= self.token_labels <= 1, "between 0 and 1")
+        for key in ("exhaustive", "token_labels"):
+            if not self.prefix_labels and (value := getattr(self, key)):
+                raise ParseError(
+                    f"{key} is {value}, but prefix_labels is false: without labels of prefixes, leave {key} out"
+                )
         self._check("logprobs", 0 <= self.logprobs <= 20, "between 0 and 20, the most that servers return")
         self._check("limit", self.limit is None or self.limit >= 1, "at least 1")
         self._check("margin", 0 <= self.margin < 0.5, "at least 0 and below 0.5")
@@ -258,6 +278,8 @@ class BuildConfig:
 
     def label_rule(self, prompt: Tally) -> LabelRule:
         """Return the label rule of a problem, given the rollouts from its bare prompt."""
+        if not self.prefix_labels:
+            return WithoutRollouts()
         if self.rollout_sampling.greedy:
             return GreedyRule(prompt)
         return SequentialTest(prompt, self.margin, self.max_label_error, self.rollouts, self.max_rollouts)
@@ -276,6 +298,11 @@ class BuildConfig:
         ]
 
     @property
+    def asks_target(self) -> bool:
+        """Whether the target answers the problems; labels of whole drafts by references do without."""
+        return self.prefix_labels or self.drop_unsolved or self.check_with == "own_answer"
+
+    @property
     def rollout_sampling(self) -> Sampling:
         return Sampling(self.rollout_temperature, self.rollout_top_p)
 
@@ -287,7 +314,8 @@ class BuildConfig:
         """Return the settings that affect the rows. A folder begun with a different identity cannot be resumed."""
         values = {key: value for key, value in asdict(self).items() if key not in FREE_KEYS}
         # Folders of earlier versions do not have these keys.
-        for key, default in {"token_labels": 0.0, "check_with": "task", "adapter": "", "thresholds": []}.items():
+        defaults = {"token_labels": 0.0, "check_with": "task", "adapter": "", "thresholds": [], "prefix_labels": True}
+        for key, default in defaults.items():
             if values[key] == default:
                 del values[key]
         return values | {"cut_policy": self.policy.to_dict()}

@@ -90,21 +90,9 @@ def _has_messages(folder: Path) -> bool:
 def _text(config: BuildConfig, summary: Summary, n_problems: int) -> str:
     table = [("problems", f"{n_problems:,}"), *summary.lines()]
     rows = "\n".join(f"| {name} | {figure} |" for name, figure in table)
-    width = 100 // BINS
-    errors = "\n".join(
-        f"| {width * i}–{width * (i + 1)} % | {count:,} |" for i, count in enumerate(summary.error_position)
-    )
-    own = "\nAn answer is right if its final answer is the target's own from the bare prompt."
-    own = own if config.check_with == "own_answer" else ""
     settings = yaml.safe_dump(config.identity(), sort_keys=False, allow_unicode=True).strip()
     return f"""
-# Drafts of {config.draft}, labelled by rollouts of {config.target}
-
-Problems of the task `{config.task}` (split `{config.split}`), answered by a draft model and cut into segments. A label
-says whether the prefix that ends with its segment is valid: {_rule(config)}{own}
-The answer of a finished draft labels its last prefix. A perfect judge, which knows the labels, keeps the draft up to
-the last prefix before the first invalid prefix.
-Columns follow TRL's stepwise supervision, but a label describes the whole prefix, not its last step alone.
+{_about(config)}
 
 ```python
 datasets.load_dataset("path/to/this/folder", split="{config.split}")
@@ -113,13 +101,7 @@ datasets.load_dataset("path/to/this/folder", split="{config.split}")
 | | |
 |---|---|
 {rows}
-
-Position of the first error, as a share of the draft's segments:
-
-| position | drafts |
-|---|---|
-{errors}
-
+{_errors(summary) if config.prefix_labels else ""}
 {_COLUMNS}
 
 Written by `parse-data build` with
@@ -127,6 +109,38 @@ Written by `parse-data build` with
 ```yaml
 {settings}
 ```
+"""
+
+
+def _about(config: BuildConfig) -> str:
+    own = "\nAn answer is right if its final answer is the target's own from the bare prompt."
+    own = own if config.check_with == "own_answer" else ""
+    problems = f"Problems of the task `{config.task}` (split `{config.split}`), answered by a draft model"
+    if not config.prefix_labels:
+        return f"""# Whole drafts of {config.draft} for {config.target}
+
+{problems}.
+A draft is one segment with one label, whether its answer is right. Unfinished drafts have no label.{own}"""
+    return f"""# Drafts of {config.draft}, labelled by rollouts of {config.target}
+
+{problems} and cut into segments. A label
+says whether the prefix that ends with its segment is valid: {_rule(config)}{own}
+The answer of a finished draft labels its last prefix. A perfect judge, which knows the labels, keeps the draft up to
+the last prefix before the first invalid prefix.
+Columns follow TRL's stepwise supervision, but a label describes the whole prefix, not its last step alone."""
+
+
+def _errors(summary: Summary) -> str:
+    width = 100 // BINS
+    errors = "\n".join(
+        f"| {width * i}–{width * (i + 1)} % | {count:,} |" for i, count in enumerate(summary.error_position)
+    )
+    return f"""
+Position of the first error, as a share of the draft's segments:
+
+| position | drafts |
+|---|---|
+{errors}
 """
 
 

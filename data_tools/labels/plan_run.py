@@ -38,8 +38,10 @@ def run_plan(config: BuildConfig, limit: int) -> Plan:
     If the folder holds more problems already, the plan covers all of them. The build stores log-probabilities.
 
     Raises:
-        ValueError, OSError: as `build`; also if no draft has a label.
+        ValueError, OSError: as `build`; also if no draft has a label, or the recipe leaves labels of prefixes out.
     """
+    if not config.prefix_labels:
+        raise ParseError("a plan needs to know where errors are: add --prefix_labels true and another --output_dir")
     before = GroupFolder(config.output_dir, config.split)
     limit = max(min(limit, config.limit or limit), max(before.ends.values(), default=0))
     summary = build(replace(config, limit=limit, logprobs=config.logprobs or FIRST_CHOICES))

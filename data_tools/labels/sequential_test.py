@@ -110,6 +110,21 @@ class GreedyRule:
         return Verdict(prefix.right >= self.prompt.right, 1.0)
 
 
+@dataclass(frozen=True)
+class WithoutRollouts:
+    """The rule for labels of whole drafts: their answers decide, and unfinished drafts stay undecided."""
+
+    step: int = 1
+    limit: int = 1
+
+    @property
+    def foregone(self) -> Verdict | None:
+        return Verdict(None, 0.5)
+
+    def decide(self, prefix: Tally) -> Verdict:
+        raise RuntimeError("labels of whole drafts ask for no rollout")
+
+
 def probability_kept(prompt: Tally, prefix: Tally, margin: float) -> float:
     """Return the posterior probability that the prefix keeps the target's chance, with a prior of one half.
 

@@ -113,7 +113,7 @@ class Summary:
         for temperature, counts in sorted(self.temperatures.items()):
             table.append((f"right at temperature {temperature:g}", _share(counts.right, counts.drafts)))
         for temperature, counts in sorted(self.temperatures.items()):
-            if counts.tokens:
+            if counts.tokens and self.prefixes > self.rows:  # labels of whole drafts say nothing about their beginnings
                 kept = f"{_share(counts.kept, counts.tokens)}; whole drafts {_share(counts.whole, counts.drafts)}"
                 table.append((f"tokens a perfect judge keeps at temperature {temperature:g}", kept))
         return table

@@ -20,7 +20,7 @@ class BuildInfo:
     cut_policy: dict[str, Any] = field(default_factory=dict)
     template_options: dict[str, Any] = field(default_factory=dict)
     label: dict[str, Any] = field(default_factory=dict)
-    """Label definition: rollouts, their temperature, margin and error of the sequential test, `check_with`."""
+    """Label definition: rollouts, their temperature, margin and error of the sequential test, `check_with`, `prefix_labels`."""
     target: dict[str, Any] = field(default_factory=dict)
     """`describe_target` of the model whose rollouts gave the labels."""
     draft: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ def read_build_info(source: str) -> BuildInfo:
     config, models = content.get("config"), content.get("models", {})
     if not isinstance(config, dict) or not isinstance(models, dict):
         raise ParseError(f"{path} is damaged: config or models is missing; build the data again")
-    keys = ("rollouts", "max_rollouts", "rollout_temperature", "margin", "max_label_error", "check_with")
+    keys = ("rollouts", "max_rollouts", "rollout_temperature", "margin", "max_label_error", "check_with", "prefix_labels")
     label = {key: config[key] for key in keys if key in config}
     return BuildInfo(
         config.get("cut_policy") or {},

@@ -33,6 +33,7 @@ from data_tools.labels.shards import GroupFolder
 from data_tools.labels.summary import summarise
 from data_tools.recipe_parser import parse_recipe
 from data_tools.tasks.registry import load_task
+from parse_infer.errors import ParseError
 from parse_infer.judge.cuts import Segmenter
 from parse_infer.loop import run_sync
 from parse_infer.models.loading import LanguageModel, load_language_model
@@ -162,6 +163,35 @@ def test_labels_by_token_find_the_first_wrong_token(make_config: Make) -> None:
             found += 1
             assert place == start + 1 or label_of[place - 1]
     assert found, "no first error lies inside a segment"
+
+
+@pytest.mark.parametrize("options", [{}, {"drop_unsolved": True}, {"check_with": "own_answer"}])
+def test_labels_of_whole_drafts_are_the_last_ones_of_a_search(make_config: Make, options: dict[str, Any]) -> None:
+    """They need no rollout from a draft, and none at all where references decide about all problems."""
+    searched = make_config("a", limit=24, max_draft_tokens=40, **options)
+    whole = make_config("b", limit=24, max_draft_tokens=40, prefix_labels=False, **options)
+    summary, lone = build(searched), build(whole)
+    n_finished = 0
+    for row, one in zip(rows_of(searched.output_dir), rows_of(whole.output_dir), strict=True):
+        assert one["target_value"] == (row["target_value"] if options else None)
+        assert one["prompt"] == row["prompt"]
+        if not row["finished"]:
+            assert not one["finished"] and one["labels"] == [] and one["undecided"] == 1
+            continue
+        n_finished += 1
+        assert one["draft_ids"] == row["draft_ids"] and one["cuts"] == [len(row["draft_ids"])]
+        assert one["labels"] == row["labels"][-1:] == [one["draft_correct"]]
+        assert one["completions"] == ["".join(row["completions"])]
+    assert lone.rows == lone.prefixes == n_finished and lone.without_label == summary.rows - n_finished > 0
+    assert 0 < lone.valid < lone.prefixes
+    card = Path(whole.output_dir, "README.md").read_text()
+    assert "# Whole drafts of" in card and "perfect judge" not in card and "Position" not in card
+
+
+def test_labels_of_whole_drafts_exclude_finer_ones(make_config: Make) -> None:
+    for wrong in ({"exhaustive": True}, {"token_labels": 0.5}):
+        with pytest.raises(ParseError, match=f"{next(iter(wrong))} is .*, but prefix_labels is false"):
+            make_config(prefix_labels=False, **wrong)
 
 
 def test_folders_of_earlier_versions_without_labels_by_token_continue(make_config: Make) -> None:

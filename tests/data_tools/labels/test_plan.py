@@ -141,3 +141,6 @@ def test_the_command_builds_once_and_a_build_continues(
     assert main(["build", str(recipe)]) == 0
     files = sorted((folder / "data").iterdir())
     assert len(files) == 2 and files[0].read_bytes() == first
+    capsys.readouterr()
+    assert main(["plan", str(recipe), "--prefix_labels", "false"]) == 2
+    assert "add --prefix_labels true" in capsys.readouterr().err

@@ -149,6 +149,34 @@ def test_reads_of_another_engine_are_kept_apart(build, tmp_path):
         add_logprobs(folder, lambda: LocalWriter(model, 5), 3)
 
 
+def test_labels_of_whole_drafts_teach_where_the_error_is(tokenizer):
+    """Told only which drafts are right, a head finds the wrong token among harmless ones."""
+    torch.manual_seed(0)
+    batch = {"ids": torch.randint(1, 50, (256, 24)), "top": torch.tensor([-0.2, -2.5, -4.0]).repeat(256, 24, 1)}
+    batch["first"] = batch["ids"].clone()
+    batch["own"] = batch["top"][..., 0].clone()
+    harmless = torch.rand(256, 24) < 0.2
+    batch["first"][harmless] += 50
+    batch["own"][harmless] = -2.5  # the second choice
+    wrong, place = torch.rand(256) < 0.4, torch.randint(0, 24, (256,))
+    batch["first"][wrong, place[wrong]] = batch["ids"][wrong, place[wrong]] + 50
+    batch["own"][wrong, place[wrong]] = -6.0  # no choice at all
+    model = LogprobModel(LogprobHead(LogprobHeadConfig(k=3, text_size=0)), TokenTexts(tokenizer, (), 8192))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    whole = torch.full((256, 1), 24)
+    for _ in range(80):
+        logits = model(**batch, cuts=whole)["logits"][:, 0]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, (~wrong).float())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.inference_mode():
+        valid = model.eval()(**batch, cuts=torch.arange(1, 25).repeat(256, 1))["logits"] > 0
+    assert valid[~wrong].all(1).float().mean() > 0.9
+    first_rejected = valid[wrong].int().argmin(1)
+    assert (first_rejected == place[wrong]).float().mean() > 0.9
+
+
 def test_noise_moves_no_token_to_another_place(build):
     """The rank among the first choices stays that of an engine: no token has two log-probabilities."""
     batch = LogprobCollator()([LogprobExample.of(draft, 3) for draft in list(read_drafts(build / "build"))[:8]])
