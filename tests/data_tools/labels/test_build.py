@@ -503,6 +503,12 @@ def test_the_recipes_of_the_project_are_read(name: str, target: str) -> None:
     assert config.policy.kind == "step"
 
 
+@pytest.mark.parametrize("name", ["real/data-drafts.yaml", "qwen-coder/data-drafts.yaml"])
+def test_recipes_for_judges_on_log_probabilities_ask_the_target_for_nothing(name: str) -> None:
+    (config,) = parse_recipe(Path(__file__).parents[3] / "recipes" / name, [], [BuildConfig], "parse-data build")
+    assert config.logprobs == 5 and not config.asks_target
+
+
 _NEEDED = ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm8k"]
 
 

@@ -37,6 +37,8 @@ class FakeServer:
         key: what clients must send.
         max_logprobs: so many log-probabilities it gives at most, as a vLLM server that is started with that option.
         cache_block: tokens per block of the prefix cache, which `generate` reads; 0: `generate` does not exist.
+        model_runner: of vLLM: what a read returns for cached tokens. 1: entries of whatever the memory held. 2: no
+            entries, so that the first one (null) stands before those of the tokens that were computed.
         cached: cached tokens of the reads so far.
         judge_fault: what happens to every request about a draft.
         logprob_fault: what is wrong with prompt log-probabilities: "missing", "shifted" by a token, "raw" logits, or
@@ -60,6 +62,7 @@ class FakeServer:
         self.key: str | None = None
         self.max_logprobs = 20
         self.cache_block = 0
+        self.model_runner = 1
         self.cached: list[int] = []
         self._cache: list[tuple[str | None, list[int]]] = []
         self.judge_fault: str | None = None
@@ -123,7 +126,7 @@ class FakeServer:
         return response
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """As vLLM's model runner V1 reads with its cache: entries of cached tokens are whatever the memory held."""
+        """As vLLM reads with its cache: `PromptLogprobsWorker` and `_update_prompt_logprobs` of 0.33.0 for V2."""
         if not self.cache_block:
             return _error(404, "Not Found")
         body = await request.json()
@@ -136,7 +139,8 @@ class FakeServer:
         self._cache.append((salt, ids))
         self.cached.append(cached)
         entries = self._read(ids, asked["prompt_logprobs"])["prompt_logprobs"]
-        entries[1 : cached + 1] = [{"-7": {"logprob": 1e21, "rank": 0}} for _ in entries[1 : cached + 1]]
+        held = [{"-7": {"logprob": 1e21, "rank": 0}} for _ in entries[1 : cached + 1]]
+        entries[1 : cached + 1] = held if self.model_runner == 1 else []
         usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": cached}}
         return web.json_response({"choices": [{"index": 0}], "prompt_logprobs": entries, "usage": usage})
 

@@ -116,11 +116,12 @@ def test_mode_exact_writes_what_the_target_writes(make_engine, connect, block_to
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 20])
-@pytest.mark.parametrize("block_tokens", ["auto", 7])
-def test_a_server_may_read_its_prefix_cache(make_engine, connect, prompt, block_tokens):
+@pytest.mark.parametrize(("block_tokens", "model_runner"), [("auto", 1), (7, 1), (7, 2)])
+def test_a_server_may_read_its_prefix_cache(make_engine, connect, prompt, block_tokens, model_runner):
     """No entry of a cached token is used, not even where an equal request has filled the cache with the draft."""
     engine = make_engine()
     coordinator, targets, _ = connect(engine, cache_block=4, max_read_tokens=280)
+    targets[0].model_runner = model_runner
     settings = {"max_new_tokens": N, "threshold": 0.1, "block_tokens": block_tokens}
     expected = engine.generate(prompt, **settings).token_ids
     found = [coordinator.generate(prompt, **settings) for _ in range(2)]
