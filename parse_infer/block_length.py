@@ -29,7 +29,9 @@ FIRST = 16  # tokens of the first block of a stream: the first text comes early,
 LONGEST = 256  # tokens; more saves too little to delay the first text
 _TOKENS = 1000  # survival counts cover about this many tokens of each class
 _READS = 50  # costs cover about this many blocks
-_PACES = 12  # pace and recent rejections cover about this many blocks, so that a change of the task shows soon
+_PACES = 40  # the pace covers about this many blocks: fewer are noise, with more a change of the task shows late
+_RECENT = 12  # recent rejections cover about this many blocks
+_PRIOR = 4.0  # weight of the assumed survival of a confidence class, in tokens
 _USUAL = 2.0  # weight of the long-run rejection rate against recent rejections, in rejections
 REPLAYED = 32  # tokens of a block in a replay, where no length may depend on what was measured
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 512  # tokens that the target writes alone while drafts do not pay
@@ -118,7 +120,7 @@ class BlockLength:
     """
 
     pause: int = 0
-    _survival: list[_Share] = field(default_factory=lambda: [_Share(s, 1.0) for s in _prior()])
+    _survival: list[_Share] = field(default_factory=lambda: [_Share(_PRIOR * s, _PRIOR) for s in _prior()])
     _rejected: float = _USUAL
     _expected: float = _USUAL
     _draft: DecayedRate = field(default_factory=DecayedRate)
@@ -138,10 +140,10 @@ class BlockLength:
     def survival_of(self, confidence: float) -> float:
         """Return the probability that a token of this confidence survives.
 
-        The long-run share is raised to the ratio of recent rejections to expected rejections. Near its threshold, a
-        judge rejects more tokens of the same confidence than at the start of an answer.
+        The long-run share is raised to the ratio of recent rejections to expected rejections, where that is above 1.
+        Near its threshold, a judge rejects more tokens of the same confidence than at the start of an answer.
         """
-        return self._survival[bisect_right(EDGES, confidence)].value ** (self._rejected / self._expected)
+        return self._survival[bisect_right(EDGES, confidence)].value ** max(self._rejected / self._expected, 1.0)
 
     def end_after(self, survival: float) -> bool:
         """Whether a block ends whose tokens all survive with this probability."""
@@ -152,7 +154,14 @@ class BlockLength:
         return not pays(survival, costs, pace)
 
     def note(
-        self, confidences: Sequence[float], accepted: int, rejected: bool, draft_s: float, read_s: float, read: int
+        self,
+        confidences: Sequence[float],
+        accepted: int,
+        rejected: bool,
+        draft_s: float,
+        read_s: float,
+        read: int,
+        added: int | None = None,
     ) -> None:
         """Record a block.
 
@@ -162,10 +171,11 @@ class BlockLength:
             rejected: whether the target rejected the next token.
             draft_s, read_s: seconds to draft and to read the block.
             read: tokens that the target read, uncached context included.
+            added: the target's own tokens after the accepted ones; default: 1 in place of a rejected token.
         """
         was_rejected = rejected and accepted < len(confidences)
         tried = [self._survival[bisect_right(EDGES, c)].value for c in confidences[: accepted + was_rejected]]
-        keep = 1 - 1 / _PACES
+        keep = 1 - 1 / _RECENT
         self._rejected = keep * self._rejected + (1 - keep) * _USUAL + was_rejected
         self._expected = keep * self._expected + (1 - keep) * _USUAL - sum(map(math.log, tried))
         for confidence in confidences[:accepted]:
@@ -177,7 +187,8 @@ class BlockLength:
         costs = self.costs
         assert costs is not None
         # A long prompt is not part of the pace.
-        self._pace.note(draft_s + costs.forward_s + costs.read_s * len(confidences), accepted + rejected, _PACES)
+        gained = accepted + (rejected if added is None else added)
+        self._pace.note(draft_s + costs.forward_s + costs.read_s * len(confidences), gained, _PACES)
         self.pause = self._last_pause = self.next_pause()
 
     def note_alone(self, seconds: float, tokens: int) -> None:
@@ -204,7 +215,5 @@ def threshold_class(threshold: float) -> int:
 
 
 def _prior() -> list[float]:
-    """Assumed survival of each confidence class before any token: its middle, raised, since most differences between
-    draft and target are harmless."""
-    bounds = [0.0, *EDGES, 1.0]
-    return [((low + high) / 2) ** 0.5 for low, high in pairwise(bounds)]
+    """Assumed survival of each confidence class before any token: its middle."""
+    return [(low + high) / 2 for low, high in pairwise([0.0, *EDGES, 1.0])]

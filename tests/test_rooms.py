@@ -33,6 +33,8 @@ ROOMS = {
     "parse_infer.suggest": "parse_infer: ground",
     "parse_infer.setting_fields": "parse_infer: ground",
     "parse_infer.sampling": "parse_infer: ground",
+    "parse_infer.adaptive": "parse_infer: ground",
+    "parse_infer.block_length": "parse_infer: ground",
     "parse_infer.errors": "parse_infer: ground",
     "parse_infer.optional_dependencies": "parse_infer: ground",
     "parse_infer.engine": "parse_infer: engine",

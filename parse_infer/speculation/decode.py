@@ -9,6 +9,7 @@ as the token-wise rule of Leviathan et al. (arXiv 2211.17192). Siblings drawn at
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -62,8 +63,11 @@ def speculate(
         tree = TokenTree((), ())
         if logits is None:
             tree = drafter.propose(decoder.ids, remaining - 1, sampling, generator)
+            begin, n_read = time.perf_counter(), len(decoder.ids) - decoder.cached + len(tree.tokens)
             logits = decoder.logits(read_tree(decoder, tree))
         path, last = accept_tree(without(logits, banned), tree, sampling, generator)
+        if tree.on_read is not None:
+            tree.on_read(len(path), time.perf_counter() - begin, n_read)
         logits = None
         if tree.tokens:
             decoder.keep(path)

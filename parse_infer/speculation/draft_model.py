@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
+from parse_infer.block_length import LONGEST, BlockLength
 from parse_infer.errors import ModelError
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import distribution, draw
 from parse_infer.models.token_map import TokenMap, TranslatedContext, token_map
 from parse_infer.sampling import Sampling
 from parse_infer.speculation.proposer import TokenTree
+
+TOKENS, CONFIDENCE = 32, 0.4
 
 
 class DraftModelProposer:
@@ -24,14 +29,18 @@ class DraftModelProposer:
         confidence: a chain ends with the first token whose probability under `draft` is lower. The length of a chain
             depends only on its tokens, so block verification stays exact.
 
-    The defaults are the best of nine settings on validation problems of the embedded pair (docs/benchmarks.md).
+    With neither `tokens` nor `confidence`, a greedy chain ends where one more token stops paying (`BlockLength`), and
+    the model writes alone while no chain pays. Other chains have `TOKENS` and `CONFIDENCE`, since the random numbers
+    of an answer must not depend on measured times.
 
     Raises:
         ValueError: `model` lacks tokens of the draft model, both share a decoder, `tokens` is below 1, or `confidence`
             is not in 0..1.
     """
 
-    def __init__(self, draft: LanguageModel, model: LanguageModel, tokens: int = 32, confidence: float = 0.4) -> None:
+    def __init__(
+        self, draft: LanguageModel, model: LanguageModel, tokens: int | None = None, confidence: float | None = None
+    ) -> None:
         shared = token_map(draft.tokenizer, model.tokenizer)
         if shared is None:
             raise ModelError(
@@ -40,12 +49,16 @@ class DraftModelProposer:
             )
         if draft.decoder is model.decoder:
             raise ModelError("draft model and target must not share a decoder: pass dataclasses.replace(draft)")
+        self._length = BlockLength() if tokens is None and confidence is None else None
+        tokens = TOKENS if tokens is None else tokens
+        confidence = CONFIDENCE if confidence is None else confidence
         if tokens < 1:
             raise ModelError(f"a chain needs at least 1 token, not {tokens}")
         if not 0 <= confidence <= 1:
             raise ModelError(f"confidence is a probability, not {confidence}")
         self.draft, self.tokens, self.confidence = draft, tokens, confidence
         self.forwards = 0
+        self._alone = 0, 0.0  # tokens and seconds of the model alone since the last chain
         self._vocabularies = _Vocabularies(shared, draft, model)
 
     @torch.inference_mode()
@@ -53,8 +66,11 @@ class DraftModelProposer:
         self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None
     ) -> TokenTree:
         both = self._vocabularies
+        length = self._length if sampling.greedy else None
+        if length is not None and length.pause:
+            return TokenTree.chain((), on_read=self._note_alone)
         context = both.context(ids)
-        size = min(self.tokens, limit, self.draft.window - len(context))
+        size = min(self.tokens if length is None else LONGEST, limit, self.draft.window - len(context))
         if size < 1 or not context:
             return TokenTree.chain(())
         decoder, tokens, drawn_from = self.draft.decoder, [], []
@@ -62,23 +78,55 @@ class DraftModelProposer:
         decoder.seek(context)
         if max(decoder.ids[decoder.cached :], default=0) >= self.draft.n_embeddings:
             return TokenTree.chain(())  # padding ids, which only untrained models write
-        before = decoder.forwards
+        before, unread, times = decoder.forwards, len(context) - decoder.cached, [time.perf_counter()]
+        confidences: list[float] = []
+        survival = 1.0
         logits = decoder.next_logits()
         while True:
             scores = logits[both.of_draft]
             q = scores.float().softmax(-1) if sampling.greedy else distribution(scores, sampling)
             drawn = q.argmax() if sampling.greedy else draw(q, generator)
-            doubtful = q.gather(-1, drawn[None])[0] < self.confidence
-            choice, ends = torch.stack([drawn, doubtful.to(drawn.dtype)]).tolist()  # the only synchronisation
+            found = torch.stack([drawn.to(q.dtype), q.gather(-1, drawn[None])[0]])
+            number, confidence = found.tolist()  # the only synchronisation
+            choice = int(number)
+            times.append(time.perf_counter())
             token = both.draft_ids[choice]
             tokens.append(both.target_ids[choice])
+            confidences.append(confidence)
             if not sampling.greedy:
                 drawn_from.append(both.in_target(q))
+            if length is None:
+                ends = confidence < self.confidence
+            else:
+                survival *= length.survival_of(confidence)
+                ends = length.end_after(survival)
             if ends or token in decoder.eos_ids or len(tokens) == size:
                 break
             logits = decoder.advance(token, both.draft_token(drawn))
         self.forwards += decoder.forwards - before
-        return TokenTree.chain(tokens, torch.stack(drawn_from) if drawn_from else None)
+        if unread > 2:  # more than the last proposed token and the model's own: not what a token costs
+            del times[0]
+        on_read = None if length is None else partial(self._note, confidences, times)
+        return TokenTree.chain(tokens, torch.stack(drawn_from) if drawn_from else None, on_read)
+
+    def _note(self, confidences: list[float], times: list[float], accepted: int, read_s: float, read: int) -> None:
+        assert self._length is not None
+        n, costs = len(confidences), self._length.costs
+        if len(times) > 1:
+            draft_s = n * (times[-1] - times[0]) / (len(times) - 1)
+        elif costs is not None:  # one token, after more than the draft model had read
+            draft_s = costs.draft_s
+        else:
+            return
+        self._length.note(confidences, accepted, accepted < n, draft_s, read_s, read, added=1)
+
+    def _note_alone(self, accepted: int, read_s: float, read: int) -> None:
+        assert self._length is not None
+        tokens, seconds = self._alone[0] + 1, self._alone[1] + read_s
+        self._alone = tokens, seconds
+        if tokens >= self._length.pause:
+            self._length.note_alone(seconds, tokens)
+            self._alone = 0, 0.0
 
 
 class _Vocabularies:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from parse_infer.sampling import Sampling
 
 ROOT = -1
+OnRead = Callable[[int, float, int], None]
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,20 @@ class TokenTree:
             differ unless they were drawn at random.
         drawn_from: float32 [n, V], the distribution of each drawn token, the same for siblings; None for
             deterministic proposals.
+        on_read: called after the model's forward with the number of accepted tokens, the forward's seconds, and the
+            tokens that it read, uncached context included.
     """
 
     tokens: Sequence[int]
     parents: Sequence[int]
     drawn_from: Tensor | None = None
+    on_read: OnRead | None = None
 
     @classmethod
-    def chain(cls, tokens: Sequence[int], drawn_from: Tensor | None = None) -> TokenTree:
-        return cls(tokens, range(ROOT, len(tokens) - 1), drawn_from)
+    def chain(
+        cls, tokens: Sequence[int], drawn_from: Tensor | None = None, on_read: OnRead | None = None
+    ) -> TokenTree:
+        return cls(tokens, range(ROOT, len(tokens) - 1), drawn_from, on_read)
 
     @property
     def is_chain(self) -> bool:

@@ -130,7 +130,7 @@ def _fit(kind: Callable[..., object], sizes: Mapping[str, float], name: str) -> 
     for key, value in sizes.items():
         if key not in known:
             raise ModelError(f"{key!r} is no size of the token drafter {name!r}; it has: {', '.join(known)}")
-        if isinstance(value, float) and known[key].annotation != "float":
+        if isinstance(value, float) and "float" not in known[key].annotation:
             raise ModelError(f"{key} of the token drafter {name!r} must be a whole number, not {value}")
     return sizes
 

@@ -62,6 +62,7 @@ def test_the_targets_answers_come_with_fewer_forwards(engine, prompts, alone, he
         assert sum(g.stats.drafter_forwards for g in guided) <= forwards
 
 
+@pytest.mark.slow
 def test_parse_writes_the_same_spans_with_and_without_drafters(engine, prompts, heads):
     names = ["parse+none", *(f"parse+{drafter(name, heads)}" for name in DRAFTERS), "parse+draft+lookup"]
     modes = make_modes(engine, names, GenerationSettings(200, block_tokens=32))

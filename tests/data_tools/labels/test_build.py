@@ -318,7 +318,7 @@ def test_messages_and_a_draft_with_another_tokenizer(
 _RUN = "import json, sys; from data_tools.labels.build import *; build(BuildConfig(**json.loads(sys.argv[1])))"
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("options", [{}, pytest.param(SAMPLED, marks=pytest.mark.slow)], ids=["greedy", "sampled"])
 def test_a_killed_build_continues_as_if_nothing_had_happened(make_config: Make, options: dict[str, Any]) -> None:
     whole, killed = (make_config(name, limit=14, problems_per_group=2, **options) for name in ("whole", "killed"))
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}

@@ -125,6 +125,7 @@ def test_gsm_symbolic_is_reproducible_and_its_splits_share_no_problem():
     assert [p.id for p in first] != [p.id for p in task.problems("test", seed=8, limit=60)]
 
 
+@pytest.mark.slow
 def test_gsm_symbolic_can_leave_out_the_prompts_of_other_seeds():
     task = load_task("gsm_symbolic", max_number=20)
     others = {seed: [p.prompt for p in task.problems("train", seed, 200)] for seed in (0, 1)}

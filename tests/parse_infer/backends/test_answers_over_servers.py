@@ -257,6 +257,7 @@ def test_sampled_answers_follow_their_seed(engine, connect):
     )
 
 
+@pytest.mark.slow
 def test_a_useless_draft_is_given_up(engine, connect):
     coordinator, _, draft = connect(engine, parallel=1)
     draft.pause = 0.02

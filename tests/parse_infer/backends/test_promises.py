@@ -62,6 +62,7 @@ def test_what_one_problem_has_read_is_not_there_for_the_next(engine, connect):
         assert len({body["cache_salt"] for body in target.bodies}) == n
 
 
+@pytest.mark.slow
 def test_a_calibration_over_servers_is_kept_by_them_and_by_nobody_else(
     make_engine, connect, tmp_path: Path, monkeypatch
 ):

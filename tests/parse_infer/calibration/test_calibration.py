@@ -453,6 +453,7 @@ def test_a_damaged_calibration_is_one_sentence(tmp_path: Path):
         shown.setting(0.01)
 
 
+@pytest.mark.slow
 def test_random_halves_of_a_calibration(tmp_path: Path, capsys):
     """Setting j loses a problem with chance j / 200; what is promised at 5 % loses about that on the other half."""
     luck = Random(3)

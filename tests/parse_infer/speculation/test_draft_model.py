@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
 import torch
 
+from parse_infer.block_length import BlockLength
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import distribution, draw, random_generator
 from parse_infer.models.token_map import token_map
 from parse_infer.sampling import Sampling
+from parse_infer.speculation.decode import speculate
 from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.proposer import TokenTree
 from tests.parse_infer.language_models import language_model, reduced_pair, resembling
@@ -70,6 +73,52 @@ def test_chains_are_those_of_whole_forwards(pair, sampling):
                 q = torch.stack(drawn)
                 torch.testing.assert_close(guess.drawn_from[:, known], q[:, : len(known)], atol=1e-5, rtol=1e-4)
     assert len(lengths) > 1, "no chain ends in doubt"
+
+
+def test_without_sizes_a_greedy_chain_ends_where_it_stops_paying(pair, monkeypatch):
+    target, draft = pair
+    ids = torch.randint(0, 250, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    drafter = DraftModelProposer(draft, target)
+    chain, drawn = plainly(draft, target, ids, 6, 0.0, Sampling())
+    limit = math.prod(BlockLength().survival_of(float(q.max())) for q in drawn[:5]) * 1.001
+    monkeypatch.setattr(BlockLength, "end_after", lambda self, survival: survival < limit)
+    assert list(drafter.propose(ids, 40, Sampling(), None).tokens) == chain[:5] != chain
+    assert len(drafter.propose(ids, 2, Sampling(), None).tokens) == 2
+
+    monkeypatch.setattr(BlockLength, "end_after", None)  # random numbers must not depend on measured times
+    sampling = Sampling(1.0, seed=3)
+    assert drafter.propose(ids, 40, sampling, random_generator(sampling, "cpu")).tokens
+    for fixed in (DraftModelProposer(draft, target, tokens=6), DraftModelProposer(draft, target, confidence=0.0)):
+        assert list(fixed.propose(ids, 6, Sampling(), None).tokens)[:1] == chain[:1]
+
+
+def test_reads_are_noted_and_the_model_writes_alone_while_chains_do_not_pay(pair, monkeypatch):
+    target, draft = pair
+    ids = torch.randint(0, 250, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    target.decoder.seek(ids)
+    expected = list(target.decoder.decode(60))
+    drafter, noted, alone = DraftModelProposer(draft, target), [], []
+    note, note_alone = BlockLength.note, BlockLength.note_alone
+
+    def spied(self, confidences, accepted, rejected, draft_s, read_s, read, added):
+        assert rejected == (accepted < len(confidences)) and added == 1 and draft_s > 0 and read_s > 0
+        noted.append((len(confidences), accepted, read))
+        note(self, confidences, accepted, rejected, draft_s, read_s, read, added)
+
+    def spied_alone(self, seconds, tokens):
+        assert seconds > 0
+        alone.append(tokens)
+        note_alone(self, seconds, tokens)
+
+    monkeypatch.setattr(BlockLength, "note", spied)
+    monkeypatch.setattr(BlockLength, "note_alone", spied_alone)
+    monkeypatch.setattr(BlockLength, "next_pause", lambda self: 4)
+    target.decoder.seek(ids)
+    assert list(speculate(target.decoder, drafter, 60)) == expected
+    assert alone and set(alone) == {4}
+    assert len(noted) >= len(alone) and all(read == n + 1 for n, _, read in noted[1:])
+    gained = sum(accepted + 1 for _, accepted, _ in noted) + sum(alone)
+    assert abs(gained - len(expected)) <= 6  # the first chain and the last pause
 
 
 class HostReads:
