@@ -34,6 +34,7 @@ _RECENT = 12  # recent rejections cover about this many blocks
 _PRIOR = 4.0  # weight of the assumed survival of a confidence class, in tokens
 _USUAL = 2.0  # weight of the long-run rejection rate against recent rejections, in rejections
 REPLAYED = 32  # tokens of a block in a replay, where no length may depend on what was measured
+_FEWEST = 8  # blocks before the first pause
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 512  # tokens that the target writes alone while drafts do not pay
 
 
@@ -200,7 +201,7 @@ class BlockLength:
         """Return the length of the next pause: 0 if drafts pay, else twice the last one."""
         costs = self.costs
         assert costs is not None
-        if self._pace.rate <= (self._alone.rate or costs.forward_s + costs.read_s):
+        if self._pace.n < _FEWEST or self._pace.rate <= (self._alone.rate or costs.forward_s + costs.read_s):
             return 0
         return min(max(_FIRST_PAUSE, 2 * self._last_pause), _LONGEST_PAUSE)
 
