@@ -249,7 +249,9 @@ class Labeller:
     def _case(self, index: int, problem: Problem, draft: SampledDraft, prompt: Tally) -> _Case:
         cuts = self.segmenter.cuts(draft.ids)  # the last one is the whole draft
         cuts = self.config.policy.even_subset(cuts) if self.config.prefix_labels else cuts[-1:]
-        own_answer = is_right(self.target, self.task, problem, draft.ids) if draft.finished else None
+        unknown = isinstance(self.task, OwnAnswers) and not problem.reference and not self.config.prefix_labels
+        known = draft.finished and not unknown
+        own_answer = is_right(self.target, self.task, problem, draft.ids) if known else None
         search = PrefixSearch(len(cuts), self.config.label_rule(prompt), own_answer, self.config.exhaustive)
         chosen = Random(seed_of(self.config.seed, problem.id, "token labels")).random() < self.config.token_labels
         return _Case(index, draft, cuts, search, refined=chosen)

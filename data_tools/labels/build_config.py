@@ -265,6 +265,8 @@ class BuildConfig:
                     "rollout_temperature above 0"
                 )
             return
+        if not self.prefix_labels:
+            return
         if self.margin == 0:
             raise ParseError(
                 "margin is 0, but no number of sampled rollouts can prove that a prefix loses nothing: set margin, "

@@ -39,8 +39,9 @@ def inspect_folder(
     examples = with_error.rows + without.rows[: n_examples - len(with_error.rows)]
     console.print(counts_table(summary, str(folder)))
     console.print(balance_bar(summary))
-    console.print(histogram("first error, position in the draft", position_bars(summary)))
-    console.print(histogram("first error, segment number", segment_bars(summary)))
+    if summary.knows_errors:
+        console.print(histogram("first error, position in the draft", position_bars(summary)))
+        console.print(histogram("first error, segment number", segment_bars(summary)))
     for example in examples:
         console.print(example_panel(example))
     return summary

@@ -91,6 +91,11 @@ class Summary:
         """Number of problems that the target never solved from the bare prompt."""
         return sum(value == 0 for value in self.target_values.values())
 
+    @property
+    def knows_errors(self) -> bool:
+        """Whether drafts have labels inside; labels of whole drafts do not say where an error is."""
+        return self.prefixes > self.rows
+
     def lines(self) -> list[tuple[str, str]]:
         """Return names and figures for a table."""
         table = [
@@ -113,7 +118,7 @@ class Summary:
         for temperature, counts in sorted(self.temperatures.items()):
             table.append((f"right at temperature {temperature:g}", _share(counts.right, counts.drafts)))
         for temperature, counts in sorted(self.temperatures.items()):
-            if counts.tokens and self.prefixes > self.rows:  # labels of whole drafts say nothing about their beginnings
+            if counts.tokens and self.knows_errors:
                 kept = f"{_share(counts.kept, counts.tokens)}; whole drafts {_share(counts.whole, counts.drafts)}"
                 table.append((f"tokens a perfect judge keeps at temperature {temperature:g}", kept))
         return table

@@ -50,11 +50,11 @@ class DraftModelProposer:
         if draft.decoder is model.decoder:
             raise ModelError("draft model and target must not share a decoder: pass dataclasses.replace(draft)")
         self._length = BlockLength() if tokens is None and confidence is None else None
-        tokens = TOKENS if tokens is None else tokens
-        confidence = CONFIDENCE if confidence is None else confidence
-        if tokens < 1:
+        self._most = TOKENS if tokens is None else tokens
+        self._least = CONFIDENCE if confidence is None else confidence
+        if self._most < 1:
             raise ModelError(f"a chain needs at least 1 token, not {tokens}")
-        if not 0 <= confidence <= 1:
+        if not 0 <= self._least <= 1:
             raise ModelError(f"confidence is a probability, not {confidence}")
         self.draft, self.tokens, self.confidence = draft, tokens, confidence
         self.forwards = 0
@@ -70,7 +70,7 @@ class DraftModelProposer:
         if length is not None and length.pause:
             return TokenTree.chain((), on_read=self._note_alone)
         context = both.context(ids)
-        size = min(self.tokens if length is None else LONGEST, limit, self.draft.window - len(context))
+        size = min(self._most if length is None else LONGEST, limit, self.draft.window - len(context))
         if size < 1 or not context:
             return TokenTree.chain(())
         decoder, tokens, drawn_from = self.draft.decoder, [], []
@@ -96,7 +96,7 @@ class DraftModelProposer:
             if not sampling.greedy:
                 drawn_from.append(both.in_target(q))
             if length is None:
-                ends = confidence < self.confidence
+                ends = confidence < self._least
             else:
                 survival *= length.survival_of(confidence)
                 ends = length.end_after(survival)
@@ -122,6 +122,8 @@ class DraftModelProposer:
 
     def _note_alone(self, accepted: int, read_s: float, read: int) -> None:
         assert self._length is not None
+        if read > 2:  # a prompt
+            return
         tokens, seconds = self._alone[0] + 1, self._alone[1] + read_s
         self._alone = tokens, seconds
         if tokens >= self._length.pause:

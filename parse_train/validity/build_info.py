@@ -20,7 +20,7 @@ class BuildInfo:
     cut_policy: dict[str, Any] = field(default_factory=dict)
     template_options: dict[str, Any] = field(default_factory=dict)
     label: dict[str, Any] = field(default_factory=dict)
-    """Label definition: rollouts, their temperature, margin and error of the sequential test, `check_with`, `prefix_labels`."""
+    """Label definition: rollouts, their temperature, margin and error of the sequential test, and what is labelled."""
     target: dict[str, Any] = field(default_factory=dict)
     """`describe_target` of the model whose rollouts gave the labels."""
     draft: dict[str, Any] = field(default_factory=dict)
@@ -52,8 +52,8 @@ def read_build_info(source: str) -> BuildInfo:
     config, models = content.get("config"), content.get("models", {})
     if not isinstance(config, dict) or not isinstance(models, dict):
         raise ParseError(f"{path} is damaged: config or models is missing; build the data again")
-    keys = ("rollouts", "max_rollouts", "rollout_temperature", "margin", "max_label_error", "check_with", "prefix_labels")
-    label = {key: config[key] for key in keys if key in config}
+    of_rollouts = ("rollouts", "max_rollouts", "rollout_temperature", "margin", "max_label_error")
+    label = {key: config[key] for key in (*of_rollouts, "check_with", "prefix_labels") if key in config}
     return BuildInfo(
         config.get("cut_policy") or {},
         config.get("template_options") or {},

@@ -36,6 +36,8 @@ class RiskControl:
     false_accept_rate: float
     acceptance_rate: float
     n_drafts: int
+    of_whole_drafts: bool = False
+    """Whether the labels say nothing about the inside of drafts, so that no threshold can qualify."""
 
     @property
     def accepts(self) -> bool:
@@ -45,6 +47,11 @@ class RiskControl:
         """Return a warning for the user if no threshold qualifies."""
         if self.accepts:
             return None
+        if self.of_whole_drafts:
+            return (
+                "labels of whole drafts cannot bound what a pass accepts after an error; the exported threshold "
+                "accepts nothing. Run `parse-infer calibrate`, or pass your own threshold at inference."
+            )
         least = math.ceil(math.log(self.delta) / math.log(1 - self.alpha))
         too_few = f" (at least {least} are necessary)" if self.n_drafts < least else ""
         return (
@@ -67,8 +74,10 @@ def choose_threshold(drafts: ScoredDrafts, alpha: float, delta: float) -> RiskCo
     Args:
         drafts: validities of held-out drafts.
     """
-    wrong, acceptance = acceptance_curve(drafts, GRID)
     n = len(drafts.labels)
+    if (drafts.real.sum(1) == 1).all():
+        return RiskControl(ACCEPT_NOTHING, alpha, delta, None, 0.0, 0.0, n, of_whole_drafts=True)
+    wrong, acceptance = acceptance_curve(drafts, GRID)
     errors = (wrong * n).round().astype(int)
     too_many = bisect_right(range(n + 1), alpha, key=lambda count: exact_bound(count, n, delta))
     passed = int(np.cumprod(errors < too_many).sum())

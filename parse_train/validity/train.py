@@ -231,6 +231,8 @@ def finish(
         risk = choose_threshold(served, config.risk_alpha, config.risk_delta)
         risk = replace(risk, threshold=fitted.of_threshold(risk.threshold))
         metrics = headline_metrics(drafts, risk.threshold, config.risk_alpha)
+        if risk.of_whole_drafts:
+            del metrics["best_first_error_f1"]
         metrics |= {"ece_served_before": fitted.ece_before, "ece_served": fitted.ece}
         chosen_point = (risk.false_accept_rate, risk.acceptance_rate) if risk.accepts else None
         figures = {

@@ -175,8 +175,9 @@ def test_labels_of_whole_drafts_are_the_last_ones_of_a_search(make_config: Make,
     for row, one in zip(rows_of(searched.output_dir), rows_of(whole.output_dir), strict=True):
         assert one["target_value"] == (row["target_value"] if options else None)
         assert one["prompt"] == row["prompt"]
-        if not row["finished"]:
-            assert not one["finished"] and one["labels"] == [] and one["undecided"] == 1
+        assert one["finished"] == row["finished"]
+        if not row["finished"] or not row["reference"]:  # without an own answer nothing is known
+            assert one["labels"] == [] and one["undecided"] == 1
             continue
         n_finished += 1
         assert one["draft_ids"] == row["draft_ids"] and one["cuts"] == [len(row["draft_ids"])]
@@ -184,6 +185,7 @@ def test_labels_of_whole_drafts_are_the_last_ones_of_a_search(make_config: Make,
         assert one["completions"] == ["".join(row["completions"])]
     assert lone.rows == lone.prefixes == n_finished and lone.without_label == summary.rows - n_finished > 0
     assert 0 < lone.valid < lone.prefixes
+    assert summary.knows_errors and not lone.knows_errors
     card = Path(whole.output_dir, "README.md").read_text()
     assert "# Whole drafts of" in card and "perfect judge" not in card and "Position" not in card
 
@@ -192,6 +194,13 @@ def test_labels_of_whole_drafts_exclude_finer_ones(make_config: Make) -> None:
     for wrong in ({"exhaustive": True}, {"token_labels": 0.5}):
         with pytest.raises(ParseError, match=f"{next(iter(wrong))} is .*, but prefix_labels is false"):
             make_config(prefix_labels=False, **wrong)
+    make_config(prefix_labels=False, check_with="own_answer", rollout_temperature=0.7)  # no margin
+
+
+def test_without_an_own_answer_a_whole_draft_has_no_label(make_config: Make) -> None:
+    config = make_config(prefix_labels=False, check_with="own_answer", max_rollout_tokens=1)
+    assert build(config).rows == 0
+    assert all(row["labels"] == [] and row["undecided"] == 1 for row in rows_of(config.output_dir))
 
 
 def test_folders_of_earlier_versions_without_labels_by_token_continue(make_config: Make) -> None:

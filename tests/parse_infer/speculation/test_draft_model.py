@@ -13,6 +13,7 @@ from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import distribution, draw, random_generator
 from parse_infer.models.token_map import token_map
+from parse_infer.provenance import describe_drafter
 from parse_infer.sampling import Sampling
 from parse_infer.speculation.decode import speculate
 from parse_infer.speculation.draft_model import DraftModelProposer
@@ -88,8 +89,10 @@ def test_without_sizes_a_greedy_chain_ends_where_it_stops_paying(pair, monkeypat
     monkeypatch.setattr(BlockLength, "end_after", None)  # random numbers must not depend on measured times
     sampling = Sampling(1.0, seed=3)
     assert drafter.propose(ids, 40, sampling, random_generator(sampling, "cpu")).tokens
-    for fixed in (DraftModelProposer(draft, target, tokens=6), DraftModelProposer(draft, target, confidence=0.0)):
-        assert list(fixed.propose(ids, 6, Sampling(), None).tokens)[:1] == chain[:1]
+    fixed = DraftModelProposer(draft, target, tokens=4, confidence=0.0)
+    assert list(fixed.propose(ids, 40, Sampling(), None).tokens) == chain[:4]
+    assert describe_drafter(drafter) == {"kind": "DraftModelProposer", "tokens": None, "confidence": None}
+    assert describe_drafter(fixed) == {"kind": "DraftModelProposer", "tokens": 4, "confidence": 0.0}
 
 
 def test_reads_are_noted_and_the_model_writes_alone_while_chains_do_not_pay(pair, monkeypatch):
@@ -106,13 +109,14 @@ def test_reads_are_noted_and_the_model_writes_alone_while_chains_do_not_pay(pair
         note(self, confidences, accepted, rejected, draft_s, read_s, read, added)
 
     def spied_alone(self, seconds, tokens):
-        assert seconds > 0
+        assert 0 < seconds < 1e6
         alone.append(tokens)
         note_alone(self, seconds, tokens)
 
     monkeypatch.setattr(BlockLength, "note", spied)
     monkeypatch.setattr(BlockLength, "note_alone", spied_alone)
     monkeypatch.setattr(BlockLength, "next_pause", lambda self: 4)
+    drafter._note_alone(0, 1e6, 300)  # the prompt of an answer that begins in a pause is no token
     target.decoder.seek(ids)
     assert list(speculate(target.decoder, drafter, 60)) == expected
     assert alone and set(alone) == {4}

@@ -138,6 +138,13 @@ def test_the_threshold_is_the_laxest_that_is_shown_to_be_safe() -> None:
     assert choose_threshold(drafts, alpha=0.1, delta=0.01).threshold >= risk.threshold
 
 
+def test_labels_of_whole_drafts_bound_no_pass() -> None:
+    """A pass may accept beyond an error and stop before the end, where such labels would count it as right."""
+    whole = ScoredDrafts.from_rows([[0.9], [0.1]] * 200, [[True], [False]] * 200, [[7], [9]] * 200)
+    risk = choose_threshold(whole, alpha=0.1, delta=0.1)
+    assert risk.threshold > 1 and not risk.accepts and "parse-infer calibrate" in str(risk.warning())
+
+
 def test_the_threshold_keeps_its_promise() -> None:
     """Over many validation sets, the share whose true false-accept rate exceeds alpha is at most delta."""
     everything = random_drafts(2, n=20_000)
