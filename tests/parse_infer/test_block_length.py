@@ -158,6 +158,14 @@ def test_the_targets_own_token_after_a_block_is_gained_too():
     assert with_it._pace.rate == pytest.approx(without._pace.rate * 12 / 15, rel=1e-3)
 
 
+def test_one_bad_block_begins_no_pause():
+    rule, pauses = BlockLength(), []
+    for _ in range(9):
+        rule.note([0.9] * 8, 0, True, 0.08, 0.1, 8)
+        pauses.append(rule.pause)
+    assert pauses == [0] * 7 + [16, 32]
+
+
 def test_costs_are_those_of_the_blocks():
     process, rule = Process(COSTS[0], {0.3: 0.7, 0.99: 0.99}), BlockLength()
     assert rule.costs is None

@@ -166,7 +166,9 @@ def test_labels_by_token_find_the_first_wrong_token(make_config: Make) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"drop_unsolved": True}, {"check_with": "own_answer"}])
-def test_labels_of_whole_drafts_are_the_last_ones_of_a_search(make_config: Make, options: dict[str, Any]) -> None:
+def test_labels_of_whole_drafts_are_the_last_ones_of_a_search(
+    make_config: Make, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     """They need no rollout from a draft, and none at all where references decide about all problems."""
     searched = make_config("a", limit=24, max_draft_tokens=40, **options)
     whole = make_config("b", limit=24, max_draft_tokens=40, prefix_labels=False, **options)
@@ -185,7 +187,10 @@ def test_labels_of_whole_drafts_are_the_last_ones_of_a_search(make_config: Make,
         assert one["completions"] == ["".join(row["completions"])]
     assert lone.rows == lone.prefixes == n_finished and lone.without_label == summary.rows - n_finished > 0
     assert 0 < lone.valid < lone.prefixes
-    assert summary.knows_errors and not lone.knows_errors
+    for config, knows in ((searched, True), (whole, False)):
+        capsys.readouterr()
+        assert main(["inspect", config.output_dir]) == 0
+        assert ("first error, position" in capsys.readouterr().out) == knows
     card = Path(whole.output_dir, "README.md").read_text()
     assert "# Whole drafts of" in card and "perfect judge" not in card and "Position" not in card
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from parse_infer.models.sampling import distribution, draw, random_generator
 from parse_infer.models.token_map import token_map
 from parse_infer.provenance import describe_drafter
 from parse_infer.sampling import Sampling
+from parse_infer.speculation import draft_model
 from parse_infer.speculation.decode import speculate
 from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.proposer import TokenTree
@@ -123,6 +126,20 @@ def test_reads_are_noted_and_the_model_writes_alone_while_chains_do_not_pay(pair
     assert len(noted) >= len(alone) and all(read == n + 1 for n, _, read in noted[1:])
     gained = sum(accepted + 1 for _, accepted, _ in noted) + sum(alone)
     assert abs(gained - len(expected)) <= 6  # the first chain and the last pause
+
+
+def test_the_read_of_a_prompt_is_not_what_a_token_costs(pair, monkeypatch):
+    target, draft = pair
+    ids = torch.randint(0, 250, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    drafter, noted = DraftModelProposer(draft, target), []
+    monkeypatch.setattr(BlockLength, "end_after", lambda self, survival: False)
+    monkeypatch.setattr(BlockLength, "note", lambda self, *block, added: noted.append(block))
+    clock = itertools.chain([0.0, 100.0], itertools.count(101.0))
+    monkeypatch.setattr(draft_model, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    tree = drafter.propose(ids, 5, Sampling(), None)
+    tree.on_read(0, 1.0, 6)
+    (_, _, _, draft_s, _, _), n = noted[0], len(tree.tokens)
+    assert draft_s == n > 1
 
 
 class HostReads:

@@ -86,6 +86,21 @@ def test_a_judge_is_trained_without_the_targets_weights(build, make_model, token
         assert found.validity == pytest.approx(judge.config.validity(logits).tolist(), abs=1e-4)
 
 
+def test_a_judge_of_whole_drafts_accepts_nothing_yet(build, tmp_path, capsys):
+    shutil.copytree(build / "build", tmp_path / "build")
+    for path in (tmp_path / "build" / "data").iterdir():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            row["completions"] = ["".join(row["completions"])]
+            row |= {key: row[key][-1:] for key in ("labels", "values", "confidence", "cuts") if key in row}
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([recipe(tmp_path, tmp_path / "out"), *OPTIONS]) == 0
+    printed = capsys.readouterr().out
+    assert "labels of whole drafts" in printed and "AUROC" in printed and "first-error F1" not in printed
+    target = load_language_model(build / "target", role="target", dtype="float32").model
+    assert ValidityAdapter.from_pretrained(tmp_path / "out" / "adapter", target).config.threshold > 1
+
+
 def test_a_training_continues_another_adapters_head(build, tmp_path, capsys):
     assert main([recipe(build, tmp_path / "first"), *OPTIONS]) == 0
     first = tmp_path / "first" / "adapter"
