@@ -1,4 +1,4 @@
-"""Load test with concurrent clients over vLLM: PARSE, and the target alone with or without vLLM's speculation.
+"""Load test with concurrent clients over vLLM: PARSE and the target alone, each with or without vLLM's speculation.
 
 Each client sends its next problem after its last answer. Every cell of the table starts with an empty prefix cache.
 The modes take turns, so that a change in the machine's speed affects all of them.
@@ -40,8 +40,7 @@ MODES = {
     "parse": "PARSE",
     "parse:adaptive": "PARSE, adaptive",
 }
-_SPECULATING = "target+"
-"""Followed by "ngram" or a head; then a size may follow, as in "target+ngram:tokens=5"."""
+"""The target server's own speculation may follow, n-grams or a head: "target+ngram:tokens=5", "parse+FOLDER"."""
 _COLOURS = ("#222222", "#999999", "#7b3294", "#c51b7d", "#1b7837", "#7fbf7b", "#2166ac", "#b2611d", "#8c510a")
 
 
@@ -74,17 +73,16 @@ def check_modes(names: Sequence[str], starts: bool = True) -> None:
     """Raise ValueError or FileNotFoundError for an unknown mode or a head that vLLM cannot use. With `starts` False,
     also for a mode that must start a server."""
     for name in names:
-        if not _is_plain(name) and not name.startswith(_SPECULATING):
-            known = [*MODES, "parse:N", _SPECULATING + _NGRAM, f"{_SPECULATING}FOLDER"]
-            raise ParseError(f"unknown mode {name!r} for --backend vllm; choose from {', '.join(known)}")
-        if not _is_plain(name) and not starts:
+        mode, plus, _ = name.partition("+")
+        if mode not in MODES and not (mode.startswith("parse:") and block_tokens_of(mode)):
+            known = ", ".join([*MODES, "parse:N"])
+            raise ParseError(
+                f"unknown mode {name!r} for --backend vllm; choose from {known}; vLLM's own speculation may follow, "
+                f"as in target+{_NGRAM} or parse+FOLDER"
+            )
+        if plus and not starts:
             raise ParseError(f"{name} needs a server of its own: leave --target-url out")
         server_of(name)
-
-
-def _is_plain(name: str) -> bool:
-    """Whether a mode is one of `MODES`, or PARSE with a length of blocks."""
-    return name in MODES or (name.startswith("parse:") and bool(block_tokens_of(name)))
 
 
 def server_of(name: str) -> tuple[bool, dict[str, Any]]:
@@ -92,14 +90,15 @@ def server_of(name: str) -> tuple[bool, dict[str, Any]]:
 
     Raises ValueError or FileNotFoundError for a size or a head that vLLM cannot use.
     """
-    if _is_plain(name):
-        return not name.startswith("parse"), {}
-    kind, sizes = split_name(name.removeprefix(_SPECULATING))
+    mode, plus, speculation = name.partition("+")
+    if not plus:
+        return mode == "target", {}
+    kind, sizes = split_name(speculation)
     tokens = sizes.pop("tokens", _TOKENS)
     if sizes or not isinstance(tokens, int) or tokens < 1:
         raise ParseError(f"mode {name!r} has a wrong size: give tokens=NUMBER, at least 1, and nothing else")
-    speculation = {"method": "ngram", "prompt_lookup_max": 4} if kind == _NGRAM else _head_options(name, kind)
-    return True, {"speculative_config": {**speculation, "num_speculative_tokens": tokens}}
+    options = {"method": "ngram", "prompt_lookup_max": 4} if kind == _NGRAM else _head_options(name, kind)
+    return mode == "target", {"speculative_config": {**options, "num_speculative_tokens": tokens}}
 
 
 def _head_options(name: str, head: str) -> dict[str, Any]:
@@ -120,12 +119,12 @@ def _head_options(name: str, head: str) -> dict[str, Any]:
 
 
 def _label(name: str) -> str:
-    if name in MODES:
-        return MODES[name]
-    if _is_plain(name):
-        return f"{MODES['parse']}, blocks of {block_tokens_of(name)}"
-    kind, sizes = split_name(name.removeprefix(_SPECULATING))
-    label = f"vLLM with {'n-grams' if kind == _NGRAM else kind}"
+    mode, plus, speculation = name.partition("+")
+    label = MODES.get(mode) or f"{MODES['parse']}, blocks of {block_tokens_of(mode)}"
+    if not plus:
+        return label
+    kind, sizes = split_name(speculation)
+    label = f"{label if mode != 'target' else 'vLLM'} with {'n-grams' if kind == _NGRAM else kind}"
     return label + (f", {sizes['tokens']} tokens" if sizes else "")
 
 

@@ -86,6 +86,7 @@ def bench(
     Modes with --backend vllm (clients.json, clients.md, clients.png):
       target, parse, parse:whole, parse:32, parse:adaptive
       target+ngram, target+FOLDER (of a head): vLLM's own speculative decoding; sizes as in target+ngram:tokens=5
+      parse+ngram, parse+FOLDER: PARSE with a target server that speculates
 
     \b
     Examples:

@@ -146,12 +146,15 @@ def test_modes_are_checked():
         check_modes(["target+eagle3"])
     with pytest.raises(ValueError, match="is 'ngarm'; did you mean 'ngram'"):
         check_modes(["target+ngarm"])
-    check_modes(["target+ngram:tokens=5", "parse:adaptive"])
+    with pytest.raises(ValueError, match="unknown mode 'target:32\\+ngram'"):
+        check_modes(["target:32+ngram"])
+    check_modes(["target+ngram:tokens=5", "parse:adaptive", "parse+ngram"])
     speculation = {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 5}
     assert server_of("target+ngram:tokens=5") == (True, {"speculative_config": speculation})
+    assert server_of("parse:32+ngram:tokens=5") == (False, {"speculative_config": speculation})
     assert server_of("target") == (True, {}) and server_of("parse:adaptive") == (False, {})
     with pytest.raises(ValueError, match="needs a server of its own"):
-        check_modes(["target+ngram"], starts=False)
+        check_modes(["parse+ngram"], starts=False)
 
 
 def test_a_head_decides_how_vllm_speculates(engine, tmp_path, monkeypatch):
