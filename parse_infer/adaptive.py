@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 MIN_SAMPLES = 4  # answers of each kind before a comparison
-EXPLORE_EVERY = 64  # every 64th burst uses the slower kind, in case it has become the faster one
+CLEAR_SPEEDUP = 2.0  # from here on, one answer of the target alone is enough for a comparison
+EXPLORE_EVERY = 64  # every 64th burst, or later where it costs more, uses the slower kind in case it has become faster
 EARLY_EXPLORE_EVERY = 4  # the same, where drafts are used because of their speedup at a lower load
 SPEEDUP_DECAY_PER_DOUBLING = 1.5  # twice the load divides a speedup by this (1.4 and 1.5 measured, 1 to 8 requests)
 WINDOW = 10  # approximate number of answers in an average; at least the size of a burst
@@ -60,10 +61,11 @@ class _Load:
     @property
     def speedup(self) -> float | None:
         """Speedup of answers with a draft over the target alone; None before enough samples."""
-        drafted = self.paces[True].rate
-        if not drafted or min(pace.n for pace in self.paces.values()) < MIN_SAMPLES:
+        alone, drafted = self.paces[False], self.paces[True]
+        if drafted.n < MIN_SAMPLES or not drafted.rate or not alone.n:
             return None
-        return self.paces[False].rate / drafted
+        speedup = alone.rate / drafted.rate
+        return speedup if alone.n >= MIN_SAMPLES or speedup >= CLEAR_SPEEDUP else None
 
 
 @dataclass
@@ -141,7 +143,8 @@ class Controller:
         if pays is None:
             return here.paces[True].n <= here.paces[False].n, size
         here.since += 1
-        if here.since < explore_every * size:
+        ratio = here.speedup or 1.0
+        if here.since < explore_every * size * max(ratio, 1 / ratio):
             return pays, 1
         here.since = 0
         return not pays, size
@@ -168,4 +171,4 @@ class Controller:
 
 def _burst(load: int) -> int:
     """Size of a burst. It includes the answers that start before older requests of the other kind complete."""
-    return MIN_SAMPLES + 2 * (load - 1)
+    return MIN_SAMPLES + 2 * (load - 1) if load > 1 else 1

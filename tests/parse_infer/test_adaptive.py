@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from parse_infer.adaptive import EXPLORE_EVERY, MIN_SAMPLES, Controller
+from parse_infer.adaptive import CLEAR_SPEEDUP, EXPLORE_EVERY, MIN_SAMPLES, Controller
 from parse_infer.settings import GenerationSettings
 from parse_infer.speculation.registry import load_token_drafter
 
@@ -123,6 +123,7 @@ def test_the_local_engine_tells_what_was_kept(make_engine, monkeypatch, threshol
 def test_what_is_not_kept_is_given_up_before_it_was_compared_and_looked_at_again():
     controller = Controller()
     assert simulate(controller, 60, with_draft=2.0, load=32, kept=4)[1] == MIN_SAMPLES
+    assert simulate(controller, BURST * EXPLORE_EVERY, with_draft=2.0, load=32, kept=4)[1] == 0, "twice the cost"
     assert simulate(controller, (BURST + 1) * EXPLORE_EVERY, with_draft=2.0, load=32, kept=4)[1] == BURST
     controller = Controller()
     assert simulate(controller, 200, with_draft=0.5, load=32, kept=6)[1] > 120, "5 % and more is worth a comparison"
@@ -203,6 +204,16 @@ def test_a_draft_that_pays_is_used_and_one_that_begins_to_pay_is_found():
     assert simulate(controller, 100, with_draft=2.0)[1] <= MIN_SAMPLES
     later = [simulate(controller, 100, with_draft=0.4)[1] for _ in range(10)]
     assert later[-1] > 95
+
+
+@pytest.mark.parametrize(("speedup", "alone"), [(1.6, MIN_SAMPLES), (1.1 * CLEAR_SPEEDUP, 1), (6.0, 1)])
+def test_a_clear_speedup_needs_one_slow_answer_and_is_checked_less_often(speedup, alone):
+    controller = Controller()
+    assert simulate(controller, 60, with_draft=1 / speedup)[1] == 60 - alone
+    n = round(EXPLORE_EVERY * speedup)
+    assert n - simulate(controller, n, with_draft=1 / speedup)[1] == 1
+    simulate(controller, 3 * MIN_SAMPLES, with_draft=1.5)
+    assert simulate(controller, 30, with_draft=1.5)[1] < MIN_SAMPLES, "drafts that no longer pay are given up"
 
 
 def test_each_load_has_its_own_measure():
