@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 RECIPES = {
     "validity": "parse_train.validity.train",
     "logprob": "parse_train.logprob.train",
+    "draft_model": "parse_train.draft_model",
     "eagle": "parse_train.heads.train_eagle",
     "medusa": "parse_train.heads.train_medusa",
 }

@@ -1,4 +1,4 @@
-"""Training data of heads: the model's own answers to a task's prompts, as EAGLE-3 recommends."""
+"""Training data of heads and draft models: the target's own answers to a task's prompts, as EAGLE-3 recommends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from data_tools.labels.backends import LocalWriter
 from data_tools.labels.drafts import DraftSampler, render
 from data_tools.labels.shards import GroupFolder, check_identity
 from data_tools.tasks.registry import load_task
+from data_tools.tasks.task import prompt_id
+from parse_infer.errors import ParseError
 from parse_infer.loop import run_sync
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel
 from parse_infer.sampling import Sampling
-from parse_train.training_config import IGNORED
+from parse_train.training_config import IGNORED, TrackedTrainingConfig
 
 _GROUP = 256  # problems per batch and file; an interruption loses at most one group
 
@@ -50,6 +52,55 @@ class AnswerConfig:
     answer_temperature: float = field(default=0.0, metadata={"help": "Temperature of the answers; 0 is greedy."})
     max_answer_tokens: int = field(default=256, metadata={"help": "Maximum length of an answer."})
     batch_size: int = field(default=64, metadata={"help": "Answers decoded at a time."})
+
+
+@dataclass
+class SelfGeneratedConfig(AnswerConfig, TrackedTrainingConfig):
+    """Base configuration of trainings on the model's own answers, on top of transformers' `TrainingArguments`."""
+
+    def __post_init__(self) -> None:
+        self.label_names = ["labels"]
+        super().__post_init__()
+        for key in ("model", "output_dir"):
+            if not getattr(self, key):
+                raise ParseError(f"the recipe needs the key {key}")
+        check_at_least_one(self, "n_problems", "n_eval_problems", "max_answer_tokens", "batch_size")
+
+
+def check_at_least_one(config: Any, *keys: str) -> None:
+    """Raise ValueError for a value below 1."""
+    for key in keys:
+        if getattr(config, key) < 1:
+            raise ParseError(f"{key} is {getattr(config, key)}; it must be at least 1")
+
+
+def check_held_out(config: SelfGeneratedConfig) -> None:
+    """Raise ValueError if the task has no validation problems, or most of them are training problems."""
+    task = load_task(config.task, **config.task_options)
+    asked = [prompt_id(p.prompt) for p in task.problems("validation", config.seed, config.n_eval_problems)]
+    if not asked:
+        raise ParseError(f"task {config.task} has no problem in its split validation")
+    learnt = {prompt_id(p.prompt) for p in task.problems("train", config.seed, config.n_problems)}
+    if (n := sum(each in learnt for each in asked)) > len(asked) / 2:  # a generator may repeat a problem
+        raise ParseError(
+            f"{n} of {len(asked)} validation problems of task {config.task} are training problems: assign each row to "
+            "a split with the key split (train, validation)"
+        )
+
+
+def own_answers(lm: LanguageModel, config: SelfGeneratedConfig) -> tuple[Path, Dataset, Dataset]:
+    """Let the model answer the prompts that are not answered yet; every process must call this function.
+
+    Returns:
+        The folder of the answers, and the rows of `read_answers` for training and evaluation.
+    """
+    folder = Path(config.answers or Path(str(config.output_dir)) / "answers")
+    limits = {"train": config.n_problems, "validation": config.n_eval_problems}
+    for split, limit in limits.items():
+        write_answers(lm, config, config.seed, split, limit, folder / split)
+    with config.main_process_first(local=False):  # other processes read the cache
+        train, evaluation = (read_answers(folder / split, split, limit) for split, limit in limits.items())
+    return folder, train, evaluation
 
 
 def write_answers(lm: LanguageModel, config: AnswerConfig, seed: int, split: str, limit: int, folder: Path) -> None:

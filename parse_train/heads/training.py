@@ -18,19 +18,24 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import EvalPrediction, Trainer, set_seed
 
-from data_tools.tasks.registry import load_task
-from data_tools.tasks.task import prompt_id
 from parse_infer.errors import ParseError
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_train import checkpoints, tracking
 from parse_train.length_sampler import EpochLengthSampler
 from parse_train.muon import MuonWithAdamW
-from parse_train.self_generated_data import AnswerConfig, collate, commonest_tokens, read_answers, write_answers
-from parse_train.training_config import IGNORED, TrackedTrainingConfig
+from parse_train.self_generated_data import (
+    SelfGeneratedConfig,
+    check_at_least_one,
+    check_held_out,
+    collate,
+    commonest_tokens,
+    own_answers,
+)
+from parse_train.training_config import IGNORED
 
 
 @dataclass
-class HeadTrainingConfig(AnswerConfig, TrackedTrainingConfig):
+class HeadTrainingConfig(SelfGeneratedConfig):
     """Fields of every kind of head, on top of transformers' `TrainingArguments`."""
 
     steps: int = field(default=5, metadata={"help": "Speculative tokens that the head learns to propose."})
@@ -42,14 +47,8 @@ class HeadTrainingConfig(AnswerConfig, TrackedTrainingConfig):
     head_dtype: str = field(default="auto", metadata={"help": "Dtype of the saved head: auto (as trained), bfloat16."})
 
     def __post_init__(self) -> None:
-        self.label_names = ["labels"]
         super().__post_init__()
-        for key in ("model", "output_dir"):
-            if not getattr(self, key):
-                raise ParseError(f"the recipe needs the key {key}")
-        for key in ("n_problems", "n_eval_problems", "max_answer_tokens", "steps", "batch_size"):
-            if getattr(self, key) < 1:
-                raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 1")
+        check_at_least_one(self, "steps")
         if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
             raise ParseError(f"draft_vocab_size is {self.draft_vocab_size}; it must be at least 1")
         if self.muon and getattr(self, "deepspeed_plugin", None) is not None:
@@ -179,12 +178,7 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadM
     lm.model.requires_grad_(False)
     model = make(lm)
     folder = Path(str(config.output_dir))
-    answers = Path(config.answers or folder / "answers")
-    limits = {"train": config.n_problems, "validation": config.n_eval_problems}
-    for split, limit in limits.items():
-        write_answers(lm, config, config.seed, split, limit, answers / split)
-    with config.main_process_first(local=False):  # other processes read the cache
-        train, evaluation = (read_answers(answers / split, split, limit) for split, limit in limits.items())
+    answers, train, evaluation = own_answers(lm, config)
     start_from_output(model.head, lm, commonest_tokens(train, model.head.config.vocab_size, len(model.head.token_ids)))
     model.head.to(lm.model.device)
     start = checkpoints.prepare(config, len(train))
@@ -208,20 +202,6 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadM
         tracking.summarise(metrics)
         tracking.log_artifact(config, "model", f"{folder.name}-head", folder / "head")
         tracking.finish()
-
-
-def check_held_out(config: HeadTrainingConfig) -> None:
-    """Raise ValueError if the task has no validation problems, or most of them are training problems."""
-    task = load_task(config.task, **config.task_options)
-    asked = [prompt_id(p.prompt) for p in task.problems("validation", config.seed, config.n_eval_problems)]
-    if not asked:
-        raise ParseError(f"task {config.task} has no problem in its split validation")
-    learnt = {prompt_id(p.prompt) for p in task.problems("train", config.seed, config.n_problems)}
-    if (n := sum(each in learnt for each in asked)) > len(asked) / 2:  # a generator may repeat a problem
-        raise ParseError(
-            f"{n} of {len(asked)} validation problems of task {config.task} are training problems: assign each row to "
-            "a split with the key split (train, validation)"
-        )
 
 
 @torch.no_grad()

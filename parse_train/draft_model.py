@@ -1,0 +1,136 @@
+"""Align a draft model with its target: `accelerate launch recipes/qwen-coder/draft.yaml`.
+
+The target answers the task's prompts, and a LoRA on the draft model learns these answers (sequence-level distillation,
+Kim and Rush 2016, arXiv 1606.07947). The LoRA is merged, so the result is a plain model for `--draft`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import EvalPrediction, Trainer, set_seed
+
+from parse_infer.errors import ParseError
+from parse_infer.models.loading import load_language_model, same_tokenizer
+from parse_train import checkpoints, tracking
+from parse_train.self_generated_data import (
+    SelfGeneratedConfig,
+    check_at_least_one,
+    check_held_out,
+    collate,
+    own_answers,
+)
+from parse_train.training_config import IGNORED
+
+_PUBLISHED, _TRAINED = "published", "eval"
+
+
+@dataclass
+class DraftModelTrainingConfig(SelfGeneratedConfig):
+    """Fields of the recipe; `model` is the target."""
+
+    draft: str = field(default="", metadata={"help": "Draft model to align, with the target's tokens."})
+    draft_dtype: str = field(
+        default="auto", metadata={"help": "Dtype of the draft model: auto, float32, bfloat16 or float16."}
+    )
+    lora_rank: int = field(default=32, metadata={"help": "Rank of the LoRA."})
+    lora_alpha: int = field(default=64, metadata={"help": "The LoRA update is scaled by lora_alpha / lora_rank."})
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"], metadata={"help": "Layers with LoRA: names, or all-linear."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.draft:
+            raise ParseError("the recipe needs the key draft")
+        check_at_least_one(self, "lora_rank", "lora_alpha")
+
+
+def main(config: DraftModelTrainingConfig) -> None:
+    """Align the draft model and write it to `output_dir`/draft.
+
+    Raises ValueError for a draft model with other tokens than the target's, before the target answers.
+    """
+    set_seed(config.seed)
+    check_held_out(config)
+    draft = load_language_model(
+        config.draft, role="draft", device=config.device, dtype=config.draft_dtype, trainable=True
+    )
+    target = load_language_model(
+        config.model,
+        role="target",
+        device=config.device,
+        dtype=config.model_dtype,
+        template_options=config.template_options,
+    )
+    if not same_tokenizer(draft.tokenizer, target.tokenizer):
+        raise ParseError(
+            f"{config.draft} has other tokens than {config.model}: choose a draft model with the same ones"
+        )
+    answers, train, evaluation = own_answers(target, config)
+    del target  # the training needs its answers alone
+    modules: Any = config.lora_target_modules
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules="all-linear" if modules == ["all-linear"] else modules,
+    )
+    model = cast(PeftModel, get_peft_model(draft.model, lora))
+    start = checkpoints.prepare(config, len(train))
+    tracking.start(config, resumed=start.checkpoint is not None)
+    folder = Path(str(config.output_dir))
+    tracking.log_artifact(config, "dataset", f"{folder.name}-answers", answers)
+    trainer = Trainer(
+        model,
+        config,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        data_collator=collate,
+        compute_metrics=agreement,
+        preprocess_logits_for_metrics=right_tokens,
+    )
+    checkpoints.train(trainer, start)
+    metrics = trainer.evaluate(metric_key_prefix=_TRAINED)
+    with model.disable_adapter():
+        metrics |= trainer.evaluate(metric_key_prefix=_PUBLISHED)
+    if config.process_index == 0:
+        merged: Any = model.merge_and_unload()
+        merged.config.use_cache = True  # the Trainer turned it off
+        merged.save_pretrained(folder / "draft")
+        draft.tokenizer.save_pretrained(folder / "draft")
+        for name, what in {"agreement": "agrees with the target", "tokens_per_forward": "tokens per forward"}.items():
+            before, after = (metrics[f"{prefix}_{name}"] for prefix in (_PUBLISHED, _TRAINED))
+            print(f"{what}: {before:.3f} before, {after:.3f} now")
+        print(f"draft model written to {folder / 'draft'}")
+        tracking.summarise(metrics)
+        tracking.log_artifact(config, "model", f"{folder.name}-draft", folder / "draft")
+        tracking.finish()
+
+
+def right_tokens(logits: Any, labels: Tensor) -> Tensor:
+    """Return for each token of an answer whether it is the draft model's first choice: int64 [B, T − 1]; -100
+    elsewhere.
+
+    Args:
+        logits: [B, T, V], or a tuple that begins with them.
+        labels: [B, T], -100 outside the answer.
+    """
+    chosen = (logits[0] if isinstance(logits, tuple) else logits)[:, :-1].argmax(-1)
+    return torch.where(labels[:, 1:] == IGNORED, IGNORED, (chosen == labels[:, 1:]).long())
+
+
+def agreement(prediction: EvalPrediction) -> dict[str, float]:
+    """Return `agreement`, the share of the target's tokens that are the draft model's first choice, and
+    `tokens_per_forward`: the target's tokens per forward with proposals that end at their first wrong token."""
+    right = np.asarray(prediction.predictions)
+    answers = [row[row != IGNORED] for row in right if (row != IGNORED).any()]
+    n, wrong = sum(map(len, answers)), sum(int((answer == 0).sum()) for answer in answers)
+    forwards = wrong + sum(int(answer[-1]) for answer in answers)  # a wrong token ends its forward, as an answer does
+    return {"agreement": 1 - wrong / max(n, 1), "tokens_per_forward": n / max(forwards, 1)}

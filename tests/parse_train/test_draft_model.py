@@ -1,0 +1,108 @@
+"""A draft model learns its target's own answers, and becomes a plain model that agrees with it more often."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import EvalPrediction
+
+from parse_infer.engine import ParseEngine
+from parse_infer.models.loading import load_language_model
+from parse_infer.speculation.registry import load_token_drafter
+from parse_train.__main__ import main
+from parse_train.draft_model import agreement, right_tokens
+from tests.parse_infer.language_models import cycling, word_tokenizer
+
+
+@pytest.fixture
+def recipe(make_model, tokenizer, tmp_path: Path) -> list[str]:
+    """Arguments that align a tiny draft model with a tiny target."""
+    target = cycling(make_model("llama"), tokenizer, "Sum: 1+2=3;", "1 and 2?")
+    for name, model in (("target", target), ("draft", make_model("llama", seed=1))):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    rows = [
+        {"prompt": f"{a} and {b}?", "reference": str(a + b), "split": "train" if b else "validation"}
+        for a in range(4)
+        for b in range(4)
+    ]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["recipes/real/draft.yaml", "--model", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")]
+    arguments += ["--answers", str(tmp_path / "answers"), "--output_dir", str(tmp_path / "run"), "--task", "jsonl"]
+    arguments += [
+        "--task_options",
+        json.dumps({"path": str(tmp_path / "problems.jsonl")}),
+        "--max_answer_tokens",
+        "16",
+    ]
+    arguments += [
+        "--answer_temperature",
+        "0",
+        "--model_dtype",
+        "float32",
+        "--draft_dtype",
+        "float32",
+        "--bf16",
+        "false",
+    ]
+    arguments += ["--num_train_epochs", "20", "--learning_rate", "1e-2", "--save_steps", "20", "--use_cpu"]
+    return [*arguments, "--report_to", "none"]
+
+
+def test_an_aligned_draft_model_agrees_and_is_not_trained_twice(recipe, tmp_path: Path, capsys):
+    assert main([*recipe, "--max_steps", "20"]) == 0, capsys.readouterr().err
+    printed = [line for line in capsys.readouterr().out.splitlines() if "before" in line]
+    before, after = (float(word) for word in printed[0].replace(",", "").split() if word[0].isdigit())
+    assert printed[0].startswith("agrees with the target") and after > before + 0.3, printed
+
+    folder = tmp_path / "run" / "draft"
+    assert not list(folder.glob("adapter*")) and (folder / "model.safetensors").is_file(), "the LoRA is merged"
+    target, published, aligned = (
+        load_language_model(path, role=role, device="cpu", dtype="float32")
+        for role, path in (("target", tmp_path / "target"), ("draft", tmp_path / "draft"), ("draft", folder))
+    )
+    assert aligned.model.config.use_cache == published.model.config.use_cache
+    forwards = {}
+    for name, draft in (("published", published), ("aligned", aligned)):
+        engine = ParseEngine.from_models(target, draft)
+        engine.backend.target_drafter = load_token_drafter("draft", target, draft)
+        found = [engine.generate_target(f"{a} and 0?", max_new_tokens=16, speculate=True) for a in range(4)]
+        forwards[name] = sum(each.stats.target_forwards for each in found)
+    assert forwards["aligned"] < 0.8 * forwards["published"], forwards
+
+    assert main([*recipe, "--max_steps", "20"]) == 0
+    assert "is the end of the training" in capsys.readouterr().out
+
+
+def test_a_draft_model_with_other_tokens_is_refused_before_the_target_answers(recipe, make_model, tmp_path, capsys):
+    make_model("llama", vocab_size=300, eos_token_id=0).save_pretrained(tmp_path / "draft")
+    word_tokenizer().save_pretrained(tmp_path / "draft")
+    assert main(recipe) == 2
+    assert "has other tokens than" in capsys.readouterr().err and not (tmp_path / "answers").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--draft", ""], "the recipe needs the key draft"),
+        (["--lora_rank", "0"], "lora_rank is 0; it must be at least 1"),
+    ],
+)
+def test_wrong_keys(recipe, change, message, capsys):
+    assert main([*recipe, *change]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_agreement_counts_the_targets_tokens_alone():
+    labels = torch.tensor([[-100, -100, 5, 6, 7], [-100, 8, 9, -100, -100]])
+    logits = torch.full((2, 5, 10), -1.0)
+    for row, place, token in ((0, 1, 5), (0, 2, 4), (0, 3, 7), (1, 0, 8), (1, 1, 9), (1, 2, 3)):
+        logits[row, place, token] = 1.0
+    right = right_tokens((logits, None), labels)
+    assert right.tolist() == [[-100, 1, 0, 1], [1, 1, -100, -100]]  # forwards: 5 6|7 and 8 9
+    metrics = agreement(EvalPrediction(predictions=np.asarray(right), label_ids=labels.numpy()))
+    assert metrics == {"agreement": pytest.approx(0.8), "tokens_per_forward": pytest.approx(5 / 3)}
