@@ -44,6 +44,11 @@ class TrainingConfig(TrainingArguments):
             self.bf16 = False  # float32 takes at most a tenth of the time here
             if int(os.environ.get("RANK", 0)) == 0:
                 print("bf16: this CPU has no bfloat16 instructions; training in float32, which is faster here")
+        if self.use_cpu and _has_one_thread():
+            print(
+                "accelerate launch gives a CPU one thread by default: --config_file recipes/accelerate/cpu.yaml, or "
+                f"OMP_NUM_THREADS={os.cpu_count()} before the command, trains with all cores"
+            )
         self.remove_unused_columns = False  # the collators of this package select the columns
         super().__post_init__()
         if self.n_gpu > 1:
@@ -51,6 +56,12 @@ class TrainingConfig(TrainingArguments):
                 f"one process has {self.n_gpu} GPUs: start one process per GPU with `accelerate launch`, or select "
                 "one GPU with CUDA_VISIBLE_DEVICES"
             )
+
+
+def _has_one_thread() -> bool:
+    """Whether `accelerate launch` started this only process with one of several threads."""
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) == 1
+    return launched and os.environ.get("OMP_NUM_THREADS") == "1" and (os.cpu_count() or 1) > 1
 
 
 def sharding(fsdp: Any, deepspeed: Any) -> str | None:

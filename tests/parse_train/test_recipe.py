@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import TrainingArguments
 
 from data_tools.recipe_parser import parse_recipe
 from parse_train.__main__ import main
 from parse_train.recipe import load_recipe
+from parse_train.training_config import TrainingConfig
 from parse_train.validity.config import ValidityTrainingConfig
 
 REPOSITORY = Path(__file__).parents[2]
@@ -180,3 +182,23 @@ def test_pages_and_recipes_name_plain_ddp_before_deepspeed() -> None:
         ddp, zero = text.find("gpu-ddp.yaml"), text.find("gpu-deepspeed-zero2.yaml")
         assert zero < 0 or 0 <= ddp < zero, path
     assert "gpu-ddp.yaml" in (REPOSITORY / "recipes" / "real" / "train.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "noted"),
+    [
+        ({}, True),
+        ({"OMP_NUM_THREADS": "4"}, False),
+        ({"WORLD_SIZE": "2"}, False),
+        ({"ACCELERATE_MIXED_PRECISION": ""}, False),
+    ],
+)
+def test_the_single_thread_that_accelerate_gives_a_cpu_is_noted(change, noted, monkeypatch, capsys):
+    names = {"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "1"} | change
+    for name, value in names.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 0)
+    TrainingConfig(output_dir="runs/x", use_cpu=True)
+    assert ("OMP_NUM_THREADS=4 before the command" in capsys.readouterr().out) is noted
