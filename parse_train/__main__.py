@@ -67,12 +67,16 @@ def _before_group() -> None:
 
 
 def _leave_group() -> None:
-    """End the process group with its threads, and collect Trainers: their reference cycles refer to the group."""
+    """Collect Trainers, whose reference cycles refer to the process group, and end the group with its threads.
+
+    In this order: a DistributedDataParallel that drops the last reference to the group does so with the GIL, and waits
+    for ever for a thread of the group that needs the GIL to release its last tensors.
+    """
     from torch import distributed  # imported here to keep --help fast
 
     if distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
         gc.collect()
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
