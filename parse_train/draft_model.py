@@ -55,13 +55,22 @@ class DraftModelTrainingConfig(SelfGeneratedConfig):
 def main(config: DraftModelTrainingConfig) -> None:
     """Align the draft model and write it to `output_dir`/draft.
 
-    Raises ValueError for a draft model with other tokens than the target's, before the target answers.
+    Raises ValueError for a draft model with other tokens than the target's or without the layers of
+    `lora_target_modules`, before the target answers.
     """
     set_seed(config.seed)
     check_held_out(config)
     draft = load_language_model(
         config.draft, role="draft", device=config.device, dtype=config.draft_dtype, trainable=True
     )
+    modules: Any = config.lora_target_modules
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules="all-linear" if modules == ["all-linear"] else modules,
+    )
+    model = cast(PeftModel, get_peft_model(draft.model, lora))
     target = load_language_model(
         config.model,
         role="target",
@@ -75,14 +84,6 @@ def main(config: DraftModelTrainingConfig) -> None:
         )
     answers, train, evaluation = own_answers(target, config)
     del target  # the training needs its answers alone
-    modules: Any = config.lora_target_modules
-    lora = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        target_modules="all-linear" if modules == ["all-linear"] else modules,
-    )
-    model = cast(PeftModel, get_peft_model(draft.model, lora))
     start = checkpoints.prepare(config, len(train))
     tracking.start(config, resumed=start.checkpoint is not None)
     folder = Path(str(config.output_dir))

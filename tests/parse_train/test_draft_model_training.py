@@ -90,11 +90,13 @@ def test_a_draft_model_with_other_tokens_is_refused_before_the_target_answers(re
     [
         (["--draft", ""], "the recipe needs the key draft"),
         (["--lora_rank", "0"], "lora_rank is 0; it must be at least 1"),
+        (["--lora_target_modules", "nosuch"], "Target modules {'nosuch'} not found"),
+        (["--draft", "nosuch/folder"], "nosuch/folder"),
     ],
 )
-def test_wrong_keys(recipe, change, message, capsys):
+def test_a_wrong_key_is_refused_before_the_target_answers(recipe, change, message, tmp_path, capsys):
     assert main([*recipe, *change]) == 2
-    assert message in capsys.readouterr().err
+    assert message in capsys.readouterr().err and not (tmp_path / "answers").exists()
 
 
 def test_agreement_counts_the_targets_tokens_alone():
