@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import httpx
 import openai
 import pytest
 
+from parse_infer import adaptive
 from parse_infer.adaptive import MIN_SAMPLES
 from parse_infer.cli.app import main
 from parse_infer.drafters.source import Draft
@@ -274,7 +276,8 @@ def test_the_log_tells_where_a_request_failed_and_no_text(make_engine, capfd, mo
         assert [error["class"] for error in failure["errors"][1:]] == ["builtins.ValueError"] * (function == "propose")
 
 
-def test_the_lines_of_a_request_have_its_id_and_what_was_decided(make_engine, capfd):
+def test_the_lines_of_a_request_have_its_id_and_what_was_decided(make_engine, capfd, monkeypatch):
+    monkeypatch.setattr(adaptive, "CLEAR_SPEEDUP", math.inf)  # else the pace on this machine decides
     with running(ThreadRunner(make_engine()), make_engine(), adaptive=True) as server:
         answers = [server.chat(max_tokens=8, n=2, parse={"threshold": 0, "adaptive": False}) for _ in range(2)]
         answers += [server.chat(max_tokens=8, stream=True, parse={"mode": "target"})]
