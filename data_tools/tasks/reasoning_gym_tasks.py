@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from data_tools.tasks.checkers import final_answer
 from data_tools.tasks.task import SPLITS, Problem, Split, check_split
 from parse_infer.errors import ParseError
 from parse_infer.optional_dependencies import missing_package
@@ -17,9 +18,11 @@ class ReasoningGym:
 
     Args:
         names: generators, with their default settings; the problems alternate between them.
+        instruction: text after each question.
     """
 
     names: list[str] = field(default_factory=lambda: ["chain_sum", "leg_counting", "family_relationships"])
+    instruction: str = ""
     name: str = "reasoning_gym"
 
     _CHUNK = 256
@@ -50,18 +53,19 @@ class ReasoningGym:
                     entry, count = entries[index], count + 1
                     metadata = {"generator": name, "entry": entry}
                     identity = f"{name}-{split}-{seed}-{count - 1}"
-                    yield Problem(identity, entry["question"], str(entry["answer"]), metadata=metadata)
+                    prompt = entry["question"] + self.instruction
+                    yield Problem(identity, prompt, str(entry["answer"]), metadata=metadata)
 
     def check(self, problem: Problem, completion: str) -> bool:
-        """Whether the generator's checker gives the full score to one of three candidates.
+        """Whether the generator's checker gives the full score to one of the candidates.
 
-        Candidates: the completion, the text after its last `####`, the text after a colon in its last line."""
+        Candidates: the completion, its marked final answer, the text after a colon in its last line."""
         from reasoning_gym import get_score_answer_fn
 
         score = get_score_answer_fn(problem.metadata["generator"])
         last = completion.rsplit("####", 1)[-1].strip()
         line = last.rsplit("\n", 1)[-1]
-        found = {completion, last, line.split(":", 1)[-1], line.rsplit(":", 1)[-1]}
+        found = {completion, last, final_answer(completion), line.split(":", 1)[-1], line.rsplit(":", 1)[-1]}
         candidates = {text.strip() for text in found} | {text.strip().rstrip(".") for text in found}
 
         def marks(text: str) -> float:

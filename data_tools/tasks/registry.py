@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from data_tools.tasks.docstrings import Docstrings
 from data_tools.tasks.gsm8k import Gsm8k
 from data_tools.tasks.hub_dataset import HubDataset
 from data_tools.tasks.jsonl import Jsonl
@@ -76,6 +77,7 @@ TASKS: dict[str, Any] = {
     "reasoning_gym": ReasoningGym,
     "jsonl": Jsonl,
     "dataset": HubDataset,
+    "docstrings": Docstrings,
     "mixture": Mixture,
 }
 

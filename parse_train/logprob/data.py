@@ -28,6 +28,7 @@ class LogprobExample:
     temperature: float | None
     prompt: Prompt
     problem: str
+    domain: str | None
 
     @property
     def length(self) -> int:
@@ -39,7 +40,7 @@ class LogprobExample:
         assert row.cuts is not None
         found = TokenLogprobs(found.ids, found.own, found.top_ids[:, :1].clone(), found.top[:, :k].clone())
         weights = [2 * share - 1 for share in row.confidence]
-        return cls(found, row.cuts, row.labels, weights, row.temperature, row.prompt, row.problem)
+        return cls(found, row.cuts, row.labels, weights, row.temperature, row.prompt, row.problem, row.domain)
 
 
 def load_datasets(config: LogprobTrainingConfig, k: int) -> tuple[ValidityDataset, ValidityDataset, dict[str, int]]:

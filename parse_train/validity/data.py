@@ -35,6 +35,7 @@ class ValidityExample:
     temperature: float | None = None
     prompt: Prompt = ""
     problem: str = ""
+    domain: str | None = None
 
     @property
     def length(self) -> int:
@@ -125,7 +126,8 @@ class Encoder:
         # A label that is right with probability c has, on average, 2c - 1 times the gradient of a certain label.
         weights = [2 * row.confidence[i] - 1 for i in kept]
         context = self._context(row)
-        return ValidityExample(context, ids, cuts, labels, weights, row.temperature, row.prompt, row.problem)
+        facts = (row.temperature, row.prompt, row.problem, row.domain)
+        return ValidityExample(context, ids, cuts, labels, weights, *facts)
 
     def _check_tokens(self, row: LabelledDraft, ids: list[int]) -> None:
         """Raise ValueError for ids outside the target's vocabulary, or if the first rows do not decode to the text."""

@@ -152,6 +152,19 @@ def ranking_metrics(drafts: ScoredDrafts, alpha: float) -> dict[str, float]:
     return result
 
 
+def domain_metrics(drafts: ScoredDrafts, domains: Sequence[str | None]) -> dict[str, float]:
+    """Return the AUROC within each domain, `auroc_NAME`, where drafts have several domains.
+
+    The AUROC over all drafts also ranks drafts of an easy domain above those of a hard one."""
+    names = {domain for domain in domains if domain}
+    result = {}
+    for name in sorted(names) if len(names) > 1 else ():
+        scores, labels = drafts.select([domain == name for domain in domains]).flat
+        if len(np.unique(labels)) == 2:
+            result[f"auroc_{name}"] = float(roc_auc_score(labels, scores))
+    return result
+
+
 def headline_metrics(drafts: ScoredDrafts, threshold: float = 0.5, alpha: float = 0.05) -> dict[str, float]:
     """Return all metrics of validities (probabilities): ranking, calibration, and decisions at `threshold`."""
     validity, labels = drafts.flat

@@ -32,7 +32,7 @@ from parse_train.validity.config import JudgeTrainingConfig, ValidityTrainingCon
 from parse_train.validity.data import Encoder, ValidityCollator, ValidityDataset, load_datasets
 from parse_train.validity.export import export_adapter
 from parse_train.validity.figures import acceptance_figure, png, reliability_diagram
-from parse_train.validity.metrics import headline_metrics
+from parse_train.validity.metrics import domain_metrics, headline_metrics
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.pass_risk import RiskControl, choose_threshold
 from parse_train.validity.platt_scaling import fit_probabilities
@@ -234,6 +234,8 @@ def finish(
         if risk.of_whole_drafts:
             del metrics["best_first_error_f1"]
         metrics |= {"ece_served_before": fitted.ece_before, "ece_served": fitted.ece}
+        domains = [example.domain for example, one in zip(evaluation.examples, chosen, strict=True) if one]
+        metrics |= domain_metrics(fitted.of_drafts(served), domains)
         chosen_point = (risk.false_accept_rate, risk.acceptance_rate) if risk.accepts else None
         figures = {
             "reliability": reliability_diagram(fitted.of_drafts(served)),
@@ -247,6 +249,9 @@ def finish(
         tracking.log_images(pictures, trainer.state.global_step)
         tracking.summarise(metrics)
         print(report(metrics, config.risk_alpha, risk))
+        for domain, n in sorted(Counter(filter(None, domains)).items()):
+            if f"auroc_{domain}" in metrics:
+                print(f"{domain}: AUROC {metrics[f'auroc_{domain}']:.3f} on {n} drafts")
         print(f"adapter exported to {folder}")
     trainer.accelerator.wait_for_everyone()
     trainer.end()

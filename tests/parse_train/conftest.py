@@ -36,6 +36,7 @@ def build_rows(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
                 "draft_ids": ids,
                 "cuts": cuts,
                 "problem_id": f"p{number % 16}",
+                "domain": ("even", "odd")[number % 2],
             }
         )
     return rows

@@ -226,9 +226,13 @@ def test_reasoning_gym_generators_take_turns_and_score_themselves():
 
 
 def test_an_answer_of_reasoning_gym_may_hold_a_colon():
-    task = load_task("reasoning_gym", names=["time_intervals"])
+    task = load_task("reasoning_gym", names=["time_intervals"], instruction="\nBox it.")
+    assert all(
+        one.prompt.endswith(".\nBox it.") or one.prompt.endswith("?\nBox it.")
+        for one in task.problems("test", limit=4)
+    )
     for one in task.problems("train", limit=12):
-        for said in ("{}", "So it is:\n#### {}", "answer: {}", "That makes it so.\nThe answer is: {}."):
+        for said in ("{}", "So it is:\n#### {}", "answer: {}", "That is so.\nThe answer is: {}.", r"So \boxed{{{}}}."):
             assert task.check(one, said.format(one.reference)), (said, one.reference)
 
 

@@ -69,10 +69,12 @@ def test_a_judge_is_trained_without_the_targets_weights(build, make_model, token
         assert main([recipe(build, tmp_path / "out", sharpness=4), *OPTIONS]) == 0, capsys.readouterr().err
     finally:
         hidden.rename(weights)
+    printed = capsys.readouterr().out
+    assert all(f"{domain}: AUROC 0." in printed for domain in ("even", "odd"))
     loaded = load_language_model(build / "target", role="target", dtype="float32")
     judge = ValidityAdapter.from_pretrained(tmp_path / "out" / "adapter", loaded.model)
     assert judge.config.logprobs["reads"]["engine"] == "transformers"
-    assert 0 < judge.config.metrics["auroc"] <= 1
+    assert all(0 < judge.config.metrics[key] <= 1 for key in ("auroc", "auroc_even", "auroc_odd"))
     assert judge.train_problems and judge.config.threshold is not None
 
     model = LogprobModel(judge.head, TokenTexts(tokenizer, loaded.eos_ids, judge.head.config.buckets)).eval()

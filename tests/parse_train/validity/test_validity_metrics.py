@@ -17,6 +17,7 @@ from parse_train.validity.metrics import (
     ScoredDrafts,
     acceptance_at_risk,
     acceptance_curve,
+    domain_metrics,
     expected_calibration_error,
     first_error_f1,
     headline_metrics,
@@ -179,6 +180,14 @@ def test_the_threshold_comes_from_the_drafts_that_will_be_served() -> None:
     config.risk_temperature = 0.3
     with pytest.raises(ValueError, match=r"risk_temperature is 0.3, but the held-out drafts were sampled at 0.0, 0.7"):
         served_drafts(config, data)
+
+
+def test_each_domain_has_an_auroc_of_its_own() -> None:
+    scores, labels = [[0.9, 0.8], [0.7], [0.2, 0.1], [0.3]], [[True, False], [True], [True, False], [False]]
+    drafts = ScoredDrafts.from_rows(scores, labels, [[1, 2], [1], [1, 2], [1]])
+    assert domain_metrics(drafts, ["a", "a", "b", "b"]) == {"auroc_a": 0.5, "auroc_b": 0.5}
+    assert domain_metrics(drafts, ["a", "c", "a", None]) == {"auroc_a": 0.75}, "all of c are valid"
+    assert domain_metrics(drafts, ["a"] * 4) == domain_metrics(drafts, [None] * 4) == {}
 
 
 def test_class_weights_balance() -> None:

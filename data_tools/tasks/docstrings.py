@@ -1,0 +1,140 @@
+"""Programming problems from installed packages: complete a function from its signature and docstring."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import symtable
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+
+from data_tools.tasks.code_checks import same_function
+from data_tools.tasks.code_text import calls_of, parse
+from data_tools.tasks.sandbox import require_sandbox
+from data_tools.tasks.task import SPLITS, Problem, Split, check_split, prompt_id, split_of
+from parse_infer.errors import ParseError
+
+_INSTRUCTION = "Complete this Python function.\n\n```python\n{}\n```\n"
+_LENGTHS = range(150, 2500)  # characters of a function, its docstring included
+_BUILTIN = frozenset(dir(builtins))
+
+
+@dataclass
+class Docstrings:
+    """Functions of installed packages, checked against the package's own code in the sandbox.
+
+    A function becomes a problem if it is public, its docstring has an example of a call, and it uses nothing but
+    arguments, builtins and the standard library. Its code is the reference: the function of an answer must return the
+    same in the calls of the docstring and in 20 generated from the type hints. A problem is in train, validation or
+    test by the hash of its prompt (80, 10, 10 %).
+
+    Args:
+        packages: names of modules as in `import`; their files are read, not imported.
+        run_code: allow to run code that models write, in a sandbox.
+    """
+
+    packages: list[str] = field(default_factory=list)
+    run_code: bool = False
+    name: str = "docstrings"
+
+    def __post_init__(self) -> None:
+        if not self.packages:
+            raise ParseError("task docstrings needs the option packages: a list of installed modules")
+        for package in self.packages:
+            if not package.isidentifier() or find_spec(package) is None:
+                raise ParseError(f"task docstrings: no module {package!r} is installed")
+        if not self.run_code:
+            raise ParseError(
+                "task docstrings runs code that the models write: to allow that, in a sandbox, set the option "
+                "run_code of task docstrings to true"
+            )
+        require_sandbox()
+
+    def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
+        check_split(split)
+        found = {problem.prompt: problem for package in self.packages for problem in _problems(package)}
+        mine = [problem for prompt, problem in sorted(found.items()) if split_of(prompt, SPLITS) == split]
+        Random(seed).shuffle(mine)
+        count = 0
+        for problem in mine:
+            if count == limit:
+                return
+            if self.check(problem, problem.reference):  # the reference returns a value in some call
+                count += 1
+                yield problem
+
+    def check(self, problem: Problem, completion: str) -> bool:
+        return same_function(str(problem.prompt), problem.reference, completion)
+
+    def comparison(self, problem: Problem) -> Callable[[str, str], bool]:
+        return partial(same_function, str(problem.prompt))
+
+
+def _problems(package: str) -> Iterator[Problem]:
+    """Yield the problems in a package's files, in order of their paths."""
+    spec = find_spec(package)
+    assert spec is not None
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))] or [Path(spec.origin or "")]
+    for path in files:
+        if path.suffix != ".py" or {"test", "tests", "_vendor"} & set(path.parts):
+            continue
+        tree = parse(path.read_text(encoding="utf-8", errors="replace"))
+        imports = _standard_imports(tree) if tree else {}
+        for node in tree.body if tree else ():
+            if isinstance(node, ast.FunctionDef) and (found := _problem(node, imports)):
+                prompt, reference = found
+                metadata = {"function": f"{package}: {node.name}"}
+                yield Problem(prompt_id(prompt), prompt, reference, metadata=metadata)
+
+
+def _problem(node: ast.FunctionDef, imports: dict[str, str]) -> tuple[str, str] | None:
+    """Return the prompt and the reference of a function, or None if it is no problem."""
+    doc = ast.get_docstring(node)
+    if not doc or f"{node.name}(" not in doc or node.name.startswith("_") or node.decorator_list or len(node.body) < 2:
+        return None
+    code = ast.unparse(node)
+    if len(code) not in _LENGTHS:
+        return None
+    needed = _global_names(code) - _BUILTIN - {node.name}
+    if not needed <= imports.keys():
+        return None
+    head = "".join(f"{imports[name]}\n" for name in sorted(needed))
+    begun = ast.FunctionDef(**{**vars(node), "body": node.body[:1]})
+    prompt = _INSTRUCTION.format(f"{head}{ast.unparse(begun)}")
+    reference = f"```python\n{head}{code}\n```"
+    return (prompt, reference) if calls_of(prompt, f"{head}{code}") else None
+
+
+def _standard_imports(tree: ast.Module) -> dict[str, str]:
+    """Return, by the name it binds, each import of the standard library at the top of a file."""
+    found: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            modules = [(alias, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [(alias, node.module or "") for alias in node.names]
+        else:
+            continue
+        for alias, module in modules:
+            if module.partition(".")[0] in sys.stdlib_module_names - {"__future__"}:
+                one = ast.Import([alias]) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, [alias], 0)
+                found[alias.asname or alias.name.partition(".")[0]] = ast.unparse(one)
+    return found
+
+
+def _global_names(code: str) -> set[str]:
+    """Return the names that the code of a function takes from outside it."""
+    top = symtable.symtable(code, "function", "exec")
+    names = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()}
+    tables = list(top.get_children())
+    while tables:
+        table = tables.pop()
+        names |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
+        tables += table.get_children()
+    return names
