@@ -24,6 +24,7 @@ from parse_infer.judge.adapter import ValidityConfig, check_target, read_head
 from parse_infer.judge.adapter_files import AdapterFiles, read_adapter
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.logprob_head import LogprobHead
+from parse_infer.judge.min_p import MinPJudge, check_one_judge, token_scorer
 from parse_infer.models.fingerprint import describe_config
 from parse_infer.models.loading import (
     LanguageModel,
@@ -68,6 +69,7 @@ def find_parts(
     draft: str | Path | None,
     adapter: str | Path | None,
     *,
+    min_p: float | None,
     zero_shot: bool,
     cut_policy: CutPolicy | None,
     calibration: str | Path | None,
@@ -97,12 +99,11 @@ def find_parts(
     if max_read_tokens < 1:
         raise SettingsError(f"max_read_tokens is {max_read_tokens}; it must be at least 1")
     language = load_served_model(target, template_options=template_options)
-    if adapter is None and not zero_shot:
-        raise SettingsError("the engine needs a judge: give an adapter, or zero_shot=True")
-    if adapter is not None and zero_shot:
-        raise SettingsError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
+    if adapter is None and min_p is None and not zero_shot:
+        raise SettingsError("the engine needs a judge: give an adapter, min_p, or zero_shot=True")
+    check_one_judge(adapter, min_p, zero_shot)
     files = None if adapter is None else read_adapter(resolve(adapter))
-    judge, own_cuts, threshold = _judge(target, files, language, max_read_tokens)
+    judge, own_cuts, threshold = _judge(target, files, min_p, language, max_read_tokens)
     if local_draft is None:
         local_draft = not draft_urls and not draft_options and draft is not None and _small_on_cpu(draft)
     drafting: TokenizerSpec | None = None
@@ -120,7 +121,7 @@ def find_parts(
         "backend": "vllm",
         "target": str(target),
         "draft": None if draft is None else str(draft),
-        "adapter": "zero-shot" if files is None else files.fingerprint,
+        "adapter": files.fingerprint if files is not None else "zero-shot" if min_p is None else MinPJudge.fingerprint,
         "cut_policy": (cut_policy or own_cuts).to_dict(),
         "template_options": dict(template_options or {}),
     }
@@ -199,9 +200,17 @@ def _small_on_cpu(draft: str | Path) -> bool:
 
 
 def _judge(
-    target: str | Path, adapter: AdapterFiles | None, language: TokenizerSpec, max_read_tokens: int
+    target: str | Path,
+    adapter: AdapterFiles | None,
+    min_p: float | None,
+    language: TokenizerSpec,
+    max_read_tokens: int,
 ) -> tuple[LogprobReads | ZeroShotRequests, CutPolicy, float | None]:
     """The judge, its cut policy and its threshold."""
+    if min_p is not None:
+        judge = MinPJudge(language.tokenizer, min_p)
+        reads = LogprobReads(judge.config, judge.head, max_read_tokens)
+        return reads, CutPolicy(), min_p
     if adapter is None:
         return ZeroShotRequests(language.tokenizer, language.eos_ids), CutPolicy(), None
     config = ValidityConfig.from_dict(adapter.validity_config)
@@ -213,5 +222,6 @@ def _judge(
         )
     head = read_head(str(adapter.folder), config, adapter.head)
     assert isinstance(head, LogprobHead)
-    reads = LogprobReads(config, head, language.tokenizer, language.eos_ids, max_read_tokens)
+    scorer = token_scorer(config, head, language.tokenizer, language.eos_ids)
+    reads = LogprobReads(config, scorer, max_read_tokens)
     return reads, CutPolicy.from_dict(config.cut_policy), config.threshold

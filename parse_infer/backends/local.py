@@ -23,6 +23,7 @@ from parse_infer.events import Event, Interrupted, Resumed
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import CutPolicy, Segmenter
+from parse_infer.judge.min_p import MinPJudge, check_one_judge
 from parse_infer.judge.verifier import Judge, Verification, Verifier
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.loop import PairWrapper, identity, run_sync, speculate
@@ -50,6 +51,7 @@ def load_backend(
     adapter: str | Path | None = None,
     *,
     gguf_file: str | None = None,
+    min_p: float | None = None,
     zero_shot: bool = False,
     target_drafter: str | None = AUTO,
     draft_drafter: str | None = None,
@@ -67,6 +69,8 @@ def load_backend(
         target, draft, adapter: Hugging Face ids, folders or names of embedded models ("zoo:target", …). A model may
             also be a GGUF file, "smollm2" or a LoRA (`parse_infer.models.names`).
         gguf_file: as in transformers, the target's file in its folder or repository.
+        min_p: judge without training, instead of an adapter: keep draft tokens at least `min_p` times as likely as the
+            target's first choice (`MinPJudge`). It is the default threshold.
         zero_shot: use the target as zero-shot judge instead of an adapter. Without a judge only mode "exact" works.
         target_drafter, draft_drafter: token proposers for the tokens that each model writes itself: "lookup", the
             folder or id of a head, or for the target "draft" (`parse_infer.speculation.registry`). Greedy tokens
@@ -80,8 +84,7 @@ def load_backend(
 
     Raises ValueError or OSError with one sentence for missing, damaged or mismatched files.
     """
-    if zero_shot and adapter is not None:
-        raise SettingsError(f"Both an adapter ({str(adapter)!r}) and zero_shot=True were given: choose one judge.")
+    check_one_judge(adapter, min_p, zero_shot)
     promises = None if calibration is None else Calibration.load(calibration)
     if gguf_file is not None:
         target = target / gguf_file if isinstance(target, Path) else f"{target.rstrip('/')}/{gguf_file}"
@@ -106,6 +109,8 @@ def load_backend(
     judge: Any = None
     if adapter is not None:
         judge = ValidityAdapter.from_pretrained(adapter, loaded.model)
+    elif min_p is not None:
+        judge = MinPJudge(loaded.tokenizer, min_p)
     elif zero_shot:
         judge = ZeroShotJudge(loaded.model, loaded.tokenizer)
     draft_model = None if draft is None else load(draft, role="draft", dtype=draft_dtype or dtype)
@@ -129,7 +134,7 @@ class LocalBackend:
     Args:
         target: the model whose quality PARSE preserves.
         draft: the draft model; None if drafts are texts or come from `drafter`.
-        judge: a `ValidityAdapter` or `ZeroShotJudge`; None allows only mode "exact".
+        judge: a `ValidityAdapter`, `MinPJudge` or `ZeroShotJudge`; None allows only mode "exact".
         drafter: a source of drafts that replaces `draft`.
         target_drafter, draft_drafter: token proposers.
         cut_policy: where to cut drafts; None takes the judge's training policy.
@@ -197,7 +202,7 @@ class LocalBackend:
     def require_judge(self) -> Judge:
         if self.judge is None:
             raise SettingsError(
-                "This engine has no judge: pass adapter=… or zero_shot=True to from_pretrained, "
+                "This engine has no judge: pass adapter=… or min_p=… to from_pretrained, "
                 "or generate with mode='exact'."
             )
         return self.judge

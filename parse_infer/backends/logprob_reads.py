@@ -6,7 +6,7 @@ choices. So one read judges the whole draft, and supplies the target's own token
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from parse_infer.errors import ServerError
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.carried import Carried
-from parse_infer.judge.logprob_head import LogprobHead, LogprobJudge, TokenScores
-from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts
+from parse_infer.judge.logprob_head import TokenScores
+from parse_infer.judge.min_p import TokenScorer
+from parse_infer.judge.token_logprobs import TokenLogprobs
 
 MAX_READ_TOKENS = 2048
 """Limit of a read. vLLM's V1 model runner holds 6 bytes x vocabulary for each of its tokens, outside its memory
@@ -48,25 +49,22 @@ class LogprobScores:
 
 
 class LogprobReads:
-    """Requests and readings of one adapter.
+    """Requests and readings of one judge.
 
     Args:
-        config, head: of the adapter.
-        tokenizer, end_ids: of the target.
+        config: of the judge.
+        judge: scores the tokens.
         max_tokens: longest read; a longer answer continues without drafts.
     """
 
     def __init__(
         self,
         config: ValidityConfig,
-        head: LogprobHead,
-        tokenizer: Any,
-        end_ids: Collection[int],
+        judge: TokenScorer,
         max_tokens: int = MAX_READ_TOKENS,
     ) -> None:
         self.config, self.max_tokens = config, max_tokens
-        self._k = head.config.k
-        self._judge = LogprobJudge(head, TokenTexts(tokenizer, end_ids, head.config.buckets), config.usual_drafts)
+        self._k, self._judge = judge.k, judge
 
     @property
     def first_tokens(self) -> int:

@@ -50,6 +50,7 @@ def connect_backend(
     *,
     target_url: Urls = (),
     draft_url: Urls = (),
+    min_p: float | None = None,
     zero_shot: bool = False,
     cut_policy: CutPolicy | None = None,
     calibration: str | Path | None = None,
@@ -91,6 +92,7 @@ def connect_backend(
         target,
         draft,
         adapter,
+        min_p=min_p,
         zero_shot=zero_shot,
         cut_policy=cut_policy,
         calibration=calibration,
@@ -235,7 +237,7 @@ class VLLMBackend:
     def require_judge(self) -> Any:
         judge = self._target.questions or self._target.reads
         if judge is None:
-            raise ServerError("This engine has no judge: pass adapter=… or zero_shot=True.")
+            raise ServerError("This engine has no judge: pass adapter=… or min_p=…")
         return judge
 
     def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> Drafts:

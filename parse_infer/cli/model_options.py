@@ -43,6 +43,13 @@ class ModelOptions:
         typer.Option(help="Draft model, or its name on a server of --draft-url; default: the embedded target's own."),
     ] = None
     adapter: Annotated[str | None, typer.Option(help="Trained adapter; default: the embedded target's own.")] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            "--min-p",
+            help="No adapter: keep draft tokens at least this many times as likely as the target's first choice.",
+        ),
+    ] = None
     zero_shot: Annotated[
         bool, typer.Option("--zero-shot", help="No adapter: prompt the target to judge each prefix.")
     ] = False
@@ -130,7 +137,7 @@ class ModelOptions:
         if self.adapter is None and self.target_name not in PAIRS:
             raise ParseError(
                 f"the target {self.target!r} needs an adapter of its own: give one with --adapter, or work without "
-                "adapter (--zero-shot, --mode exact, or other --modes of bench)"
+                "adapter (--min-p, --zero-shot, --mode exact, or other --modes of bench)"
             )
         return self.adapter or PAIRS[self.target_name][1]
 
@@ -164,6 +171,7 @@ class ModelOptions:
             check_dtype(self.dtype)
             check_dtype(self.draft_dtype or self.dtype, "int8")
             options |= {
+                "min_p": self.min_p,
                 "zero_shot": self.zero_shot,
                 "target_drafter": None if self.target_drafter == NO_DRAFTER else self.target_drafter,
                 "draft_drafter": self.draft_drafter,
@@ -173,7 +181,7 @@ class ModelOptions:
                 "trust_remote_code": self.trust_remote_code,
             }
         draft = self.draft_name if needs_draft else None
-        adapter = self.adapter_name if needs_judge and not self.zero_shot else self.adapter
+        adapter = self.adapter if self.without_adapter or not needs_judge else self.adapter_name
 
         from parse_infer.engine import ParseEngine
 
@@ -199,13 +207,19 @@ class ModelOptions:
         if self.trust_remote_code:
             raise ParseError("--trust-remote-code needs --backend local: vLLM has its own model implementations")
         return {
-            "zero_shot": self.zero_shot or (not needs_judge and self.adapter is None),
+            "min_p": self.min_p,
+            "zero_shot": self.zero_shot or not (needs_judge or self.adapter or self.min_p is not None),
             "target_url": self.target_url or (),
             "draft_url": self.draft_url or (),
             "local_draft": self.local_draft,
             "api_key": self.server_key,
             "on_progress": progress,
         }
+
+    @property
+    def without_adapter(self) -> bool:
+        """Whether another judge was chosen."""
+        return self.zero_shot or self.min_p is not None
 
     @property
     def train_problems(self) -> frozenset[str]:
@@ -217,7 +231,7 @@ class ModelOptions:
         from parse_infer.judge.adapter_files import read_adapter
         from parse_infer.models.names import resolve
 
-        adapter = None if self.zero_shot else self.adapter or PAIRS.get(self.target_name, (None, None))[1]
+        adapter = None if self.without_adapter else self.adapter or PAIRS.get(self.target_name, (None, None))[1]
         return None if adapter is None else read_adapter(resolve(adapter))
 
     def describe_servers(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts, certain_
 from parse_infer.judge.usual_drafts import UsualDrafts
 
 _SURE = 1e4  # logit
+KNOWN_TEXT = "There are 12 eggs in a box. How many eggs are in 7 boxes?"  # which a server must be able to read
 NO_DOUBT = -30.0  # finite: logcumsumexp has no gradient for a row of -inf
 
 
@@ -135,6 +136,7 @@ class LogprobJudge:
 
     def __init__(self, head: LogprobHead, texts: TokenTexts, usual: UsualDrafts | None = None) -> None:
         self.head, self.texts, self.usual = head, texts, usual
+        self.k = head.config.k
 
     @property
     def first_tokens(self) -> int:
@@ -150,7 +152,7 @@ class LogprobJudge:
             carried: the state after the last accepted draft token.
             written: tokens that the target has written since.
         """
-        k = self.head.config.k
+        k = self.k
         device = self.head.bias.device
         own = torch.tensor(list(written), dtype=torch.long, device=device)
         features = torch.cat([certain_features(len(own), k).to(device), found.features.to(device)])

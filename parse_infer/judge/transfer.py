@@ -8,11 +8,10 @@ from pathlib import Path
 from parse_infer.errors import ModelError
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig, read_head
 from parse_infer.judge.adapter_files import CONFIG, read_adapter
+from parse_infer.judge.logprob_head import KNOWN_TEXT
 from parse_infer.models.fingerprint import describe_config
 from parse_infer.models.loading import load_config, load_served_model
 from parse_infer.models.names import resolve
-
-_TEXT = "There are 12 eggs in a box. How many eggs are in 7 boxes?"  # which a server must be able to read
 
 
 def transfer_adapter(adapter: str | Path, target: str | Path, folder: str | Path) -> Path:
@@ -37,7 +36,7 @@ def transfer_adapter(adapter: str | Path, target: str | Path, folder: str | Path
         )
     trained_for = config.provenance.get("trained_for", config.target["name"])
     name = Path(target).name if Path(target).expanduser().exists() else str(target)
-    known = {"ids": load_served_model(target).render(_TEXT), "logprobs": []}
+    known = {"ids": load_served_model(target).render(KNOWN_TEXT), "logprobs": []}
     config = replace(
         config,
         target=describe_config(load_config(target), "") | {"name": name},

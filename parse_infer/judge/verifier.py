@@ -19,10 +19,11 @@ from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import Segmenter
 from parse_infer.judge.head import Probe, ReducedLMHead, TokenDoubt, ValidityHead, surprise
-from parse_infer.judge.logprob_head import LogprobHead, LogprobJudge, TokenScores
+from parse_infer.judge.logprob_head import LogprobHead, TokenScores
+from parse_infer.judge.min_p import MinPScorer, TokenScorer, token_scorer
 from parse_infer.judge.packing import probes, readout_index
 from parse_infer.judge.probe_lora import ProbeLoRA
-from parse_infer.judge.token_logprobs import TokenTexts, read_logprobs
+from parse_infer.judge.token_logprobs import read_logprobs
 from parse_infer.models.architecture import text_config
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
@@ -33,11 +34,13 @@ NEGLIGIBLE_DOUBT = -10.0
 
 
 class Judge(Protocol):
-    """Interface of `ValidityAdapter` and `ZeroShotJudge`."""
+    """Interface of `ValidityAdapter`, `MinPJudge` and `ZeroShotJudge`."""
 
     config: ValidityConfig
-    head: ValidityHead | LogprobHead
     lora: ProbeLoRA | None
+
+    @property
+    def head(self) -> ValidityHead | LogprobHead | MinPScorer: ...
 
     @property
     def probe(self) -> Probe: ...
@@ -103,10 +106,9 @@ class Verifier:
         self.segmenter = segmenter
         self._probe = Probe((), "") if judge is None else judge.probe
         tokens = None if judge is None else judge.head.tokens
-        self._logprobs: LogprobJudge | None = None
-        if judge is not None and isinstance(judge.head, LogprobHead):
-            texts = TokenTexts(segmenter.tokenizer, decoder.eos_ids, judge.head.config.buckets)
-            self._logprobs = LogprobJudge(judge.head, texts, judge.config.usual_drafts)
+        self._logprobs: TokenScorer | None = None
+        if judge is not None and not isinstance(judge.head, ValidityHead):
+            self._logprobs = token_scorer(judge.config, judge.head, segmenter.tokenizer, decoder.eos_ids)
         vocabulary = None if tokens is None else tokens.vocabulary
         self._part = None if vocabulary is None else ReducedLMHead.of(decoder.model, vocabulary)
         self._embeddings = cast(nn.Embedding, decoder.model.get_input_embeddings())
@@ -207,7 +209,7 @@ class Verifier:
             validity = judge.config.validity(scores.logits).tolist()
             cuts, unusual = [*range(1, len(draft_ids) + 1)], scores.usual is False
             return Verification(cuts, validity, hidden, scores=scores, unusual=unusual)
-        assert judge.head.tokens is not None
+        assert isinstance(judge.head, ValidityHead) and judge.head.tokens is not None
         ids = torch.tensor(draft_ids, device=hidden.device)
         before = hidden[:-1]
         surprised = surprise(before, ids, self.decoder.logits, self._part)
@@ -232,7 +234,7 @@ class Verifier:
         target's greedy choice."""
         assert self._logprobs is not None
         ids = torch.tensor(draft_ids, device=before.device)
-        found = read_logprobs(before, ids, self.decoder.logits, self._logprobs.head.config.k)
+        found = read_logprobs(before, ids, self.decoder.logits, self._logprobs.k)
         return self._logprobs.score(found, carried, written), found.is_greedy_choice
 
     def _doubt(

@@ -104,7 +104,7 @@ def calibrate(
     console.print(promises_table(calibration))
     written = [Path(out) / FILE]
     own_cuts = models.cut_policy is None  # else the adapter's own calibration must stay
-    if own_cuts and not (models.zero_shot or models.served) and Path(models.adapter_name).is_dir():
+    if own_cuts and not (models.without_adapter or models.served) and Path(models.adapter_name).is_dir():
         written.insert(0, Path(models.adapter_name) / FILE)
     for path in written:
         calibration.save(path)

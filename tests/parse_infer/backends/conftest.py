@@ -19,6 +19,7 @@ from parse_infer.backends.vllm import VLLMBackend
 from parse_infer.backends.zero_shot_requests import ZeroShotRequests
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.cuts import CutPolicy
+from parse_infer.judge.min_p import token_scorer
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from tests.parse_infer.backends.fake_server import FakeServer, serving
 
@@ -80,9 +81,8 @@ def connect() -> Iterator[Connect]:
                 for server in targets:
                     server.max_logprobs = len(language.tokenizer)
             else:
-                requests = LogprobReads(
-                    judge.config, judge.head, language.tokenizer, language.eos_ids, max_read_tokens
-                )
+                scorer = token_scorer(judge.config, judge.head, language.tokenizer, language.eos_ids)
+                requests = LogprobReads(judge.config, scorer, max_read_tokens)
             servers = ReplicaPool("target", [s.url for s in targets], client, patience_s=patience_s)
             drafts: ReplicaPool | LocalDraft = ReplicaPool("draft", [draft.url], client, patience_s=patience_s)
             if local_rows:

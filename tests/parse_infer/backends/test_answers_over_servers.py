@@ -16,6 +16,7 @@ from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Accepted, Done, Drafted, Resumed, Verified
 from parse_infer.judge.cuts import CutPolicy
+from parse_infer.judge.min_p import MinPJudge
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models import tokenizer_spec
 from parse_infer.output import Generation
@@ -59,6 +60,16 @@ def test_answers_are_those_of_the_local_engine(engine, connect, options, local_r
         assert all(map(same, found, wanted))
     assert coordinator.running == 0
     assert not (local_rows and draft.bodies)
+
+
+@pytest.mark.parametrize("block_tokens", ["whole", 12])
+def test_the_judge_without_training_is_the_same_over_servers(engine, connect, block_tokens):
+    judge = MinPJudge(engine.target.tokenizer, 0.1)
+    engine = ParseEngine.from_models(engine.target, engine.draft, judge, cut_policy=CUTS)
+    coordinator, *_ = connect(engine)
+    wanted = [engine.generate(prompt, max_new_tokens=40, block_tokens=block_tokens) for prompt in PROMPTS]
+    found = coordinator.generate(PROMPTS, max_new_tokens=40, block_tokens=block_tokens)
+    assert all(map(same, found, wanted)) and any(answer.stats.accepted_tokens for answer in wanted)
 
 
 def verified(engine: ParseEngine, prompt: str = PROMPT, **settings) -> Verified:
