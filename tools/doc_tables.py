@@ -56,6 +56,7 @@ _TITLES = {
     "target": "target alone",
     "draft": "draft model alone",
     "parse": "**PARSE**",
+    "parse-min-p": "PARSE without training (min-p)",
     "parse-zero-shot": "PARSE, zero-shot judge",
     "sequential": "sequential verification (SpecReason style)",
     "assisted": "transformers' assisted generation",

@@ -19,7 +19,9 @@ Device = Annotated[str | None, typer.Option(help="For example cpu or cuda:0; def
 Dtype = Annotated[
     str, typer.Option(help="float32, bfloat16, float16, or auto: as saved, but float32 on CPUs slow in 16 bits.")
 ]
-TaskName = Annotated[str, typer.Option(help="gsm_symbolic, gsm8k, reasoning_gym, dataset, lm_eval, mixture or jsonl.")]
+TaskName = Annotated[
+    str, typer.Option(help="gsm_symbolic, gsm8k, reasoning_gym, dataset, docstrings, lm_eval, mixture or jsonl.")
+]
 TaskOptions = Annotated[
     list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task, such as path=…; repeatable.")
 ]

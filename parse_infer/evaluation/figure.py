@@ -14,7 +14,11 @@ from parse_infer.evaluation.results_file import digest
 from parse_infer.files import atomic_write
 
 ORIGIN = "Results"  # PNG text key of the digest of the shown results
-CURVES = {"parse": ("PARSE, trained judge", "#1b7837"), "parse-zero-shot": ("PARSE, zero-shot judge", "#b2611d")}
+CURVES = {
+    "parse": ("PARSE, trained judge", "#1b7837"),
+    "parse-min-p": ("PARSE without training, min-p", "#5aae61"),
+    "parse-zero-shot": ("PARSE, zero-shot judge", "#b2611d"),
+}
 POINTS = {
     "target": ("target alone", "o", "#222222"),
     "draft": ("draft model alone", "s", "#777777"),

@@ -24,6 +24,7 @@ MODES = {
     "target": "the target alone",
     "draft": "the draft model alone",
     "parse": "PARSE with its defaults: trained adapter, the draft model as token proposer",
+    "parse-min-p": "PARSE without training: keeps what min-p sampling of the target could have written (min_p 0.1)",
     "parse-zero-shot": "PARSE without adapter: the prompt asks the target whether each prefix is right",
     "sequential": "verifies each segment before drafting the next (SpecReason), with PARSE's judge and token proposer",
     "assisted": "transformers' assisted generation with the same draft model",
@@ -35,10 +36,10 @@ STREAM = "stream"
 LENGTHS = ("auto", "whole")  # of blocks, besides numbers
 NO_DRAFTER = "none"  # parse+none: no token proposer for the target, except the rejected draft
 SPECULATION = "target+draft"
-DEFAULT_MODES = ("target", "draft", SPECULATION, "assisted", "sequential", "parse", "parse-zero-shot")
-SWEPT = ("parse", "parse-zero-shot")  # modes that a sweep runs at every threshold
+DEFAULT_MODES = ("target", "draft", SPECULATION, "assisted", "sequential", "parse", "parse-min-p", "parse-zero-shot")
+SWEPT = ("parse", "parse-min-p", "parse-zero-shot")  # modes that a sweep runs at every threshold
 NEEDS_ADAPTER = ("parse", "sequential")
-DRAFTING = ("parse", "parse-zero-shot", "sequential", "assisted")  # modes that accept or reject a draft
+DRAFTING = (*SWEPT, "sequential", "assisted")  # modes that accept or reject a draft
 
 
 def base_of(name: str) -> str:

@@ -31,6 +31,7 @@ from parse_infer.evaluation.mode_names import (
 from parse_infer.evaluation.records import Record
 from parse_infer.events import Done
 from parse_infer.held_out import HasPrompt
+from parse_infer.judge.min_p import MIN_P, MinPJudge
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.devices import wait_for
 from parse_infer.models.loading import same_tokenizer
@@ -127,6 +128,9 @@ def make_modes(
             own = judged.override(block_tokens=length, adaptive=is_adaptive(name))
             if base == "sequential":
                 variant, own = {"one_segment": True}, judged
+            elif base == "parse-min-p":
+                variant = {"judge": MinPJudge(engine.target.tokenizer, MIN_P), "threshold": None}
+                own = own.override(threshold=None)
             elif base == "parse-zero-shot":
                 judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, engine.backend.segmenter.policy)
                 variant = {"judge": judge, "threshold": zero_shot_threshold}

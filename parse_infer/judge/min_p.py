@@ -60,6 +60,9 @@ def token_scorer(
     return LogprobJudge(head, TokenTexts(tokenizer, end_ids, head.config.buckets), config.usual_drafts)
 
 
+MIN_P = 0.1  # of the benchmark's mode
+
+
 class MinPJudge:
     """Drop-in for `ValidityAdapter` in a `Verifier`.
 

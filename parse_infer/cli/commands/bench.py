@@ -68,6 +68,7 @@ def bench(
       assisted          transformers' assisted generation with the same draft model
       sequential        verify each segment before drafting the next (SpecReason), with PARSE's token proposer
       parse             PARSE with its defaults: trained adapter, the draft model as token proposer
+      parse-min-p       PARSE without training: keeps what min-p sampling of the target could have written (min_p 0.1)
       parse-zero-shot   PARSE without adapter: the prompt asks the target whether each prefix is right
       transformers      the target alone in transformers' own decode loop
       target+NAME       the target with the token proposer lookup, draft or the folder of a trained head

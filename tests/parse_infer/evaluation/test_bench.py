@@ -167,7 +167,7 @@ def test_no_mode_starts_from_another_ones_cache(engine):
     assert generation.stats.target_forwards == BUDGET  # the prompt is read again
 
 
-GUIDED = ("parse", "parse+none", "parse+lookup", "parse-zero-shot", "sequential")
+GUIDED = ("parse", "parse+none", "parse+lookup", "parse-min-p", "parse-zero-shot", "sequential")
 
 
 def test_every_mode_cuts_drafts_as_the_engine_does(engine):
@@ -186,7 +186,7 @@ def test_rivals_get_the_guesses_that_parse_gets(engine, make_model):
     drafters = {mode.name: mode.engine.backend.target_drafter for mode in make(engine, *GUIDED, "target")}
     assert drafters["target"] is drafters["parse+none"] is None
     assert isinstance(drafters["parse+lookup"], PromptLookupDrafter)
-    for name in ("parse", "parse-zero-shot", "sequential"):
+    for name in ("parse", "parse-min-p", "parse-zero-shot", "sequential"):
         assert isinstance(drafters[name], DraftModelProposer), name
     # They are used: with nothing accepted, the target writes everything, and needs fewer forwards for it.
     forwards = {}
@@ -206,7 +206,7 @@ def test_an_engines_own_token_drafters_play_no_part(engine):
 def test_a_draft_model_with_other_tokens_guesses_nothing(engine, make_model):
     draft = LanguageModel("foreign", make_model("llama", seed=5, vocab_size=300, eos_token_id=0), word_tokenizer())
     foreign = ParseEngine.from_models(engine.target, draft, engine.backend.judge)
-    assert [mode.engine.backend.target_drafter for mode in make(foreign, *GUIDED[:2], *GUIDED[3:])] == [None] * 4
+    assert [mode.engine.backend.target_drafter for mode in make(foreign, *GUIDED[:2], *GUIDED[3:])] == [None] * 5
 
 
 def test_a_draft_model_with_few_of_the_targets_tokens_takes_part_everywhere(make_model, random_adapter):
