@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from parse_infer.errors import ParseError
     from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
     from parse_infer.judge.cuts import CutPolicy, Segmenter
+    from parse_infer.judge.min_p import MinPJudge
     from parse_infer.judge.verifier import Verification, Verifier
     from parse_infer.judge.zero_shot import ZeroShotJudge
     from parse_infer.models.decoder import Decoder
@@ -32,6 +33,7 @@ _MODULES = {
     "Decoder": "models.decoder",
     "Generation": "output",
     "GenerationSettings": "settings",
+    "MinPJudge": "judge.min_p",
     "ParseEngine": "engine",
     "ParseError": "errors",
     "Sampling": "sampling",
@@ -54,6 +56,7 @@ __all__ = [
     "Decoder",
     "Generation",
     "GenerationSettings",
+    "MinPJudge",
     "ParseEngine",
     "ParseError",
     "Sampling",

@@ -103,11 +103,11 @@ class ParseEngine:
 
         Args:
             backend: "local" runs the models in this process, "vllm" on servers.
-            threshold: default threshold; None takes the adapter's threshold.
+            threshold: default threshold; None takes the judge's threshold.
             calibration: file written by `parse-infer calibrate`; None reads the file in the adapter's folder, if any.
             cut_policy: where to cut drafts, such as "sentence" or "tokens:4"; None takes the adapter's policy. A
                 calibration holds for one policy only.
-            options: further arguments of `parse_infer.backends.local.load_backend` (device, dtype, zero_shot,
+            options: further arguments of `parse_infer.backends.local.load_backend` (device, dtype, min_p,
                 target_drafter, …) or of `parse_infer.backends.vllm.connect_backend` (target_url, draft_url, …).
 
         Raises:

@@ -27,7 +27,7 @@ class GenerationSettings:
     max_new_tokens: int = setting(512, "Maximum number of answer tokens, end token included.", ge=1)
     threshold: float | None = setting(
         None,
-        "Accept a prefix whose validity is at least this; above 1 accepts nothing. Default: the adapter's.",
+        "Accept a prefix whose validity is at least this; above 1 accepts nothing. Default: the judge's.",
         ge=0,
     )
     """None without a calibrated adapter: 0.5. A threshold above 1 gives the target's own greedy answer. The

@@ -5,7 +5,8 @@ For a benchmark (`parse-infer bench`):
 - headline: one row per mode with the main figures; lossless speculation, the baseline, comes first;
 - tokens: one row per mode with the figures of token-level drafters;
 - modes: all figures, as in `results.md`;
-- categories: tokens per target forward by category of prompt.
+- categories: tokens per target forward by category of prompt;
+- thresholds: accuracy and speed-up by threshold of the sweep.
 
 For a benchmark with several clients (`parse-infer bench --backend vllm`):
 
@@ -47,6 +48,7 @@ from parse_infer.evaluation.tables import (
     machine,
     markdown_table,
     rows,
+    threshold_table,
 )
 from parse_infer.files import read_json
 from parse_infer.suggest import suggestion
@@ -248,11 +250,18 @@ def _judges(judges: dict[str, dict[str, Any]]) -> list[str]:
     return markdown_table(_JUDGES, cells)
 
 
+def _thresholds(results: dict[str, Any]) -> list[str]:
+    if not results["sweep"]:
+        raise ValueError("table=thresholds: these results have no sweep")
+    return threshold_table(results)
+
+
 _KINDS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "headline": _headline,
     "tokens": _tokens,
     "modes": _modes,
     "categories": _categories,
+    "thresholds": _thresholds,
 }
 
 

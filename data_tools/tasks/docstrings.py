@@ -28,13 +28,13 @@ _BUILTIN = frozenset(dir(builtins))
 class Docstrings:
     """Functions of installed packages, checked against the package's own code in the sandbox.
 
-    A function becomes a problem if it is public, its docstring has an example of a call, and it uses nothing but
-    arguments, builtins and the standard library. Its code is the reference: the function of an answer must return the
-    same in the calls of the docstring and in 20 generated from the type hints. A problem is in train, validation or
-    test by the hash of its prompt (80, 10, 10 %).
+    A function becomes a problem if it is public, its docstring has an example of a call, it uses nothing but
+    arguments, builtins and the standard library, and two runs return the same. Its code is the reference: the function
+    of an answer must return the same in the calls of the docstring and in 20 generated from the type hints. A problem
+    is in train, validation or test by the hash of its prompt (80, 10, 10 %).
 
     Args:
-        packages: names of modules as in `import`; their files are read, not imported.
+        packages: names of top-level modules; their files are read, not imported.
         run_code: allow to run code that models write, in a sandbox.
     """
 
@@ -47,7 +47,9 @@ class Docstrings:
             raise ParseError("task docstrings needs the option packages: a list of installed modules")
         for package in self.packages:
             if not package.isidentifier() or find_spec(package) is None:
-                raise ParseError(f"task docstrings: no module {package!r} is installed")
+                raise ParseError(
+                    f"packages of task docstrings has {package!r}, which is no installed top-level module"
+                )
         if not self.run_code:
             raise ParseError(
                 "task docstrings runs code that the models write: to allow that, in a sandbox, set the option "
@@ -64,7 +66,8 @@ class Docstrings:
         for problem in mine:
             if count == limit:
                 return
-            if self.check(problem, problem.reference):  # the reference returns a value in some call
+            again = problem.reference.replace("\n", "\n# Another text, so that it runs again.\n", 1)
+            if self.check(problem, again):
                 count += 1
                 yield problem
 
@@ -80,20 +83,33 @@ def _problems(package: str) -> Iterator[Problem]:
     spec = find_spec(package)
     assert spec is not None
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))] or [Path(spec.origin or "")]
+    files = [
+        path
+        for folder in folders
+        for path in sorted(folder.rglob("*.py"))
+        if not {"test", "tests", "_vendor"} & set(path.relative_to(folder).parts)
+    ]
+    if spec.origin and spec.origin.endswith(".py") and not folders:
+        files = [Path(spec.origin)]
+    if not files:
+        raise ParseError(f"packages of task docstrings has {package!r}, which has no Python files")
     for path in files:
-        if path.suffix != ".py" or {"test", "tests", "_vendor"} & set(path.parts):
+        try:
+            source = path.read_text(encoding="utf-8-sig", errors="replace")
+        except OSError:  # for example inside an archive
             continue
-        tree = parse(path.read_text(encoding="utf-8", errors="replace"))
-        imports = _standard_imports(tree) if tree else {}
-        for node in tree.body if tree else ():
-            if isinstance(node, ast.FunctionDef) and (found := _problem(node, imports)):
+        tree = parse(source)
+        if tree is None or "import *" in source:  # may bind any name
+            continue
+        imports, others = _module_names(tree, source)
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and (found := _problem(node, imports, others)):
                 prompt, reference = found
                 metadata = {"function": f"{package}: {node.name}"}
                 yield Problem(prompt_id(prompt), prompt, reference, metadata=metadata)
 
 
-def _problem(node: ast.FunctionDef, imports: dict[str, str]) -> tuple[str, str] | None:
+def _problem(node: ast.FunctionDef, imports: dict[str, str], others: set[str]) -> tuple[str, str] | None:
     """Return the prompt and the reference of a function, or None if it is no problem."""
     doc = ast.get_docstring(node)
     if not doc or f"{node.name}(" not in doc or node.name.startswith("_") or node.decorator_list or len(node.body) < 2:
@@ -101,31 +117,39 @@ def _problem(node: ast.FunctionDef, imports: dict[str, str]) -> tuple[str, str] 
     code = ast.unparse(node)
     if len(code) not in _LENGTHS:
         return None
-    needed = _global_names(code) - _BUILTIN - {node.name}
-    if not needed <= imports.keys():
+    names = _global_names(code) - {node.name}
+    if names & others or not names <= imports.keys() | _BUILTIN:
         return None
-    head = "".join(f"{imports[name]}\n" for name in sorted(needed))
+    head = "".join(f"{imports[name]}\n" for name in sorted(names & imports.keys()))
     begun = ast.FunctionDef(**{**vars(node), "body": node.body[:1]})
     prompt = _INSTRUCTION.format(f"{head}{ast.unparse(begun)}")
     reference = f"```python\n{head}{code}\n```"
     return (prompt, reference) if calls_of(prompt, f"{head}{code}") else None
 
 
-def _standard_imports(tree: ast.Module) -> dict[str, str]:
-    """Return, by the name it binds, each import of the standard library at the top of a file."""
+def _module_names(tree: ast.Module, source: str) -> tuple[dict[str, str], set[str]]:
+    """Return the imports of the standard library at the top of a file, by the name each binds, and all other names
+    that the file binds at its top level."""
     found: dict[str, str] = {}
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            modules = [(alias, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            modules = [(alias, node.module or "") for alias in node.names]
-        else:
+    others: set[str] = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
-        for alias, module in modules:
-            if module.partition(".")[0] in sys.stdlib_module_names - {"__future__"}:
-                one = ast.Import([alias]) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, [alias], 0)
-                found[alias.asname or alias.name.partition(".")[0]] = ast.unparse(one)
-    return found
+        for alias in node.names:
+            if isinstance(node, ast.Import):
+                module, one = alias.name, ast.unparse(ast.Import([alias]))
+            else:
+                module = "" if node.level else node.module or ""
+                one = ast.unparse(ast.ImportFrom(node.module, [alias], 0))
+            name = alias.asname or alias.name.partition(".")[0]
+            standard = module.partition(".")[0] in sys.stdlib_module_names - {"__future__"}
+            if node in tree.body and standard and found.get(name, one) == one:
+                found[name] = one
+            else:
+                others.add(name)
+    symbols = symtable.symtable(source, "module", "exec").get_symbols()
+    others |= {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_namespace()}
+    return {name: one for name, one in found.items() if name not in others}, others
 
 
 def _global_names(code: str) -> set[str]:

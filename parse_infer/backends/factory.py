@@ -140,7 +140,7 @@ def find_parts(
         resolve_risk(expected, promises)
     wanted = {}
     if not target_urls:
-        alone = adapter is None and draft is None and not draft_urls
+        alone = adapter is None and min_p is None and draft is None and not draft_urls
         options = stock_options(target) if alone else plain_options(target)
         if isinstance(judge, LogprobReads):
             options |= CACHED_READS
@@ -183,8 +183,8 @@ def check_servable(settings: GenerationSettings, calibration: Calibration | None
     """
     if settings.mode == "exact" and not exact:
         raise SettingsError(
-            "mode 'exact' over servers reads the target's choices, as adapters on log-probabilities do: give such an "
-            "adapter"
+            "mode 'exact' over servers reads the target's choices, as adapters on log-probabilities and min_p do: "
+            "give one of these"
         )
     if settings.risk is not None and calibration is None:
         raise SettingsError(

@@ -149,7 +149,7 @@ def calibrate(
     check_problems(problems, settings)
     models = engine.describe()
     if not (models.get("draft") and models.get("adapter")):
-        raise CalibrationError("a calibration needs a draft model, and a judge: an adapter, or zero_shot=True")
+        raise CalibrationError("a calibration needs a draft model, and a judge: an adapter, or min_p")
     digest = hashlib.sha256(json.dumps([[p.id, p.prompt] for p in problems]).encode()).hexdigest()[:16]
     config = {
         **{name: getattr(settings, name) for name in ("loss", "blocks", "acceptance", "max_new_tokens", "samples")},

@@ -246,7 +246,7 @@ class ModelOptions:
             "target_url": self.target_url,
             "draft_url": self.draft_url,
             "local_draft": self.local_draft,
-            **given(cut_policy=self.cut_policy),
+            **given(cut_policy=self.cut_policy, min_p=self.min_p),
         }
 
     @property

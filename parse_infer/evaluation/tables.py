@@ -106,15 +106,20 @@ def markdown(results: dict[str, Any]) -> str:
     if results["sweep"]:
         sweep = results["sweep"]
         lines += [f"## Thresholds, first {sweep['problems']} problems", ""]
-        right = header(environment)[1]
-        heading = ("mode", "threshold", right, "against target, points", "speed-up", "accepted, %")
-        cells = [
-            [row[0], f"{point['threshold']:g}", row[1], row[2], row[4], row[9]]
-            for point in sweep["points"]
-            for row in rows({point["mode"]: point})
-        ]
-        lines += [*markdown_table(heading, cells), "", "![speed-up against accuracy](figure.png)", ""]
+        lines += [*threshold_table(results), "", "![speed-up against accuracy](figure.png)", ""]
     return "\n".join(lines)
+
+
+def threshold_table(results: dict[str, Any]) -> list[str]:
+    """Markdown table of accuracy and speed-up, per mode and threshold of the sweep."""
+    right = header(results["environment"])[1]
+    heading = ("mode", "threshold", right, "against target, points", "speed-up", "accepted, %")
+    cells = [
+        [row[0], f"{point['threshold']:g}", row[1], row[2], row[4], row[9]]
+        for point in results["sweep"]["points"]
+        for row in rows({point["mode"]: point})
+    ]
+    return markdown_table(heading, cells)
 
 
 def category_table(results: dict[str, Any]) -> list[str]:

@@ -1,8 +1,9 @@
 """A judge without training: a draft token is kept if min-p sampling of the target could have written it.
 
 min-p sampling (arXiv 2407.01082) draws among the tokens that are at least `min_p` times as likely as the first choice.
-So every token of the answer is one that the target itself offers, and `min_p` says how readily: at 1 the answer is
-greedy, apart from ties. It needs the target's log-probabilities alone, so it works for any pair and on any server.
+So every token of a greedy answer is one that the target itself offers, and at 1 it is the target's greedy answer. (Of
+a sampled answer the draft's tokens are, at temperature 1; the target's own follow the request's sampling.) The judge
+needs the target's log-probabilities alone, so it works for any pair and on any server.
 """
 
 from __future__ import annotations

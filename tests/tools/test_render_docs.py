@@ -29,7 +29,7 @@ ENVIRONMENT = {
 MODES = {"target": 2.0, "draft": 0.2, "target+draft:tokens=8": 1.0, "parse": 0.5, "parse+none": 0.6}
 
 
-def results(faster: float = 1.0) -> dict:
+def results(faster: float = 1.0, modes: dict[str, float] = MODES) -> dict:
     ids = [f"p{i}" for i in range(40)]
     records = [
         Record(
@@ -46,7 +46,7 @@ def results(faster: float = 1.0) -> dict:
             accepted_tokens=30 if mode.startswith("parse") else None,
         )
         for i, problem in enumerate(ids)
-        for mode, seconds in MODES.items()
+        for mode, seconds in modes.items()
     ]
     return summarise(records, ids, ENVIRONMENT)
 
@@ -116,6 +116,17 @@ def test_categories_of_prompts_have_a_table(root):
     write_results(root / "docs" / "results" / "bench.json", results())
     with pytest.raises(ValueError, match="have no category"):
         update(root)
+
+
+def test_a_sweep_has_a_table(root):
+    page = root / "docs" / "page.md"
+    page.write_text("<!-- results: docs/results/bench.json table=thresholds -->\n<!-- end -->\n")
+    with pytest.raises(ValueError, match="have no sweep"):
+        update(root)
+    write_results(root / "docs" / "results" / "bench.json", results(modes=MODES | {"parse-min-p@0.3": 0.5}))
+    update(root)
+    assert "| mode | threshold | right, % | against target, points | speed-up | accepted, % |" in page.read_text()
+    assert "| parse-min-p | 0.3 | 80.0 [65.2, 89.5] | -20.0 [" in page.read_text()
 
 
 def test_clients_have_a_table(root):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 # A mode names its own token proposer and judge.
-@with_models(target_drafter=NO_DRAFTER, draft_drafter=None, zero_shot=False, calibration=None)
+@with_models(target_drafter=NO_DRAFTER, draft_drafter=None, zero_shot=False, min_p=None, calibration=None)
 @with_settings(without=["threshold", *NOT_MEASURED], max_new_tokens=256)
 def bench(
     models: ModelOptions,
@@ -36,7 +36,7 @@ def bench(
     ] = "test",
     limit: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 300,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the problem selection and of the bootstrap.")] = 0,
-    modes: Annotated[str | None, typer.Option(metavar="A,B,…", help="Default: the first seven below.")] = None,
+    modes: Annotated[str | None, typer.Option(metavar="A,B,…", help="Default: the first eight below.")] = None,
     out: Annotated[str, typer.Option(metavar="DIR", help=options.RESULTS_HELP)] = "runs/bench",
     zero_shot_threshold: Annotated[
         float | None, typer.Option(help="Threshold of the zero-shot judge; default 0.5.")

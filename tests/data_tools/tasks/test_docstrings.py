@@ -26,6 +26,7 @@ def {name}({arguments}):
     {body}
 '''
 HEAD = "raise RuntimeError('imported')\nimport math\nfrom itertools import chain\nimport numpy\nLIMIT = 3\n"
+HEAD += "import time\nfrom numpy import sum\nfrom copy import copy\ndef copy(x): return x\n"
 BODY = "return [math.floor({number} * each) for each in chain(numbers)]"
 
 
@@ -63,6 +64,10 @@ def test_functions_that_need_the_standard_library_alone_are_problems(package):
         "global_name": function("global_name", body="return numbers[:LIMIT] * {number}"),
         "of_module": function("of_module", arguments="numbers, limit=LIMIT"),
         "decorated": f"@print\n{function('decorated')[1:]}",
+        "default_in_a_lambda": function("default_in_a_lambda", body="return (lambda x=LIMIT: x * {number})()"),
+        "other_sum": function("other_sum", body="return sum(numbers) * {number}"),
+        "redefined": function("redefined", body="return copy(numbers) * {number}"),
+        "of_now": function("of_now", body="return [{number} * each + time.perf_counter() for each in numbers]"),
         "always_raises": function("always_raises", body="raise ValueError({number})"),
         "no_example": function("no_example").replace(">>> no_example", ">>> no example of"),
         "only_doc": function("only_doc", body=""),
@@ -71,6 +76,17 @@ def test_functions_that_need_the_standard_library_alone_are_problems(package):
     name = package("parse_docs_a", __init__="", one="".join([*kept.values(), *left_out.values()]))
     task = load_task("docstrings", packages=[name], run_code=True)
     assert sorted(name for split in SPLITS for name in names(task, split)) == sorted(kept)
+
+
+def test_a_single_file_is_a_package_and_its_folder_may_have_any_name(tmp_path, monkeypatch):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "parse_docs_file.py").write_bytes(b"\xef\xbb\xbf" + (HEAD + function("alone")).encode())
+    (tmp_path / "tests" / "parse_docs_nothing").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path / "tests"))
+    task = Docstrings(["parse_docs_file"], run_code=True)
+    assert [name for split in SPLITS for name in names(task, split)] == ["alone"]
+    with pytest.raises(ValueError, match="'parse_docs_nothing', which has no Python files"):
+        next(Docstrings(["parse_docs_nothing"], run_code=True).problems("train"))
 
 
 def test_an_answer_is_right_if_it_does_the_same(package):
@@ -105,8 +121,8 @@ def test_splits_are_disjoint_and_seeds_shuffle(package):
     ("options", "told"),
     [
         ({}, "needs the option packages"),
-        ({"packages": ["no_such_module"], "run_code": True}, "no module 'no_such_module' is installed"),
-        ({"packages": ["../x"], "run_code": True}, "no module '../x' is installed"),
+        ({"packages": ["no_such_module"], "run_code": True}, "'no_such_module', which is no installed"),
+        ({"packages": ["../x"], "run_code": True}, "'../x', which is no installed"),
         ({"packages": ["textwrap"]}, "set the option run_code"),
         ({"packages": "textwrap"}, "must be a list, each entry a text"),
     ],

@@ -15,7 +15,9 @@ from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.vllm import VLLMBackend
 from parse_infer.engine import Coordinator, ParseEngine
 from parse_infer.judge.cuts import CutPolicy
+from parse_infer.judge.logprob_head import KNOWN_TEXT
 from parse_infer.models.loading import load_language_model
+from parse_infer.settings import GenerationSettings
 
 
 def test_a_draft_server_leaves_the_cores_of_a_cpu_to_the_target(monkeypatch):
@@ -163,6 +165,17 @@ def test_the_target_alone_runs_on_a_stock_server(coordinator):
         (server,) = made.backend.processes.members
         made.close()
         assert server.options == stock_options("zoo:target") | options
+
+
+def test_the_judge_without_training_reads_as_adapters_do(coordinator):
+    made, adapted = coordinator(None, min_p=0.3), coordinator()
+    assert made.threshold == 0.3 and made.describe() == adapted.describe() | {"adapter": "min-p"}
+    options = [engine.backend.processes.members[0].options for engine in (made, adapted)]
+    assert options[0] == options[1], "the server uses its prefix cache for reads"
+    known = made.backend._target.reads.reference
+    assert made.target.tokenizer.decode(known).strip() == KNOWN_TEXT
+    made.backend.check(GenerationSettings(mode="exact"), None)
+    assert not made.train_problems and adapted.train_problems
 
 
 def test_a_cut_policy_replaces_the_adapters_over_servers_too(coordinator):
