@@ -21,7 +21,7 @@ from parse_infer.adaptive import MIN_SAMPLES
 from parse_infer.block_length import FIRST, BlockLength
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.assisted import AssistantSettings, in_target_vocabulary
-from parse_infer.evaluation.mode_names import DEFAULT_MODES, MODES, check_modes, describe
+from parse_infer.evaluation.mode_names import DEFAULT_MODES, MODES, SWEPT, check_modes, describe
 from parse_infer.evaluation.modes import Mode, make_modes, read_draft, timed
 from parse_infer.evaluation.records import Record
 from parse_infer.evaluation.report import summarise
@@ -364,7 +364,7 @@ def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_p
     assert (tmp_path / "records.jsonl").read_text().startswith(before)
     rows = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     keys = {(r["problem_id"], r["mode"], r["repeat"]) for r in rows}
-    assert len(keys) == len(rows) == 2 * (2 * len(ALL_MODES) + 1 * 2)
+    assert len(keys) == len(rows) == 2 * (2 * len(ALL_MODES) + len(SWEPT))
     assert calls == len(rows) + 1
 
     assert json.loads((tmp_path / "results.json").read_text()) == json.loads(json.dumps(results))
