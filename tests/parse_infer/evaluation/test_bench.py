@@ -384,7 +384,7 @@ def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_p
         assert texts["parse"] == texts[f"parse+{name}"]
     assert results["modes"]["target+draft"]["drafter_forwards"] > 0
     assert 0 <= results["acceptance"]["token_exact"] <= 1
-    assert results["sweep"]["problems"] == 1 and len(results["sweep"]["points"]) == 2
+    assert results["sweep"]["problems"] == 1 and len(results["sweep"]["points"]) == len(SWEPT)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert "| parse |" in (tmp_path / "results.md").read_text()
     assert not list(tmp_path.glob(".*"))
