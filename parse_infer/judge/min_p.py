@@ -70,21 +70,20 @@ class MinPJudge:
     Args:
         tokenizer: of the target.
         min_p: default threshold, above 0 and at most 1.
-        cut_policy: where to cut drafts that are not written in blocks; default: after every step.
     """
 
     lora = None
     probe = Probe((), "")
     fingerprint = "min-p"
 
-    def __init__(self, tokenizer: Any, min_p: float, cut_policy: CutPolicy | None = None) -> None:
+    def __init__(self, tokenizer: Any, min_p: float) -> None:
         self.head = MinPScorer()
         self.config = ValidityConfig(
             probe_ids=(),
             probe_text="",
             target={},
             logprobs={"reference": {"ids": tokenizer.encode(KNOWN_TEXT), "logprobs": []}},
-            cut_policy=(cut_policy or CutPolicy()).to_dict(),
+            cut_policy=CutPolicy().to_dict(),
             label={"kind": "min-p"},
             threshold=min_p,
         )
