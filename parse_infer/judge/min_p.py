@@ -44,7 +44,7 @@ class MinPScorer:
     @torch.inference_mode()
     def score(self, found: TokenLogprobs, carried: Carried, written: Sequence[int] = ()) -> TokenScores:
         """See `LogprobJudge.score`; what the target has written adds nothing."""
-        gap = (found.top[:, 0] - found.own).clamp_min(0).masked_fill(found.is_greedy_choice, 0)
+        gap = (found.top[:, 0] - found.own).clamp_min(0)
         doubt = torch.cat([gap.new_tensor([max(carried.doubt, 0.0)]), gap]).cummax(0).values[1:]
         return TokenScores(-doubt.expm1().log(), doubt)  # the logit of exp(-doubt), the lowest ratio
 
