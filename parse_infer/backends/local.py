@@ -60,6 +60,7 @@ def load_backend(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype = "auto",
     draft_dtype: str | torch.dtype | None = None,
+    torch_compile: bool = False,
     template_options: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> LocalBackend:
@@ -80,6 +81,8 @@ def load_backend(
         calibration: file written by `parse-infer calibrate`; None reads the file in the adapter's folder, if any.
         dtype: "auto" is the dtype of the saved weights, or float32 on CPUs that are slow in 16 bits.
         draft_dtype: of the draft model; None: `dtype`. "int8", on a CPU, takes half of bfloat16's memory.
+        torch_compile: on a GPU, compile the decode steps of both models. They take half the time then; the first
+            answers take up to a minute each, for new models and lengths.
         template_options: options of the chat templates, such as {"enable_thinking": False}.
 
     Raises ValueError or OSError with one sentence for missing, damaged or mismatched files.
@@ -102,6 +105,7 @@ def load_backend(
     load = partial(
         load_language_model,
         device=device,
+        torch_compile=torch_compile,
         template_options=template_options,
         trust_remote_code=trust_remote_code,
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from parse_infer.cli.expand import KIND, expand_parameter
-from parse_infer.cli.options import Device, Dtype, check_device, check_dtype, given, read_pairs
+from parse_infer.cli.options import Device, Dtype, TorchCompile, check_device, check_dtype, given, read_pairs
 from parse_infer.cli.setting_options import option_of
 from parse_infer.errors import ParseError
 from parse_infer.judge.cuts import CUT_RULES
@@ -108,6 +108,7 @@ class ModelOptions:
     draft_dtype: Annotated[
         str | None, typer.Option(help="As --dtype, or int8 on a CPU, half of bfloat16's memory; default: --dtype.")
     ] = None
+    torch_compile: TorchCompile = False
     template_option: Annotated[
         list[str] | None,
         typer.Option(
@@ -178,6 +179,7 @@ class ModelOptions:
                 "device": check_device(self.device),
                 "dtype": self.dtype,
                 "draft_dtype": self.draft_dtype,
+                "torch_compile": self.torch_compile,
                 "trust_remote_code": self.trust_remote_code,
             }
         draft = self.draft_name if needs_draft else None
@@ -204,6 +206,8 @@ class ModelOptions:
                 raise ParseError(f"{option} needs --backend local: configure speculative_config on the vLLM server")
         if self.device is not None or self.dtype != "auto" or self.draft_dtype is not None:
             raise ParseError("--device, --dtype and --draft-dtype need --backend local: servers choose their own")
+        if self.torch_compile:
+            raise ParseError("--torch-compile needs --backend local: vLLM compiles by itself")
         if self.trust_remote_code:
             raise ParseError("--trust-remote-code needs --backend local: vLLM has its own model implementations")
         return {

@@ -19,6 +19,10 @@ Device = Annotated[str | None, typer.Option(help="For example cpu or cuda:0; def
 Dtype = Annotated[
     str, typer.Option(help="float32, bfloat16, float16, or auto: as saved, but float32 on CPUs slow in 16 bits.")
 ]
+TorchCompile = Annotated[
+    bool,
+    typer.Option("--torch-compile", help="On a GPU: compile the decode steps; slow at first, then faster."),
+]
 TaskName = Annotated[
     str, typer.Option(help="gsm_symbolic, gsm8k, reasoning_gym, dataset, docstrings, lm_eval, mixture or jsonl.")
 ]

@@ -63,7 +63,7 @@ _CHAIN_TOKENS, _KEPT, _EVERY, _PROBE = 5, 3, 32, 2  # tokens: per chain, accepte
 _RANK, _TOKEN_RANK = 16, 64  # ranks of the judge's LoRA and of token doubt
 
 
-def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> LanguageModel:
+def random_model(shape: str, device: torch.device, dtype: torch.dtype, torch_compile: bool = False) -> LanguageModel:
     """Build a model of this shape (a key of `SHAPES`, Hugging Face id or folder) with random weights.
 
     Raises ValueError or OSError for an unknown shape.
@@ -72,7 +72,7 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Langua
         model = AutoModelForCausalLM.from_config(_config(shape), dtype=dtype).eval().requires_grad_(False)
     enable_split_attention(model)
     pack_linears(model)
-    return LanguageModel(shape, model, AutoTokenizer.from_pretrained(resolve("zoo:target")))
+    return LanguageModel(shape, model, AutoTokenizer.from_pretrained(resolve("zoo:target")), {}, torch_compile)
 
 
 def _config(shape: str) -> PretrainedConfig:
@@ -188,12 +188,19 @@ def _heads(target: LanguageModel) -> dict[str, Any]:
 
 
 def forward_costs(
-    target: str, draft: str, context: int, drafted: int, rounds: int, device: torch.device, dtype: torch.dtype
+    target: str,
+    draft: str,
+    context: int,
+    drafted: int,
+    rounds: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    torch_compile: bool = False,
 ) -> tuple[Table, str]:
     """Time all forwards of two shapes; see `report`."""
     torch.manual_seed(0)
     _check_memory((target, draft), device, dtype)
-    pair = [random_model(shape, device, dtype) for shape in (target, draft)]
+    pair = [random_model(shape, device, dtype, torch_compile) for shape in (target, draft)]
     if context + drafted + _PROBE > min(lm.window for lm in pair):
         raise ParseError(
             f"{context} context tokens and {drafted} draft tokens exceed the context windows "

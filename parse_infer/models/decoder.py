@@ -21,6 +21,7 @@ from parse_infer.errors import ModelError
 from parse_infer.models.architecture import decoder_layers, layer_windows, output_layer, text_config
 from parse_infer.models.attention import SPLIT_ATTENTION, layer_masks
 from parse_infer.models.cpu.fast_backbone import FastBackbone
+from parse_infer.models.cuda_graphs import GraphedChains
 from parse_infer.models.growing_kv_cache import new_cache
 from parse_infer.models.hidden_capture import HiddenCapture
 from parse_infer.models.sampling import choose, random_generator, without
@@ -28,6 +29,7 @@ from parse_infer.sampling import Sampling
 
 _MOST_RESERVED = 4096  # new tokens; few answers are longer, for any budget
 _TRAILING = 64  # tokens read after a context and dropped again, such as a token tree
+_GRAPHED = 2048  # tokens by which the cache of a decoder with CUDA graphs grows, since they are bound to its memory
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Decoder:
     Args:
         model: a decoder-only `transformers` language model in evaluation mode.
         eos_ids: tokens that end a decode.
+        torch_compile: compile the short forwards for a GPU (`GraphedChains`).
 
     Attributes:
         ids: the context; `ids[:cached]` are in the cache.
@@ -89,7 +92,7 @@ class Decoder:
             `lm_head(backbone(x))` with a known scale or cap.
     """
 
-    def __init__(self, model: PreTrainedModel, eos_ids: Collection[int]) -> None:
+    def __init__(self, model: PreTrainedModel, eos_ids: Collection[int], torch_compile: bool = False) -> None:
         self.model = model
         self.eos_ids = frozenset(eos_ids)
         self.ids: list[int] = []
@@ -103,12 +106,14 @@ class Decoder:
         self._layers = decoder_layers(model)
         self._output_layer = output_layer(model)
         self._reserved = 0  # tokens
-        self._cache = self._new_cache()
         self._next_logits: Tensor | None = None
         self._proposed: list[int] = []  # between look_ahead() and keep()
         self._captures: WeakSet[HiddenCapture] = WeakSet()
         self.edits = 0
         self._check_logits()
+        fast, on_gpu = self.fast, self.device.type == "cuda"
+        self._graphs = GraphedChains(fast, torch_compile) if fast is not None and on_gpu else None
+        self._cache = self._new_cache()
 
     @property
     def device(self) -> torch.device:
@@ -291,7 +296,7 @@ class Decoder:
             nodes = torch.tensor(path, device=self.device)
             places = torch.arange(len(path), device=self.device)
             for layer in cast("list[Any]", self._cache.layers):
-                for kept in (layer.keys, layer.values):
+                for kept in layer.buffers:
                     kept.index_copy_(2, start + places, kept.index_select(2, start + nodes))
             for capture in self._captures:  # move the path to the front, so that the crop drops the rest
                 capture.move(start, path)
@@ -345,10 +350,13 @@ class Decoder:
             self.before_forward()
         captures = list(self._captures)
         captured = {layer: tokens for capture in captures for layer in capture.layers}
+        graphs, hidden = self._graphs, None
         try:
-            if self.fast is not None:
+            if graphs is not None and graphs.takes(tokens.shape[1]) and mask is None and self.cached:
+                hidden = graphs(tokens, self._cache, captured)
+            if hidden is None and self.fast is not None:
                 hidden = self.fast(tokens, positions, self._cache, cast("Tensor | None", mask), captured)
-            else:
+            elif hidden is None:
                 with self._capturing(captured):
                     hidden = self._backbone(
                         input_ids=tokens,
@@ -389,7 +397,7 @@ class Decoder:
 
     def _crop(self, length: int) -> None:
         """Crop the cache to the first `length` tokens."""
-        if length == 0 and self.cached:
+        if length == 0 and self.cached and self._graphs is None:
             self._cache = self._new_cache()
         elif length < self.cached:
             self._cache.crop(length - self.cached)  # transformers counts the tokens to remove, as a negative number
@@ -398,7 +406,10 @@ class Decoder:
         self.cached = length
 
     def _new_cache(self) -> Cache:
-        return new_cache(lambda: self._reserved)
+        return new_cache(self._capacity, zeroed=self._graphs is not None)
+
+    def _capacity(self) -> int:
+        return self._reserved if self._graphs is None else max(1, -(-self._reserved // _GRAPHED)) * _GRAPHED
 
     @torch.inference_mode()
     def _check_logits(self) -> None:

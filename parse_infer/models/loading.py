@@ -48,12 +48,14 @@ class LanguageModel(TokenizerSpec):
     tokenizer: PreTrainedTokenizerBase
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the chat template, for example `{"enable_thinking": False}`."""
+    torch_compile: bool = False
+    """On a GPU, compile the short forwards (`parse_infer.models.cuda_graphs`)."""
 
     def __post_init__(self) -> None:
         check_vocabulary(self)
         self.eos_ids: set[int] = end_tokens(self.model.generation_config, self.tokenizer)
         self.window: int = context_window(self.model.config)
-        self.decoder = Decoder(self.model, self.eos_ids)
+        self.decoder = Decoder(self.model, self.eos_ids, self.torch_compile)
 
     @property
     def generation(self) -> GenerationConfig | None:
@@ -97,18 +99,21 @@ def load_language_model(
     trust_remote_code: bool = False,
     template_options: Mapping[str, Any] | None = None,
     trainable: bool = False,
+    torch_compile: bool = False,
 ) -> LanguageModel:
     """Load weights and tokenizer to `device` (None: the GPU if available, else the CPU).
 
     The dtype "auto" is the dtype of the saved weights, or float32 on a CPU that is slow in 16 bits. "int8" is for
     draft models on a CPU: linear layers in 8 bits, the rest in float32. A target gets the split attention that
     verification passes need. A large model on a CPU gets faster linear layers without gradient, unless it is
-    `trainable`. Raises ValueError or OSError with one sentence for missing, incomplete or unsupported
-    files; no model runs with weights that were not loaded.
+    `trainable`. `torch_compile` is for decoding on a GPU (`LanguageModel`). Raises ValueError or OSError with one
+    sentence for missing, incomplete or unsupported files; no model runs with weights that were not loaded.
     """
     place, eight_bits = _device(device), dtype == "int8"
     if eight_bits and role == "target":
         raise ModelError("a target in int8 would be another model: int8 is for draft models")
+    if torch_compile and place.type != "cuda":
+        raise ModelError(f"torch_compile is for decoding on a GPU, not on {place}: leave it out")
     numbers = torch.float32 if eight_bits else _dtype(dtype)
     if numbers == "auto" and not multiplies_in_16_bits(place):
         numbers = torch.float32
@@ -124,7 +129,7 @@ def load_language_model(
         round_to_int8(model)
     elif not trainable:
         pack_linears(model)
-    return LanguageModel(str(name), model, tokenizer, template_options or {})
+    return LanguageModel(str(name), model, tokenizer, template_options or {}, torch_compile)
 
 
 def load_weights(

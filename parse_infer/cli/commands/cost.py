@@ -18,6 +18,7 @@ def cost(
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each forward.")] = 20,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
+    torch_compile: options.TorchCompile = False,
 ) -> None:
     """Time every kind of forward at a pair's real size, with random weights and without a download.
 
@@ -32,6 +33,7 @@ def cost(
     place, numbers = options.placement(device, dtype)
     from parse_infer.evaluation.forward_cost import forward_costs
 
-    table, summary = forward_costs(target, draft, context, draft_tokens, rounds, place, numbers)
-    Console().print(f"{target} and {draft}, random weights, {numbers}, {place}, {context} tokens of context")
+    table, summary = forward_costs(target, draft, context, draft_tokens, rounds, place, numbers, torch_compile)
+    how = f"{numbers}, {place}{', torch.compile' * torch_compile}"
+    Console().print(f"{target} and {draft}, random weights, {how}, {context} tokens of context")
     Console().print(table, summary)

@@ -29,8 +29,11 @@ _ROTARY = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
+    """The modules of one layer, and the factor of its attention scores."""
+
     attention: nn.Module
+    scaling: float
     query: nn.Module
     key: nn.Module
     value: nn.Module
@@ -50,7 +53,11 @@ class _Layer:
 
 
 class FastBackbone:
-    """Maps token ids to final-norm hidden states, for one sequence. Created by `for_model`."""
+    """Maps token ids to final-norm hidden states, for one sequence. Created by `for_model`.
+
+    Attributes:
+        groups: query heads per head of keys and values.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         backbone: Any = getattr(model, model.base_model_prefix)
@@ -58,7 +65,7 @@ class FastBackbone:
         self._embed, self._norm, self._rotary = backbone.embed_tokens, backbone.norm, backbone.rotary_emb
         self._head_size: int = backbone.layers[0].self_attn.head_dim
         self._kv_heads: int = config.num_key_value_heads
-        self._groups: int = config.num_attention_heads // config.num_key_value_heads
+        self.groups: int = config.num_attention_heads // config.num_key_value_heads
         self._cos, self._sin = torch.empty(0), torch.empty(0)
         self._backbone, self._config = backbone, config
         self._read_layers()
@@ -109,7 +116,7 @@ class FastBackbone:
                 captured[i] = x
             x = x + self._attention(i, layer, x, cos, sin, cache, mask)
             x = x + self._mlp(layer, x)
-        return _rms(self._norm, x)
+        return rms_norm(self._norm, x)
 
     @torch.inference_mode()
     def agrees(self, tokens: Tensor) -> bool:
@@ -125,7 +132,7 @@ class FastBackbone:
             return False  # the model skips or repeats a part
         parts, cache = (slice(0, n - 1), slice(n - 1, n)), new_cache()
         self._prepare_angles(n, own.entering[0])
-        pairs = [(self._embed(tokens), own.entering[0]), (_rms(self._norm, own.entering[-1]), own.hidden)]
+        pairs = [(self._embed(tokens), own.entering[0]), (rms_norm(self._norm, own.entering[-1]), own.hidden)]
         for i, layer in enumerate(self._layers):
             x, attended = own.entering[i], own.attended[i]
             ours = [self._attention(i, layer, x[:, p], self._cos[p], self._sin[p], cache, None) for p in parts]
@@ -166,34 +173,52 @@ class FastBackbone:
         mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
         return self._fused(x, cos, sin, rows, {}, mask)
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Map token ids to the first layer's input."""
+        return self._embed(tokens)
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """Map the last layer's output to final-norm states."""
+        return rms_norm(self._norm, x)
+
+    def rotations(self, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tables for `rotate` of at least all positions below `end`, [T, head size], in `like`'s dtype."""
+        self._prepare_angles(end, like)
+        return self._cos, self._sin
+
+    def current_layers(self) -> list[Layer]:
+        """Return the modules of all layers; another list after a module was replaced."""
+        self._check_modules()
+        return self._layers
+
     def _attention(
-        self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, mask: Tensor | None
+        self, i: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, mask: Tensor | None
     ) -> Tensor:
         """Compute the attention update of a layer for its input [1, T, H]."""
-        return layer.output(self._attend(i, layer, _rms(layer.before, x), cos, sin, cache, mask))
+        return layer.output(self._attend(i, layer, rms_norm(layer.before, x), cos, sin, cache, mask))
 
     @staticmethod
-    def _mlp(layer: _Layer, x: Tensor) -> Tensor:
+    def _mlp(layer: Layer, x: Tensor) -> Tensor:
         """Compute the MLP update of a layer for the state after its attention [1, T, H]."""
-        y = _rms(layer.between, x)
+        y = rms_norm(layer.between, x)
         return layer.down(layer.activation(layer.gate(y)).mul_(layer.up(y)))
 
     def _attend(
-        self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, mask: Tensor | None
+        self, i: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, mask: Tensor | None
     ) -> Tensor:
         n, size = x.shape[1], self._head_size
         query, key = layer.query(x).view(1, n, -1, size), layer.key(x).view(1, n, -1, size)
         if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = _rms(layer.query_norm, query), _rms(layer.key_norm, key)
+            query, key = rms_norm(layer.query_norm, query), rms_norm(layer.key_norm, key)
         query, key = rotate(query.transpose(1, 2), cos, sin), rotate(key.transpose(1, 2), cos, sin)
         value = layer.value(x).view(1, n, -1, size).transpose(1, 2)
         keys, values = cache.update(key, value, i)
-        scaling = layer.attention.scaling
+        scaling = layer.scaling
         if n == 1 and mask is None:  # one token sees all keys, so heads of a group become queries of one head
-            query = query.view(1, self._kv_heads, self._groups, size)
-            out = nn.functional.scaled_dot_product_attention(query, keys, values, scale=scaling)  # type: ignore[arg-type]
+            query = query.view(1, self._kv_heads, self.groups, size)
+            out = nn.functional.scaled_dot_product_attention(query, keys, values, scale=scaling)
             return out.reshape(1, 1, -1)
-        out, _ = split_attention_forward(layer.attention, query, keys, values, mask, scaling=scaling)  # type: ignore[arg-type]
+        out, _ = split_attention_forward(layer.attention, query, keys, values, mask, scaling=scaling)
         return out.reshape(1, n, -1)
 
     def _check_modules(self) -> None:
@@ -229,10 +254,11 @@ class FastBackbone:
             self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
 
 
-def _layer(layer: Any) -> _Layer:
+def _layer(layer: Any) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    return _Layer(
+    return Layer(
         attention,
+        attention.scaling,
         *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
         *(getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)),
         *(layer.input_layernorm, layer.post_attention_layernorm),
@@ -284,5 +310,5 @@ def _difference(ours: Tensor, own: Tensor) -> float:
     return float((difference / torch.linalg.vector_norm(own.float(), dim=-1).clamp_min(1e-20)).max())
 
 
-def _rms(norm: Any, x: Tensor) -> Tensor:
+def rms_norm(norm: Any, x: Tensor) -> Tensor:
     return nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)

@@ -258,7 +258,7 @@ class Allocations:
 
         def counting(layer, used):
             grow(layer, used)
-            self.sizes.append(layer._keys.shape[2])
+            self.sizes.append(layer.buffers[0].shape[2])
 
         monkeypatch.setattr(GrowingKVCache, "_grow", counting)
 

@@ -1,0 +1,186 @@
+"""CUDA graphs of short forwards: one launch instead of hundreds of kernels.
+
+On a GPU, Python takes several times as long to launch the kernels of one decode step as they take to run
+(docs/benchmarks.md, "On a GPU"). A graph replays them at once. It has fixed addresses and shapes: a chain is padded to
+one of four lengths, and attention covers a fixed number of keys under a mask.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from parse_infer.models.cpu.fast_backbone import FastBackbone, Layer, rms_norm
+from parse_infer.models.cpu.fused_step import rotate
+
+CHAINS = (1, 8, 32, 128)  # tokens
+KEYS, KEYS_FACTOR = 512, 4  # keys of the smallest graph, and how many times more the next one has
+_RECOMPILES = 256  # forms of `_run_layer` in a process: shapes of models, chains and keys
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A captured forward.
+
+    Attributes:
+        tokens: input, int64 [1, T].
+        start: input, the position of the first token, int64 [].
+        outputs: the final-norm states and the inputs of some layers, [1, T, H] each; the next replay overwrites them.
+        replay: runs the forward.
+    """
+
+    tokens: Tensor
+    start: Tensor
+    outputs: Outputs
+    replay: Callable[[], Any]
+
+
+class GraphedChains:
+    """Runs short chains after a cached context, with the results of `backbone`.
+
+    A graph is captured when it is first needed, and again if the cache has moved or modules have been replaced.
+
+    Args:
+        torch_compile: compile each layer, so that a graph has fewer and faster kernels. This takes up to a minute
+            for each shape; PyTorch keeps the result on disk.
+    """
+
+    def __init__(self, backbone: FastBackbone, torch_compile: bool = False) -> None:
+        self._enabled = True
+        self._backbone = backbone
+        self._run_layer = compiled(_run_layer) if torch_compile else _run_layer
+        self._graphs: dict[tuple[int, int, tuple[int, ...]], _Graph] = {}
+        self._fixed: tuple[Any, ...] = ()  # what the captured addresses belong to
+
+    def takes(self, n: int) -> bool:
+        """Whether chains of n tokens run as graphs."""
+        return self._enabled and n <= CHAINS[-1]
+
+    def __call__(self, tokens: Tensor, cache: Cache, captured: dict[int, Tensor]) -> Tensor | None:
+        """Run one forward, [1, T] -> [1, T, H]; the cache grows by T tokens. None if no graph can be captured.
+
+        Args:
+            tokens: int64 [1, T], the tokens after the cache, which is not empty.
+            captured: receives the inputs of the layers that are its keys.
+        """
+        layers: list[Any] = cache.layers
+        n, past = tokens.shape[1], layers[0].length
+        size = next(each for each in CHAINS if each >= n)
+        for layer in layers:
+            layer.allocate(past + size)
+        modules, buffer = self._backbone.current_layers(), layers[-1].buffers[0]
+        if not self._fixed or self._fixed[0] is not modules or self._fixed[1] is not buffer:
+            self._graphs.clear()
+            self._fixed = modules, buffer
+        n_keys, capacity = KEYS, buffer.shape[2]
+        while n_keys < past + size:
+            n_keys *= KEYS_FACTOR
+        inner = tuple(sorted(layer for layer in captured if layer < len(layers)))
+        key = size, min(n_keys, capacity), inner
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = self._record(layers, *key)
+            except RuntimeError as error:  # for example, a layer that synchronises
+                warnings.warn(f"decoding without CUDA graphs, several times slower: {error}", stacklevel=2)
+                self._enabled = False
+                self._graphs.clear()
+                return None
+        graph = self._graphs[key]
+        graph.tokens[:, :n].copy_(tokens)
+        graph.start.fill_(past)
+        graph.replay()
+        hidden, *states = (output[:, :n].clone() for output in graph.outputs)
+        captured.update(zip(inner, states, strict=True))
+        for layer in layers:
+            layer.length = past + n
+        return hidden
+
+    def _record(self, layers: list[Any], size: int, n_keys: int, inner: tuple[int, ...]) -> _Graph:
+        backbone, memory = self._backbone, layers[0].buffers[0]
+        device, groups = memory.device, backbone.groups
+        tokens = torch.zeros(1, size, dtype=torch.int64, device=device)
+        # The warm-up writes keys and values there, and every replay first writes its own.
+        start = torch.full((), layers[0].length, dtype=torch.int64, device=device)
+        tables = backbone.rotations(memory.shape[2], memory)
+        seen = [[buffer[:, :, :n_keys] for buffer in layer.buffers] for layer in layers]
+        modules = backbone.current_layers()
+
+        def run() -> Outputs:
+            positions = start + torch.arange(size, device=device)
+            hidden = torch.arange(n_keys, device=device) > positions[:, None]
+            mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf).repeat(groups, 1)
+            cos, sin = (table[positions] for table in tables)
+            x, states = backbone.embed(tokens), []
+            for i, (layer, (keys, values)) in enumerate(zip(modules, seen, strict=True)):
+                if i in inner:
+                    states.append(x)
+                x = self._run_layer(layer, x, cos, sin, positions, keys, values, mask)
+            return backbone.final_norm(x), *states
+
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
+            outputs, replay = capture(run, device)
+        return _Graph(tokens, start, outputs, replay)
+
+
+def _run_layer(
+    layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor, values: Tensor, mask: Tensor
+) -> Tensor:
+    """Run one layer for a chain whose place is known to the device only.
+
+    Args:
+        x: [1, T, H], input; the output has the same shape.
+        cos, sin: rotation of each token (`rotate`), [T, head size].
+        positions: int64 [T].
+        keys, values: memory of the layer's cache, [1, kv heads, keys, head size]; the chain's own are written to it.
+        mask: added to the attention scores, float32 [groups * T, keys]. Query heads that share keys and values become
+            rows of one head.
+    """
+    n, size = x.shape[1], keys.shape[3]
+    y = rms_norm(layer.before, x)
+    query, key = layer.query(y).view(1, n, -1, size), layer.key(y).view(1, n, -1, size)
+    if layer.query_norm is not None and layer.key_norm is not None:
+        query, key = rms_norm(layer.query_norm, query), rms_norm(layer.key_norm, key)
+    query, key = rotate(query.transpose(1, 2), cos, sin), rotate(key.transpose(1, 2), cos, sin)
+    keys.index_copy_(2, positions, key)
+    values.index_copy_(2, positions, layer.value(y).view(1, n, -1, size).transpose(1, 2))
+    # Fused attention kernels give one head to one multiprocessor, so they take long for few rows and many keys.
+    rows = query.reshape(1, keys.shape[1], -1, size)
+    scores = (rows @ keys.transpose(-1, -2)).float() * layer.scaling + mask
+    out = scores.softmax(-1).to(values.dtype) @ values
+    x = x + layer.output(out.reshape(1, -1, n, size).transpose(1, 2).reshape(1, n, -1))
+    y = rms_norm(layer.between, x)
+    return x + layer.down(layer.activation(layer.gate(y)) * layer.up(y))
+
+
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compile for fixed shapes. All layers of a model share the compiled code."""
+    return torch.compile(function, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": True})
+
+
+def capture(run: Callable[[], Outputs], device: torch.device) -> tuple[Outputs, Callable[[], Any]]:
+    """Capture `run` after a warm-up; return its outputs and the function that computes them again."""
+    graph, current, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    generator = torch.cuda.default_generators[stream.device_index]
+    random_state = generator.clone_state()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        run()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            outputs = run()
+            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):
+                graph.capture_end()
+            generator.graphsafe_set_state(random_state)  # the old one stays in capture
+            raise
+    current.wait_stream(stream)
+    return outputs, graph.replay
