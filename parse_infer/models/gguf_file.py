@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 import transformers
 from filelock import FileLock
+from packaging.version import Version
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -32,6 +33,7 @@ from parse_infer.optional_dependencies import EXTRAS, install
 _FORMAT = 1  # format version of the copies, part of their names
 _NEEDED = ("gguf", "accelerate")  # packages that transformers needs to read a GGUF file
 _EXTRA = EXTRAS["gguf"]
+_TRANSFORMERS = "5.18"  # earlier versions read byte-level tokenizers of Llama files as SentencePiece
 
 
 def dequantised(file: Path) -> Path:
@@ -47,6 +49,11 @@ def dequantised(file: Path) -> Path:
     with file.open("rb") as content:
         if content.read(4) != b"GGUF":
             raise ModelError(f"{file} is no GGUF file, or is incomplete: download it again")
+    if Version(transformers.__version__) < Version(_TRANSFORMERS):
+        raise ModelError(
+            f"transformers {transformers.__version__} reads the tokenizers of some GGUF files wrongly; use "
+            f"{_TRANSFORMERS} or later: {install(_EXTRA)}"
+        )
     cache, name = cache_folder("gguf"), re.sub(r"[^\w.-]", "_", file.stem)[:80]
     folder = cache / f"{name}-{_digest(file)}"
     if folder.is_dir():

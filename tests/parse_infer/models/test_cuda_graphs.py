@@ -138,7 +138,8 @@ def test_all_layers_share_the_compiled_code(graphed, random_ids, device, monkeyp
             cuda_graphs, "compiled", lambda f: torch.compile(f, fullgraph=True, dynamic=False, backend=backend)
         )
     decoder, plain = graphed(device, "qwen3", torch_compile=True)
-    for context in (40, 600):
+    contexts = (40, 600) if device == "cpu" else (40,)  # compiling takes seconds for each shape
+    for context in contexts:
         for each in (decoder, plain):
             each.seek(random_ids(context))
             each.reserve(1000, 0)
@@ -146,7 +147,7 @@ def test_all_layers_share_the_compiled_code(graphed, random_ids, device, monkeyp
         for n in (7, 3):
             same(decoder.look_ahead(random_ids(n)), plain.look_ahead(random_ids(n)))
         assert list(decoder.decode(6)) == list(plain.decode(6))
-    assert decoder._graphs._enabled and len(decoder._graphs._graphs) == 4
+    assert decoder._graphs._enabled and len(decoder._graphs._graphs) == 2 * len(contexts)
     if device == "cpu":
         assert len(traced) == 4, traced
 

@@ -97,6 +97,13 @@ def test_the_second_start_finds_the_copy_and_needs_no_package(file, cache, monke
     assert load_config(file).vocab_size == 260 and load_tokenizer(str(file)).eos_token == "<|end|>"
 
 
+def test_an_older_transformers_is_refused(file, cache, monkeypatch):
+    monkeypatch.setattr("parse_infer.models.gguf_file.transformers.__version__", "5.17.2")
+    with pytest.raises(ValueError, match=r"transformers 5.17.2 reads .* use 5.18 or later: .*\[gguf\]"):
+        dequantised(file)
+    assert not list(cache.rglob("*.safetensors"))
+
+
 def test_another_content_is_another_model(file, source, tokenizer, tmp_path, make_model):
     here = shutil.copy(file, tmp_path / file.name)
     first = load_weights(here)
