@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate.utils import HfDeepSpeedConfig
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers import TrainingArguments
 
 from parse_infer.errors import ParseError

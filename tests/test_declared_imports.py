@@ -115,6 +115,20 @@ def test_sentences_about_missing_packages_name_the_extra_that_has_them():
     assert missing_package(ModuleNotFoundError(name="tiktoken")).endswith(": pip install tiktoken")
 
 
+NO_DEEPSPEED = """
+import importlib, sys
+sys.modules["deepspeed"] = None
+from parse_train.recipe import recipes
+for module in recipes().values():
+    importlib.import_module(module)
+"""
+
+
+def test_trainings_need_no_deepspeed():
+    """It has an extra of its own."""
+    subprocess.run([sys.executable, "-c", NO_DEEPSPEED], cwd=ROOT, check=True)
+
+
 # yaml and pydantic come with the base installation's own dependencies, tokenizers too.
 COME_ALONG = {"pydantic", "pydantic_core", "tokenizers", "yaml"}
 BASE_ONLY = f"""
