@@ -21,6 +21,7 @@ HEAD = "validity_head.safetensors"
 CONFIG = "validity_config.json"
 CARD = "README.md"
 PROBLEMS = "train_problems.txt"
+_DEFAULTS = ("threshold", "risk")  # of the configuration
 WAY_OUT = "export or download the adapter again"
 PROMISE = (
     "one verification pass over one whole draft; several passes over blocks are not covered, and drafts of one "
@@ -42,13 +43,14 @@ class AdapterFiles:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the adapter's configuration and weights."""
+        """Identifies the judge: weights and configuration without the default threshold."""
         return judge_fingerprint((self.peft_config, self.validity_config), (self.tensors, self.head))
 
 
 def judge_fingerprint(configs: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Tensor]]) -> str:
-    """Hash a judge's configurations and all its tensors."""
-    digest = hashlib.sha256(json.dumps(list(configs), sort_keys=True, default=_as_json).encode())
+    """Hash all tensors of a judge, and its configurations without the default threshold: no calibration depends on it."""
+    lasting = [{key: value for key, value in config.items() if key not in _DEFAULTS} for config in configs]
+    digest = hashlib.sha256(json.dumps(lasting, sort_keys=True, default=_as_json).encode())
     for tensors in parts:
         for name in sorted(tensors):
             digest.update(name.encode() + tensors[name].detach().float().cpu().numpy().tobytes())

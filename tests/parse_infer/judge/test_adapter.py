@@ -68,6 +68,8 @@ def test_a_fingerprint_is_of_all_that_judges(target, folder):
         replace(loaded, head=ValidityHead(loaded.head.hidden_size)),
     ]
     assert len({loaded.fingerprint, *(other.fingerprint for other in others)}) == 5
+    stricter = replace(loaded, config=replace(loaded.config, threshold=0.9))  # a default: its calibration stays valid
+    assert stricter.fingerprint == loaded.fingerprint
 
 
 def test_without_a_probe_nothing_is_said_of_peft(target, random_adapter, tmp_path):
