@@ -125,7 +125,7 @@ for module in recipes().values():
 
 
 def test_trainings_need_no_deepspeed():
-    """It has an extra of its own."""
+    """DeepSpeed is in an extra of its own."""
     subprocess.run([sys.executable, "-c", NO_DEEPSPEED], cwd=ROOT, check=True)
 
 

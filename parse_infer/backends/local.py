@@ -81,8 +81,8 @@ def load_backend(
         calibration: file written by `parse-infer calibrate`; None reads the file in the adapter's folder, if any.
         dtype: "auto" is the dtype of the saved weights, or float32 on CPUs that are slow in 16 bits.
         draft_dtype: of the draft model; None: `dtype`. "int8", on a CPU, takes half of bfloat16's memory.
-        torch_compile: on a GPU, compile the decode steps of both models. They take half the time then; the first
-            answers take up to a minute each, for new models and lengths.
+        torch_compile: on a GPU, compile the decode steps of both models. They get faster, small models most; the
+            first answers take up to a minute each (`parse_infer.models.cuda_graphs`).
         template_options: options of the chat templates, such as {"enable_thinking": False}.
 
     Raises ValueError or OSError with one sentence for missing, damaged or mismatched files.
@@ -198,7 +198,8 @@ class LocalBackend:
         }
 
     def describe_machine(self) -> dict[str, Any]:
-        return describe_machine(self.target.model.device)
+        compiled = {"torch_compile": True} if self.target.torch_compile else {}
+        return describe_machine(self.target.model.device) | compiled
 
     def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
         """Accept all settings."""

@@ -119,6 +119,7 @@ def run_bench(
     config = {name: value for name, value in generation.items() if name not in NOT_MEASURED} | config
     if not any(name in SWEPT for name in settings.modes):
         config |= {"thresholds": (), "sweep_limit": 0}
+    config["chosen_threshold"] = _chosen(engine, settings)
     store = RecordStore(folder, {**config, **environment, "drafters": drafters}, Record)
 
     def measure(pending: list[tuple[BenchProblem, Mode, int]]) -> Iterator[Record]:
@@ -132,7 +133,7 @@ def run_bench(
         for problem, mode, repeat in schedule(problems, modes, settings.sweep_limit, settings.repeats)
     }
     records = run_missing(store, runs, measure, "bench", console)
-    environment |= {**config, "chosen_threshold": _chosen(engine, settings), **describe_run()}
+    environment |= {**config, **describe_run()}
     categories = {p.id: category for p in problems if (category := getattr(p, "metadata", {}).get("category"))}
     results = summarise(records, [p.id for p in problems], environment, categories)
     folder = Path(folder)

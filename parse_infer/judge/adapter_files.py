@@ -21,7 +21,7 @@ HEAD = "validity_head.safetensors"
 CONFIG = "validity_config.json"
 CARD = "README.md"
 PROBLEMS = "train_problems.txt"
-_DEFAULTS = ("threshold", "risk")  # of the configuration
+_DEFAULTS = ("threshold", "risk")  # keys of validity_config.json that the fingerprint leaves out
 WAY_OUT = "export or download the adapter again"
 PROMISE = (
     "one verification pass over one whole draft; several passes over blocks are not covered, and drafts of one "
@@ -43,12 +43,15 @@ class AdapterFiles:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the judge: weights and configuration without the default threshold."""
+        """Identifies the judge (`judge_fingerprint`)."""
         return judge_fingerprint((self.peft_config, self.validity_config), (self.tensors, self.head))
 
 
 def judge_fingerprint(configs: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Tensor]]) -> str:
-    """Hash all tensors of a judge, and its configurations without the default threshold: no calibration depends on it."""
+    """Hash all tensors of a judge, and its configurations without the default threshold and its risk.
+
+    Calibrations store the thresholds of their own promises, so another default leaves them valid.
+    """
     lasting = [{key: value for key, value in config.items() if key not in _DEFAULTS} for config in configs]
     digest = hashlib.sha256(json.dumps(lasting, sort_keys=True, default=_as_json).encode())
     for tensors in parts:

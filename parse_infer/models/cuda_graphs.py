@@ -3,10 +3,13 @@
 On a GPU, Python takes several times as long to launch the kernels of one decode step as they take to run
 (docs/benchmarks.md, "On a GPU"). A graph replays them at once. It has fixed addresses and shapes: a chain is padded to
 one of four lengths, and attention covers a fixed number of keys under a mask.
+
+float16 has no graphs: values that overflow would stay in the cache's memory, and a mask does not hide them.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,11 +20,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from parse_infer.files import first_sentence
 from parse_infer.models.cpu.fast_backbone import FastBackbone, Layer, rms_norm
 from parse_infer.models.cpu.fused_step import rotate
 
 CHAINS = (1, 8, 32, 128)  # tokens
 KEYS, KEYS_FACTOR = 512, 4  # keys of the smallest graph, and how many times more the next one has
+LARGEST = 2**20  # tokens times keys: attention scores are stored
+KEPT = 8192  # tokens: memory for more is freed with the context
 _RECOMPILES = 256  # forms of `_run_layer` in a process: shapes of models, chains and keys
 Outputs = tuple[Tensor, ...]
 
@@ -33,36 +39,45 @@ class _Graph:
     Attributes:
         tokens: input, int64 [1, T].
         start: input, the position of the first token, int64 [].
+        tables: of rotations; the graph reads them.
         outputs: the final-norm states and the inputs of some layers, [1, T, H] each; the next replay overwrites them.
         replay: runs the forward.
     """
 
     tokens: Tensor
     start: Tensor
+    tables: tuple[Tensor, Tensor]
     outputs: Outputs
     replay: Callable[[], Any]
 
 
 class GraphedChains:
-    """Runs short chains after a cached context, with the results of `backbone`.
+    """Runs short chains after a cached context, with the results of `backbone` up to rounding.
 
     A graph is captured when it is first needed, and again if the cache has moved or modules have been replaced.
+    Weights and hooks that changed otherwise are noticed when a context begins.
 
     Args:
         torch_compile: compile each layer, so that a graph has fewer and faster kernels. This takes up to a minute
-            for each shape; PyTorch keeps the result on disk.
+            for each model and number of keys; PyTorch keeps the result on disk.
     """
 
     def __init__(self, backbone: FastBackbone, torch_compile: bool = False) -> None:
-        self._enabled = True
         self._backbone = backbone
-        self._run_layer = compiled(_run_layer) if torch_compile else _run_layer
+        self._run_layer: Callable[..., Tensor] | None = compiled(_run_layer) if torch_compile else _run_layer
+        self._compiles = torch_compile
         self._graphs: dict[tuple[int, int, tuple[int, ...]], _Graph] = {}
         self._fixed: tuple[Any, ...] = ()  # what the captured addresses belong to
 
-    def takes(self, n: int) -> bool:
-        """Whether chains of n tokens run as graphs."""
-        return self._enabled and n <= CHAINS[-1]
+    def takes(self, n: int, past: int) -> bool:
+        """Whether n tokens after `past` cached ones run as a graph."""
+        return self._run_layer is not None and past > 0 and n <= CHAINS[-1] and n * (past + n) <= LARGEST
+
+    def fits(self, cache: Cache) -> bool:
+        """Whether the memory of `cache` serves the next context, too, with the graphs captured for it."""
+        layers: list[Any] = cache.layers
+        unchanged = bool(self._fixed) and self._fixed[0] is self._backbone.refresh()
+        return unchanged and layers[-1].buffers[0] is self._fixed[1] and self._fixed[1].shape[2] <= KEPT
 
     def __call__(self, tokens: Tensor, cache: Cache, captured: dict[int, Tensor]) -> Tensor | None:
         """Run one forward, [1, T] -> [1, T, H]; the cache grows by T tokens. None if no graph can be captured.
@@ -73,27 +88,16 @@ class GraphedChains:
         """
         layers: list[Any] = cache.layers
         n, past = tokens.shape[1], layers[0].length
-        size = next(each for each in CHAINS if each >= n)
         for layer in layers:
-            layer.allocate(past + size)
+            layer.allocate(past + CHAINS[-1])
         modules, buffer = self._backbone.current_layers(), layers[-1].buffers[0]
         if not self._fixed or self._fixed[0] is not modules or self._fixed[1] is not buffer:
             self._graphs.clear()
             self._fixed = modules, buffer
-        n_keys, capacity = KEYS, buffer.shape[2]
-        while n_keys < past + size:
-            n_keys *= KEYS_FACTOR
         inner = tuple(sorted(layer for layer in captured if layer < len(layers)))
-        key = size, min(n_keys, capacity), inner
-        if key not in self._graphs:
-            try:
-                self._graphs[key] = self._record(layers, *key)
-            except RuntimeError as error:  # for example, a layer that synchronises
-                warnings.warn(f"decoding without CUDA graphs, several times slower: {error}", stacklevel=2)
-                self._enabled = False
-                self._graphs.clear()
-                return None
-        graph = self._graphs[key]
+        graph = self._graph(next(size for size in CHAINS if size >= n), layers, inner)
+        if graph is None:
+            return None
         graph.tokens[:, :n].copy_(tokens)
         graph.start.fill_(past)
         graph.replay()
@@ -103,7 +107,35 @@ class GraphedChains:
             layer.length = past + n
         return hidden
 
-    def _record(self, layers: list[Any], size: int, n_keys: int, inner: tuple[int, ...]) -> _Graph:
+    def _graph(self, size: int, layers: list[Any], inner: tuple[int, ...]) -> _Graph | None:
+        """Return the graph of a length, captured if needed; with compiled layers, the graphs of all lengths are."""
+        past, capacity = layers[0].length, layers[0].buffers[0].shape[2]
+        found = None
+        for each in CHAINS if self._compiles else (size,):
+            n_keys = KEYS
+            while n_keys < past + each:
+                n_keys *= KEYS_FACTOR
+            key = each, min(n_keys, capacity), inner
+            while key not in self._graphs and self._run_layer is not None:
+                try:
+                    self._graphs[key] = self._record(self._run_layer, layers, *key)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # for example, a layer that synchronises, or no compiler
+                    self._give_up(error)
+            found = self._graphs.get(key) if each == size else found
+        return found
+
+    def _give_up(self, error: Exception) -> None:
+        """Go on without compiled layers, or without graphs."""
+        lost, self._run_layer = ("torch.compile", _run_layer) if self._compiles else ("CUDA graphs", None)
+        self._compiles = False
+        self._graphs.clear()
+        warnings.warn(f"decoding without {lost}, which is slower: {first_sentence(error)}", stacklevel=4)
+
+    def _record(
+        self, run_layer: Callable[..., Tensor], layers: list[Any], size: int, n_keys: int, inner: tuple[int, ...]
+    ) -> _Graph:
         backbone, memory = self._backbone, layers[0].buffers[0]
         device, groups = memory.device, backbone.groups
         tokens = torch.zeros(1, size, dtype=torch.int64, device=device)
@@ -115,23 +147,22 @@ class GraphedChains:
 
         def run() -> Outputs:
             positions = start + torch.arange(size, device=device)
-            hidden = torch.arange(n_keys, device=device) > positions[:, None]
-            mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf).repeat(groups, 1)
+            hidden = (torch.arange(n_keys, device=device) > positions[:, None]).repeat(groups, 1)
             cos, sin = (table[positions] for table in tables)
             x, states = backbone.embed(tokens), []
             for i, (layer, (keys, values)) in enumerate(zip(modules, seen, strict=True)):
                 if i in inner:
                     states.append(x)
-                x = self._run_layer(layer, x, cos, sin, positions, keys, values, mask)
+                x = run_layer(layer, x, cos, sin, positions, keys, values, hidden)
             return backbone.final_norm(x), *states
 
         with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
             outputs, replay = capture(run, device)
-        return _Graph(tokens, start, outputs, replay)
+        return _Graph(tokens, start, tables, outputs, replay)
 
 
 def _run_layer(
-    layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor, values: Tensor, mask: Tensor
+    layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor, values: Tensor, hidden: Tensor
 ) -> Tensor:
     """Run one layer for a chain whose place is known to the device only.
 
@@ -140,7 +171,7 @@ def _run_layer(
         cos, sin: rotation of each token (`rotate`), [T, head size].
         positions: int64 [T].
         keys, values: memory of the layer's cache, [1, kv heads, keys, head size]; the chain's own are written to it.
-        mask: added to the attention scores, float32 [groups * T, keys]. Query heads that share keys and values become
+        hidden: keys that a query does not see, bool [groups * T, keys]. Query heads that share keys and values become
             rows of one head.
     """
     n, size = x.shape[1], keys.shape[3]
@@ -153,8 +184,9 @@ def _run_layer(
     values.index_copy_(2, positions, layer.value(y).view(1, n, -1, size).transpose(1, 2))
     # Fused attention kernels give one head to one multiprocessor, so they take long for few rows and many keys.
     rows = query.reshape(1, keys.shape[1], -1, size)
-    scores = (rows @ keys.transpose(-1, -2)).float() * layer.scaling + mask
-    out = scores.softmax(-1).to(values.dtype) @ values
+    # In 16 bits, scores would be rounded: large ones, as Qwen2 has, to the next half or integer.
+    scores = rows.float() @ keys.float().transpose(-1, -2) * layer.scaling
+    out = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(values.dtype) @ values
     x = x + layer.output(out.reshape(1, -1, n, size).transpose(1, 2).reshape(1, n, -1))
     y = rms_norm(layer.between, x)
     return x + layer.down(layer.activation(layer.gate(y)) * layer.up(y))
@@ -167,20 +199,28 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def capture(run: Callable[[], Outputs], device: torch.device) -> tuple[Outputs, Callable[[], Any]]:
     """Capture `run` after a warm-up; return its outputs and the function that computes them again."""
-    graph, current, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    graph, current, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), _stream(device)
     generator = torch.cuda.default_generators[stream.device_index]
     random_state = generator.clone_state()
     stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        run()
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            outputs = run()
-            graph.capture_end()
-        except BaseException:
-            with suppress(RuntimeError):
+    try:
+        with torch.cuda.stream(stream):
+            run()
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                outputs = run()
                 graph.capture_end()
-            generator.graphsafe_set_state(random_state)  # the old one stays in capture
-            raise
-    current.wait_stream(stream)
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                generator.graphsafe_set_state(random_state)  # the old one stays in capture
+                raise
+    finally:
+        current.wait_stream(stream)
     return outputs, graph.replay
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all captures: cuBLAS keeps memory for every stream."""
+    return torch.cuda.Stream(device)

@@ -6,6 +6,7 @@ exact. In sliding-window layers the mask applies the window.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from parse_infer.errors import ModelError
 from parse_infer.models.architecture import decoder_layers, layer_windows, output_layer, text_config
 from parse_infer.models.attention import SPLIT_ATTENTION, layer_masks
 from parse_infer.models.cpu.fast_backbone import FastBackbone
-from parse_infer.models.cuda_graphs import GraphedChains
+from parse_infer.models.cuda_graphs import CHAINS, KEPT, GraphedChains
 from parse_infer.models.growing_kv_cache import new_cache
 from parse_infer.models.hidden_capture import HiddenCapture
 from parse_infer.models.sampling import choose, random_generator, without
@@ -29,7 +30,7 @@ from parse_infer.sampling import Sampling
 
 _MOST_RESERVED = 4096  # new tokens; few answers are longer, for any budget
 _TRAILING = 64  # tokens read after a context and dropped again, such as a token tree
-_GRAPHED = 2048  # tokens by which the cache of a decoder with CUDA graphs grows, since they are bound to its memory
+_GRAPHED = 2048  # tokens: smallest cache of a decoder with CUDA graphs, which belong to its memory
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,12 @@ class Decoder:
         self._captures: WeakSet[HiddenCapture] = WeakSet()
         self.edits = 0
         self._check_logits()
-        fast, on_gpu = self.fast, self.device.type == "cuda"
-        self._graphs = GraphedChains(fast, torch_compile) if fast is not None and on_gpu else None
+        self._graphs: GraphedChains | None = None
+        if self.fast is not None and self.device.type == "cuda" and model.dtype != torch.float16:
+            self._graphs = GraphedChains(self.fast, torch_compile)
+        elif torch_compile:
+            name, where = type(model).__name__, f"{model.dtype} on {self.device}"
+            warnings.warn(f"torch_compile does nothing for {name} in {where}: it has no CUDA graphs", stacklevel=2)
         self._cache = self._new_cache()
 
     @property
@@ -352,7 +357,7 @@ class Decoder:
         captured = {layer: tokens for capture in captures for layer in capture.layers}
         graphs, hidden = self._graphs, None
         try:
-            if graphs is not None and graphs.takes(tokens.shape[1]) and mask is None and self.cached:
+            if graphs is not None and mask is None and graphs.takes(tokens.shape[1], self.cached):
                 hidden = graphs(tokens, self._cache, captured)
             if hidden is None and self.fast is not None:
                 hidden = self.fast(tokens, positions, self._cache, cast("Tensor | None", mask), captured)
@@ -397,7 +402,7 @@ class Decoder:
 
     def _crop(self, length: int) -> None:
         """Crop the cache to the first `length` tokens."""
-        if length == 0 and self.cached and self._graphs is None:
+        if length == 0 and self.cached and not (self._graphs is not None and self._graphs.fits(self._cache)):
             self._cache = self._new_cache()
         elif length < self.cached:
             self._cache.crop(length - self.cached)  # transformers counts the tokens to remove, as a negative number
@@ -409,7 +414,13 @@ class Decoder:
         return new_cache(self._capacity, zeroed=self._graphs is not None)
 
     def _capacity(self) -> int:
-        return self._reserved if self._graphs is None else max(1, -(-self._reserved // _GRAPHED)) * _GRAPHED
+        """Return the number of tokens to allocate memory for: few sizes with graphs, which end with their memory."""
+        if self._graphs is None:
+            return self._reserved
+        needed = self._reserved + CHAINS[-1]  # chains are padded
+        if needed > KEPT:
+            return -(-needed // KEPT) * KEPT
+        return max(_GRAPHED, 1 << (needed - 1).bit_length())
 
     @torch.inference_mode()
     def _check_logits(self) -> None:

@@ -49,15 +49,15 @@ def dequantised(file: Path) -> Path:
     with file.open("rb") as content:
         if content.read(4) != b"GGUF":
             raise ModelError(f"{file} is no GGUF file, or is incomplete: download it again")
-    if Version(transformers.__version__) < Version(_TRANSFORMERS):
-        raise ModelError(
-            f"transformers {transformers.__version__} reads the tokenizers of some GGUF files wrongly; use "
-            f"{_TRANSFORMERS} or later: {install(_EXTRA)}"
-        )
     cache, name = cache_folder("gguf"), re.sub(r"[^\w.-]", "_", file.stem)[:80]
     folder = cache / f"{name}-{_digest(file)}"
     if folder.is_dir():
         return folder
+    if Version(Version(transformers.__version__).base_version) < Version(_TRANSFORMERS):
+        raise ModelError(
+            f"transformers {transformers.__version__} reads the tokenizers of some GGUF files wrongly; use "
+            f"{_TRANSFORMERS} or later: {install(_EXTRA)}"
+        )
     if any(find_spec(package) is None for package in _NEEDED):
         raise OSError(
             f"Reading {file} needs the packages {' and '.join(_NEEDED)}, and one of them is missing: "

@@ -53,9 +53,10 @@ class GrowingKVCache(CacheLayerMixin):
         start, end = self.length, self.length + key_states.shape[2]
         self.allocate(end)
         self.length = end
-        for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[:, :, start:end] = new
-        return self.buffers[0][:, :, :end], self.buffers[1][:, :, :end]
+        keys, values = self.buffers
+        keys[:, :, start:end] = key_states
+        values[:, :, start:end] = value_states
+        return keys[:, :, :end], values[:, :, :end]
 
     def crop(self, max_length: int) -> None:
         """Remove -max_length tokens from the end (transformers' convention: the number is negative)."""

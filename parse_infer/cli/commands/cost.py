@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from parse_infer.cli import options
+from parse_infer.errors import ParseError
 
 
 def cost(
@@ -31,6 +32,8 @@ def cost(
       parse-infer cost --target zoo:target --draft zoo:draft --context 200 --draft-tokens 100
     """
     place, numbers = options.placement(device, dtype)
+    if torch_compile and place.type != "cuda":
+        raise ParseError(f"--torch-compile is for decoding on a GPU, not on {place}: leave it out")
     from parse_infer.evaluation.forward_cost import forward_costs
 
     table, summary = forward_costs(target, draft, context, draft_tokens, rounds, place, numbers, torch_compile)

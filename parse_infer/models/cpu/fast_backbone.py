@@ -191,6 +191,12 @@ class FastBackbone:
         self._check_modules()
         return self._layers
 
+    def refresh(self) -> list[Layer]:
+        """As `current_layers`; another list also after weights or hooks have changed."""
+        self._check_modules()
+        self._check_fused()
+        return self._layers
+
     def _attention(
         self, i: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, mask: Tensor | None
     ) -> Tensor:
@@ -236,10 +242,10 @@ class FastBackbone:
         self._stamp = self._weights_stamp()
 
     def _check_fused(self) -> None:
-        """Fuse again if weights have changed in place or layers got hooks. This check runs at the start of an empty
+        """Read the layers again if weights have changed or layers got hooks. This check runs at the start of an empty
         context (`seek([])`), because a cache from the old weights would be invalid."""
         if self._stamp != self._weights_stamp():
-            self._fuse()
+            self._read_layers()
 
     def _weights_stamp(self) -> list[Any]:
         weights = self._backbone.parameters()

@@ -72,6 +72,7 @@ def test_answers_and_events_are_written_as_those_of_the_local_engine_are(coordin
         (["--backend", "sglang"], "--backend is 'sglang'; choose local or vllm"),
         (["--target-url", "http://127.0.0.1:9"], "--target-url and --draft-url need --backend vllm"),
         (["--backend", "vllm", "--target-drafter", "lookup"], "--target-drafter needs --backend local"),
+        (["--backend", "vllm", "--torch-compile"], "--torch-compile needs --backend local"),
         (["--backend", "vllm", "--dtype", "float32"], "--device, --dtype and --draft-dtype need --backend local"),
         (["--backend", "vllm", "--zero-shot", "--adapter", "zoo:adapter"], "choose one judge"),
         (

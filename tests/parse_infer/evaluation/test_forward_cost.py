@@ -74,6 +74,7 @@ def test_weights_beyond_the_memory_are_refused(monkeypatch, capsys):
     [
         ("--context 600 --draft-tokens 16", "600 context tokens and 16 draft tokens exceed the context windows"),
         ("--dtype int8", "unknown dtype 'int8'"),
+        ("--torch-compile --device cpu", "--torch-compile is for decoding on a GPU, not on cpu"),
         ("--target zoo:targe", "did you mean 'zoo:target'"),
         ("--rounds 0", "rounds"),
     ],

@@ -126,6 +126,11 @@ def test_a_device_that_is_not_there(saved, device):
         load_language_model(saved / "draft", role="draft", device=device)
 
 
+def test_compiling_is_for_a_gpu(saved):
+    with pytest.raises(ValueError, match="torch_compile is for decoding on a GPU, not on cpu"):
+        load_language_model(saved / "draft", role="draft", device="cpu", torch_compile=True)
+
+
 def test_a_dtype_that_does_not_exist(saved):
     with pytest.raises(ValueError, match="'float7'"):
         load_language_model(saved / "draft", role="draft", dtype="float7")
