@@ -112,6 +112,8 @@ class GraphedChains:
         past, capacity = layers[0].length, layers[0].buffers[0].shape[2]
         found = None
         for each in CHAINS if self._compiles else (size,):
+            if each > size and each * (past + each) > LARGEST:
+                break
             n_keys = KEYS
             while n_keys < past + each:
                 n_keys *= KEYS_FACTOR
