@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -329,7 +330,11 @@ def test_interrupted_at_any_event_the_next_answer_is_right(engine):
 
 
 def test_the_target_writes_alone_while_drafts_do_not_pay(engine, monkeypatch):
-    """Blocks pause for 5 tokens after each: the draft model writes blocks again in between."""
+    """Blocks of 3 tokens pause for 5 tokens after each: the draft model writes blocks again in between."""
+    drafted = itertools.count(1)
+    monkeypatch.setattr(
+        BlockLength, "end_after", lambda self, survival: next(drafted) % 3 == 0
+    )  # not by measured time
     monkeypatch.setattr(BlockLength, "next_pause", lambda self: 5)
     found = engine.generate(PROMPT, max_new_tokens=N, threshold=0.0)
     runs = [span.n_tokens for span in found.spans if span.source == "target"]
