@@ -39,12 +39,12 @@ from parse_infer.evaluation.mode_names import (
     proposers,
 )
 from parse_infer.evaluation.tables import (
-    HEADER,
     category_table,
     format_number,
     format_percent,
     format_points,
     format_times,
+    header,
     machine,
     markdown_table,
     rows,
@@ -157,7 +157,7 @@ def _tokens(results: dict[str, Any]) -> list[str]:
 
 
 def _modes(results: dict[str, Any]) -> list[str]:
-    return markdown_table(HEADER, rows(results["modes"]))
+    return markdown_table(header(results["environment"]), rows(results["modes"]))
 
 
 def _categories(results: dict[str, Any]) -> list[str]:
