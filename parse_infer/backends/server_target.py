@@ -29,6 +29,7 @@ from parse_infer.request import Request
 from parse_infer.sampling import Sampling, seed_of
 
 _SOME_BLOCKS = 256  # tokens: at least two blocks of a prefix cache
+_CACHE_READS = 4  # the first fills the cache; a slow server once needed more than the second
 
 
 @dataclass(frozen=True)
@@ -141,10 +142,12 @@ class Target:
         blocks = known * (1 + _SOME_BLOCKS // len(known))
         asked = self.reads.cached_request(blocks[: min(_SOME_BLOCKS, self.language.window - 1)])
         try:
-            await self.servers.ask_one(server, asked, GENERATE)
-            return bool(cached_tokens(await self.servers.ask_one(server, asked, GENERATE)))
+            for _ in range(_CACHE_READS):
+                if cached_tokens(await self.servers.ask_one(server, asked, GENERATE)):
+                    return True
         except RequestRejected:
-            return False
+            pass
+        return False
 
     async def written(
         self, request: Request, round: int, lease: Lease | None, watched: bool
