@@ -149,13 +149,13 @@ class GraphedChains:
 
         def run() -> Outputs:
             positions = start + torch.arange(size, device=device)
-            hidden = (torch.arange(n_keys, device=device) > positions[:, None]).repeat(groups, 1)
+            unseen = (torch.arange(n_keys, device=device) > positions[:, None]).repeat(groups, 1)
             cos, sin = (table[positions] for table in tables)
             x, states = backbone.embed(tokens), []
             for i, (layer, (keys, values)) in enumerate(zip(modules, seen, strict=True)):
                 if i in inner:
                     states.append(x)
-                x = run_layer(layer, x, cos, sin, positions, keys, values, hidden)
+                x = run_layer(layer, x, cos, sin, positions, keys, values, unseen)
             return backbone.final_norm(x), *states
 
         with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
@@ -164,7 +164,7 @@ class GraphedChains:
 
 
 def _run_layer(
-    layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor, values: Tensor, hidden: Tensor
+    layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor, values: Tensor, unseen: Tensor
 ) -> Tensor:
     """Run one layer for a chain whose place is known to the device only.
 
@@ -173,7 +173,7 @@ def _run_layer(
         cos, sin: rotation of each token (`rotate`), [T, head size].
         positions: int64 [T].
         keys, values: memory of the layer's cache, [1, kv heads, keys, head size]; the chain's own are written to it.
-        hidden: keys that a query does not see, bool [groups * T, keys]. Query heads that share keys and values become
+        unseen: keys that a query does not see, bool [groups * T, keys]. Query heads that share keys and values become
             rows of one head.
     """
     n, size = x.shape[1], keys.shape[3]
@@ -188,7 +188,7 @@ def _run_layer(
     rows = query.reshape(1, keys.shape[1], -1, size)
     # In 16 bits, scores would be rounded: large ones, as Qwen2 has, to the next half or integer.
     scores = rows.float() @ keys.float().transpose(-1, -2) * layer.scaling
-    out = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(values.dtype) @ values
+    out = scores.masked_fill(unseen, -torch.inf).softmax(-1).to(values.dtype) @ values
     x = x + layer.output(out.reshape(1, -1, n, size).transpose(1, 2).reshape(1, n, -1))
     y = rms_norm(layer.between, x)
     return x + layer.down(layer.activation(layer.gate(y)) * layer.up(y))

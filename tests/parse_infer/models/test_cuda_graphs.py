@@ -121,6 +121,7 @@ def test_graphs_follow_the_cache_and_the_weights(graphed, random_ids, device, mo
     assert not torch.allclose(ours, before)
     same(ours, theirs)
     layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight.data.flip(0).clone()  # at another address
+    assert not decoder._graphs.fits(decoder._cache)  # without a GPU, graphs would follow by themselves
     moved, theirs = changed()
     assert not torch.allclose(moved, ours)
     same(moved, theirs)
@@ -215,3 +216,36 @@ def test_large_memory_is_freed_with_its_context(graphed, random_ids, monkeypatch
 def test_what_has_no_graphs_says_so(make_model):
     with pytest.warns(UserWarning, match="torch_compile does nothing for LlamaForCausalLM in torch.float32 on cpu"):
         Decoder(make_model(), (), torch_compile=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_graphs_follow_a_new_cache_and_a_module_within_a_context(graphed, random_ids, device):
+    """After an interrupted forward, and when another library wraps a linear layer."""
+    decoder, plain = graphed(device)
+    for each in (decoder, plain):
+        each.seek(random_ids(9))
+        list(each.decode(6))
+        each._cache, each.cached = each._new_cache(), 0
+        each.seek(random_ids(12, seed=3))
+        each.next_logits()
+    same(decoder.look_ahead([3, 4]), plain.look_ahead([3, 4]))
+    for each in (decoder, plain):
+        each.keep([0])
+    mlp = decoder.model.model.layers[0].mlp
+    mlp.down_proj = torch.nn.Linear(mlp.down_proj.in_features, mlp.down_proj.out_features, False).to(device)
+    same(decoder.look_ahead([5, 6]), plain.look_ahead([5, 6]))
+
+
+def test_limits_of_memory(graphed, random_ids, monkeypatch):
+    decoder, _ = graphed("cpu")
+    assert (
+        decoder._graphs.takes(128, 8000) and decoder._graphs.takes(32, 30000) and not decoder._graphs.takes(128, 30000)
+    )
+    decoder.reserve(9, 1960)  # with the padding of a last chain, more than 2,048 tokens
+    assert decoder._capacity() == 4096
+    monkeypatch.setattr(cuda_graphs, "LARGEST", 3000)
+    monkeypatch.setattr(cuda_graphs, "compiled", lambda function: function)
+    decoder, _ = graphed("cpu", torch_compile=True)
+    decoder.seek(random_ids(40))
+    list(decoder.decode(2))
+    assert {key[0] for key in decoder._graphs._graphs} == {1, 8, 32}
