@@ -228,6 +228,8 @@ def test_graphs_follow_a_new_cache_and_a_module_within_a_context(graphed, random
         each._cache, each.cached = each._new_cache(), 0
         each.seek(random_ids(12, seed=3))
         each.next_logits()
+        each.append(7)
+    same(decoder.next_logits(), plain.next_logits())  # by a graph that was captured for the old cache
     same(decoder.look_ahead([3, 4]), plain.look_ahead([3, 4]))
     for each in (decoder, plain):
         each.keep([0])
