@@ -1,4 +1,4 @@
-"""Controller that measures whether drafts pay, so that PARSE is never slower than the target alone.
+"""Controller that measures whether drafts pay, so that PARSE is seldom slower than the target alone.
 
 The benefit depends on the load, because a saturated target gains less from drafts. The controller therefore compares
 answers within one load bucket: 1, 2 to 3, 4 to 7, … requests in flight. For a new bucket it extrapolates. Drafts that

@@ -35,6 +35,9 @@ from parse_infer.settings import GenerationSettings
 DEFAULT_THRESHOLD = 0.5  # for a judge without a calibrated threshold
 BACKENDS = ("local", "vllm")
 AHEAD = 4
+_ACCEPTS_NOTHING = (
+    "the adapter's own threshold accepts no draft: run `parse-infer calibrate` and give a risk, or give a threshold"
+)
 
 
 class ParseEngine:
@@ -63,6 +66,7 @@ class ParseEngine:
         self.backend: Any = backend
         self.threshold = next(t for t in (threshold, backend.threshold, DEFAULT_THRESHOLD) if t is not None)
         check_threshold(self.threshold)
+        self._accepts_nothing = threshold is None and self.threshold > 1
         self.calibration = calibration if calibration is not None else backend.calibration
         self.adaptive = backend.adaptive
         self.controller = Controller()
@@ -159,7 +163,7 @@ class ParseEngine:
         return dict(self.backend.describe())
 
     def describe_drafters(self) -> dict[str, Any]:
-        """The token proposers of both models."""
+        """The token drafters of both models."""
         return dict(self.backend.describe_drafters())
 
     def describe_machine(self) -> dict[str, Any]:
@@ -210,7 +214,7 @@ class ParseEngine:
     ) -> Generation | list[Generation]:
         """Answer with the target alone, in the same decode loop, with `resume_sampling`: the baseline of PARSE.
 
-        With `speculate` the target's token proposer proposes tokens: lossless speculation without a judge.
+        With `speculate` the target's token drafter proposes tokens: lossless speculation without a judge.
         """
         batch, is_list = as_batch(prompts)
         settings = (settings or GenerationSettings()).override(**overrides)
@@ -228,7 +232,7 @@ class ParseEngine:
     ) -> Generation | list[Generation]:
         """Answer with the draft model alone, with `draft_sampling`, in its own tokens; local backend only.
 
-        With `speculate` the draft model's token proposer proposes tokens.
+        With `speculate` the draft model's token drafter proposes tokens.
         """
         if self.draft is None:
             raise SettingsError("This engine has no draft model: pass draft=… to from_pretrained.")
@@ -284,9 +288,12 @@ class ParseEngine:
 
         This call raises the ValueErrors of `generate`. On servers the iterator raises OSError if no server responds.
         """
-        request = self._request(prompt, settings or GenerationSettings(), draft_text is not None)
+        settings = settings or GenerationSettings()
+        request = self._request(prompt, settings, draft_text is not None)
         if alone:
             return self._answer(request, self.backend.alone(request, speculate, watched), None)
+        if self._accepts_nothing and settings.threshold is None and settings.risk is None and settings.mode != "exact":
+            warnings.warn(_ACCEPTS_NOTHING, stacklevel=2)
         source = self.backend.draft_source(request, draft_text)
         adaptive = self.adaptive if request.settings.adaptive is None else request.settings.adaptive
         chooses = adaptive and draft_text is None and self.backend.uses_draft(request, source)

@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from parse_infer.acceptance import maximal_valid_prefix
@@ -130,8 +131,9 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
         if answer.is_finished:
             return
 
-        if cut and verdict.scores is not None:
-            request.carried = verdict.scores.carried(n, cut)
+        if (scores := verdict.scores) is not None:
+            before = request.carried
+            request.carried = scores.carried(n, cut) if cut else replace(before, usual=scores.usual, seen=scores.seen)
 
         # resume: the target continues after the accepted tokens
         pair.commit(draft, verdict, cut + tail)

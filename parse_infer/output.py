@@ -46,7 +46,7 @@ class Statistics:
     """Forwards of the target, verification passes included."""
     draft_forwards: int = 0
     drafter_forwards: int = 0
-    """Forwards of token proposers. If the draft model is the proposer, `draft_forwards` includes them."""
+    """Forwards of token drafters. If the draft model is the proposer, `draft_forwards` includes them."""
     verification_passes: int = 0
 
     @property

@@ -33,7 +33,7 @@ def describe_models(
 
 
 def describe_drafter(drafter: TokenProposer | None) -> dict[str, Any] | None:
-    """Describe a token proposer: its class, its sizes and its head's fingerprint. It affects speed, never answers."""
+    """Describe a token drafter: its class, its sizes and its head's fingerprint. It affects speed, never answers."""
     if drafter is None:
         return None
     sizes = [name for name in inspect.signature(type(drafter)).parameters if name not in ("head", "model", "draft")]

@@ -2,7 +2,7 @@
 
 For a benchmark (`parse-infer bench`):
 
-- headline: one row per mode with the main figures; lossless speculation, the baseline, comes first;
+- headline: one row per results file, so that every pair stands beside the others;
 - tokens: one row per mode with the figures of token-level drafters;
 - modes: all figures, as in `results.md`;
 - categories: tokens per target forward by category of prompt;
@@ -29,15 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from parse_infer.errors import ParseError
-from parse_infer.evaluation.mode_names import (
-    ADAPTIVE,
-    base_of,
-    block_tokens_of,
-    drafters_of,
-    is_adaptive,
-    is_stream,
-    proposers,
-)
 from parse_infer.evaluation.tables import (
     category_table,
     format_number,
@@ -54,24 +45,22 @@ from parse_infer.files import read_json
 from parse_infer.suggest import suggestion
 from tools.promise_figure import block_tokens
 
-_TITLES = {
-    "target": "target alone",
-    "draft": "draft model alone",
-    "parse": "**PARSE**",
-    "parse-min-p": "PARSE without training (min-p)",
-    "parse-zero-shot": "PARSE, zero-shot judge",
-    "sequential": "sequential verification (SpecReason style)",
-    "assisted": "transformers' assisted generation",
-    "transformers": "target alone, transformers' loop",
+_ABOUT = {
+    "qwen-coder-humaneval": "Qwen2.5-Coder 1.5B and 0.5B, untuned: [HumanEval](docs/benchmarks.md#a-public-pair)",
+    "qwen-coder-mt-bench": "the same: MT-Bench",
+    "spec-bench-qwen-coder": "the same: Spec-Bench",
+    "smollm2": "SmolLM2-135M and 5 M, tuned: [word problems](docs/benchmarks.md#the-smollm2-pair)",
+    "smollm2-h200": "the same on an [NVIDIA H200](docs/benchmarks.md#on-a-gpu)",
+    "embedded": "12 M and 2 M, trained here: [word problems](docs/benchmarks.md#the-embedded-pair)",
 }
 _HEADLINE = (
-    "mode",
-    "right, %",
-    "against the target, points",
-    "tokens/s",
-    "speed-up",
-    "draft tokens accepted, %",
-    "target forwards per answer",
+    "models, problems",
+    "target right, %",
+    "draft model right, %",
+    "PARSE right, against the target, points",
+    "draft model alone",
+    "lossless speculation",
+    "**PARSE**",
 )
 _TOKENS = (
     "mode",
@@ -97,12 +86,20 @@ _CLIENTS = (
 _JUDGES = ("judge", "AUROC", "AUPRC", "first-error F1", "false accepts, %", "cost of the pass")
 
 
-def table(path: Path, kind: str) -> list[str]:
-    """Render a result file as lines of Markdown; the last line states the origin of the table.
+def table(paths: Sequence[Path], kind: str) -> list[str]:
+    """Render result files as lines of Markdown; the last line states the origin of the table.
+
+    Args:
+        paths: several for `headline`, else one.
 
     Raises:
         FileNotFoundError, ValueError: no such file or kind of table, or a file with other results.
     """
+    if kind == "headline":
+        return [*_headline(paths), "", "Brackets: 95 % intervals."]
+    if len(paths) > 1:
+        raise ValueError(f"table={kind} shows one file: write one block for each")
+    (path,) = paths
     if kind == "judges":
         results = read_results(path, needed=("environment", "judges", "acceptance", "oracle_acceptance"))
         return [*_judges(results["judges"]), "", _origin_of_judges(results)]
@@ -116,27 +113,30 @@ def table(path: Path, kind: str) -> list[str]:
         results = read_results(path, needed=("environment", "rows"))
         return [*_splits(results["rows"]), "", _origin_of_splits(results["environment"])]
     if kind not in _KINDS:
-        raise ValueError(
-            f"unknown table {kind!r}; {suggestion(kind, [*_KINDS, 'clients', 'judges', 'simulation', 'splits'])}"
-        )
+        known = [*_KINDS, "headline", "clients", "judges", "simulation", "splits"]
+        raise ValueError(f"unknown table {kind!r}; {suggestion(kind, known)}")
     results = read_results(path)
     return [*_KINDS[kind](results), "", _origin(results["environment"])]
 
 
-def _headline(results: dict[str, Any]) -> list[str]:
-    modes = sorted(results["modes"].items(), key=lambda item: not item[0].startswith("target+"))
-    cells = [
-        [
-            title(name),
-            format_percent(m["accuracy"], m["accuracy_ci"]),
-            "" if name == "target" else format_points(m["accuracy_diff"], m["accuracy_diff_ci"]),
-            format_number(m["tokens_per_s"], 0),
-            format_times(m["speedup"], None if name == "target" else m["speedup_ci"]),
-            "" if m["acceptance_rate"] is None else format_number(100 * m["acceptance_rate"], 0),
-            format_number(m["target_forwards"], 1),
-        ]
-        for name, m in modes
-    ]
+def _headline(paths: Sequence[Path]) -> list[str]:
+    """Render one row per results file."""
+    cells = []
+    for path in paths:
+        results = read_results(path)
+        environment = results["environment"]
+        scored = environment.get("scored", True)
+        target, draft, lossless, parse = (
+            results["modes"].get(m) for m in ("target", "draft", "target+draft", "parse")
+        )
+        cells.append(
+            [
+                f"{_ABOUT.get(path.stem, environment['task'])}, {environment['problems']}",
+                *(format_percent(m["accuracy"]) if m and scored else "" for m in (target, draft)),
+                format_points(parse["accuracy_diff"], parse["accuracy_diff_ci"]) if scored else "",
+                *(format_times(m["speedup"], m["speedup_ci"]) if m else "" for m in (draft, lossless, parse)),
+            ]
+        )
     return markdown_table(_HEADLINE, cells)
 
 
@@ -257,7 +257,6 @@ def _thresholds(results: dict[str, Any]) -> list[str]:
 
 
 _KINDS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-    "headline": _headline,
     "tokens": _tokens,
     "modes": _modes,
     "categories": _categories,
@@ -300,29 +299,3 @@ def read_results(path: Path, needed: Sequence[str] = ("environment", "modes", "s
     if missing:
         raise ParseError(f"{path} has no key {missing[0]!r}: give the results.json of parse-infer bench")
     return results
-
-
-def title(name: str) -> str:
-    """Name of a mode in the tables of the documentation, in Markdown."""
-    base, drafters = base_of(name), [_in_words(drafter) for drafter in drafters_of(name)]
-    if base == "target" and drafters:
-        return f"target + {drafters[0]}, lossless speculation"
-    if drafters:
-        return ", ".join([f"PARSE{_bracket(_variant_in_words(name))}", *proposers(name)])
-    sizes = name.split(":")[1:] if base == "assisted" else _variant_in_words(name)
-    return f"{_TITLES[base]}{_bracket(sizes)}"
-
-
-def _variant_in_words(name: str) -> list[str]:
-    length = block_tokens_of(name)
-    said = [word for word, is_so in ((ADAPTIVE, is_adaptive), ("streamed", is_stream)) if is_so(name)]
-    return [f"block tokens {length}"] if length else said
-
-
-def _in_words(drafter: str) -> str:
-    kind, *sizes = drafter.split(":")
-    return f"{'draft model' if kind == 'draft' else kind}{_bracket(sizes)}"
-
-
-def _bracket(sizes: Sequence[str]) -> str:
-    return f" ({', '.join(size.replace('=', ' ') for size in sizes)})" if sizes else ""

@@ -27,7 +27,7 @@ from tools.doc_tables import read_results, table
 from tools.promise_figure import draw_promises
 
 COMMAND = "python -m tools.render_docs"
-_TABLE = re.compile(r"<!-- results: (\S+) table=(\S+) -->")
+_TABLE = re.compile(r"<!-- results: (\S+(?: \S+)*) table=(\S+) -->")
 _FIGURE = re.compile(r"<!-- figure: (\S+) (\S+\.png) -->")
 _MARK = re.compile(r"<!--\s*(results|figure)\b")
 _END = "<!-- end -->"
@@ -92,7 +92,7 @@ def _rewritten(text: str, root: Path, name: str) -> tuple[str, list[tuple[str, s
                 raise ValueError(f"{place}: the block has no end: add a line {_END}")
             number = lines.index(_END, number)
             try:
-                out += ["", *table(root / found[1], found[2]), ""]
+                out += ["", *table([root / name for name in found[1].split()], found[2]), ""]
             except (FileNotFoundError, ValueError) as error:
                 raise type(error)(f"{place}: {error}") from error
         else:

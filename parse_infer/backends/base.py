@@ -56,7 +56,7 @@ class Backend(Protocol):
         ...
 
     def describe_drafters(self) -> dict[str, Any]:
-        """The token proposers of both models."""
+        """The token drafters of both models."""
         ...
 
     def describe_machine(self) -> dict[str, Any]: ...
@@ -86,7 +86,7 @@ class Backend(Protocol):
         """Yield the events of an answer that the target writes without a draft, except `Done`.
 
         Args:
-            speculate: use the target's token proposer (lossless speculation).
+            speculate: use the target's token drafter (lossless speculation).
         """
         ...
 

@@ -41,7 +41,7 @@ from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.proposer import TokenProposer
 from parse_infer.speculation.registry import check_token_drafter, load_token_drafter
 
-AUTO = "auto"  # token proposer: the draft model, if all its tokens are tokens of the target
+AUTO = "auto"  # token drafter: the draft model, if all its tokens are tokens of the target
 T = TypeVar("T")
 
 
@@ -73,7 +73,7 @@ def load_backend(
         min_p: judge without training, instead of an adapter: keep draft tokens at least `min_p` times as likely as the
             target's first choice (`MinPJudge`). It is the default threshold.
         zero_shot: use the target as zero-shot judge instead of an adapter. Without a judge only mode "exact" works.
-        target_drafter, draft_drafter: token proposers for the tokens that each model writes itself: "lookup", the
+        target_drafter, draft_drafter: token drafters for the tokens that each model writes itself: "lookup", the
             folder or id of a head, or for the target "draft" (`parse_infer.speculation.registry`). Greedy tokens
             stay the same (in float32), sampled tokens keep their distribution. "auto" selects "draft" if all tokens
             of the draft model are tokens of the target. None: no proposer.
@@ -140,7 +140,7 @@ class LocalBackend:
         draft: the draft model; None if drafts are texts or come from `drafter`.
         judge: a `ValidityAdapter`, `MinPJudge` or `ZeroShotJudge`; None allows only mode "exact".
         drafter: a source of drafts that replaces `draft`.
-        target_drafter, draft_drafter: token proposers.
+        target_drafter, draft_drafter: token drafters.
         cut_policy: where to cut drafts; None takes the judge's training policy.
     """
 
@@ -315,7 +315,7 @@ class LocalBackend:
         )
 
     def _forwards(self, source: DraftSource | None) -> tuple[int, int, int]:
-        """Forwards so far of the target, of the draft model (or other draft source), and of the token proposers."""
+        """Forwards so far of the target, of the draft model (or other draft source), and of the token drafters."""
         drafting = self.draft.decoder.forwards if self.draft is not None else source.forwards if source else 0
         proposers = (self.target_drafter, self.draft_drafter)
         return self.target.decoder.forwards, drafting, sum(p.forwards for p in proposers if p is not None)

@@ -73,8 +73,8 @@ class ServerModelPair:
         text = drafts[1] if isinstance(drafts, tuple) and isinstance(drafts[1], TextDraft) else None
         in_blocks = isinstance(block, int) and of_model and (text is None or text.api.path != CHAT)
         self._by_token = target.reads is not None and of_model and block != "whole"
-        listed = self._by_token and block == "auto" and text is not None and text.api.logprobs
-        self._length = length if listed else None
+        listed = text is not None and text.api.logprobs and text.api.path != CHAT
+        self._length = length if self._by_token and block == "auto" and listed else None
         self._text: TextStream | None = None  # the last draft, if its server passes text
         self._choice: int | None = None  # the target's own token after the accepted ones, if a read has shown it
         self._blocks = block if isinstance(block, int) and in_blocks else None

@@ -119,6 +119,7 @@ class Supervisor:
         self._on_progress = on_progress
         self._failure: str | None = None
         self._stopping = threading.Event()
+        self._supervisor: threading.Thread | None = None
         atexit.register(self.stop)
 
     def start(self, ready_s: float = READY_S) -> None:
@@ -145,7 +146,8 @@ class Supervisor:
             self._temporary = self._temporary and not isinstance(error, OSError)  # the message names a log
             self.stop()
             raise
-        threading.Thread(target=self._supervise, name="parse-servers", daemon=True).start()
+        self._supervisor = threading.Thread(target=self._supervise, name="parse-servers", daemon=True)
+        self._supervisor.start()
 
     def urls(self, role: str) -> list[str]:
         return [process.url for process in self.members if process.role == role]
@@ -158,6 +160,8 @@ class Supervisor:
         """Stop all servers and wait for their end."""
         self._stopping.set()
         atexit.unregister(self.stop)
+        if self._supervisor is not None:
+            self._supervisor.join()  # else it could restart a server that ends here
         for process in self.members:
             process.stop()
         for process in self.members:
@@ -183,7 +187,7 @@ class Supervisor:
                 if process.alive or self._stopping.is_set():
                     continue
                 if len(process.started) > _RESTARTS:
-                    self._failure = f"the {process.role} server died {_RESTARTS} times: {process.why()}"
+                    self._failure = f"the {process.role} server died {len(process.started)} times: {process.why()}"
                     continue
                 self._on_progress(f"the {process.role} server died; restarting it")
                 process.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -123,26 +124,36 @@ class TextDraft:
     Args:
         draft: its chat template renders the prompt; without one the target's does.
         stop: a draft may end at the first of these strings.
+        window: context window of the server in tokens; 0: unknown. The answer is counted in the target's tokens.
     """
 
     def __init__(
-        self, api: TextApi, draft: TokenizerSpec | None, target: TokenizerSpec, prompt: Prompt, stop: Sequence[str]
+        self,
+        api: TextApi,
+        draft: TokenizerSpec | None,
+        target: TokenizerSpec,
+        prompt: Prompt,
+        stop: Sequence[str],
+        window: int = 0,
     ) -> None:
         prompt = RenderedPrompt.of(prompt).as_text
         self.api, self.target, self.stop = api, target, stop
         self.before, self.left = open_turn(prompt), left_context(prompt, target.encode(prompt))
         renders = target if draft is None or draft.tokenizer.chat_template is None else draft
         self.chat = _chat(prompt, target) if api.path == CHAT else {}
-        self.prompt = prompt_text(renders.tokenizer, renders.encode(prompt)) if api.path != CHAT else ""
+        ids = renders.encode(prompt)
+        self.prompt = prompt_text(renders.tokenizer, ids) if api.path != CHAT else ""
+        self._room = window - len(ids) if window else sys.maxsize
 
     def begin(self, answer_ids: Sequence[int], max_new_tokens: int) -> TextStream | None:
         """Start a draft that continues the answer; None if the server cannot continue."""
         answer = Detokenizer(self.target.tokenizer, self.left)
         answer.add(answer_ids)
         ended = bool(answer_ids) and answer_ids[-1] in self.target.eos_ids
-        if ended or not answer.complete or (self.api.path == CHAT and (answer_ids or not self.chat)):
+        limit = min(max_new_tokens, self._room - len(answer_ids))
+        if limit < 1 or ended or not answer.complete or (self.api.path == CHAT and (answer_ids or not self.chat)):
             return None
-        return TextStream(self, answer.text, max_new_tokens, begun=bool(answer_ids))
+        return TextStream(self, answer.text, limit, begun=bool(answer_ids))
 
 
 class TextStream:

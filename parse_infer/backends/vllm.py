@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -175,6 +177,7 @@ class VLLMBackend:
         self._text_api: TextApi | None = None  # of the draft servers; None: they take and return token ids
         self._lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `threshold_class`
         self._runner = asyncio.Runner()
+        self._one = threading.RLock()  # of the threads that use the loop
 
     async def handshake(self) -> None:
         """Check models, tokenizers and judges of all servers. Raises as `from_pretrained` does."""
@@ -224,7 +227,7 @@ class VLLMBackend:
         return dict(self._models)
 
     def describe_drafters(self) -> dict[str, Any]:
-        """Empty: the vLLM server may run its own token proposer."""
+        """Empty: the vLLM server may run its own token drafter."""
         return {}
 
     def describe_machine(self) -> dict[str, Any]:
@@ -250,7 +253,8 @@ class VLLMBackend:
         servers, language = self._drafts
         stop = request.settings.stop
         if isinstance(servers, ReplicaPool) and self._text_api is not None:
-            return servers, TextDraft(self._text_api, language, self.target, request.prompt, stop)
+            window = servers.identity.window
+            return servers, TextDraft(self._text_api, language, self.target, request.prompt, stop, window)
         assert language is not None
         return servers, CrossTokenizerDraft(language, self.target, self._shares_tokens, request.prompt, stop)
 
@@ -323,8 +327,23 @@ class VLLMBackend:
                 yield piece
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on this backend's event loop."""
-        return self._runner.run(work)
+        """Run a coroutine on this backend's event loop. Raises RuntimeError within this loop."""
+        if _running_loop() is self._runner.get_loop():  # the garbage collector may close a stream there
+            work.close()
+            raise RuntimeError("the event loop of the vLLM backend runs already")
+        return self._off_loop(partial(self._runner.run, work))
+
+    def _off_loop(self, call: Callable[[], T]) -> T:
+        """Call in a thread of its own if this thread runs another event loop, such as a notebook's."""
+
+        def alone() -> T:
+            with self._one:
+                return call()
+
+        if _running_loop() is None:
+            return alone()
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(alone).result()
 
     def turn(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -351,8 +370,15 @@ class VLLMBackend:
         """Close all connections and stop the servers that this backend started."""
         try:
             with suppress(RuntimeError):  # already closed
-                self._runner.run(self.aclose())
-                self._runner.close()
+                self.run(self.aclose())
+                self._off_loop(self._runner.close)
         finally:
             if self.processes is not None:
                 self.processes.stop()
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from parse_infer.answer import Answer
 from parse_infer.drafters.source import Draft
-from parse_infer.models.detokenizer import decode, encode_continuation
+from parse_infer.models.detokenizer import Detokenizer, decode, encode_continuation
 from parse_infer.models.prompts import Prompt, RenderedPrompt, left_context, open_turn
 from parse_infer.models.token_map import TokenMap
 from parse_infer.models.tokenizer_spec import TokenizerSpec, reads_alike
@@ -46,6 +46,7 @@ class CrossTokenizerDraft:
         self.prompt_ids = reader.encode(prompt)
         draft.check_tokens(self.prompt_ids)
         self.before, self.left = open_turn(prompt), left_context(prompt, self.prompt_ids)
+        self.target_left = left_context(prompt, target.encode(prompt)) if self.before and not shares_tokens else ()
 
     def begin_block(
         self, answer_ids: Sequence[int], max_new_tokens: int, tokens: TokenMap | None
@@ -69,10 +70,11 @@ class CrossTokenizerDraft:
         """Start a draft that continues the answer; None if the draft model cannot continue."""
         written = list(answer_ids)
         if not self.shares_tokens:
-            text = decode(self.target.tokenizer, answer_ids)
-            if text.endswith("\ufffd"):  # inside a character, which the target must complete
+            answer = Detokenizer(self.target.tokenizer, self.target_left)
+            answer.add(answer_ids)
+            if not answer.complete:  # inside a character, which the target must complete
                 return None
-            written = encode_continuation(self.draft.tokenizer, self.before, text)
+            written = encode_continuation(self.draft.tokenizer, self.before, answer.text)
         elif max(written, default=0) >= self.draft.n_embeddings:  # padding ids, which only untrained models write
             return None
         if written and written[-1] in self.end_ids:  # an end token of the draft model, but not of the answer
@@ -99,7 +101,10 @@ class DraftStream:
         self._n_before = len(written)
         tokenizer = translation.draft.tokenizer
         size = len(written) + max_new_tokens
-        self._answer = Answer(tokenizer, translation.end_ids, translation.stop, size, translation.left)
+        # A stop string in the answer so far did not end it: see `GenerationSettings.min_tokens`.
+        self._answer = Answer(
+            tokenizer, translation.end_ids, translation.stop, size, translation.left, min_tokens=len(written)
+        )
         self._answer.add(written, "target")
         self._before = self._answer.text
 
@@ -193,12 +198,12 @@ class TokenStream:
         """Return the block in the target's tokens, up to a token that the target does not know."""
         target, ids = self._translation.target, self.own_ids
         ended = bool(ids) and ids[-1] in self._translation.end_ids
-        if self._tokens is None and ended and ids[-1] in target.eos_ids:
-            return Draft(ids, finished=True)
-        ids = ids[:-1] if ended else ids
-        known = ids if self._tokens is None else [self._tokens.to_target.get(token, sys.maxsize) for token in ids]
+        own = ids[:-1] if ended else ids
+        known = own if self._tokens is None else [self._tokens.to_target.get(token, sys.maxsize) for token in own]
         if max(known, default=0) >= target.n_embeddings:
             return Draft(known[: next(i for i, token in enumerate(known) if token >= target.n_embeddings)])
+        if self._tokens is None and ended and ids[-1] in target.eos_ids:
+            return Draft(ids, finished=True)
         if ended and target.end_token is not None:
             return Draft([*known, target.end_token], finished=True)
         return Draft(known)

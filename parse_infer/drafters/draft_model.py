@@ -29,7 +29,7 @@ class ModelDrafter:
     The draft model keeps its KV cache across rounds and prompts (`Decoder.seek`).
 
     Args:
-        token_drafter: token proposer for the draft model.
+        token_drafter: token drafter for the draft model.
         one_segment: draft only the next segment by this policy, instead of the rest of the answer.
     """
 

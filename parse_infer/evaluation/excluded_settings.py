@@ -2,7 +2,7 @@
 
 _NOT_IN_TRANSFORMERS = "transformers' own decode loop, which some modes use, ignores it"
 NOT_MEASURED = {
-    "risk": "a calibration measures risks",
+    "risk": "--risk sets threshold and block_tokens of the promise",
     "mode": "the mode target+draft is the token-exact comparison",
     "adaptive": "the mode parse:adaptive sets it",
     "draft_sampling": "all modes answer greedily",

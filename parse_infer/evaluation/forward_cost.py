@@ -1,6 +1,6 @@
 """Time every kind of forward at a pair's real size, with random weights: no download, any device.
 
-Rounds interleave all forwards. Random weights give no acceptance rates, so the table gives each token proposer's
+Rounds interleave all forwards. Random weights give no acceptance rates, so the table gives each token drafter's
 break-even: the tokens per target forward from which it pays.
 """
 
@@ -95,7 +95,7 @@ def _check_memory(shapes: Sequence[str], device: torch.device, dtype: torch.dtyp
 
 
 def steps(target: LanguageModel, draft: LanguageModel, context: int, drafted: int) -> list[Step]:
-    """All forwards of PARSE and the token proposers after `context` tokens, with a draft of `drafted` tokens."""
+    """All forwards of PARSE and the token drafters after `context` tokens, with a draft of `drafted` tokens."""
     ids = torch.randint(3, 2000, (context + drafted,)).tolist()
     rest = ids[context:]
     chain, tree = range(-1, _CHAIN_TOKENS - 1), [-1] * 4 + [i // 2 for i in range(12)]
@@ -218,7 +218,7 @@ def report(seconds: dict[str, list[float]], drafted: int) -> tuple[Table, str]:
         quarter, ordered = len(times) // 4, sorted(times)
         half = f"{1e3 * ordered[quarter]:.2f}-{1e3 * ordered[-1 - quarter]:.2f}"
         pays = ""
-        if name == DRAFT_STEP:  # the draft model as token proposer
+        if name == DRAFT_STEP:  # the draft model as token drafter
             pays = f"{(_CHAIN_TOKENS * median[name] + median[CHAIN]) / median[STEP]:.2f}"
         elif name.endswith((", chain", ", tree")):
             look = median[CHAIN if name.endswith("chain") else TREE]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from parse_infer.evaluation.tables import (
 from parse_infer.files import write_text
 from parse_infer.models.environment import describe_run
 from parse_infer.record_store import RecordStore
-from parse_infer.settings import BlockTokens, GenerationSettings
+from parse_infer.settings import GenerationSettings
 
 HEADER = ("task, problems", "metric", "target", "PARSE", "difference", "tokens/s", "speed-up", "accepted, %")
 AGREES = "same text"  # share of answers identical to the target's, for tasks without metrics
@@ -52,7 +52,8 @@ class EvalSettings:
     """Token limit; None: the task's own, or 256 without one (as in lm-eval)."""
     apply_chat_template: bool | None = None
     """Whether prompts are chat messages; None: if the target has a chat template."""
-    block_tokens: BlockTokens = "auto"
+    parse: GenerationSettings = field(default_factory=GenerationSettings)
+    """Settings of PARSE; the tasks set `max_new_tokens` and `stop`."""
     confirm_run_unsafe_code: bool = False
     seed: int = 0
     """Seed of the bootstrap."""
@@ -63,7 +64,7 @@ class EvalSettings:
             raise ParseError(f"limit is {self.limit}; it must be at least 1")
 
     def generation(self) -> GenerationSettings:
-        return GenerationSettings(max_new_tokens=self.max_new_tokens or 256, block_tokens=self.block_tokens)
+        return self.parse.override(max_new_tokens=self.max_new_tokens or 256)
 
 
 def run_eval(
@@ -105,8 +106,8 @@ def run_eval(
         **engine.describe_machine(),
         **engine.describe(),
         **engine.describe_drafters(),
-        "threshold": engine.threshold,
-        "block_tokens": settings.block_tokens,
+        "threshold": engine.threshold if settings.parse.threshold is None else settings.parse.threshold,
+        "block_tokens": settings.parse.block_tokens,
     }
     store = RecordStore(folder, environment, EvalRecord, "measurement")
     lm = ParseLM(engine, store, settings.generation(), settings.max_new_tokens, console)
@@ -230,7 +231,7 @@ def markdown(results: dict[str, Any]) -> str:
     models = " and ".join(environment[role]["name"] for role in ("target", "draft") if environment[role])
     lines = [
         f"`{environment['command']}`, {environment['date']}: {models}, threshold {environment['threshold']:.4g}, "
-        f"block tokens {environment['block_tokens']}, token proposer of the target: "
+        f"block tokens {environment['block_tokens']}, token drafter of the target: "
         f"{_proposer(environment['target_drafter'])}; "
         f"{machine(environment)}, {environment['dtype']}.",
         "",

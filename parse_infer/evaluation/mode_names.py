@@ -2,7 +2,7 @@
 
 A name begins with a key of `MODES`. These suffixes may follow:
 - sizes of "assisted": "assisted:tokens=8:confidence=0.3";
-- token proposers of the modes in `SPECULATING`: "target+draft:tokens=12", "parse+FOLDER", "parse+draft+lookup" (the
+- token drafters of the modes in `SPECULATING`: "target+draft:tokens=12", "parse+FOLDER", "parse+draft+lookup" (the
   second one is the draft model's);
 - a length of blocks, "adaptive" or "stream" for PARSE: "parse:whole", "parse:32" (default: the benchmark's setting),
   "parse:adaptive", "parse:stream";
@@ -23,18 +23,18 @@ from parse_infer.suggest import suggestion
 MODES = {
     "target": "the target alone",
     "draft": "the draft model alone",
-    "parse": "PARSE with its defaults: trained adapter, the draft model as token proposer",
+    "parse": "PARSE with its defaults: trained adapter, the draft model as token drafter",
     "parse-min-p": "PARSE without training: keeps what min-p sampling of the target could have written (min_p 0.1)",
     "parse-zero-shot": "PARSE without adapter: the prompt asks the target whether each prefix is right",
-    "sequential": "verifies each segment before drafting the next (SpecReason), with PARSE's judge and token proposer",
+    "sequential": "verifies each segment before drafting the next (SpecReason), with PARSE's judge and token drafter",
     "assisted": "transformers' assisted generation with the same draft model",
     "transformers": "the target alone in transformers' own decode loop",
 }
-SPECULATING = {"target": 1, "parse": 2}  # largest number of token proposers of a mode
+SPECULATING = {"target": 1, "parse": 2}  # largest number of token drafters of a mode
 ADAPTIVE = "adaptive"
 STREAM = "stream"
 LENGTHS = ("auto", "whole")  # of blocks, besides numbers
-NO_DRAFTER = "none"  # parse+none: no token proposer for the target, except the rejected draft
+NO_DRAFTER = "none"  # parse+none: no token drafter for the target, except the rejected draft
 SPECULATION = "target+draft"
 DEFAULT_MODES = ("target", "draft", SPECULATION, "assisted", "sequential", "parse", "parse-min-p", "parse-zero-shot")
 SWEPT = ("parse", "parse-min-p", "parse-zero-shot")  # modes that a sweep runs at every threshold
@@ -70,14 +70,14 @@ def _variant(name: str) -> str:
 
 
 def drafters_of(name: str) -> list[str]:
-    """The token proposers in a name."""
+    """The token drafters in a name."""
     return name.split("+")[1:]
 
 
 def check_modes(names: Iterable[str]) -> tuple[str, ...]:
     """Drop repetitions.
 
-    Raises ValueError for an unknown mode or token proposer, with the closest known name, or for no mode.
+    Raises ValueError for an unknown mode or token drafter, with the closest known name, or for no mode.
     """
     chosen = tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
     for name in chosen:
@@ -116,8 +116,8 @@ def describe(name: str) -> str:
 
 
 def proposers(name: str) -> list[str]:
-    """Describe the token proposers in the name of a PARSE mode."""
+    """Describe the token drafters in the name of a PARSE mode."""
     return [
-        f"no token proposer for {who}" if drafter == NO_DRAFTER else f"{drafter} proposes for {who}"
+        f"no token drafter for {who}" if drafter == NO_DRAFTER else f"{drafter} proposes for {who}"
         for drafter, who in zip(drafters_of(name), ("the target", "the draft model"), strict=False)
     ]

@@ -86,8 +86,8 @@ def make_modes(
 ) -> list[Mode]:
     """Build the named modes, then "parse@0.5" and so on for every threshold of a sweep, with `engine`'s models.
 
-    The draft model is the token proposer of the PARSE modes and "sequential", as in `from_pretrained`; "target" and
-    "draft" have none. The token proposers of `engine` are not used.
+    The draft model is the token drafter of the PARSE modes and "sequential", as in `from_pretrained`; "target" and
+    "draft" have none. The token drafters of `engine` are not used.
 
     Args:
         settings: greedy settings. Their threshold applies to modes with the adapter (None: the adapter's own), and
@@ -202,7 +202,7 @@ def _with(generate: Callable[..., Any], settings: GenerationSettings, **more: An
 
 
 def _proposers_of(engine: ParseEngine, name: str) -> list[str]:
-    """Token proposers of a mode, for target and draft model: the named ones, else the draft model if it fits."""
+    """Token drafters of a mode, for target and draft model: the named ones, else the draft model if it fits."""
     assert engine.draft is not None
     tokens = token_map(engine.draft.tokenizer, engine.target.tokenizer)
     return drafters_of(name) or (["draft"] if tokens is not None else [NO_DRAFTER])
@@ -216,7 +216,7 @@ def _with_proposers(
     one_segment: bool = False,
     **replaced: Any,
 ) -> ParseEngine:
-    """The same weights with their own decoders (heads need stored features) and token proposers.
+    """The same weights with their own decoders (heads need stored features) and token drafters.
 
     Args:
         one_segment: the draft model writes one segment at a time, as in SpecReason (arXiv 2504.07891): the target

@@ -13,7 +13,7 @@ all of it. Figures of a mode:
 - acceptance_rate: accepted / proposed draft tokens;
 - first_text_s, longest_wait_s: mean seconds to the first text, and mean longest time without new text after it;
 - drafted: draft tokens per token of the answer;
-- target_forwards, drafter_forwards: forwards per answer of the target and of token proposers;
+- target_forwards, drafter_forwards: forwards per answer of the target and of token drafters;
 - acceptance_length: tokens per target forward (meaningless for the draft model alone);
 - limit_share: tokens_per_s / the limit's. The limit is the draft model alone plus one target forward over prompt and
   draft; only a faster draft model can exceed it.

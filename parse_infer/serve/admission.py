@@ -96,7 +96,8 @@ class AdmissionQueue:
         """End all accepted answers with an error."""
         self.closing = True
         for clock in self._clocks:
-            clock.reschedule(asyncio.get_running_loop().time())
+            if not clock.expired():
+                clock.reschedule(asyncio.get_running_loop().time())
 
     def _stopping(self) -> ApiError:
         return ApiError(503, "the server is stopping", "stopping", headers={"Retry-After": "5"})

@@ -168,7 +168,7 @@ def create_app(
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     for path, name in (("/", "page.html"), ("/page.js", "page.js"), ("/page.css", "page.css")):
-        app.add_api_route(path, lambda name=name: page_file(name), include_in_schema=False)
+        app.add_api_route(path, page_file(name), include_in_schema=False)
     if traces is not None:
         traces.watch(app)
     return app

@@ -63,16 +63,17 @@ class LoopRunner(Runner):
                     yield Moment(event, time.perf_counter())
 
     async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        self._engine.running += 1
         try:
             with _unavailable_as_503():
                 async with self._room, aclosing(self._engine.backend.relay(fields)) as pieces:
-                    async for piece in pieces:
-                        yield piece
+                    self._engine.running += 1
+                    try:
+                        async for piece in pieces:
+                            yield piece
+                    finally:
+                        self._engine.running -= 1
         except client.RequestRejected as error:
             raise InvalidRequest(error.sentence) from error
-        finally:
-            self._engine.running -= 1
 
     def close(self) -> None:
         """Close the engine and stop the servers that it started."""

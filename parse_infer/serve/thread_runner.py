@@ -50,7 +50,7 @@ class ThreadRunner(Runner):
             try:
                 self._engine.check_calibration()
                 done.set_result(None)
-            except ValueError as error:
+            except BaseException as error:
                 done.set_exception(error)
 
         self._runs.put(check)  # the check reads the engine's weights

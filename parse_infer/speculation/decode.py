@@ -1,6 +1,6 @@
 """Token-level speculation: lossless decoding of several tokens per forward of one model.
 
-A token proposer proposes a tree of next tokens. One forward of the model reads the whole tree, and `accept_tree` keeps
+A token drafter proposes a tree of next tokens. One forward of the model reads the whole tree, and `accept_tree` keeps
 the path that the model itself would have chosen. Greedy decoding yields the same tokens, up to rounding. Sampling
 yields the same distribution. Chains use block verification (arXiv 2403.10444), which accepts at least as many tokens
 as the token-wise rule of Leviathan et al. (arXiv 2211.17192). Siblings drawn at random use recursive rejection
@@ -30,7 +30,7 @@ def speculative_decode(
     generator: torch.Generator | None = None,
     banned_ids: Collection[int] = (),
 ) -> Iterator[int]:
-    """Yield new tokens, none of `banned_ids`, with a token proposer or without one."""
+    """Yield new tokens, none of `banned_ids`, with a token drafter or without one."""
     if drafter is None:
         return decoder.decode(max_new_tokens, sampling, generator, banned_ids)
     return speculate(decoder, drafter, max_new_tokens, sampling, generator, banned_ids)

@@ -1,4 +1,4 @@
-"""A draft model as token proposer: classical speculative decoding (arXiv 2211.17192)."""
+"""A draft model as token drafter: classical speculative decoding (arXiv 2211.17192)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token proposer with an EAGLE head (arXiv 2503.01840, 2602.01469).
+"""Token drafter with an EAGLE head (arXiv 2503.01840, 2602.01469).
 
 EAGLE-3 proposes a chain or a tree of the most likely continuations, token by token. The head's own output replaces
 features that the model has not computed yet. The parallel form (P-EAGLE) proposes a whole block in one forward, as a

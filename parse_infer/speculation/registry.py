@@ -1,4 +1,4 @@
-"""Token proposers by name: NAME[:KEY=VALUE…].
+"""Token drafters by name: NAME[:KEY=VALUE…].
 
 NAME is "lookup", "draft", or the folder or Hugging Face id of an EAGLE-3 head or of Medusa heads. The keys are sizes
 of the proposer's class, for example "runs/eagle3/head:tokens=4:top_k=3".
@@ -44,7 +44,7 @@ def split_name(name: str) -> tuple[str, dict[str, float]]:
 
 
 def check_token_drafter(role: str, name: str, has_draft: bool) -> None:
-    """Check the name of a token proposer before any model is loaded.
+    """Check the name of a token drafter before any model is loaded.
 
     Args:
         role: name of the setting, for messages.
@@ -101,7 +101,7 @@ def is_medusa(config: Mapping[str, Any]) -> bool:
 
 
 def load_token_drafter(name: str, model: LanguageModel, draft: LanguageModel | None = None) -> TokenProposer:
-    """Load the token proposer called `name` for `model`; "draft" uses the model `draft`.
+    """Load the token drafter called `name` for `model`; "draft" uses the model `draft`.
 
     Raises:
         FileNotFoundError, ValueError: a missing or damaged head, a head of another model, or an invalid size.

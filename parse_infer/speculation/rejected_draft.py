@@ -1,4 +1,4 @@
-"""Token proposer that reuses the rejected rest of a draft, whose wording the target often repeats."""
+"""Token drafter that reuses the rejected rest of a draft, whose wording the target often repeats."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RejectedDraft:
     Args:
         context: tokens up to the accepted cut.
         rest: the draft's tokens after the cut.
-        fallback: token proposer to use without an alignment.
+        fallback: token drafter to use without an alignment.
         tokens: maximum number of proposed tokens.
     """
 

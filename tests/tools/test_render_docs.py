@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ ENVIRONMENT = {
     "problems": 40,
     "seed": 0,
 }
-MODES = {"target": 2.0, "draft": 0.2, "target+draft:tokens=8": 1.0, "parse": 0.5, "parse+none": 0.6}
+MODES = {"target": 2.0, "draft": 0.2, "target+draft": 1.0, "parse": 0.5, "parse+none": 0.6}
 
 
 def results(faster: float = 1.0, modes: dict[str, float] = MODES) -> dict:
@@ -79,15 +78,31 @@ def test_tables_and_figures_are_written_once(root, capsys):
     assert main([str(root), "--check"]) == 0 and update(root) == []
     readme = (root / "README.md").read_text()
     assert readme.startswith("# Title\n\n<!-- results: ") and readme.endswith("Last line.\n") and "old" not in readme
-    assert "| target alone | 100.0 [91.2, 100.0] |  | 35 | 1.00× |  | 7.0 |" in readme
-    assert "| target + draft model (tokens 8), lossless speculation | 80.0 [65.2, 89.5] | -20.0 [" in readme
-    assert re.findall(r"^\| (\w+ \S*)", readme, re.MULTILINE)[:3] == ["mode |", "target +", "target alone"]
-    assert "| **PARSE** | 80.0 [65.2, 89.5] | -20.0 [" in readme and "| 4.00× [4.00, 4.00] |" in readme
-    origin = "40 problems of gsm_symbolic, test split, seed 0; Some CPU, 2 cores, 1 thread, float32; "
-    assert origin + "`parse-infer bench --limit 40`, 2026-01-02. Brackets: 95 % intervals.\n\n<!-- end -->" in readme
+    assert "| gsm_symbolic, test split, seed 0, 40 | 100.0 | 80.0 | -20.0 [" in readme
+    assert "] | 10.00× [10.00, 10.00] | 2.00× [2.00, 2.00] | 4.00× [4.00, 4.00] |\n" in readme
+    assert readme.count("\n| ") == 3 and "\nBrackets: 95 % intervals.\n\n<!-- end -->" in readme
     page = (root / "docs" / "page.md").read_text()
+    origin = "40 problems of gsm_symbolic, test split, seed 0; Some CPU, 2 cores, 1 thread, float32; "
+    assert origin + "`parse-infer bench --limit 40`, 2026-01-02. Brackets: 95 % intervals.\n\n<!-- end -->" in page
     assert "| `parse+none` | 80.0 | 116 | 3.33× [3.33, 3.33] | 9.93 | 7.0 | 0.0 |" in page
     assert "| mode | right, % | to target |" in page and "untouched\n" in page and "\nBetween.\n" in page
+
+
+def test_the_headline_has_a_row_per_file(root):
+    """Prompts without references have no right answers; a mode that was not measured leaves its cell empty."""
+    chat = results(modes={name: MODES[name] for name in ("target", "target+draft", "parse")})
+    chat["environment"] = ENVIRONMENT | {"task": "chat", "scored": False}
+    write_results(root / "docs" / "results" / "chat.json", chat)
+    block = "<!-- results: {} table={} -->\n<!-- end -->\n"
+    both = "docs/results/bench.json docs/results/chat.json"
+    (root / "README.md").write_text(block.format(both, "headline"))
+    update(root)
+    readme = (root / "README.md").read_text()
+    assert "\n| chat, 40 |  |  |  |  | 2.00× [2.00, 2.00] | 4.00× [4.00, 4.00] |\n" in readme
+    assert readme.index("| gsm_symbolic") < readme.index("| chat")
+    (root / "README.md").write_text(block.format(both, "modes"))
+    with pytest.raises(ValueError, match="line 1: table=modes shows one file"):
+        update(root)
 
 
 def test_other_results_and_changed_tables_are_found(root):
@@ -95,7 +110,7 @@ def test_other_results_and_changed_tables_are_found(root):
     (root / "docs" / "page.md").write_text((root / "docs" / "page.md").read_text().replace("116", "999"))
     assert update(root, write=False) == ["docs/page.md"]
     write_results(root / "docs" / "results" / "bench.json", results(faster=2.0))
-    assert update(root) == ["README.md", "docs/speed.png", "docs/page.md"]
+    assert update(root) == ["docs/speed.png", "docs/page.md"]
     assert update(root, write=False) == []
     (root / "docs" / "speed.png").unlink()
     assert update(root, write=False) == ["docs/speed.png"]

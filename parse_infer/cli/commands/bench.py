@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from parse_infer.engine import ParseEngine
 
 
-# A mode names its own token proposer and judge.
-@with_models(target_drafter=NO_DRAFTER, draft_drafter=None, zero_shot=False, min_p=None, calibration=None)
+# A mode names its own token drafter and judge.
+@with_models(target_drafter=NO_DRAFTER, draft_drafter=None, zero_shot=False, min_p=None)
 @with_settings(without=["threshold", *NOT_MEASURED], max_new_tokens=256)
 def bench(
     models: ModelOptions,
     settings: GenerationSettings,
+    risk: Annotated[
+        float | None, typer.Option(help="Measure PARSE with threshold and block tokens of this promise.")
+    ] = None,
     task: options.TaskName = "gsm_symbolic",
     task_option: options.TaskOptions = None,
     split: Annotated[
@@ -66,17 +69,17 @@ def bench(
       draft             the draft model alone
       target+draft      lossless speculative decoding: the draft model proposes the target's tokens
       assisted          transformers' assisted generation with the same draft model
-      sequential        verify each segment before drafting the next (SpecReason), with PARSE's token proposer
-      parse             PARSE with its defaults: trained adapter, the draft model as token proposer
+      sequential        verify each segment before drafting the next (SpecReason), with PARSE's token drafter
+      parse             PARSE with its defaults: trained adapter, the draft model as token drafter
       parse-min-p       PARSE without training: keeps what min-p sampling of the target could have written (min_p 0.1)
       parse-zero-shot   PARSE without adapter: the prompt asks the target whether each prefix is right
       transformers      the target alone in transformers' own decode loop
-      target+NAME       the target with the token proposer lookup, draft or the folder of a trained head
+      target+NAME       the target with the token drafter lookup, draft or the folder of a trained head
       parse:whole       PARSE with this --block-tokens; also parse:auto, parse:32
       parse:adaptive    PARSE; the target answers alone while measurements say that this is faster
       parse:stream      PARSE, streamed: a short first block, so that the first text comes early
-      parse+NAME        PARSE with this token proposer for the target; parse+none: without any
-      parse+NAME+NAME   PARSE with token proposers for the target (first) and the draft model (second)
+      parse+NAME        PARSE with this token drafter for the target; parse+none: without any
+      parse+NAME+NAME   PARSE with token drafters for the target (first) and the draft model (second)
 
     \b
     Sizes follow a name:
@@ -93,11 +96,12 @@ def bench(
     Examples:
       parse-infer bench --backend vllm --clients 1,4,16,32 --out runs/bench-clients
       parse-infer bench --limit 300 --out runs/bench
+      parse-infer bench --adapter runs/logprob/adapter --risk 0.05 --modes target,target+draft,parse --out runs/promise
       parse-infer bench --modes target,target+lookup,parse,parse+lookup,parse+draft+lookup --out runs/bench-tokens
       parse-infer bench --split validation --modes target,assisted,assisted:tokens=8 --out runs/search
       parse-infer bench --task jsonl --task-option path=problems.jsonl --modes target,parse --out runs/mine
     """
-    settings = settings.override(threshold=models.threshold)
+    settings = models.with_promise(settings.override(threshold=models.threshold), risk)
     loaded_task, where = open_task(task, task_option), describe_problems(task, task_option, split, seed)
     names = None if modes is None else tuple(name.strip() for name in modes.split(","))
     if models.served:
@@ -106,7 +110,16 @@ def bench(
         problems = take_problems(loaded_task, split, seed, limit)
         load_modes = names or ("target", "parse", "parse:adaptive")
         _bench_clients(
-            models, load_modes, clients or "1,4,16,32", problems, loaded_task.check, out, settings, repeats, where
+            models,
+            load_modes,
+            clients or "1,4,16,32",
+            problems,
+            loaded_task.check,
+            out,
+            settings,
+            repeats,
+            where,
+            promised=risk is not None,
         )
         return
     if clients is not None:
@@ -129,6 +142,8 @@ def bench(
         raise ParseError("--zero-shot-threshold is for the mode parse-zero-shot: name it in --modes")
     problems = take_problems(loaded_task, split, seed, limit)
     engine = models.load(needs_draft=needs_draft, needs_judge=needs_judge)
+    if risk is not None:
+        engine.check_calibration()
     if modes is None:
         benchmark = replace(benchmark, modes=_possible(DEFAULT_MODES, engine))
     results = run_bench(engine, problems, loaded_task.check, out, benchmark, task=where)
@@ -149,6 +164,7 @@ def _bench_clients(
     settings: GenerationSettings,
     turns: int,
     task: str,
+    promised: bool,
 ) -> None:
     import torch
 
@@ -167,7 +183,10 @@ def _bench_clients(
     def connect(stock: bool, options: dict[str, Any]) -> ParseEngine:
         if stock:
             return alone.load(needs_draft=False, needs_judge=False, target_options=options)
-        return models.load(target_options=options)
+        engine = models.load(target_options=options)
+        if promised:
+            engine.check_calibration()
+        return engine
 
     machine = {"coordinator": describe_machine(torch.device("cpu"))}  # remote servers do not report their hardware
     baseline = "the servers of --target-url" if models.target_url else "a stock server of vLLM"

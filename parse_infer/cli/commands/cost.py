@@ -23,7 +23,7 @@ def cost(
 ) -> None:
     """Time every kind of forward at a pair's real size, with random weights and without a download.
 
-    Reports the cost of the packed pass, of verifying several speculative tokens and of each token proposer, in target
+    Reports the cost of the packed pass, of verifying several speculative tokens and of each token drafter, in target
     forwards. dtype auto is bfloat16 on a GPU, else float32.
 
     \b

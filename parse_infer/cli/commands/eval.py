@@ -10,9 +10,10 @@ from rich.console import Console
 from parse_infer.cli import options
 from parse_infer.cli.model_options import LOCAL_ONLY, ModelOptions, with_models
 from parse_infer.cli.setting_options import number_or_choice, option_of
+from parse_infer.settings import GenerationSettings
 
 
-@with_models(calibration=None, **LOCAL_ONLY)
+@with_models(**LOCAL_ONLY)
 def evaluate(
     models: ModelOptions,
     tasks: Annotated[
@@ -41,6 +42,9 @@ def evaluate(
         ),
     ] = None,
     block_tokens: Annotated[str, option_of("block_tokens")] = "auto",
+    risk: Annotated[
+        float | None, typer.Option(help="Measure PARSE with threshold and block tokens of this promise.")
+    ] = None,
     confirm_run_unsafe_code: Annotated[
         bool, typer.Option("--confirm-run-unsafe-code", help="Let lm-eval execute code that the models write.")
     ] = False,
@@ -69,17 +73,20 @@ def evaluate(
     from parse_infer.evaluation.lm_eval_run import EvalSettings, run_eval, table
     from parse_infer.evaluation.lm_eval_tasks import load_tasks, read_data
 
+    parse = models.with_promise(GenerationSettings(block_tokens=number_or_choice(block_tokens)), risk)
     settings = EvalSettings(
         limit=limit,
         max_new_tokens=max_new_tokens,
         apply_chat_template=apply_chat_template,
         confirm_run_unsafe_code=confirm_run_unsafe_code,
-        block_tokens=number_or_choice(block_tokens),
+        parse=parse,
     )
     loaded = load_tasks(
         names, read_data(data or (), names), num_fewshot=num_fewshot, confirm_run_unsafe_code=confirm_run_unsafe_code
     )
     engine = models.load()
+    if risk is not None:
+        engine.check_calibration()
     results = run_eval(engine, loaded, out, settings)
     console = Console(highlight=False)
     console.print(table(results))

@@ -17,8 +17,9 @@ def transfer(
 ) -> None:
     """Write the judge of another pair as an adapter for your target, without labels and training.
 
-    A judge that learnt from your pair is stronger. The threshold of a transferred judge accepts nothing, which is
-    lossless speculation, until a calibration finds what your pair allows. --loss disagreement needs no references.
+    A judge that learnt from your pair is stronger. The threshold of a transferred judge accepts nothing until
+    a calibration finds what your pair allows: lossless speculation, or over servers the target alone. --loss
+    disagreement needs no references.
 
     \b
     Examples:

@@ -72,6 +72,23 @@ def test_the_judge_without_training_is_the_same_over_servers(engine, connect, bl
     assert all(map(same, found, wanted)) and any(answer.stats.accepted_tokens for answer in wanted)
 
 
+def test_it_answers_in_a_notebook_and_in_threads(engine, connect):
+    """A notebook's event loop runs in the thread that asks."""
+    coordinator, *_ = connect(engine)
+    settings = {"max_new_tokens": 24, "threshold": 0.0, **WHOLE}
+    wanted = [engine.generate(prompt, **settings).token_ids for prompt in PROMPTS]
+
+    async def cell() -> list[list[int]]:
+        streamed = list(coordinator.stream(PROMPTS[0], **settings))[-1].generation
+        return [streamed.token_ids, *(each.token_ids for each in coordinator.generate(PROMPTS[1:], **settings))]
+
+    assert asyncio.run(cell()) == wanted
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda prompt: coordinator.generate(prompt, **settings).token_ids, PROMPTS))
+    assert found == wanted
+    assert coordinator.generate(PROMPTS[0], **settings).token_ids == wanted[0]
+
+
 def verified(engine: ParseEngine, prompt: str = PROMPT, **settings) -> Verified:
     return next(event for event in engine.stream(prompt, **settings) if isinstance(event, Verified))
 

@@ -105,5 +105,5 @@ def test_a_server_that_keeps_dying_is_given_up(tmp_path, monkeypatch):
         os.killpg(process.guard.pid, signal.SIGKILL)
         assert soon(lambda: not process.answers() or process.alive)
     assert soon(lambda: servers.failure() is not None)
-    assert "the draft server died 1 times" in servers.failure()
+    assert "the draft server died 2 times" in servers.failure()
     servers.stop()

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 import pytest
 
 from parse_infer.backends.client import Client
-from parse_infer.backends.replicas import ReplicaPool
-from parse_infer.backends.text_draft import TextApi, read_piece
+from parse_infer.backends.replicas import COMPLETIONS, ReplicaPool
+from parse_infer.backends.text_draft import CHAT, TextApi, TextDraft, read_piece
 from parse_infer.backends.vllm import VLLMBackend
 from parse_infer.block_length import BlockLength
 from parse_infer.engine import ParseEngine
@@ -92,6 +92,30 @@ def test_a_server_of_chats_drafts_whole_answers(make_engine, connect, block_toke
     plain = Verbatim("Once upon a time")
     found = coordinator.generate(plain, **SETTINGS)
     assert found.token_ids == engine.generate_target(plain, max_new_tokens=N).token_ids and not draft.bodies
+
+
+def test_low_confidence_ends_no_draft_of_a_chat(make_engine, connect, monkeypatch):
+    """The server could not continue it."""
+    monkeypatch.setattr(BlockLength, "end_after", lambda self, survival: True)
+    engine = make_engine()
+    draft = TextServer(engine.draft, serves=("chat",), lists="bytes")
+    coordinator, _, _ = connect(engine, draft=draft, draft_known=False)
+    whole = coordinator.generate(PROMPT, **SETTINGS, block_tokens="whole")
+    found = coordinator.generate(PROMPT, **SETTINGS)
+    assert found.token_ids == whole.token_ids and found.stats.accepted_tokens == whole.stats.accepted_tokens > 10
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_the_servers_window_bounds_a_draft(make_engine, path):
+    target = make_engine().target
+    n = len(target.render(PROMPT))
+
+    def limit(window: int, ids: list[int]) -> int | None:
+        writing = TextDraft(TextApi(path, False), None, target, PROMPT, (), window).begin(ids, 99)
+        return None if writing is None else writing.body(Sampling(), 1, False)["max_tokens"]
+
+    assert limit(0, []) == limit(1000, []) == 99 and limit(n + 7, []) == 7 and limit(n, []) is None
+    assert limit(n + 7, [70, 71]) == (5 if path == COMPLETIONS else None)
 
 
 def test_low_confidence_ends_a_draft(make_engine, connect, monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from parse_infer.calibration.schema import Calibration
 from parse_infer.cli.app import main
 from parse_infer.cli.model_options import ModelOptions
 from parse_infer.engine import ParseEngine
@@ -176,20 +177,42 @@ def test_a_cut_policy_replaces_the_adapters_and_has_its_own_calibration(models, 
     assert main(["generate", "Hi", *calibration, *options, *models]) == 0
 
 
-def test_demo_shows_problems_and_one_table(models, capsys):
-    assert main(["demo", "--limit", "1", "--max-new-tokens", "8", *models]) == 0
-    text = capsys.readouterr().out
-    assert "1/1" in text and "draft" in text
-    table = text.rsplit("tokens/s", 1)[1]
-    assert table.index("target alone") < table.index("draft model alone") < table.index("PARSE")
-
-
 @pytest.fixture
 def problems(tmp_path) -> list[str]:
     rows = [{"id": f"p{i}", "prompt": f"{i} + {i}?", "reference": str(2 * i)} for i in range(5)]
     path = tmp_path / "problems.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
     return ["--task", "jsonl", "--task-option", f"path={path}"]
+
+
+def test_a_promises_settings_are_measured(models, problems, tmp_path, capsys):
+    sizes = ["--limit", "5", "--risk", "0.5", "--confidence", "0.5", "--max-new-tokens", "4", "--block-tokens", "3"]
+    command = ["calibrate", *problems, "--cut-policy", "tokens:3", "--loss", "disagreement", *sizes]
+    assert main([*command, "--out", str(tmp_path), *models]) == 0
+    file = tmp_path / "calibration.json"
+    promised = Calibration.load(file).setting(0.5).setting
+    assert promised.block_tokens == 3
+    bench = ["bench", *problems, "--limit", "1", "--max-new-tokens", "4", "--thresholds", "none", *models]
+    bench += ["--modes", "target,parse", "--out", str(tmp_path / "bench"), "--calibration", str(file)]
+    cuts = ["--cut-policy", "tokens:3"]
+    assert main([*bench, *cuts, "--risk", "0.5"]) == 0
+    environment = json.loads((tmp_path / "bench" / "results.json").read_text())["environment"]
+    assert (environment["chosen_threshold"], environment["block_tokens"]) == (promised.threshold, 3)
+    capsys.readouterr()
+    assert "made with another cut_policy" in error_of(capsys, *bench, "--risk", "0.5")
+    assert "the nearest promise is 0.5" in error_of(capsys, *bench, *cuts, "--risk", "0.1")
+    sentence = "--risk chooses threshold and block tokens"
+    assert sentence in error_of(capsys, *bench, *cuts, "--risk", "0.5", "--threshold", "0.5")
+    assert sentence in error_of(capsys, *bench, *cuts, "--risk", "0.5", "--block-tokens", "8")
+    assert "there is no calibration: run" in error_of(capsys, "bench", *problems, "--risk", "0.5", *models)
+
+
+def test_demo_shows_problems_and_one_table(models, capsys):
+    assert main(["demo", "--limit", "1", "--max-new-tokens", "8", *models]) == 0
+    text = capsys.readouterr().out
+    assert "1/1" in text and "draft" in text
+    table = text.rsplit("tokens/s", 1)[1]
+    assert table.index("target alone") < table.index("draft model alone") < table.index("PARSE")
 
 
 def test_bench_runs_every_mode_and_goes_on_in_its_folder(models, problems, tmp_path, capsys):

@@ -167,6 +167,21 @@ def test_padding_ids_in_front_of_an_end_that_both_have(make_model, tokenizer, ta
     writing.add([71, 72, 290, 73, 258])
     draft = writing.draft()
     assert (draft.ids, draft.finished) == ([71, 72], False)
+    block = CrossTokenizerDraft(language_model(wide, tokenizer), target, True, PROMPT).begin_block([70], 20, None)
+    block.add([71, 72, 290, 73, 258])
+    assert (block.block().ids, block.block().finished) == ([71, 72], False)
+
+
+def test_a_stop_string_that_did_not_end_the_answer_ends_no_draft(other, target):
+    """Within `min_tokens` an answer may contain it."""
+    translation = CrossTokenizerDraft(other, target, False, PROMPT, stop=("apple",))
+    writing = translation.begin(target.tokenizer.encode("an apple or two", add_special_tokens=False), 20)
+    assert not writing.is_finished
+    writing.add(other.tokenizer.encode(" or", add_special_tokens=False))
+    assert not writing.is_finished and writing.n
+    for token in other.tokenizer.encode(" an apple", add_special_tokens=False):
+        writing.add([token])
+    assert writing.is_finished and writing.text.endswith("apple")
 
 
 def test_nothing_follows_what_is_an_end_to_the_draft_model_alone(draft, target, other):
@@ -228,6 +243,12 @@ def test_a_draft_continues_an_open_turn_without_a_seam(make_model, draft):
         drafter.reset(prompt, GREEDY)
         first = drafter.propose([], 8).ids
         assert pieces.convert_ids_to_tokens(first)[0].startswith("▁") == spaced
+    # Behind the turn's own space, which a decoder would drop at the beginning of a text.
+    words = pieces.encode("38 so they", add_special_tokens=False)[1:]
+    assert pieces.convert_ids_to_tokens(words)[0].startswith("▁")
+    translation = CrossTokenizerDraft(draft, target, False, turn)
+    written = translation.begin(words, 9).context[len(translation.prompt_ids) :]
+    assert draft.tokenizer.decode(written).startswith(" ")
 
 
 def test_a_rejected_draft_is_aligned_with_what_is_written_instead():

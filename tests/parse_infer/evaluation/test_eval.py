@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from parse_infer.cli.app import main
 from parse_infer.models.prompts import Verbatim
+from parse_infer.settings import GenerationSettings
 from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
 from tests.parse_infer.lm_eval_tasks import QUESTIONS, own_tasks, write_apples
 
@@ -96,6 +98,11 @@ def test_an_evaluation_goes_on_where_it_stopped(make_engine, apples, tmp_path):
     assert again["tasks"] == results["tasks"] and before == (engine.target.decoder.forwards, path.read_text())
     with pytest.raises(ValueError, match=r"holds a measurement with threshold 0.5 and this one has 0.9"):
         run_eval(make_engine(threshold=0.9), loaded, tmp_path / "out", PLAIN)
+    promised = GenerationSettings(threshold=0.8, block_tokens=8)
+    with pytest.raises(ValueError, match=r"with threshold 0.5 and this one has 0.8"):
+        run_eval(engine, loaded, tmp_path / "out", replace(PLAIN, parse=promised))
+    results = run_eval(engine, loaded, tmp_path / "other", replace(PLAIN, limit=1, parse=promised))
+    assert (results["environment"]["threshold"], results["environment"]["block_tokens"]) == (0.8, 8)
     guided = make_engine()
     guided.backend.target_drafter = PromptLookupDrafter()
     with pytest.raises(ValueError, match="holds a measurement with target_drafter null and this one has"):
@@ -203,6 +210,7 @@ def error(capsys, tmp_path, monkeypatch):
         (["--tasks", "humaneval_plus"], "give --confirm-run-unsafe-code"),
         (["--tasks", "mbpp_plus", "--confirm-run-unsafe-code"], "HF_ALLOW_CODE_EVAL=1"),
         (["--tasks", "gsm8k", "--block-tokens", "never"], "block_tokens is 'never'"),
+        (["--tasks", "gsm8k", "--risk", "0.03"], "risk is 0.03, but it was not tested; the nearest promise is 0.02"),
         (["--tasks", "gsm8k", "--data", "gsm8k"], "--data 'gsm8k' is not TASK=FILE"),
         (["--tasks", "gsm8k", "--data", "gsm=problems.jsonl"], "not among --tasks; did you mean 'gsm8k'?"),
         (["--tasks", "gsm8k", "--data", "gsm8k=none.jsonl"], "no file none.jsonl"),

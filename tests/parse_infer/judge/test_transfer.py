@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,12 @@ def test_a_judge_serves_another_target_and_accepts_nothing_before_a_calibration(
         assert torch.equal(weight, judge.head.state_dict()[name]), name
     prompt = "Tom has 5 apples."
     assert engine.threshold > 1 and moved.config.usual_drafts is None
-    alone = engine.generate_target(prompt, max_new_tokens=20)
-    assert engine.generate(prompt, max_new_tokens=20).token_ids == alone.token_ids
-    kept = engine.generate(prompt, max_new_tokens=20, threshold=0.0, block_tokens="whole")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alone = engine.generate_target(prompt, max_new_tokens=20)
+        kept = engine.generate(prompt, max_new_tokens=20, threshold=0.0, block_tokens="whole")
+    with pytest.warns(UserWarning, match="the adapter's own threshold accepts no draft: run `parse-infer calibrate`"):
+        assert engine.generate(prompt, max_new_tokens=20).token_ids == alone.token_ids
     assert kept.stats.accepted_tokens == 20 and kept.fallback is None
     with pytest.raises(ValueError, match="was trained for the target"):
         ValidityAdapter.from_pretrained(tmp_path / "new", model)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from parse_infer.engine import ParseEngine
+from parse_infer.events import Accepted
 from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.judge.usual_drafts import SIZES, UsualDrafts
 from parse_infer.sampling import Sampling
@@ -64,6 +65,31 @@ def test_of_an_unusual_draft_only_the_targets_own_tokens_are_kept(
     assert found.token_ids == engine.generate_target(PROMPT, max_new_tokens=N).token_ids
     assert found.fallback == "unusual_draft"
     assert found.stats.accepted_tokens, "tokens equal to the target's are still worth drafting"
+
+
+def test_a_block_of_which_nothing_is_kept_decides_too(make_engine, random_adapter, monkeypatch):
+    """Else later, usual tokens of the same draft model would be judged after all."""
+    engine = make_engine()
+    judge = random_adapter(engine.target.model, logprobs=True)
+    judge.config.logprobs["usual"] = NOTHING
+    looked: list[bool] = []
+
+    def look(usual, draft, seen=()):
+        looked.append(bool(looked))  # the first block is unusual, and no other
+        return looked[-1], ()
+
+    monkeypatch.setattr(UsualDrafts, "look", look)
+    engine = ParseEngine.from_models(engine.target, engine.draft, judge)
+    rejected = 0
+    for n in range(5, 13):
+        looked.clear()
+        events = list(engine.stream(f"Tom has {n} apples.", max_new_tokens=N, threshold=0.02, block_tokens=8))
+        assert looked == [False]
+        first = next(event for event in events if isinstance(event, Accepted))
+        rejected += not first.n_tokens
+        own = engine.generate_target(f"Tom has {n} apples.", max_new_tokens=N)
+        assert events[-1].generation.token_ids == own.token_ids
+    assert rejected, "no first block was rejected as a whole, so this test shows nothing"
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.5])

@@ -196,6 +196,14 @@ def test_a_request_may_ask_for_a_promise(make_engine):
         assert wrong.status_code == 400 and "the nearest promise is 0.01" in wrong.json()["error"]["message"]
 
 
+def test_any_error_of_the_check_reaches_the_caller(make_engine, monkeypatch):
+    backend = ThreadRunner(make_engine())
+    monkeypatch.setattr(ParseEngine, "check_calibration", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backend.check_calibration()
+    backend.close()
+
+
 def audited(metrics: str) -> Counter[str]:
     found = re.findall(r'^parse_audited_total\{result="(\w+)",risk="0.05"\} (\d+)', metrics, re.MULTILINE)
     return Counter({result: int(count) for result, count in found})

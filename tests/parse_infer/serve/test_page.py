@@ -35,6 +35,14 @@ def test_the_page_is_strict_and_complete(served):
         assert f".{kind} " in style.text and f'"{kind}"' in script.text
 
 
+def test_a_query_names_no_other_file(served):
+    """Anyone may ask for the page, without a key."""
+    page = httpx.get(served.url + "/")
+    for name in ("page.js", "/etc/hostname", "x"):
+        asked = httpx.get(served.url + "/", params={"name": name})
+        assert asked.status_code == 200 and asked.text == page.text
+
+
 def test_the_script_asks_for_what_the_server_offers(served):
     script = httpx.get(served.url + "/page.js").text
     schema = httpx.get(served.url + "/openapi.json").json()
