@@ -27,6 +27,7 @@ EDGES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.997, 0.9995)
 """Bounds of the confidence classes. A class counts how many of its tokens survived."""
 FIRST = 16  # tokens of the first block of a stream: the first text comes early, for one more forward of the target
 LONGEST = 256  # tokens; more saves too little to delay the first text
+LONGEST_S = 1.0  # seconds to draft a block: nothing of a stream arrives meanwhile
 _TOKENS = 1000  # survival counts cover about this many tokens of each class
 _READS = 50  # costs cover about this many blocks
 _PACES = 40  # the pace covers about this many blocks: fewer are noise, with more a change of the task shows late
@@ -137,6 +138,14 @@ class BlockLength:
             return None
         forward_s, read_s = self._reads.fit()
         return Costs(self._draft.rate, forward_s, read_s)
+
+    @property
+    def longest(self) -> int:
+        """Longest block, in tokens."""
+        costs = self.costs
+        if costs is None or costs.draft_s * LONGEST <= LONGEST_S:
+            return LONGEST
+        return max(FIRST, int(LONGEST_S / costs.draft_s))
 
     def survival_of(self, confidence: float) -> float:
         """Return the probability that a token of this confidence survives.

@@ -47,7 +47,7 @@ class ParseEngine:
         print(engine.generate("A box holds 12 pens. How many pens are in 7 boxes?").text)
 
     Backend "local" answers one request at a time; other threads wait. Consecutive prompts with a common prefix prefill
-    it once. With backend "vllm" concurrent requests share the servers.
+    it once. With backend "vllm" the prompts of one call share the servers, as do the `events` of one event loop.
 
     Args:
         backend: runs the models.
@@ -447,7 +447,7 @@ class ParseEngine:
                     return
                 yield event
         finally:
-            self.backend.run(_closed(events))
+            self.backend.finish(_closed(events))
 
 
 class Coordinator(ParseEngine):

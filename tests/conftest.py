@@ -119,10 +119,12 @@ def model(architecture: str, make_model: Callable[..., PreTrainedModel]) -> PreT
 
 @pytest.fixture(autouse=True)
 def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks never pause: models this small may be faster alone, and the text would depend on the time."""
-    from parse_infer.block_length import BlockLength
+    """Blocks never pause: models this small may be faster alone, and the text would depend on the time. Nor does the
+    machine's pace end a block."""
+    from parse_infer import block_length
 
-    monkeypatch.setattr(BlockLength, "next_pause", lambda self: 0)
+    monkeypatch.setattr(block_length.BlockLength, "next_pause", lambda self: 0)
+    monkeypatch.setattr(block_length, "LONGEST_S", 60.0)
 
 
 @pytest.fixture(scope="session")

@@ -108,6 +108,11 @@ class Backend(Protocol):
         """Run a coroutine to its end, from synchronous code."""
         ...
 
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine that closes a stream, without waiting for other threads: the garbage collector may close one
+        at any point."""
+        ...
+
     def turn(self) -> AbstractContextManager[Any]:
         """Lock the models for one answer, on a backend without concurrency."""
         ...

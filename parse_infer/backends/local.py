@@ -271,6 +271,9 @@ class LocalBackend:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return run_sync(work)
 
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        run_sync(work)
+
     def turn(self) -> RLock:
         return self._turn
 

@@ -96,7 +96,8 @@ class LocalModelPair:
             survival, drafted = survival * self._length.survival_of(confidence), drafted + 1
             return self._ends_early and drafted >= least and self._length.end_after(survival)
 
-        self._block = self._drafter.propose_block(answer.ids, most, self._first or self._blocks, ends)
+        longest = min(self._blocks, self._length.longest) if self._ends_early else self._blocks
+        self._block = self._drafter.propose_block(answer.ids, most, min(self._first or longest, longest), ends)
         self._first = None
         return self._block.ids
 

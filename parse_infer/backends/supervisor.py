@@ -160,7 +160,7 @@ class Supervisor:
         """Stop all servers and wait for their end."""
         self._stopping.set()
         atexit.unregister(self.stop)
-        if self._supervisor is not None:
+        if self._supervisor not in (None, threading.current_thread()):
             self._supervisor.join()  # else it could restart a server that ends here
         for process in self.members:
             process.stop()

@@ -139,7 +139,8 @@ class TextDraft:
         prompt = RenderedPrompt.of(prompt).as_text
         self.api, self.target, self.stop = api, target, stop
         self.before, self.left = open_turn(prompt), left_context(prompt, target.encode(prompt))
-        renders = target if draft is None or draft.tokenizer.chat_template is None else draft
+        own = api.path != CHAT and draft is not None and draft.tokenizer.chat_template is not None
+        renders = draft if own and draft is not None else target
         self.chat = _chat(prompt, target) if api.path == CHAT else {}
         ids = renders.encode(prompt)
         self.prompt = prompt_text(renders.tokenizer, ids) if api.path != CHAT else ""

@@ -177,7 +177,7 @@ class VLLMBackend:
         self._text_api: TextApi | None = None  # of the draft servers; None: they take and return token ids
         self._lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `threshold_class`
         self._runner = asyncio.Runner()
-        self._one = threading.RLock()  # of the threads that use the loop
+        self._one = threading.Lock()  # of the threads that use the loop
 
     async def handshake(self) -> None:
         """Check models, tokenizers and judges of all servers. Raises as `from_pretrained` does."""
@@ -327,23 +327,42 @@ class VLLMBackend:
                 yield piece
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on this backend's event loop. Raises RuntimeError within this loop."""
-        if _running_loop() is self._runner.get_loop():  # the garbage collector may close a stream there
-            work.close()
-            raise RuntimeError("the event loop of the vLLM backend runs already")
-        return self._off_loop(partial(self._runner.run, work))
+        """Run a coroutine on this backend's event loop. Other threads wait.
 
-    def _off_loop(self, call: Callable[[], T]) -> T:
-        """Call in a thread of its own if this thread runs another event loop, such as a notebook's."""
+        Beside another event loop, such as a notebook's, it runs in a thread of its own.
+        """
+        running = _running_loop()
+        if running is None:
+            with self._one:
+                return self._runner.run(work)
+        if running is self._runner.get_loop():
+            work.close()
+            raise RuntimeError("the event loop of this engine runs already: await `events` there")
+        doing: list[asyncio.Task[Any] | None] = []
+
+        async def interruptible() -> T:
+            doing.append(asyncio.current_task())
+            return await work
 
         def alone() -> T:
             with self._one:
-                return call()
+                return self._runner.run(interruptible())
 
-        if _running_loop() is None:
-            return alone()
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(alone).result()
+            result = thread.submit(alone)
+            try:
+                return result.result()
+            except KeyboardInterrupt:
+                for task in filter(None, doing):
+                    self._runner.get_loop().call_soon_threadsafe(task.cancel)
+                raise
+
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        loop = self._runner.get_loop()
+        if loop.is_running():  # in another thread, or here, where the garbage collector closes a stream
+            asyncio.run_coroutine_threadsafe(work, loop)
+        else:
+            self.run(work)
 
     def turn(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -371,7 +390,11 @@ class VLLMBackend:
         try:
             with suppress(RuntimeError):  # already closed
                 self.run(self.aclose())
-                self._off_loop(self._runner.close)
+                if _running_loop() is None:
+                    self._runner.close()
+                else:
+                    with ThreadPoolExecutor(1) as thread:
+                        thread.submit(self._runner.close).result()
         finally:
             if self.processes is not None:
                 self.processes.stop()

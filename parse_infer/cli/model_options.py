@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -203,24 +203,18 @@ class ModelOptions:
         """`settings` with those of the calibration's promise `risk`; unchanged if it is None.
 
         The engine checks after loading whether the calibration fits its models. Raises ValueError without this
-        promise, or where --threshold or --block-tokens is given too.
+        promise, and for settings that it does not cover.
         """
         if risk is None:
             return settings
-        if self.threshold is not None or settings.block_tokens != type(settings)().block_tokens:
-            raise ParseError("--risk chooses threshold and block tokens: leave --threshold and --block-tokens out")
-        from parse_infer.calibration.schema import Calibration, shipped_calibration
+        from parse_infer.calibration.schema import Calibration, resolve_risk, shipped_calibration
         from parse_infer.models.names import resolve
 
         known = Calibration.load(self.calibration) if self.calibration else None
         if known is None and not self.without_adapter:
             known = shipped_calibration(resolve(self.adapter_name))
-        if known is None:
-            raise ParseError(
-                f"--risk is {risk}, but there is no calibration: run `parse-infer calibrate`, and name its "
-                "calibration.json with --calibration"
-            )
-        return settings.override(**asdict(known.setting(risk).setting))
+            known = known if known is not None and known.backend == self.backend else None
+        return resolve_risk(settings.override(risk=risk), known).override(risk=None)
 
     def _server_options(self, needs_judge: bool) -> dict[str, Any]:
         """Options of `connect_backend`. Raises ValueError for options of the local backend."""

@@ -224,11 +224,11 @@ def _with_proposers(
         replaced: a judge or threshold instead of the engine's.
     """
     target, draft = replace(engine.target), replace(engine.draft) if engine.draft is not None else None
-    policy = engine.backend.segmenter.policy
+    policy, own = engine.backend.segmenter.policy, engine.threshold
     return ParseEngine.from_models(
         target,
         draft,
-        **{"judge": engine.backend.judge, "threshold": engine.threshold, **replaced},
+        **{"judge": engine.backend.judge, "threshold": own if own != engine.backend.threshold else None, **replaced},
         drafter=ModelDrafter(draft, target, one_segment=policy) if one_segment and draft is not None else None,
         target_drafter=load_token_drafter(target_drafter, target, draft) if target_drafter != NO_DRAFTER else None,
         draft_drafter=load_token_drafter(draft_drafter, draft) if draft_drafter and draft is not None else None,

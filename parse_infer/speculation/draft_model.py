@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from parse_infer.block_length import LONGEST, BlockLength
+from parse_infer.block_length import FIRST, BlockLength
 from parse_infer.errors import ModelError
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import distribution, draw
@@ -70,7 +70,10 @@ class DraftModelProposer:
         if length is not None and length.pause:
             return TokenTree.chain((), on_read=self._note_alone)
         context = both.context(ids)
-        size = min(self._most if length is None else LONGEST, limit, self.draft.window - len(context))
+        most = self._most
+        if length is not None:
+            most = FIRST if length.costs is None else length.longest
+        size = min(most, limit, self.draft.window - len(context))
         if size < 1 or not context:
             return TokenTree.chain(())
         decoder, tokens, drawn_from = self.draft.decoder, [], []

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from parse_infer import block_length
 from parse_infer.block_length import EDGES, BlockLength, Costs, expected_pace, pays, threshold_class
 
 PAUSE = BlockLength.next_pause
@@ -156,6 +157,16 @@ def test_the_targets_own_token_after_a_block_is_gained_too():
         for n in (3, 5, 4):
             rule.note([0.99] * n, n, False, 0.01 * n, 0.1 + 0.001 * n, n, added)
     assert with_it._pace.rate == pytest.approx(without._pace.rate * 12 / 15, rel=1e-3)
+
+
+@pytest.mark.parametrize(("token_s", "longest"), [(0.002, 256), (0.01, 100), (0.3, 16)])
+def test_a_block_takes_no_longer_than_a_reader_waits(monkeypatch, token_s, longest):
+    monkeypatch.setattr(block_length, "LONGEST_S", 1.0)
+    rule = BlockLength()
+    assert rule.longest == 256
+    for n in (3, 5, 4):
+        rule.note([0.99] * n, n, False, token_s * n, 0.1 + 0.001 * n, n)
+    assert abs(rule.longest - longest) <= 1
 
 
 def test_one_bad_block_begins_no_pause():

@@ -342,6 +342,14 @@ def test_the_target_writes_alone_while_drafts_do_not_pay(engine, monkeypatch):
     assert found.stats.accepted_tokens + sum(runs) == N
 
 
+def test_a_slow_draft_model_writes_short_blocks(engine, monkeypatch):
+    monkeypatch.setattr(BlockLength, "end_after", lambda self, survival: False)
+    monkeypatch.setattr(BlockLength, "longest", 7)
+    for length, longest in (("auto", 7), (12, 12)):
+        events = engine.stream(PROMPT, max_new_tokens=N, threshold=0.0, block_tokens=length)
+        assert max(event.n_tokens for event in events if isinstance(event, Drafted)) == longest
+
+
 def test_a_block_that_ends_inside_a_character_goes_on(make_block_engine, make_model):
     """The draft model writes a character of two tokens in blocks of one token, for a target with other tokens."""
     words = word_tokenizer()

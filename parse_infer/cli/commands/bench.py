@@ -178,7 +178,7 @@ def _bench_clients(
     check_modes(modes, starts=not models.target_url)
     if any(mode.startswith("parse") for mode in modes):
         problems = leave_out_learnt(problems, models.train_problems)
-    alone = replace(models, draft=None, adapter=None, draft_url=None, local_draft=None)
+    alone = replace(models, draft=None, adapter=None, calibration=None, draft_url=None, local_draft=None)
 
     def connect(stock: bool, options: dict[str, Any]) -> ParseEngine:
         if stock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -73,7 +74,9 @@ def evaluate(
     from parse_infer.evaluation.lm_eval_run import EvalSettings, run_eval, table
     from parse_infer.evaluation.lm_eval_tasks import load_tasks, read_data
 
-    parse = models.with_promise(GenerationSettings(block_tokens=number_or_choice(block_tokens)), risk)
+    # The tasks set the budgets, whatever the calibration's was.
+    parse = GenerationSettings(sys.maxsize, models.threshold, block_tokens=number_or_choice(block_tokens))
+    parse = models.with_promise(parse, risk)
     settings = EvalSettings(
         limit=limit,
         max_new_tokens=max_new_tokens,

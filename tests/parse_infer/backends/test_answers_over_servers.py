@@ -89,6 +89,21 @@ def test_it_answers_in_a_notebook_and_in_threads(engine, connect):
     assert coordinator.generate(PROMPTS[0], **settings).token_ids == wanted[0]
 
 
+def test_closing_a_stream_waits_for_no_other_thread(engine, connect):
+    """The garbage collector may close one in a thread for which the event loop waits."""
+    coordinator, *_ = connect(engine)
+    stream = coordinator.stream(PROMPT, max_new_tokens=24, threshold=0.0, **WHOLE)
+    next(stream)
+    assert coordinator.running == 1
+
+    async def close() -> None:
+        await asyncio.wait_for(asyncio.to_thread(stream.close), 30)
+
+    coordinator.backend.run(close())
+    coordinator.generate(PROMPT, max_new_tokens=24, threshold=0.0, **WHOLE)
+    assert coordinator.running == 0
+
+
 def verified(engine: ParseEngine, prompt: str = PROMPT, **settings) -> Verified:
     return next(event for event in engine.stream(prompt, **settings) if isinstance(event, Verified))
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parse_infer.calibration.schema import Calibration
+from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
 from parse_infer.cli.app import main
 from parse_infer.cli.model_options import ModelOptions
 from parse_infer.serve.loop_runner import LoopRunner
@@ -191,6 +191,27 @@ def test_the_target_alone_is_measured_without_draft_model_and_judge(monkeypatch,
     command = ["bench", "--backend", "vllm", "--limit", "1", "--modes", modes, "--clients", "1"]
     assert main([*command, *given, "--out", str(tmp_path / "own")]) == 2
     assert asked == [("zoo:target", "zoo:draft", "zoo:adapter", False) if judged else ("zoo:target", None, None, True)]
+
+
+def test_a_promise_over_servers_is_measured_beside_the_target_alone(monkeypatch, tmp_path, capsys):
+    tried = [TestedPoint(OperatingPoint(0.8, "whole"), 0, 0.04, 2.0, 0.1)]
+    file = tmp_path / "calibration.json"
+    Calibration("t", 300, "x", "accuracy", 0.9, 24, {"backend": "vllm"}, tried, {0.05: 0}).save(file)
+    asked = []
+
+    def from_pretrained(target, draft, adapter, **options):
+        asked.append(options["calibration"])
+        raise OSError("no server here")
+
+    monkeypatch.setattr("parse_infer.engine.ParseEngine.from_pretrained", from_pretrained)
+    command = ["bench", "--backend", "vllm", "--limit", "1", "--clients", "1", "--risk", "0.05"]
+    for modes in ("target,parse", "parse,target"):
+        out = ["--modes", modes, "--out", str(tmp_path / modes)]
+        assert main([*command, *out, "--calibration", str(file)]) == 2
+    assert asked == [None, str(file)]
+    capsys.readouterr()
+    assert main([*command, "--out", str(tmp_path / "shipped")]) == 2  # the adapter's own is for local models
+    assert "this engine has no calibration: run `parse-infer calibrate`" in capsys.readouterr().err and len(asked) == 2
 
 
 @pytest.mark.parametrize(

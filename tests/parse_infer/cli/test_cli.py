@@ -201,10 +201,14 @@ def test_a_promises_settings_are_measured(models, problems, tmp_path, capsys):
     capsys.readouterr()
     assert "made with another cut_policy" in error_of(capsys, *bench, "--risk", "0.5")
     assert "the nearest promise is 0.5" in error_of(capsys, *bench, *cuts, "--risk", "0.1")
-    sentence = "--risk chooses threshold and block tokens"
-    assert sentence in error_of(capsys, *bench, *cuts, "--risk", "0.5", "--threshold", "0.5")
-    assert sentence in error_of(capsys, *bench, *cuts, "--risk", "0.5", "--block-tokens", "8")
-    assert "there is no calibration: run" in error_of(capsys, "bench", *problems, "--risk", "0.5", *models)
+    for option in ("--threshold", "--block-tokens", "--acceptance", "--max-new-tokens", "--strict-tokens"):
+        values = {"--threshold": "0.5", "--acceptance": "longest", "--max-new-tokens": "3"}
+        found = error_of(capsys, *bench, *cuts, "--risk", "0.5", option, values.get(option, "2"))
+        assert option[2:].replace("-", "_") in found
+    other = json.loads(file.read_text())
+    file.write_text(json.dumps(other | {"models": other["models"] | {"backend": "vllm"}}))
+    assert "made with another backend (vllm)" in error_of(capsys, *bench, *cuts, "--risk", "0.5")
+    assert "this engine has no calibration: run" in error_of(capsys, "bench", *problems, "--risk", "0.5", *models)
 
 
 def test_demo_shows_problems_and_one_table(models, capsys):

@@ -88,6 +88,8 @@ def test_without_sizes_a_greedy_chain_ends_where_it_stops_paying(pair, monkeypat
     monkeypatch.setattr(BlockLength, "end_after", lambda self, survival: survival < limit)
     assert list(drafter.propose(ids, 40, Sampling(), None).tokens) == chain[:5] != chain
     assert len(drafter.propose(ids, 2, Sampling(), None).tokens) == 2
+    monkeypatch.setattr(BlockLength, "longest", 3)
+    assert list(drafter.propose(ids, 40, Sampling(), None).tokens) == chain[:3]
 
     monkeypatch.setattr(BlockLength, "end_after", None)  # random numbers must not depend on measured times
     sampling = Sampling(1.0, seed=3)
