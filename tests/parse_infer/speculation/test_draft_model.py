@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parse_infer.block_length import BlockLength
+from parse_infer.block_length import FIRST, BlockLength, Costs
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import distribution, draw, random_generator
@@ -88,6 +88,10 @@ def test_without_sizes_a_greedy_chain_ends_where_it_stops_paying(pair, monkeypat
     monkeypatch.setattr(BlockLength, "end_after", lambda self, survival: survival < limit)
     assert list(drafter.propose(ids, 40, Sampling(), None).tokens) == chain[:5] != chain
     assert len(drafter.propose(ids, 2, Sampling(), None).tokens) == 2
+    # The first chain is short, as long as nobody knows what a token costs; then none takes too long.
+    monkeypatch.setattr(BlockLength, "end_after", lambda self, survival: False)
+    assert len(drafter.propose(ids, 40, Sampling(), None).tokens) == FIRST
+    monkeypatch.setattr(BlockLength, "costs", Costs(0.01, 0.01, 0.01))
     monkeypatch.setattr(BlockLength, "longest", 3)
     assert list(drafter.propose(ids, 40, Sampling(), None).tokens) == chain[:3]
 
