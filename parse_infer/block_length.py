@@ -27,7 +27,7 @@ EDGES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.997, 0.9995)
 """Bounds of the confidence classes. A class counts how many of its tokens survived."""
 FIRST = 16  # tokens of the first block of a stream: the first text comes early, for one more forward of the target
 LONGEST = 256  # tokens; more saves too little to delay the first text
-LONGEST_S = 1.0  # seconds to draft a block: nothing of a stream arrives meanwhile
+LONGEST_S = 2.0  # seconds to draft a block: nothing of a stream arrives meanwhile
 _TOKENS = 1000  # survival counts cover about this many tokens of each class
 _READS = 50  # costs cover about this many blocks
 _PACES = 40  # the pace covers about this many blocks: fewer are noise, with more a change of the task shows late
