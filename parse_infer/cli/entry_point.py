@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,12 @@ def run_app(app: typer.Typer, name: str, argv: Sequence[str] | None, interrupted
         interrupted: printed after an interruption.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    in_full = warnings.formatwarning
+
+    def formatted(message: Warning | str, category: type[Warning], *place: Any) -> str:
+        return f"warning: {message}\n" if category is UserWarning else in_full(message, category, *place)
+
+    warnings.formatwarning = formatted  # type: ignore[assignment]
     try:
         code = app(arguments or ["--help"], prog_name=name, standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -47,6 +54,8 @@ def run_app(app: typer.Typer, name: str, argv: Sequence[str] | None, interrupted
         if os.environ.get("PARSE_TRACEBACK"):
             raise
         return _complain(_sentence(error))
+    finally:
+        warnings.formatwarning = in_full
 
 
 def _sentence(error: Exception) -> str:

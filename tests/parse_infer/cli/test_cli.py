@@ -211,6 +211,19 @@ def test_a_promises_settings_are_measured(models, problems, tmp_path, capsys):
     assert "this engine has no calibration: run" in error_of(capsys, "bench", *problems, "--risk", "0.5", *models)
 
 
+def test_a_warning_is_one_line():
+    code = (
+        "import typer, warnings\n"
+        "from parse_infer.cli.entry_point import APP_OPTIONS, run_app\n"
+        "app = typer.Typer(**APP_OPTIONS)\n"
+        "@app.command()\ndef warn():\n    warnings.warn('this is slow')\n"
+        "@app.command()\ndef other():\n    pass\n"
+        "run_app(app, 'x', ['warn'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stderr == "warning: this is slow\n"
+
+
 def test_demo_shows_problems_and_one_table(models, capsys):
     assert main(["demo", "--limit", "1", "--max-new-tokens", "8", *models]) == 0
     text = capsys.readouterr().out
