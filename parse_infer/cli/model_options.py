@@ -149,12 +149,14 @@ class ModelOptions:
         needs_judge: bool = True,
         target_options: dict[str, Any] | None = None,
         expected: GenerationSettings | None = None,
+        promised: bool = False,
     ) -> ParseEngine:
         """Load the named or needed models; --backend vllm starts a server for each model without address.
 
         Args:
             target_options: extra vLLM options for a target server that this starts.
             expected: settings of the future requests.
+            promised: `with_promise` gave the settings, so the calibration must fit the models.
 
         Raises ValueError or OSError, with a one-sentence message, for missing or mismatched parts.
         """
@@ -188,7 +190,7 @@ class ModelOptions:
         from parse_infer.engine import ParseEngine
 
         _quiet()
-        return ParseEngine.from_pretrained(
+        engine = ParseEngine.from_pretrained(
             self.target_name,
             draft,
             adapter,
@@ -198,12 +200,14 @@ class ModelOptions:
             cut_policy=self.cut_policy,
             **options,
         )
+        if promised:
+            engine.check_calibration()
+        return engine
 
     def with_promise(self, settings: GenerationSettings, risk: float | None) -> GenerationSettings:
         """`settings` with those of the calibration's promise `risk`; unchanged if it is None.
 
-        The engine checks after loading whether the calibration fits its models. Raises ValueError without this
-        promise, and for settings that it does not cover.
+        Raises ValueError without this promise, and for settings that it does not cover.
         """
         if risk is None:
             return settings

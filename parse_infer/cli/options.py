@@ -31,6 +31,9 @@ TaskOptions = Annotated[
 ]
 MaxNewTokens = Annotated[int, option_of("max_new_tokens")]
 Risk = Annotated[float | None, option_of("risk")]
+MeasuredRisk = Annotated[
+    float | None, typer.Option("--risk", help="Measure PARSE with threshold and block tokens of this promise.")
+]
 Adaptive = Annotated[bool | None, option_of("adaptive")]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")

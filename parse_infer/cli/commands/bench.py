@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 def bench(
     models: ModelOptions,
     settings: GenerationSettings,
-    risk: Annotated[
-        float | None, typer.Option(help="Measure PARSE with threshold and block tokens of this promise.")
-    ] = None,
+    risk: options.MeasuredRisk = None,
     task: options.TaskName = "gsm_symbolic",
     task_option: options.TaskOptions = None,
     split: Annotated[
@@ -141,9 +139,7 @@ def bench(
     if zero_shot_threshold is not None and "parse-zero-shot" not in map(base_of, benchmark.modes):
         raise ParseError("--zero-shot-threshold is for the mode parse-zero-shot: name it in --modes")
     problems = take_problems(loaded_task, split, seed, limit)
-    engine = models.load(needs_draft=needs_draft, needs_judge=needs_judge)
-    if risk is not None:
-        engine.check_calibration()
+    engine = models.load(needs_draft=needs_draft, needs_judge=needs_judge, promised=risk is not None)
     if modes is None:
         benchmark = replace(benchmark, modes=_possible(DEFAULT_MODES, engine))
     results = run_bench(engine, problems, loaded_task.check, out, benchmark, task=where)
@@ -183,10 +179,7 @@ def _bench_clients(
     def connect(stock: bool, options: dict[str, Any]) -> ParseEngine:
         if stock:
             return alone.load(needs_draft=False, needs_judge=False, target_options=options)
-        engine = models.load(target_options=options)
-        if promised:
-            engine.check_calibration()
-        return engine
+        return models.load(target_options=options, promised=promised)
 
     machine = {"coordinator": describe_machine(torch.device("cpu"))}  # remote servers do not report their hardware
     baseline = "the servers of --target-url" if models.target_url else "a stock server of vLLM"

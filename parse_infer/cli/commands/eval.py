@@ -43,9 +43,7 @@ def evaluate(
         ),
     ] = None,
     block_tokens: Annotated[str, option_of("block_tokens")] = "auto",
-    risk: Annotated[
-        float | None, typer.Option(help="Measure PARSE with threshold and block tokens of this promise.")
-    ] = None,
+    risk: options.MeasuredRisk = None,
     confirm_run_unsafe_code: Annotated[
         bool, typer.Option("--confirm-run-unsafe-code", help="Let lm-eval execute code that the models write.")
     ] = False,
@@ -87,9 +85,7 @@ def evaluate(
     loaded = load_tasks(
         names, read_data(data or (), names), num_fewshot=num_fewshot, confirm_run_unsafe_code=confirm_run_unsafe_code
     )
-    engine = models.load()
-    if risk is not None:
-        engine.check_calibration()
+    engine = models.load(promised=risk is not None)
     results = run_eval(engine, loaded, out, settings)
     console = Console(highlight=False)
     console.print(table(results))

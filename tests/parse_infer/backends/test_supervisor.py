@@ -94,6 +94,20 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
         Supervisor([("target", sleeps, {})], logs=tmp_path / "slow").start(ready_s=1)
 
 
+def test_its_thread_ends_before_the_servers_are_stopped(tmp_path, monkeypatch):
+    """Else it could restart a server meanwhile."""
+
+    def supervise(servers):
+        servers._stopping.wait()
+        time.sleep(0.3)
+
+    monkeypatch.setattr(Supervisor, "_supervise", supervise)
+    servers = Supervisor([], logs=tmp_path)
+    servers.start()
+    servers.stop()
+    assert not servers._supervisor.is_alive()
+
+
 def test_a_server_that_keeps_dying_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr("parse_infer.backends.supervisor._RESTARTS", 1)
     command = [sys.executable, "-c", SERVER, str(tmp_path / "pids")]

@@ -211,6 +211,15 @@ def test_a_promises_settings_are_measured(models, problems, tmp_path, capsys):
     assert "this engine has no calibration: run" in error_of(capsys, "bench", *problems, "--risk", "0.5", *models)
 
 
+@pytest.mark.parametrize("command", [["bench", "--limit", "1"], ["eval", "--tasks", "gsm8k", "--data", "gsm8k=DATA"]])
+def test_a_promise_in_the_adapters_folder_is_not_measured_with_other_models(command, tmp_path, capsys):
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n")
+    words = [word.replace("DATA", str(tmp_path / "gsm8k.jsonl")) for word in command]
+    words += ["--num-fewshot", "0"] if command[0] == "eval" else []
+    found = error_of(capsys, *words, "--risk", "0.05", "--dtype", "bfloat16", "--out", str(tmp_path / "out"))
+    assert "the calibration was made with another dtype" in found
+
+
 def test_a_warning_is_one_line():
     code = (
         "import typer, warnings\n"

@@ -10,8 +10,10 @@ import torch
 
 from parse_infer.cli.app import main
 from parse_infer.engine import ParseEngine
+from parse_infer.evaluation.modes import make_modes, timed
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.transfer import transfer_adapter
+from parse_infer.settings import GenerationSettings
 
 
 @pytest.fixture
@@ -39,6 +41,9 @@ def test_a_judge_serves_another_target_and_accepts_nothing_before_a_calibration(
     for name, weight in moved.head.state_dict().items():
         assert torch.equal(weight, judge.head.state_dict()[name]), name
     prompt = "Tom has 5 apples."
+    for mode in make_modes(engine, ["parse"], GenerationSettings(4)):  # a benchmark says so too
+        with pytest.warns(UserWarning, match="accepts no draft"):
+            timed(engine, mode, prompt)
     assert engine.threshold > 1 and moved.config.usual_drafts is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
