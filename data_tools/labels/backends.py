@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import transformers
 
+from parse_infer.errors import ModelError
 from parse_infer.judge.token_logprobs import TokenLogprobs, read_logprobs
 from parse_infer.models.architecture import output_layer
+from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.batch_decoder import BatchDecoder, Contexts, Row
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_language_model
@@ -78,6 +81,8 @@ class LocalWriter:
 
     def __init__(self, model: LanguageModel, batch_size: int) -> None:
         self.model, self.batch_size = model, batch_size
+        with suppress(ModelError):  # without it, every step copies the keys and values that query heads share
+            enable_split_attention(model.model)
         # A CPU reads batches at half the speed.
         self.read_batch = 1 if model.model.device.type == "cpu" else batch_size
 

@@ -3,8 +3,8 @@
 `enable_split_attention(model)` selects it ("parse_split", registered in `transformers.AttentionInterface`). An
 attention mask with fewer rows than queries covers the TRAILING queries only. Earlier queries attend causally to the
 cache and to each other, and never to the keys of the trailing tokens. A mask with zero rows therefore means "causal
-throughout"; cached prefills get it instead of a dense matrix. Calls without a mask or with a full mask go to
-transformers' SDPA function unchanged.
+throughout"; cached prefills get it instead of a dense matrix. Calls without a mask or with a full mask of several
+queries go to transformers' SDPA function unchanged, which copies the keys and values that query heads share.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def split_attention_forward(
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ModelError(f"{type(module).__name__} needs soft-capping or sinks: split attention has neither")
     n_queries, n_keys = query.shape[2], key.shape[2]
+    if n_queries == 1 and attention_mask is not None and attention_mask.shape[-2] == 1:
+        return _masked(query, key, value, attention_mask, dropout, scaling), None
     if attention_mask is None or attention_mask.shape[-2] == n_queries:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     trailing = attention_mask.shape[-2]
