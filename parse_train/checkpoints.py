@@ -6,11 +6,13 @@ A checkpoint records its recipe in `trainer_state.json`, the file that transform
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel, set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model
@@ -86,6 +88,9 @@ def train(trainer: Trainer, start: Start) -> None:
         trainer.is_deepspeed_enabled = False  # DeepSpeed evaluates only after training
         return
     trainer.add_callback(RecipeNote(start.recipe))
+    trainer.add_callback(StopAtNaN())
+    # The gradient of cuDNN's attention can be NaN under a mask (torch 2.11, H200, bfloat16); the other kernels' is not.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     trainer.train(resume_from_checkpoint=None if start.checkpoint is None else str(start.checkpoint))
 
 
@@ -100,6 +105,17 @@ class RecipeNote(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         state.stateful_callbacks[type(self).__name__] = self.state()  # a named checkpoint may have another recipe
+
+
+class StopAtNaN(TrainerCallback):
+    """Ends a training whose gradient is NaN: all weights are NaN after the step."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if math.isnan(float((logs or {}).get("grad_norm", 0))):
+            raise ParseError(
+                f"the gradient is NaN at step {state.global_step}, so the training has ended: try a lower "
+                "learning_rate, or float32 instead of bf16; earlier checkpoints may be NaN too"
+            )
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:

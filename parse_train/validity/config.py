@@ -119,7 +119,7 @@ class JudgeTrainingConfig(TrackedTrainingConfig):
             if not getattr(self, key):
                 raise ParseError(f"the recipe needs the key {key}")
         for key, reason in NOT_SUPPORTED.items():
-            if getattr(self, key):
+            if getattr(self, key, None):  # transformers 5.18 lacks some of these options
                 raise ParseError(f"{key} is not supported here: {reason}")
         for key in ("eval_share", "risk_alpha", "risk_delta"):
             if not 0 < getattr(self, key) < 1:

@@ -158,3 +158,11 @@ def test_restart_and_a_named_checkpoint(
     assert "checkpoint-7" in copied.checkpoints()
     assert copied.run("--resume_from_checkpoint", "nowhere") == 2
     assert "there is no folder nowhere" in capsys.readouterr().err
+
+
+def test_a_training_whose_gradient_is_nan_ends(
+    finished: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replace(finished, output=tmp_path / "out").run("--learning_rate", "1e30", "--warmup_steps", "0") == 2
+    assert "the gradient is NaN at step" in capsys.readouterr().err
+    assert not (tmp_path / "out" / finished.exported).exists()
