@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
+from data_tools.labels.rows import read_rows
 from parse_infer.errors import ParseError
 from parse_infer.held_out import prompt_hash
 from parse_infer.judge.adapter import ValidityConfig
@@ -81,6 +82,9 @@ def prepare(
 
     Settings of the build replace settings that the recipe leaves open.
     """
+    for data, layout in ((config.data, config.layout), (config.eval_data, config.eval_layout or config.layout)):
+        if data is not None:
+            next(read_rows(data, layout), None)  # a wrong name must not wait for the target
     build = read_build_info(config.data)
     config.cut_policy = config.cut_policy or build.cut_policy
     config.template_options = config.template_options or build.template_options
