@@ -89,7 +89,7 @@ def train(trainer: Trainer, start: Start) -> None:
         return
     trainer.add_callback(RecipeNote(start.recipe))
     trainer.add_callback(StopAtNaN())
-    # The gradient of cuDNN's attention can be NaN under a mask (torch 2.11, H200, bfloat16); the other kernels' is not.
+    # The gradient of cuDNN's masked attention can be NaN (torch 2.11, H200, bfloat16); other kernels give numbers.
     torch.backends.cuda.enable_cudnn_sdp(False)
     trainer.train(resume_from_checkpoint=None if start.checkpoint is None else str(start.checkpoint))
 
