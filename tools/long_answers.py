@@ -1,4 +1,4 @@
-"""Whether the validity of long answers is a probability: held-out drafts, one after another.
+"""Compare the validity of long answers with their labels: held-out drafts, one after another.
 
     python -m tools.long_answers data/qwen-coder data/more --adapter runs/qwen-coder/adapter
 

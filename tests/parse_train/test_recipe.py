@@ -99,11 +99,19 @@ def test_a_mistake_is_one_sentence(recipe: Path, capsys: pytest.CaptureFixture[s
         (["--lora_rnk=3"], "did you mean 'lora_rank'?"),
         (["stray"], "'stray' follows no option"),
         (["--target", "/nowhere/target"], "There is no folder '/nowhere/target'"),
+        (["--target", "/nowhere/target", "--data", "none.jsonl"], "no labelled data at none.jsonl"),
+        (["--target", "/nowhere/target", "--eval_data", "none.jsonl"], "no labelled data at none.jsonl"),
     ],
 )
 def test_a_mistake_on_the_command_line(
-    recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+    recipe: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    sentence: str,
 ) -> None:
+    monkeypatch.chdir(recipe.parent)
+    Path("rows.jsonl").touch()
     assert main([str(recipe), "--report_to", "none", *arguments]) == 2
     assert sentence in capsys.readouterr().err
 
