@@ -18,13 +18,14 @@ import torch
 from data_tools.labels.logprobs import ReadDraft, read_drafts
 from parse_infer.errors import ParseError
 from parse_infer.held_out import prompt_hash
-from parse_infer.judge.adapter import ValidityConfig, read_head
+from parse_infer.judge.adapter import ValidityConfig, check_target, read_head
 from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.logprob_head import LogprobHead, LogprobJudge
 from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts
 from parse_infer.models.loading import load_served_model
 from parse_infer.models.names import resolve
+from parse_train.validity.build_info import read_build_info
 
 JOINED = (1, 2, 4, 8)  # drafts in a text
 LIKELY = 0.5  # validity above which texts are counted
@@ -66,19 +67,14 @@ def measure(judge: LogprobJudge, config: ValidityConfig, drafts: Sequence[ReadDr
         tokens = sum(len(draft.found.ids) - 1 for some in chosen for draft in some[:n]) / texts
         of_right = [v for v, ok in zip(valid, right, strict=True) if ok]
         likely = [(v, ok) for v, ok in zip(valid, right, strict=True) if v > LIKELY]
-        rows.append(
-            [
-                str(n),
-                f"{tokens:,.0f}",
-                f"{100 * sum(right) / texts:.1f}",
-                f"{100 * sum(valid) / texts:.1f}",
-                f"{100 * sum(of_right) / len(of_right):.1f}" if of_right else "",
-                str(len(likely)),
-                f"{100 * sum(v for v, _ in likely) / len(likely):.1f}" if likely else "",
-                f"{100 * sum(ok for _, ok in likely) / len(likely):.1f}" if likely else "",
-            ]
-        )
+        shares = [_percent(values) for values in (right, valid, of_right)]
+        of_likely = [_percent([each[i] for each in likely]) for i in (0, 1)]
+        rows.append([str(n), f"{tokens:,.0f}", *shares, str(len(likely)), *of_likely])
     return rows
+
+
+def _percent(values: Sequence[float]) -> str:
+    return f"{100 * sum(values) / len(values):.1f}" if values else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,6 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = ValidityConfig.from_dict(files.validity_config)
         if config.logprobs is None:
             raise ParseError(f"{arguments.adapter} reads hidden states: name an adapter on log-probabilities")
+        for folder in arguments.data:
+            if target := read_build_info(folder).target:
+                check_target(arguments.adapter, config.target, target)
         drafts = held_out(arguments.data, frozenset(files.train_problems))
         if len(drafts) < JOINED[-1]:
             raise ParseError(f"{len(drafts)} held-out drafts are too few: {JOINED[-1]} are needed for one text")

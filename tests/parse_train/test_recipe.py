@@ -16,7 +16,7 @@ from data_tools.recipe_parser import parse_recipe
 from parse_train.__main__ import main
 from parse_train.recipe import load_recipe
 from parse_train.training_config import TrainingConfig
-from parse_train.validity.config import ValidityTrainingConfig
+from parse_train.validity.config import NOT_SUPPORTED, ValidityTrainingConfig
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted(REPOSITORY.glob("recipes/**/train.yaml"))
@@ -53,6 +53,13 @@ def test_keys_are_fields_and_the_command_line_wins(recipe: Path) -> None:
     assert config.lora_target_modules == ["q_proj", "o_proj"]
     assert parse(recipe, "--learning_rate", "1e-2").learning_rate == 1e-2
     assert config.adapter_dir == "out/adapter"
+
+
+def test_an_option_that_transformers_does_not_have_yet_stops_no_training(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(NOT_SUPPORTED, "an_option_of_later_versions", "it breaks the training")
+    parse(recipe)
 
 
 def test_environment_variables_come_from_the_recipe(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

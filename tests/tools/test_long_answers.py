@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,14 @@ from transformers import PreTrainedTokenizerFast
 
 from data_tools.labels.logprobs import ReadDraft
 from data_tools.labels.rows import LabelledDraft
+from parse_infer.held_out import prompt_hash
 from parse_infer.judge.adapter import ValidityConfig
+from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig, LogprobJudge
 from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts
-from tools.long_answers import JOINED, join, main, measure, validities
+from parse_infer.models.names import resolve
+from tools.long_answers import JOINED, held_out, join, main, measure, validities
 
 CONFIG = ValidityConfig(probe_ids=(), probe_text="", target={}, logprobs={})
 
@@ -58,12 +62,24 @@ def test_a_text_is_right_if_all_its_drafts_are(judge: LogprobJudge) -> None:
     assert int(rows[0][5]) == pytest.approx(4 * float(rows[0][2]), abs=0.5), "a right draft does not count as likely"
 
 
+def test_only_whole_drafts_of_problems_that_the_judge_never_saw_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, again, cut, learnt = (draft(i, right=True) for i in (0, 0, 1, 2))
+    cut, learnt = (
+        replace(cut, row=replace(cut.row, cuts=[4])),
+        replace(learnt, row=replace(learnt.row, prompt="learnt")),
+    )
+    monkeypatch.setattr("tools.long_answers.read_drafts", lambda folder: iter([whole, cut, learnt, again]))
+    (found,) = held_out(["one", "two"], frozenset({prompt_hash("learnt")}))
+    assert found is whole
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nowhere", "--adapter", "zoo:adapter"], "nowhere"),
         (["empty", "--adapter", "zoo:adapter"], "0 held-out drafts are too few: 8 are needed for one text"),
         (["empty", "--adapter", "zoo:adapter", "--texts", "0"], "--texts is 0; it must be at least 1"),
+        (["other", "--adapter", "zoo:adapter"], "does not fit 'another': it expects hidden_size 256, not 8"),
         (["empty", "--adapter", "zoo:none"], "'zoo:none' is not an embedded model"),
         (["empty", "--adapter", "hidden"], "hidden reads hidden states: name an adapter on log-probabilities"),
     ],
@@ -80,6 +96,9 @@ def test_mistakes_are_one_sentence(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty" / "logprobs").mkdir(parents=True)
     (tmp_path / "empty" / "logprobs" / "info.json").write_text(json.dumps({"k": 3}))
+    target = {**read_adapter(resolve("zoo:adapter")).validity_config["target"], "name": "another", "hidden_size": 8}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "build.json").write_text(json.dumps({"config": {}, "models": {"target": target}}))
     random_adapter(make_model("llama")).save_pretrained(tmp_path / "hidden")
     assert main(arguments) == 2
     error = capsys.readouterr().err
