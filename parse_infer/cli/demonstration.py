@@ -13,7 +13,7 @@ from rich.text import Text
 
 from parse_infer.cli.rich_view import AnswerView, legend
 from parse_infer.engine import ParseEngine
-from parse_infer.evaluation.modes import BenchProblem, make_modes, timed
+from parse_infer.evaluation.modes import BenchProblem, make_modes, problems_digest, timed
 from parse_infer.evaluation.records import Record, acceptance_rate, costs
 from parse_infer.evaluation.tables import terminal_table
 from parse_infer.events import Done, Resumed
@@ -55,7 +55,7 @@ def run_demo(
         answers = {"parse": watch(engine, problem.prompt, settings, console)}
         answers |= {mode.name: timed(engine, mode, problem.prompt) for mode in modes}
         for name, (generation, seconds) in answers.items():
-            own = {"problem_id": problem.id, "mode": name, "repeat": 0}
+            own = {"problem_id": problem.id, "digest": problems_digest([problem]), "mode": name, "repeat": 0}
             records[name].append(Record.of(generation, seconds, correct=check(problem, generation.text), **own))
         console.print(_verdict(problem, *(records[name][-1] for name in NAMES)))
     console.print()

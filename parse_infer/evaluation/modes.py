@@ -52,7 +52,7 @@ class BenchProblem(HasPrompt, Protocol):
 
 
 def problems_digest(problems: Sequence[BenchProblem]) -> str:
-    """Digest that identifies the problems of a run."""
+    """Digest that identifies problems, by id, prompt and reference."""
     rows = [[p.id, p.prompt, p.reference] for p in problems]
     return hashlib.sha256(json.dumps(rows, ensure_ascii=False, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -172,7 +172,8 @@ def answer(
         prefill_s, own["token_exact_tokens"] = read_draft(engine, problem.prompt, generation.token_ids)
         own["prefill_s"] = round(prefill_s, 4)
     correct = check(problem, generation.text)
-    return Record.of(generation, seconds, problem_id=problem.id, mode=mode.name, repeat=repeat, correct=correct, **own)
+    own |= {"problem_id": problem.id, "digest": problems_digest([problem])}
+    return Record.of(generation, seconds, mode=mode.name, repeat=repeat, correct=correct, **own)
 
 
 @torch.inference_mode()

@@ -51,6 +51,8 @@ class Record(Answer):
     """One answer of one mode to one problem, in a benchmark."""
 
     problem_id: str
+    digest: str
+    """Identifies the problem, see `parse_infer.evaluation.modes.problems_digest`."""
     mode: str
     repeat: int
     correct: bool | None
@@ -62,7 +64,7 @@ class Record(Answer):
 
     @property
     def key(self) -> tuple[str, str, int]:
-        return self.problem_id, self.mode, self.repeat
+        return self.digest, self.mode, self.repeat
 
 
 def mean(values: Iterable[float | None]) -> float | None:

@@ -17,7 +17,7 @@ from typing import Any
 from parse_infer.evaluation.records import Record
 from parse_infer.files import write_text
 
-_FIELDS = [f.name for f in fields(Record) if f.name not in ("problem_id", "mode", "repeat", "text")]
+_FIELDS = [f.name for f in fields(Record) if f.name not in ("problem_id", "digest", "mode", "repeat", "text")]
 
 
 def to_columns(records: Sequence[Record], problem_ids: Sequence[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The benchmark: all modes answer the same problems, interleaved, with a record per answer.
 
-`run_bench` measures and reports; it continues an interrupted run in the same folder. The caller provides problems and
-checker.
+`run_bench` measures and reports; in the same folder it continues an interrupted run, and takes further problems. The
+caller provides problems and checker.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def run_bench(
         engine: has the target, draft model and adapter that the modes need.
         problems: problems with unique ids; the adapter's training problems are dropped, see `leave_out_learnt`.
         check: whether a text answers a problem; None: the problem has no reference.
-        folder: results and records; an interrupted run continues there.
+        folder: results and records. An interrupted run continues there; problems that it has records of are not
+            measured again.
         task: name of the problems, for the report.
         console: console of the progress bar (None: standard error).
 
@@ -110,8 +111,6 @@ def run_bench(
         **engine.describe_machine(),
         **engine.describe(),
         "task": task,
-        "problems": len(problems),
-        "digest": problems_digest(problems),
     }
     drafters = {mode.name: mode.engine.describe_drafters() for mode in modes if mode.engine is not None}
     config = asdict(settings)
@@ -129,11 +128,11 @@ def run_bench(
             yield answer(engine, mode, problem, check, repeat)
 
     runs = {
-        (problem.id, mode.name, repeat): (problem, mode, repeat)
+        (problems_digest([problem]), mode.name, repeat): (problem, mode, repeat)
         for problem, mode, repeat in schedule(problems, modes, settings.sweep_limit, settings.repeats)
     }
     records = run_missing(store, runs, measure, "bench", console)
-    environment |= {**config, **describe_run()}
+    environment |= {"problems": len(problems), "digest": problems_digest(problems), **config, **describe_run()}
     categories = {p.id: category for p in problems if (category := getattr(p, "metadata", {}).get("category"))}
     results = summarise(records, [p.id for p in problems], environment, categories)
     folder = Path(folder)

@@ -33,6 +33,7 @@ def results(faster: float = 1.0, modes: dict[str, float] = MODES) -> dict:
     records = [
         Record(
             problem_id=problem,
+            digest=problem,
             mode=mode,
             repeat=0,
             correct=i % 5 > 0 or mode == "target",

@@ -35,7 +35,7 @@ def bench(
     split: Annotated[
         str, typer.Option(metavar="test|validation|train", help="Split of the task; tune settings on validation.")
     ] = "test",
-    limit: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 300,
+    limit: Annotated[int, typer.Option(min=1, help="Number of problems; a larger one adds to a finished run.")] = 300,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the problem selection and of the bootstrap.")] = 0,
     modes: Annotated[str | None, typer.Option(metavar="A,B,…", help="Default: the first eight below.")] = None,
     out: Annotated[str, typer.Option(metavar="DIR", help=options.RESULTS_HELP)] = "runs/bench",

@@ -22,7 +22,7 @@ from parse_infer.block_length import FIRST, BlockLength
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.assisted import AssistantSettings, in_target_vocabulary
 from parse_infer.evaluation.mode_names import DEFAULT_MODES, MODES, SWEPT, check_modes, describe
-from parse_infer.evaluation.modes import Mode, make_modes, read_draft, timed
+from parse_infer.evaluation.modes import Mode, make_modes, problems_digest, read_draft, timed
 from parse_infer.evaluation.records import Record
 from parse_infer.evaluation.report import summarise
 from parse_infer.evaluation.results_file import to_columns, write_results
@@ -386,8 +386,6 @@ def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_p
     assert (tmp_path / "records.jsonl").stat().st_size == size
     with pytest.raises(ValueError, match=r"holds a benchmark with max_new_tokens 6 and this one has 13"):
         run_bench(engine, PROBLEMS[:2], check, tmp_path, BenchSettings(ALL_MODES, GenerationSettings(13), repeats=2))
-    with pytest.raises(ValueError, match=r"digest|problems"):
-        run_bench(engine, PROBLEMS[1:3], check, tmp_path, settings)
 
 
 def test_modes_without_target_or_draft_leave_their_comparisons_open(engine, tmp_path: Path):
@@ -396,6 +394,27 @@ def test_modes_without_target_or_draft_leave_their_comparisons_open(engine, tmp_
     figures = results["modes"]["parse"]
     assert figures["speedup"] is None and figures["accuracy_diff"] is None and figures["limit_share"] is None
     assert figures["accuracy"] == 1 and (tmp_path / "figure.png").exists()
+
+
+def test_more_problems_add_to_a_finished_run(engine, tmp_path: Path):
+    settings = BenchSettings(("target", "parse"), GenerationSettings(4), thresholds=())
+
+    def measured(problems: list[Problem]) -> list[tuple[str, str]]:
+        """The records' problems and modes, after the run."""
+        shown = run_bench(engine, problems, lambda p, t: True, tmp_path, settings)
+        assert shown["records"]["problems"] == [p.id for p in problems]
+        assert shown["environment"]["problems"] == len(problems)
+        assert shown["environment"]["digest"] == problems_digest(problems)
+        rows = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+        return [(row["problem_id"], row["mode"]) for row in rows]
+
+    first = [("p0", "target"), ("p0", "parse")]
+    assert measured(PROBLEMS[:1]) == first
+    more = [*first, ("p1", "parse"), ("p1", "target")]
+    assert measured(PROBLEMS[:2]) == more
+    assert measured(PROBLEMS[1:2]) == more
+    other = replace(PROBLEMS[0], prompt=PROBLEMS[2].prompt)  # of the same id
+    assert measured([other, PROBLEMS[1]]) == [*more, *first]
 
 
 def test_problems_must_be_there_and_differ(engine, tmp_path: Path):
@@ -441,7 +460,7 @@ def test_settings_out_of_range_are_refused():
 
 
 def record(problem: str, mode: str, seconds: float, tokens: int, correct: bool | None = True, **more) -> Record:
-    own = {"repeat": 0, "text": "", "finish_reason": "eos", "target_forwards": 1, **more}
+    own = {"digest": problem, "repeat": 0, "text": "", "finish_reason": "eos", "target_forwards": 1, **more}
     return Record(problem_id=problem, mode=mode, correct=correct, seconds=seconds, n_tokens=tokens, **own)
 
 
@@ -451,7 +470,13 @@ def from_columns(columns: dict[str, Any]) -> Iterator[Record]:
         n = len(values["correct"]) // columns["repeats"]
         for i, right in enumerate(values["correct"]):
             row = {name: column[i] for name, column in values.items()}
-            own = {"problem_id": columns["problems"][i % n], "mode": mode, "repeat": i // n, "text": ""}
+            own = {
+                "problem_id": columns["problems"][i % n],
+                "digest": columns["problems"][i % n],
+                "mode": mode,
+                "repeat": i // n,
+                "text": "",
+            }
             yield Record(**{**row, **own, "correct": bool(right)})
 
 
