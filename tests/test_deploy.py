@@ -103,9 +103,10 @@ def test_programs_take_their_command_lines(where: str):
 def test_services_of_compose_find_each_other(where: str):
     services = compose(EMBEDDED if where == "embedded" else {})
     coordinator = served(commands(where)["coordinator"])
-    for role in ("target", "draft"):
+    for port, role in ((8001, "target"), (8002, "draft")):
         assert coordinator[f"{role}_url"] == [f"http://{role}:8000"]
-        assert "--port 8000" in services[role]["command"] and "ports" not in services[role]
+        assert "--port 8000" in services[role]["command"]
+        assert services[role]["ports"] == [f"127.0.0.1:{port}:8000"]  # seen from this machine only
         assert services["coordinator"]["depends_on"][role] == {"condition": "service_healthy"}
     mounted = services["coordinator"]["volumes"][1]
     assert mounted["target"] == coordinator["adapter"] == "/adapter"

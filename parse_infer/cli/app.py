@@ -30,7 +30,7 @@ Examples:
   parse-infer generate "A box holds 12 pens. How many pens are in 7 boxes?"
   parse-infer serve --port 8000
   parse-infer bench --limit 50 --out runs/bench
-  parse-infer eval --tasks gsm8k --limit 50
+  parse-infer eval --tasks gsm8k --num-fewshot 0 --limit 50
 """
 app = typer.Typer(
     help=f"Speculative generation: a draft model writes, the target verifies every prefix in one pass.\n\n{_EXAMPLES}",
