@@ -46,7 +46,8 @@ from parse_infer.suggest import suggestion
 from tools.promise_figure import block_tokens
 
 _ABOUT = {
-    "qwen-coder-humaneval": "Qwen2.5-Coder 1.5B and 0.5B, untuned: [HumanEval](docs/benchmarks.md#a-public-pair)",
+    "qwen-coder-3850": "Qwen2.5-Coder 1.5B and 0.5B, untuned: [GSM8K](docs/benchmarks.md#a-public-pair) with its own judge",
+    "qwen-coder-humaneval": "the same, transferred judge, which accepts nothing by default: HumanEval",
     "qwen-coder-mt-bench": "the same: MT-Bench",
     "spec-bench-qwen-coder": "the same: Spec-Bench",
     "smollm2": "SmolLM2-135M and 5 M, tuned: [word problems](docs/benchmarks.md#the-smollm2-pair)",
