@@ -116,7 +116,10 @@ def _refuse_unknown(parser: RecipeParser, where: str | Path, keys: Sequence[str]
 
 
 def mapping(text: str) -> dict[str, Any]:
-    value = yaml.safe_load(text)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = None
     if not isinstance(value, dict):
         raise ParseError(text)
     return value

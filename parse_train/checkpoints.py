@@ -5,10 +5,12 @@ A checkpoint records its recipe in `trainer_state.json`, the file that transform
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from peft import PeftModel, set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model
+from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -52,17 +55,36 @@ class Start:
     finished: bool = False
 
 
-def prepare(config: TrainingConfig, rows: int | None = None) -> Start:
+def digest(examples: Iterable[Any]) -> str:
+    """Identify training examples, which are dataclasses, by their content."""
+    found = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            found.update(value.numpy(force=True).tobytes())
+        elif is_dataclass(value):
+            for name in fields(value):
+                add(getattr(value, name.name))
+        else:
+            found.update(repr(value).encode())
+
+    for example in examples:
+        add(example)
+    return found.hexdigest()[:16]
+
+
+def prepare(config: TrainingConfig, rows: int | None = None, data: str | None = None) -> Start:
     """Choose the start of the training, and delete unusable checkpoints. Every process must call this function.
 
     Args:
         rows: number of training rows, if known.
+        data: `digest` of the training examples, if known.
 
     Raises:
         ValueError: the checkpoints in `output_dir` have a different recipe, or the named checkpoint is incomplete.
         FileNotFoundError: the named checkpoint does not exist.
     """
-    start = _find(config, _recipe(config, rows))
+    start = _find(config, _recipe(config, rows, data))
     with config.main_process_first(local=False):  # others wait until old checkpoints are deleted
         if config.process_index == 0:
             for folder in checkpoints(str(config.output_dir)):
@@ -112,10 +134,18 @@ class StopAtNaN(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if math.isnan(float((logs or {}).get("grad_norm", 0))):
-            raise ParseError(
-                f"the gradient is NaN at step {state.global_step}, so the training has ended: try a lower "
-                "learning_rate, or float32 instead of bf16; earlier checkpoints may be NaN too"
-            )
+            raise self._error("gradient is", state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        trained = (weights for weights in model.parameters() if weights.requires_grad)
+        if any(weights.isnan().any() for weights in trained):  # the last steps are not logged
+            raise self._error("weights are", state)
+
+    def _error(self, what: str, state: Any) -> ParseError:
+        return ParseError(
+            f"the {what} NaN at step {state.global_step}, so the training has ended: try a lower learning_rate, or "
+            "float32 instead of bf16; earlier checkpoints may be NaN too"
+        )
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
@@ -168,11 +198,11 @@ def _find(config: TrainingConfig, recipe: dict[str, Any]) -> Start:
     return Start(recipe, complete[-1], _finished(complete[-1]))
 
 
-def _recipe(config: TrainingConfig, rows: int | None) -> dict[str, Any]:
+def _recipe(config: TrainingConfig, rows: int | None, data: str | None) -> dict[str, Any]:
     """Return all settings that affect the result, after a JSON round trip."""
     values = {f.name: getattr(config, f.name) for f in fields(config) if not _resume_safe(f.name)}
     deepspeed = getattr(config, "deepspeed_plugin", None) is not None  # DeepSpeed has its own checkpoint format
-    values |= {"rows": rows, "world_size": config.world_size, "under_deepspeed": deepspeed}
+    values |= {"rows": rows, "examples": data, "world_size": config.world_size, "under_deepspeed": deepspeed}
     return json.loads(json.dumps(values, default=str))
 
 

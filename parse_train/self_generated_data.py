@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -100,7 +101,16 @@ def own_answers(lm: LanguageModel, config: SelfGeneratedConfig) -> tuple[Path, D
         write_answers(lm, config, config.seed, split, limit, folder / split)
     with config.main_process_first(local=False):  # other processes read the cache
         train, evaluation = (read_answers(folder / split, split, limit) for split, limit in limits.items())
-    return folder, train, evaluation
+    learnt = {_prompt(row) for row in train}
+    unseen = [i for i, row in enumerate(evaluation) if _prompt(row) not in learnt]
+    if (n := len(evaluation) - len(unseen)) and config.process_index == 0:
+        print(f"note: {n} of {len(evaluation)} validation prompts are training prompts; they are left out")
+    return folder, train, evaluation.select(unseen)
+
+
+def _prompt(row: dict[str, Any]) -> bytes:
+    """Identify the prompt of a row of `read_answers`."""
+    return hashlib.sha256(repr(row["input_ids"][: row["start"]]).encode()).digest()
 
 
 def write_answers(lm: LanguageModel, config: AnswerConfig, seed: int, split: str, limit: int, folder: Path) -> None:

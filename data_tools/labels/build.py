@@ -71,6 +71,7 @@ def build(config: BuildConfig) -> Summary:
             missing = _missing(groups, numbered, by_reference=config.check_with == "task")
             if (first := next(missing, None)) is not None:
                 labeller = Labeller.load(config, task, progress.activity, progress.note)
+                labeller.begun = bool(groups.ends)
                 groups.note_models(labeller.describe_models())
                 _label(labeller, chain([first], missing), groups, progress)
         if not groups.ends:
@@ -157,6 +158,7 @@ class Labeller:
 
     Attributes:
         rollouts: number of target rollouts so far.
+        begun: whether problems have been labelled before. Until then a group without a readable prompt is an error.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class Labeller:
         self.config, self.activity, self.note = config, activity, note
         self.task: Task = OwnAnswers(task) if config.check_with == "own_answer" else task
         self.writers, self.target = {"target": target, "draft": draft}, target.model
-        self.rollouts = 0
+        self.rollouts, self.begun = 0, False
         self.segmenter = Segmenter(self.target.tokenizer, config.policy)
         self.decoder = target.decoder(self.target.eos_ids)
         self.sampler: DraftSampler | AnswerSampler = (
@@ -196,7 +198,9 @@ class Labeller:
     async def label(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
         """Return one row per draft, in the order of the problems. A skipped problem has no rows."""
         config = self.config
-        problems = readable(problems, [writer.model for writer in self.writers.values()], self.note)
+        models = [writer.model for writer in self.writers.values()]
+        problems = readable(problems, models, self.note, some=not self.begun)
+        self.begun = True
         prompts = [Tally(0, 0)] * len(problems)
         rollouts: PrefixRollouts | None = None
         if config.asks_target:
@@ -214,6 +218,8 @@ class Labeller:
             await rollouts.begin()
             problems, prompts = rollouts.problems, rollouts.prompts
         kept = [i for i, tally in enumerate(prompts) if tally.right or not config.drop_unsolved]
+        if isinstance(self.task, OwnAnswers):  # without an answer of the target nothing is known
+            kept = [i for i in kept if problems[i].reference]
 
         self.activity("drafts")
         drafts = await self.sampler.sample([problems[i] for i in kept])
@@ -249,9 +255,7 @@ class Labeller:
     def _case(self, index: int, problem: Problem, draft: SampledDraft, prompt: Tally) -> _Case:
         cuts = self.segmenter.cuts(draft.ids)  # the last one is the whole draft
         cuts = self.config.policy.even_subset(cuts) if self.config.prefix_labels else cuts[-1:]
-        unknown = isinstance(self.task, OwnAnswers) and not problem.reference and not self.config.prefix_labels
-        known = draft.finished and not unknown
-        own_answer = is_right(self.target, self.task, problem, draft.ids) if known else None
+        own_answer = is_right(self.target, self.task, problem, draft.ids) if draft.finished else None
         search = PrefixSearch(len(cuts), self.config.label_rule(prompt), own_answer, self.config.exhaustive)
         chosen = Random(seed_of(self.config.seed, problem.id, "token labels")).random() < self.config.token_labels
         return _Case(index, draft, cuts, search, refined=chosen)

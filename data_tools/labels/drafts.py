@@ -134,11 +134,12 @@ def render(model: TokenizerSpec, problem: Problem) -> list[int]:
 
 
 def readable(
-    problems: Sequence[Problem], models: Sequence[TokenizerSpec], note: Callable[[str], None]
+    problems: Sequence[Problem], models: Sequence[TokenizerSpec], note: Callable[[str], None], some: bool
 ) -> list[Problem]:
     """Return the problems whose prompts fit all models, and report every other problem to `note`.
 
-    Raises ValueError where no problem fits, because then the models or options are the likely cause.
+    Raises ValueError where no problem fits and `some` is true, because then the models or options are the likely
+    cause.
     """
     kept, reasons = [], []
     for problem in problems:
@@ -148,7 +149,7 @@ def readable(
             kept.append(problem)
         except ValueError as error:
             reasons.append(str(error))
-    if not kept and reasons:
+    if some and not kept and reasons:
         raise ParseError(reasons[0])
     for reason in reasons:
         note(f"left out: {reason}")

@@ -21,6 +21,7 @@ from rich.progress import track
 
 from data_tools.labels.backends import Writer
 from data_tools.labels.rows import LabelledDraft, read_rows
+from data_tools.labels.shards import reads_of
 from parse_infer.errors import ParseError
 from parse_infer.files import atomic_write, read_json, write_json
 from parse_infer.judge.token_logprobs import TokenLogprobs
@@ -61,7 +62,7 @@ def add_logprobs(folder: Path, writer: Callable[[], Writer], k: int) -> None:
             f"{info.parent} has log-probabilities with k {before['k']}, not {k}: delete the folder, or keep k"
         )
     files = sorted((folder / "data").glob("*.jsonl"))
-    missing = [file for file in files if not _beside(file).is_file()]
+    missing = [file for file in files if not reads_of(file).is_file()]
     if not missing:
         return
     target = writer()
@@ -88,7 +89,7 @@ def add_logprobs(folder: Path, writer: Callable[[], Writer], k: int) -> None:
             "top_ids": [one.top_ids.flatten().numpy(force=True) for one in found],
             "top_logprobs": [one.top.flatten().numpy(force=True) for one in found],
         }
-        with atomic_write(_beside(file)) as beside:
+        with atomic_write(reads_of(file)) as beside:
             pyarrow.parquet.write_table(pyarrow.table(columns, schema=_SCHEMA), beside)
 
 
@@ -101,7 +102,7 @@ def read_drafts(source: str | Path) -> Iterator[ReadDraft]:
     folder = Path(source)
     k = read_info(folder)["k"]
     for file in sorted((folder / "data").glob("*.jsonl")):
-        path = _beside(file)
+        path = reads_of(file)
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: run the same `parse-data build` with --logprobs {k} again")
         if not file.stat().st_size:
@@ -130,7 +131,3 @@ def read_info(folder: Path) -> dict[str, Any]:
             "finished build"
         )
     return read_json(path, "delete the folder, and build again")
-
-
-def _beside(file: Path) -> Path:
-    return file.parent.parent / FOLDER / f"{file.stem}.parquet"

@@ -14,10 +14,10 @@ from rich.table import Table
 from data_tools.labels.backends import LocalWriter, load_writer
 from data_tools.labels.build import build
 from data_tools.labels.build_config import BuildConfig
-from data_tools.labels.logprobs import FOLDER, read_drafts
+from data_tools.labels.logprobs import read_drafts
 from data_tools.labels.plan import Estimate, Plan, Prediction, costs_of, make_plan
 from data_tools.labels.rows import LabelledDraft, read_rows
-from data_tools.labels.shards import GroupFolder
+from data_tools.labels.shards import GroupFolder, reads_of
 from parse_infer.block_length import Costs
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.tables import format_percent, format_times, terminal_table
@@ -42,6 +42,8 @@ def run_plan(config: BuildConfig, limit: int) -> Plan:
     """
     if not config.prefix_labels:
         raise ParseError("a plan needs to know where errors are: add --prefix_labels true and another --output_dir")
+    if config.wire != "ids":
+        raise ParseError(f"a plan reads log-probabilities, but wire {config.wire} sends texts: set wire to ids")
     before = GroupFolder(config.output_dir, config.split)
     limit = max(min(limit, config.limit or limit), max(before.ends.values(), default=0))
     summary = build(replace(config, limit=limit, logprobs=config.logprobs or FIRST_CHOICES))
@@ -126,7 +128,7 @@ def _seconds_per_problem(before: GroupFolder, after: GroupFolder, reads: bool) -
         return read_json(path, "delete the file").get("seconds_per_problem") if path.is_file() else None
     files = [file for start, file in zip(sorted(after.ends), after.files, strict=True) if start in new]
     if reads:
-        files = [after.folder / FOLDER / f"{file.stem}.parquet" for file in files]
+        files = [reads_of(file) for file in files]
     loaded = (after.folder / "build.json").stat().st_mtime  # a build notes its models there once they are loaded
     return (max(file.stat().st_mtime for file in files) - loaded) / sum(end - start for start, end in new.items())
 

@@ -83,7 +83,7 @@ class BuildProgress:
     def note(self, text: str) -> None:
         """Print one message for the user."""
         self.last_line = time.monotonic()
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _text(template: str) -> TextColumn:

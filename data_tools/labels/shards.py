@@ -1,6 +1,7 @@
 """A folder with one file of rows per group of problems. The files also record which groups are finished.
 
     data/<split>-000128-000256.jsonl   the rows of problems 128 to 255 of the stream, complete or absent
+    logprobs/<split>-000128-000256.parquet   log-probabilities of these rows, if wanted (data_tools/labels/logprobs.py)
     build.json                         the settings that affect the rows, the models and the versions
     .build/lock                        held by the running build (the system releases the lock of a dead process)
 
@@ -71,7 +72,8 @@ class GroupFolder:
             raise ParseError(f"{error}; delete the file, and run the build again to label its problems") from error
 
     def write(self, group: range, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write a finished group to disk."""
+        """Write a finished group to disk. Log-probabilities of earlier rows are deleted."""
+        reads_of(self._path(group)).unlink(missing_ok=True)
         with atomic_write(self._path(group)) as beside:
             beside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         self.ends[group.start] = group.stop
@@ -142,6 +144,12 @@ class GroupFolder:
         for group in self._groups():
             if group.stop < self.ends.get(group.start, 0):
                 self._path(group).unlink()
+                reads_of(self._path(group)).unlink(missing_ok=True)
+
+
+def reads_of(file: Path) -> Path:
+    """Return the path of the log-probabilities that belong to a file of rows."""
+    return file.parent.parent / "logprobs" / f"{file.stem}.parquet"
 
 
 def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from data_tools.tasks.row_task import RowTask, check_prompt
+from data_tools.tasks.row_task import RowTask, check_prompt, check_text
 from data_tools.tasks.task import Problem, Split, check_split, prompt_id
 from parse_infer.errors import ParseError
 from parse_infer.files import read_jsonl
@@ -40,6 +40,7 @@ class Jsonl(RowTask):
                     raise ParseError(f"{place}: the row has neither prompt nor turns")
                 row["prompt"] = turns[0]
             check_prompt(place, row["prompt"])
+            check_text(place, row)
             self.check_reference(place, row.get("reference"))
         Random(seed).shuffle(rows)
         for _, row in rows[:limit]:

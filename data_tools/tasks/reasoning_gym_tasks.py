@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -11,13 +13,16 @@ from parse_infer.errors import ParseError
 from parse_infer.optional_dependencies import missing_package
 from parse_infer.suggest import suggestion
 
+_EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")  # sympy's parser calls eval, too
+
 
 @dataclass
 class ReasoningGym:
     """Problems of reasoning-gym, without worked solutions, scored by its own checkers.
 
     Args:
-        names: generators, with their default settings; the problems alternate between them.
+        names: generators, with their default settings; the problems alternate between them. One whose checker
+            evaluates answers as Python code is refused.
         instruction: text after each question.
     """
 
@@ -39,6 +44,11 @@ class ReasoningGym:
         for name in self.names:
             if name not in DATASETS:
                 raise ParseError(f"reasoning-gym has no generator {name!r}; {suggestion(name, DATASETS)}")
+            if _EVALUATES.search(inspect.getsource(DATASETS[name][0].score_answer)):
+                raise ParseError(
+                    f"reasoning-gym's checker of {name} evaluates answers as Python code, outside the sandbox: leave "
+                    f"{name} out of names"
+                )
         if not self.names:
             raise ParseError("task reasoning_gym needs the option names: a list of reasoning-gym's generators")
         # Seed ranges of different splits and seeds never overlap, as in gsm_symbolic.

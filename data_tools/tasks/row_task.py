@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,10 +84,20 @@ def _text(prompt: str | list[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "\n".join(str(part.get("text", "")) for part in content or ())
 
 
+def check_text(place: str, value: Any) -> None:
+    """Raise ValueError if a text in a row's value has half of a surrogate pair, which no file in UTF-8 can hold."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        around = error.object[max(0, error.start - 20) : error.end].strip('"')
+        raise ParseError(f"{place}: the text {around!a} ends in half of a character: repair or drop the row") from None
+
+
 def check_prompt(place: str, prompt: Any) -> None:
     """Raise ValueError unless the prompt is a non-empty text or list of chat messages."""
     if not prompt:
         raise ParseError(f"{place}: the prompt is empty")
+    check_text(place, prompt)
     if isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
         return
     if not isinstance(prompt, str):

@@ -4,7 +4,8 @@ The source runs in Linux namespaces of its own. It sees no other process, and no
 and, read-only, the folders of Python and of the system's libraries. Packages are not on its path. When `run_python`
 returns, all processes of the source are dead. Where the system refuses any of this, nothing runs.
 
-The sandbox is no virtual machine: it does not protect against errors of the kernel.
+The sandbox is no virtual machine: it does not protect against errors of the kernel, and System V shared memory does
+not count towards the limit of memory.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from parse_infer.errors import ParseError
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _REFUSED = 125  # exit code of the child
 _MAX_OUTPUT = 1 << 20  # bytes, the limit of a file's size
+_PATIENCE_S = 10.0  # of a child that should end
 _NEEDS = "a check that runs the model's code needs namespaces of Linux 5.12 or later"
 
 
@@ -57,7 +59,11 @@ def run_python(source: str, seconds: float = 10.0, cpu_seconds: int = 3) -> Run:
             pass
         finally:
             process.terminate()  # the child kills the program's processes first
-            process.wait()
+            try:
+                process.wait(_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()  # the kernel kills the program's processes then
+                process.wait()
         texts = []
         for file in (out, err):
             file.seek(0)

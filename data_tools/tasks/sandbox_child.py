@@ -55,6 +55,7 @@ def main(cpu_seconds: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     if (child := os.fork()) == 0:  # the first process of its namespace: all others die with it
         _call("prctl", _DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        os.setsid()  # kill(0) of the program must not reach this file's process
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ends)
         # Instead of -I, which ignores the seed: sets then have the same order in every run.
         os.execve(python, [python, "-s", "-P", "-S", "-B", "main.py"], {"PYTHONHASHSEED": "0"})

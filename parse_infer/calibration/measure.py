@@ -249,16 +249,18 @@ def _outcome(
     disagreed: list[list[bool]] = []
     seconds: list[list[float]] = []
     texts: list[list[str]] = []
-    found: dict[str, tuple[float, bool]] = {}
+    found: dict[tuple[str, bool], tuple[float, bool]] = {}
     with Replay(engine) as replay:
         replay.clear_caches()
         if not timed:
             alone, _ = replay.answer(problem.prompt, plain.override(threshold=ACCEPT_NOTHING, block_tokens="whole"))
+        cut_off = alone.finish_reason == "length"
         right = check(problem, alone.text)
         if right is None and settings.loss == "accuracy":
             raise CalibrationError(
                 f"the checker cannot decide on an answer to problem {problem.id}: calibrate with --loss disagreement"
             )
+        right = right and not cut_off
         for order in settings.orders:
             losses.append([])
             disagreed.append([])
@@ -266,13 +268,16 @@ def _outcome(
             texts.append([])
             for setting in order:
                 answer, took = replay.answer(problem.prompt, plain.override(**asdict(setting)))
-                if answer.text not in found:
-                    lost = not same(alone.text if majority is None else majority, answer.text)
+                key = answer.text, answer.finish_reason == "length"
+                if key not in found:
+                    lost = (key[1] and not cut_off) or not same(
+                        alone.text if majority is None else majority, answer.text
+                    )
                     if settings.loss == "accuracy":
-                        lost = bool(right) and not check(problem, answer.text)
-                    found[answer.text] = float(lost), not audited(alone.text, answer.text)  # an audit has texts alone
-                losses[-1].append(found[answer.text][0])
-                disagreed[-1].append(found[answer.text][1])
+                        lost = bool(right) and (key[1] or not check(problem, answer.text))
+                    found[key] = float(lost), not audited(alone.text, answer.text)  # an audit has texts alone
+                losses[-1].append(found[key][0])
+                disagreed[-1].append(found[key][1])
                 seconds[-1].append(round(took, 4))
                 texts[-1].append(answer.text)
     if timed:

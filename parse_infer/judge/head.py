@@ -78,10 +78,10 @@ class TokenDoubt(nn.Module):
     def forward(self, expected: Tensor, written: Tensor, surprise: Tensor) -> Tensor:
         """Compute the doubt [..., T] in float32 from the final-norm states before T tokens, the tokens' embeddings
         (both [..., T, H]) and their `TokenSurprisal.features` [..., T, 3]."""
-        a = _in_float32(self.expected, rms_norm(self.dropout(expected.float()), expected.shape[-1:]))
-        b = _in_float32(self.written, rms_norm(written.float(), written.shape[-1:]))
-        weighed = silu(_in_float32(self.weigh, torch.cat([a, b, a * b, surprise / 3], dim=-1)))
-        return _in_float32(self.out, weighed)[..., 0]
+        a = in_float32(self.expected, rms_norm(self.dropout(expected.float()), expected.shape[-1:]))
+        b = in_float32(self.written, rms_norm(written.float(), written.shape[-1:]))
+        weighed = silu(in_float32(self.weigh, torch.cat([a, b, a * b, surprise / 3], dim=-1)))
+        return in_float32(self.out, weighed)[..., 0]
 
     @staticmethod
     def pool_over_prefixes(doubt: Tensor, ends: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class TokenDoubt(nn.Module):
         return doubt.logcumsumexp(-1).gather(-1, (ends - 1).clamp_min(0)) * (ends > 0)
 
 
-def _in_float32(layer: nn.Linear, x: Tensor) -> Tensor:
+def in_float32(layer: nn.Linear, x: Tensor) -> Tensor:
     """Apply `layer` in float32, since DeepSpeed keeps weights in bfloat16 in training. No copy of float32 weights."""
     return linear(x, layer.weight.float(), None if layer.bias is None else layer.bias.float())
 

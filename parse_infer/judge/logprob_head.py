@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from parse_infer.judge.carried import Carried
+from parse_infer.judge.head import in_float32
 from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts, certain_features, n_features
 from parse_infer.judge.usual_drafts import UsualDrafts
 
@@ -93,12 +94,14 @@ class LogprobHead(nn.Module):
         values, offsets, flags = (part.to(features.device) for part in texts.of(distinct.tolist()))
         parts = [features, flags[place[0]], flags[place[1]]]
         if self.config.text_size:
-            written, expected = self.texts(values, offsets)[place]
+            written, expected = self.texts(values, offsets)[place].float()
             parts += [written, expected, written * expected]
-        read = silu(self.read(torch.cat(parts, dim=-1)))
-        states, _ = self.recall(read, None if memory is None else memory[None])
-        hidden = silu(self.weigh(torch.cat([read, states], dim=-1)))
-        return self.gap * 3 * features[..., 1] + self.out(hidden)[..., 0], states
+        read = silu(in_float32(self.read, torch.cat(parts, dim=-1)))
+        begun = read.new_zeros(1, len(read), self.config.width) if memory is None else memory[None]
+        weights = [each.float() for each in self.recall.all_weights[0]]  # DeepSpeed keeps bfloat16 in training
+        states, _ = torch.gru(read, begun, weights, True, 1, 0.0, self.training, False, True)
+        hidden = silu(in_float32(self.weigh, torch.cat([read, states], dim=-1)))
+        return self.gap * 3 * features[..., 1] + in_float32(self.out, hidden)[..., 0], states
 
 
 @dataclass(frozen=True)

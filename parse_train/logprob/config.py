@@ -19,7 +19,9 @@ class LogprobTrainingConfig(JudgeTrainingConfig):
 
     more_data: list[str] = field(
         default_factory=list,
-        metadata={"help": "Further builds with the same target to train on, such as one of PARSE's own answers."},
+        metadata={
+            "help": "Further builds with the same target to train on alone, such as one of PARSE's own answers."
+        },
     )
     start_from: str | None = field(
         default=None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from data_tools.labels.logprobs import ReadDraft, read_drafts
 from parse_infer.errors import ParseError
+from parse_infer.held_out import prompt_hash
 from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.models.prompts import Prompt
 from parse_train.logprob.config import LogprobTrainingConfig
@@ -43,22 +44,36 @@ class LogprobExample:
         return cls(found, row.cuts, row.labels, weights, row.temperature, row.prompt, row.problem, row.domain)
 
 
-def load_datasets(config: LogprobTrainingConfig, k: int) -> tuple[ValidityDataset, ValidityDataset, dict[str, int]]:
+def load_datasets(
+    config: LogprobTrainingConfig, k: int, learnt: Collection[str] = ()
+) -> tuple[ValidityDataset, ValidityDataset, dict[str, int]]:
     """Load training drafts, evaluation drafts (longest first) and counts for the log.
+
+    Drafts of `more_data` are never held out: the exported bound is one for drafts like those of `data`.
+
+    Args:
+        learnt: `prompt_hash` of problems that the head has learnt from before; their drafts are not held out.
 
     Raises:
         ValueError, FileNotFoundError: see `read_drafts`; or all drafts are longer than `max_length`.
     """
-    drafts = {id(draft.row): draft for data in (config.data, *config.more_data) for draft in read_drafts(data)}
+    drafts = {id(draft.row): draft for draft in read_drafts(config.data)}
     rows = [draft.row for draft in drafts.values()]
     if config.eval_data is None:
-        train_rows, eval_rows = split_by_problem(rows, config.eval_share, config.seed)
+        rows, eval_rows = split_by_problem(rows, config.eval_share, config.seed)
     else:
         held_out_drafts = {id(draft.row): draft for draft in read_drafts(config.eval_data)}
         drafts |= held_out_drafts
         eval_rows = [draft.row for draft in held_out_drafts.values()]
-        held_out = {row.prompt_key for row in eval_rows}
-        train_rows = [row for row in rows if row.prompt_key not in held_out]
+    more = {id(draft.row): draft for data in config.more_data for draft in read_drafts(data)}
+    drafts |= more
+    held_out = {row.prompt_key for row in eval_rows}
+    train_rows = [row for row in (*rows, *(draft.row for draft in more.values())) if row.prompt_key not in held_out]
+    if learnt:
+        known, before = set(learnt), len(eval_rows)
+        eval_rows = [row for row in eval_rows if prompt_hash(row.prompt) not in known]
+        if len(eval_rows) < before and config.process_index == 0:
+            print(f"note: start_from has learnt the problems of {before - len(eval_rows)} held-out drafts: left out")
     train, evaluation = (
         [LogprobExample.of(drafts[id(row)], k) for row in some if len(row.draft_ids or []) <= config.max_length]
         for some in (train_rows, eval_rows)

@@ -43,21 +43,22 @@ def main(config: LogprobTrainingConfig) -> None:
     build, reads = read_build_info(config.data), read_info(Path(config.data))
     if not build.target:
         raise ParseError(f"{config.data} has no build.json that names the target: build it with `parse-data build`")
-    for data in (config.data, *config.more_data):
+    for data in filter(None, (config.data, *config.more_data, config.eval_data)):
         if config.k > (stored := read_info(Path(data))["k"]):
             raise ParseError(f"k is {config.k}, but {data} stores {stored} first choices per token: lower k")
-        if (other := read_build_info(data).target) != build.target:
-            raise ParseError(f"{data} has labels of another target, {other.get('name')}: leave it out of more_data")
+        if not read_build_info(data).has_target_of(build):
+            name = read_build_info(data).target.get("name")
+            raise ParseError(f"{data} has labels of another target, {name}: leave it out of more_data and eval_data")
     config.cut_policy = config.cut_policy or build.cut_policy
     config.template_options = config.template_options or build.template_options
     language = load_served_model(build.target["name"], template_options=config.template_options)
-    train, evaluation, counts = load_datasets(config, config.k)
+    head, learnt = first_head(config)
+    train, evaluation, counts = load_datasets(config, config.k, learnt)
     served_drafts(config, evaluation)  # reject a wrong temperature before the training
     texts = TokenTexts(language.tokenizer, language.eos_ids, config.buckets)
-    head, learnt = first_head(config)
     model = LogprobModel(head, texts, config.noise, config.certain_share)
     facts = describe(config, build, language, reads, usual_drafts(config, train), counts)
-    start = begin(config, len(train), counts)
+    start = begin(config, train, counts)
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=LogprobCollator())
     checkpoints.train(trainer, start)
     learnt |= {prompt_hash(example.prompt) for example in train.examples}

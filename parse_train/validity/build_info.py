@@ -29,6 +29,12 @@ class BuildInfo:
     task_options: dict[str, Any] = field(default_factory=dict)
     max_draft_tokens: int = 256
 
+    def has_target_of(self, other: BuildInfo) -> bool:
+        """Whether the labels of both builds come from the same target; builds over servers do not know its weights."""
+        one, two = ({**build.target, "fingerprint": None} for build in (self, other))
+        weights = [build.target.get("fingerprint") for build in (self, other)]
+        return one == two and (None in weights or same_weights(*map(str, weights)))
+
     def check_target(self, model: PreTrainedModel, data: str) -> None:
         """Raise ValueError if the labels come from rollouts of other weights than `model`."""
         known = self.target.get("fingerprint")

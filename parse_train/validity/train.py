@@ -48,7 +48,7 @@ def main(config: ValidityTrainingConfig) -> None:
     served_drafts(config, evaluation)  # reject a wrong temperature before the training
     facts = describe(config, lm, counts, build.label)
     model = build_model(config, lm, frequent_tokens(train, lm, config.surprise_vocab_size))
-    start = begin(config, len(train), counts)
+    start = begin(config, train, counts)
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=ValidityCollator(pad_id(lm)))
     checkpoints.train(trainer, start)
     learnt = {prompt_hash(example.prompt) for example in train.examples}
@@ -64,11 +64,11 @@ def main(config: ValidityTrainingConfig) -> None:
     tracking.finish()
 
 
-def begin(config: JudgeTrainingConfig, n_train: int, counts: dict[str, int]) -> checkpoints.Start:
+def begin(config: JudgeTrainingConfig, train: ValidityDataset, counts: dict[str, int]) -> checkpoints.Start:
     """Print the counts, find the checkpoint to resume from, and start the tracking of the run."""
     if config.process_index == 0:
         print(", ".join(f"{name} {value}" for name, value in counts.items()))
-    start = checkpoints.prepare(config, n_train)
+    start = checkpoints.prepare(config, len(train), checkpoints.digest(train.examples))
     tracking.start(config, resumed=start.checkpoint is not None)
     for data in filter(None, (config.data, config.eval_data)):
         tracking.log_artifact(config, "dataset", f"{Path(data).name}-drafts", data, counts)
@@ -90,6 +90,8 @@ def prepare(
     config.template_options = config.template_options or build.template_options
     lm = load_target(config)
     build.check_target(lm.model, config.data)
+    if config.eval_data is not None:
+        read_build_info(config.eval_data).check_target(lm.model, config.eval_data)
     train, evaluation, counts = load_datasets(config, encoder_for(config, lm))
     return lm, build, train, evaluation, counts
 
@@ -236,7 +238,7 @@ def finish(
         risk = replace(risk, threshold=fitted.of_threshold(risk.threshold))
         metrics = headline_metrics(drafts, risk.threshold, config.risk_alpha)
         if risk.of_whole_drafts:
-            del metrics["best_first_error_f1"]
+            metrics.pop("best_first_error_f1", None)
         metrics |= {"ece_served_before": fitted.ece_before, "ece_served": fitted.ece}
         domains = [example.domain for example, one in zip(evaluation.examples, chosen, strict=True) if one]
         metrics |= domain_metrics(fitted.of_drafts(served), domains)

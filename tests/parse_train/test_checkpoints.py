@@ -165,5 +165,17 @@ def test_a_training_whose_gradient_is_nan_ends(
 ) -> None:
     assert replace(finished, output=tmp_path / "out").run("--learning_rate", "1e30", "--warmup_steps", "0") == 2
     assert "the gradient is NaN at step" in capsys.readouterr().err
+    unlogged = (
+        "--logging_steps",
+        "1000",
+        "--logging_first_step",
+        "false",
+        "--learning_rate",
+        "1e30",
+        "--warmup_steps",
+        "0",
+    )
+    assert replace(finished, output=tmp_path / "unlogged").run(*unlogged) == 2
+    assert "are NaN at step" in capsys.readouterr().err
     assert not torch.backends.cuda.cudnn_sdp_enabled(), "its gradient can be NaN"
     assert not (tmp_path / "out" / finished.exported).exists()

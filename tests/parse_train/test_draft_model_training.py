@@ -30,6 +30,7 @@ def recipe(make_model, tokenizer, tmp_path: Path) -> list[str]:
         for a in range(4)
         for b in range(4)
     ]
+    rows.append({"prompt": "1 and 2?", "reference": "3", "split": "validation"})  # a training prompt, too
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["recipes/real/draft.yaml", "--model", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")]
     arguments += ["--answers", str(tmp_path / "answers"), "--output_dir", str(tmp_path / "run"), "--task", "jsonl"]
@@ -55,7 +56,9 @@ def recipe(make_model, tokenizer, tmp_path: Path) -> list[str]:
 
 def test_an_aligned_draft_model_agrees_and_is_not_trained_twice(recipe, tmp_path: Path, capsys):
     assert main([*recipe, "--max_steps", "20"]) == 0, capsys.readouterr().err
-    printed = [line for line in capsys.readouterr().out.splitlines() if "before" in line]
+    lines = capsys.readouterr().out.splitlines()
+    assert "note: 1 of 5 validation prompts are training prompts; they are left out" in lines
+    printed = [line for line in lines if "before" in line]
     before, after = (float(word) for word in printed[0].replace(",", "").split() if word[0].isdigit())
     assert printed[0].startswith("agrees with the target") and after > before + 0.3, printed
 

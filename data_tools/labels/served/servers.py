@@ -89,7 +89,7 @@ class ReadRequest:
     prompt: list[int]
     draft: list[int]
     k: int
-    home: int = 0
+    home: int
 
     def body(self) -> dict[str, Any]:
         return {"prompt": self.prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": self.k}
@@ -145,12 +145,14 @@ class CompletionServers:
         return self._pool.identity.window
 
     def version(self) -> str | None:
-        """Return the version that vLLM reports; None for other servers."""
-        try:
-            url = self.urls[0].removesuffix("/v1").rstrip("/")
-            return str(self._run(self._client.get(f"{url}/version"))["version"])
-        except (OSError, ValueError, LookupError, TypeError):
-            return None
+        """Return the version that the first healthy vLLM server reports; None for other servers."""
+        for server in self._pool.members:
+            if server.healthy:
+                try:
+                    return str(self._run(self._client.get(f"{server.url}/version"))["version"])
+                except (OSError, ValueError, LookupError, TypeError, TransientServerError):
+                    continue
+        return None
 
     def read(self, requests: Iterable[ReadRequest]) -> list[TokenLogprobs]:
         """Send the requests, and return the log-probabilities in the same order. Raises as `complete` does."""

@@ -50,6 +50,7 @@ class ServedWriter:
                     "max_rollout_tokens"
                 )
             model.window = window
+        model.window -= 1  # a read writes a token, which the server counts
 
     def decoder(self, end_ids: Collection[int]) -> ServedDecoder:
         return ServedDecoder(self, end_ids)
@@ -60,7 +61,12 @@ class ServedWriter:
         return describe_config(config, self.model.name) | {"fingerprint": fingerprint_of([None] * 3)}
 
     def read(self, drafts: Sequence[tuple[list[int], list[int]]], k: int) -> list[TokenLogprobs]:
-        return self.servers.read([ReadRequest([*context, *draft], draft, k) for context, draft in drafts])
+        homes: dict[tuple[int, ...], int] = {}
+        requests = [
+            ReadRequest([*context, *draft], draft, k, homes.setdefault(tuple(context), len(homes)))
+            for context, draft in drafts
+        ]
+        return self.servers.read(requests)
 
     def describe_reads(self) -> dict[str, Any]:
         return {"engine": "openai", "version": self.servers.version(), "dtype": None, "quantization": None}

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import torch
+
 from parse_infer.models.batch_decoder import BatchDecoder, Row
 from parse_infer.models.detokenizer import decode
 from parse_infer.models.loading import LanguageModel
@@ -44,6 +46,7 @@ class CompletionServer:
     """Whether /v1/models works; `transformers serve` fails there where this machine has no hub cache."""
     key: str | None = None
     max_model_len: int | None = None
+    version: str | None = None
     asked: list[dict[str, Any]] = field(default_factory=list)
     answered: int = 0
     most: int = 0
@@ -101,7 +104,9 @@ class CompletionServer:
         return f"http://127.0.0.1:{self._port}/v1"
 
     def _models(self, http: BaseHTTPRequestHandler) -> None:
-        if http.path != "/v1/models":
+        if http.path == "/version" and self.version is not None:
+            _send(http, 200, {"version": self.version})
+        elif http.path != "/v1/models":
             _send(http, 404, {"detail": "Not Found"})
         elif not self.lists:
             _send(http, 500, {"detail": "Cache directory not found"})
@@ -158,9 +163,19 @@ class CompletionServer:
             with self._lock:
                 self.answered += 1
 
+    @torch.inference_mode()
     def _choice(self, body: dict[str, Any]) -> dict[str, Any]:
         lm = self.models[body["model"]]
         prompt = body["prompt"]
+        if k := body.get("prompt_logprobs"):
+            scores = lm.model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+            entries: list[Any] = [None]
+            for token, row in zip(prompt[1:], scores, strict=False):
+                ids = [token, *row.topk(k).indices.tolist()]
+                entries.append(
+                    {str(i): {"logprob": row[i].item(), "rank": int((row > row[i]).sum()) + 1} for i in ids}
+                )
+            return {"text": "", "token_ids": [1], "finish_reason": "length", "prompt_logprobs": entries}
         ids = lm.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
         ends = lm.eos_ids | set(body.get("stop_token_ids", ()))
         sampling = Sampling(body["temperature"], body["top_p"], max(0, body.get("top_k", 0)), body.get("seed"))

@@ -202,10 +202,10 @@ def test_labels_of_whole_drafts_exclude_finer_ones(make_config: Make) -> None:
     make_config(prefix_labels=False, check_with="own_answer", rollout_temperature=0.7)  # no margin
 
 
-def test_without_an_own_answer_a_whole_draft_has_no_label(make_config: Make) -> None:
-    config = make_config(prefix_labels=False, check_with="own_answer", max_rollout_tokens=1)
-    assert build(config).rows == 0
-    assert all(row["labels"] == [] and row["undecided"] == 1 for row in rows_of(config.output_dir))
+@pytest.mark.parametrize("prefix_labels", [False, True])
+def test_without_an_own_answer_a_draft_has_no_labels(make_config: Make, prefix_labels: bool) -> None:
+    config = make_config(prefix_labels=prefix_labels, check_with="own_answer", max_rollout_tokens=1)
+    assert build(config).rows == 0 and not rows_of(config.output_dir)
 
 
 def test_folders_of_earlier_versions_without_labels_by_token_continue(make_config: Make) -> None:
@@ -295,6 +295,10 @@ def test_a_prompt_beyond_a_window_is_left_out(
     build(config)
     assert {row["problem_id"] for row in rows_of(config.output_dir)} == {f"p{i}" for i in range(5)}
     assert "left out: problem long: The prompt has" in capsys.readouterr().err
+    options["path"] = str(tmp_path / "long.jsonl")
+    alone = make_config("alone", task_options=options, limit=6, problems_per_group=1)
+    build(alone)  # its group has no other problem
+    assert rows_of(alone.output_dir) == rows_of(config.output_dir)
     (tmp_path / "long.jsonl").write_text(json.dumps(long))
     with pytest.raises(ValueError, match="problem long: The prompt has"):
         build(make_config("none", task_options=options, limit=1))
@@ -532,6 +536,7 @@ _NEEDED = ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm8
         ("lables: 3", [], "unknown key lables; did you mean"),
         ("seed: 3", ["--drop_unsolvd"], "command line: unknown key drop_unsolvd; did you mean 'drop_unsolved'?"),
         ("seed: three", [], "invalid int value: 'three'"),
+        ("seed: 3", ["--task_options", "path: p.jsonl, check_with: exact"], "invalid mapping value: 'path: p.jsonl"),
         ("seed: [1, 2]", [], "it takes one value"),
         ("temperatures: [0.5, hot]", [], "invalid float value: 'hot'"),
         ("split: tain", [], "choose one of train, validation, test"),

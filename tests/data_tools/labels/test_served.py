@@ -23,6 +23,7 @@ import yaml
 from data_tools.cli import main
 from data_tools.labels.build import build
 from data_tools.labels.build_config import BuildConfig
+from data_tools.labels.logprobs import read_drafts
 from parse_infer.models.loading import LanguageModel, load_language_model
 from tests.data_tools.labels.completion_server import CompletionServer, Fault
 from tests.data_tools.labels.test_build import _RUN, content, files, rows_of
@@ -186,6 +187,21 @@ def test_another_replica_stands_in(make: Make, make_config: Make, serve: Serve) 
     build(local := make_config("local", limit=8))
     assert content(config.output_dir) == content(local.output_dir)
     assert 0 < one.answered <= 8 < other.answered
+
+
+def test_replicas_share_the_reads_and_one_that_is_away_hinders_none(make: Make, serve: Serve) -> None:
+    away, one, other = serve(), serve(version="0.32"), serve(version="0.32")
+    config = make("served", one, other, limit=6, problems_per_group=6)
+    build(config)
+    gone = away.url
+    away.kill()
+    config.base_url, config.logprobs = [gone, f"{one.url}/", other.url], 3
+    build(config)
+    info = json.loads(Path(config.output_dir, "logprobs", "info.json").read_text())
+    assert info["version"] == "0.32"
+    reads = [{str(body["prompt"]) for body in server.asked if "prompt_logprobs" in body} for server in (one, other)]
+    assert all(reads) and not reads[0] & reads[1]
+    assert len(list(read_drafts(config.output_dir))) == len(rows_of(config.output_dir)) > 0
 
 
 def test_a_build_without_its_server_ends_in_one_sentence_and_is_continued(

@@ -110,3 +110,16 @@ def test_a_system_without_namespaces_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ParseError, match="this system is darwin: use Linux, or another check_with"):
         run_python("print(1)")
+
+
+def test_a_program_cannot_stop_what_watches_it() -> None:
+    run = run_python("import os, signal\nos.kill(0, signal.SIGSTOP)\nprint('goes on')")
+    assert run.finished and run.stdout == "goes on\n"
+
+
+def test_a_watcher_that_was_stopped_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stopped = tmp_path / "child.py"
+    stopped.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)")
+    monkeypatch.setattr(sandbox, "_CHILD", stopped)
+    monkeypatch.setattr(sandbox, "_PATIENCE_S", 0.1)
+    assert not run_python("", seconds=1.0).finished

@@ -60,6 +60,11 @@ def test_numeric_checking_sees_through_notation(reference, completion, right):
     assert same_number(reference, completion) is right
 
 
+def test_a_number_of_a_billion_digits_is_not_worked_out():
+    assert read_numbers("#### 3e9999999999") == [3, 9999999999] and read_numbers("4e7582910234") == [4, 7582910234]
+    assert same_number("3000", "#### 3e3")
+
+
 def test_numbers_are_read_as_they_stand():
     assert read_numbers("12 + 5 = -1,234.5") == [12, 5, Fraction("-1234.5")]
     assert read_numbers("none") == read_numbers("1/0") == []
@@ -181,6 +186,8 @@ def test_jsonl_checks(tmp_path):
         ('{"prompt": "", "reference": "1"}\n', "line 1: the prompt is empty"),
         ('{"prompt": 5, "reference": "1"}\n', "line 1: the prompt must be a text or a list of chat messages"),
         ('{"prompt": [{"role": "user"}], "reference": "1"}\n', "line 1: the prompt must be a text or a list of"),
+        ('{"prompt": "Hi \\ud83d", "reference": "1"}\n', r"line 1: the text 'Hi \\ud83d' ends in half of a character"),
+        ('{"prompt": "a", "reference": "1\\ud83d"}\n', "line 1: the text .* ends in half of a character"),
         ("[1]\n", "line 1: a row must be a JSON object, not '.1.'"),
         (
             '{"prompt": "a", "reference": "Paris"}\n',
@@ -221,6 +228,9 @@ def test_reasoning_gym_generators_take_turns_and_score_themselves():
     assert task.check(strict, strict.reference) and not task.check(strict, "I do not know")
     with pytest.raises(ValueError, match=r"no generator 'chain_sun'; .*chain_sum"):
         next(load_task("reasoning_gym", names=["chain_sun"]).problems("train"))
+    for evaluating in ("countdown", "spiral_matrix", "simple_integration"):
+        with pytest.raises(ValueError, match=f"checker of {evaluating} evaluates answers as Python code, outside"):
+            next(load_task("reasoning_gym", names=["chain_sum", evaluating]).problems("train"))
     with pytest.raises(ValueError, match="seed is 65536; for task reasoning_gym"):
         next(load_task("reasoning_gym", names=["chain_sum"]).problems("train", seed=65536))
 

@@ -372,6 +372,38 @@ def test_training_problems_show_nothing_whatever_their_ids(engine: ParseEngine, 
         run(engine, tmp_path / "few", replace(SETTINGS, risks=(0.18,)))
 
 
+def test_answers_that_the_budget_cuts_off_are_wrong(engine: ParseEngine, tmp_path: Path, monkeypatch):
+    """A checker may find the right number in them, and with a larger budget they go on."""
+    settings = replace(SETTINGS, loss="accuracy", risks=(0.5,))
+    with pytest.raises(ValueError, match="answers none of the first 12 problems right"):
+        run(engine, tmp_path / "all", settings, check=lambda problem, text: True)
+    end_target(monkeypatch)
+    with pytest.raises(ValueError, match="even where nothing of a draft is accepted"):
+        run(engine, tmp_path / "parse", settings, check=lambda problem, text: True)
+    with pytest.raises(ValueError, match="even where nothing of a draft is accepted"):
+        run(engine, tmp_path / "disagreement", replace(SETTINGS, risks=(0.5,)))
+    end_replays(monkeypatch)
+    found = run(engine, tmp_path / "none", settings, check=lambda problem, text: True)
+    assert found.tried[-1].losses == 0
+
+
+def end_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the target's answers end before their budget cuts them off."""
+    plain = ParseEngine.generate_target
+    monkeypatch.setattr(ParseEngine, "generate_target", lambda *a, **o: replace(plain(*a, **o), finish_reason="eos"))
+
+
+def end_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for PARSE's answers."""
+    plain = Replay.answer
+
+    def answer(*arguments: Any) -> tuple[Any, float]:
+        found, took = plain(*arguments)
+        return replace(found, finish_reason="eos"), took
+
+    monkeypatch.setattr(Replay, "answer", answer)
+
+
 def test_a_target_that_is_never_right_has_nothing_to_lose(engine: ParseEngine, tmp_path: Path):
     settings = replace(SETTINGS, loss="accuracy")
     with pytest.raises(ValueError, match="answers none of the first 12 problems right"):
@@ -380,8 +412,10 @@ def test_a_target_that_is_never_right_has_nothing_to_lose(engine: ParseEngine, t
         run(engine, tmp_path / "b", settings)
 
 
-def test_a_pair_that_loses_even_without_drafts_is_refused_early(engine: ParseEngine, tmp_path: Path):
+def test_a_pair_that_loses_even_without_drafts_is_refused_early(engine: ParseEngine, tmp_path: Path, monkeypatch):
     """A checker that does not know its own mind stands for a target that answers differently from run to run."""
+    end_target(monkeypatch)
+    end_replays(monkeypatch)
     mind = Random(0)
     settings = replace(SETTINGS, loss="accuracy", risks=(0.2,))
     with pytest.raises(ValueError, match="even where nothing of a draft is accepted"):

@@ -12,15 +12,19 @@ import torch
 
 from data_tools.labels.backends import LocalWriter
 from data_tools.labels.logprobs import add_logprobs, read_drafts
+from data_tools.recipe_parser import parse_recipe
+from parse_infer.held_out import prompt_hash
 from parse_infer.judge.adapter import ValidityAdapter, describe_target
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
 from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.judge.verifier import Verifier
 from parse_infer.models.decoder import Decoder
+from parse_infer.models.fingerprint import fingerprint_of
 from parse_infer.models.loading import load_language_model, load_tokenizer
 from parse_train.__main__ import main
-from parse_train.logprob.data import LogprobCollator, LogprobExample
+from parse_train.logprob.config import LogprobTrainingConfig
+from parse_train.logprob.data import LogprobCollator, LogprobExample, load_datasets
 from parse_train.logprob.model import LogprobModel
 
 OPTIONS = [
@@ -88,17 +92,20 @@ def test_a_judge_is_trained_without_the_targets_weights(build, make_model, token
         assert found.validity == pytest.approx(judge.config.validity(logits).tolist(), abs=1e-4)
 
 
-def test_a_judge_of_whole_drafts_accepts_nothing_yet(build, tmp_path, capsys):
+@pytest.mark.parametrize("both", [True, False])
+def test_a_judge_of_whole_drafts_accepts_nothing_yet(build, tmp_path, capsys, both):
     shutil.copytree(build / "build", tmp_path / "build")
     for path in (tmp_path / "build" / "data").iterdir():
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         for row in rows:
             row["completions"] = ["".join(row["completions"])]
             row |= {key: row[key][-1:] for key in ("labels", "values", "confidence", "cuts") if key in row}
+            row["labels"] = row["labels"] if both else [True]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main([recipe(tmp_path, tmp_path / "out"), *OPTIONS]) == 0
     printed = capsys.readouterr().out
-    assert "labels of whole drafts" in printed and "AUROC" in printed and "first-error F1" not in printed
+    assert "labels of whole drafts" in printed and "first-error F1" not in printed
+    assert ("AUROC" in printed) == both
     target = load_language_model(build / "target", role="target", dtype="float32").model
     assert ValidityAdapter.from_pretrained(tmp_path / "out" / "adapter", target).config.threshold > 1
 
@@ -107,6 +114,16 @@ def test_a_training_continues_another_adapters_head(build, tmp_path, capsys):
     assert main([recipe(build, tmp_path / "first"), *OPTIONS]) == 0
     first = tmp_path / "first" / "adapter"
     assert main([recipe(build, tmp_path / "second", start_from=first, learning_rate=0.0), *OPTIONS]) == 0
+    assert "start_from has learnt" not in capsys.readouterr().out, "the same problems are held out"
+    assert main([recipe(build, tmp_path / "third", start_from=first, seed=1), *OPTIONS]) == 0
+    assert "note: start_from has learnt the problems of" in capsys.readouterr().out
+    learnt = set((first / "train_problems.txt").read_text().split())
+    config = parse_recipe(
+        recipe(build, tmp_path / "held"), [*OPTIONS, "--seed", "1"], [LogprobTrainingConfig], "train"
+    )[0]
+    for known in ((), learnt):
+        held_out = {prompt_hash(example.prompt) for example in load_datasets(config, 3, known)[1].examples}
+        assert held_out and bool(held_out & learnt) == (not known)
     target = load_language_model(build / "target", role="target", dtype="float32").model
     one, two = (ValidityAdapter.from_pretrained(tmp_path / name / "adapter", target) for name in ("first", "second"))
     for name, weight in one.head.state_dict().items():
@@ -236,9 +253,41 @@ def test_further_builds_add_training_drafts(build, write_jsonl, build_rows, tmp_
     assert main([recipe(build, tmp_path / "alone"), *OPTIONS]) == 0
     alone = json.loads((tmp_path / "alone" / "adapter" / "validity_config.json").read_text())["provenance"]
     assert both["train_drafts"] == 2 * alone["train_drafts"]
+    assert both["eval_drafts"] == alone["eval_drafts"], "the bound is one for drafts like those of data"
 
     facts = json.loads((more / "build.json").read_text())
     facts["config"]["target"] = "another"
     (more / "build.json").write_text(json.dumps(facts))
     assert main([recipe(build, tmp_path / "other", more_data=f"[{more}]"), *OPTIONS]) == 2
     assert "has labels of another target, another: leave it out of more_data" in capsys.readouterr().err
+    assert main([recipe(build, tmp_path / "other", eval_data=more), *OPTIONS]) == 2
+    assert "has labels of another target, another: leave it out" in capsys.readouterr().err
+    facts["config"]["target"] = str(build / "target")
+    facts["models"]["target"]["fingerprint"] = fingerprint_of([None] * 3)  # as a build over servers has it
+    (more / "build.json").write_text(json.dumps(facts))
+    assert main([recipe(build, tmp_path / "served", more_data=f"[{more}]"), *OPTIONS]) == 0
+
+
+def test_other_labels_do_not_continue_a_training(build, tmp_path, capsys):
+    shutil.copytree(build / "build", tmp_path / "build")
+    command = [recipe(tmp_path, tmp_path / "out"), *OPTIONS, "--save_steps", "2"]
+    assert main(command) == 0
+    assert main(command) == 0 and "is the end of the training" in capsys.readouterr().out
+    for path in (tmp_path / "build" / "data").iterdir():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row | {"labels": [not x for x in row["labels"]]}) + "\n" for row in rows))
+    assert main(command) == 2
+    assert "holds checkpoints of a training with examples" in capsys.readouterr().err
+
+
+def test_weights_in_bfloat16_score_in_float32(build, tokenizer):
+    """As DeepSpeed keeps them in a training."""
+    batch = LogprobCollator()([LogprobExample.of(draft, 3) for draft in list(read_drafts(build / "build"))[:4]])
+    inputs = {key: batch[key] for key in ("own", "top", "ids", "first", "cuts")}
+    model = LogprobModel(LogprobHead(LogprobHeadConfig(k=3)), TokenTexts(tokenizer, (), 8192)).eval()
+    torch.nn.init.normal_(model.head.out.weight, std=0.1)
+    model.bfloat16()
+    rounded = model(**inputs)["logits"]
+    rounded.sum().backward()
+    assert rounded.dtype == torch.float32 and all(p.grad is not None for p in model.head.parameters())
+    torch.testing.assert_close(model.float()(**inputs)["logits"], rounded, atol=1e-3, rtol=0)
