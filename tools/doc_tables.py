@@ -46,7 +46,7 @@ from parse_infer.suggest import suggestion
 from tools.promise_figure import block_tokens
 
 _ABOUT = {
-    "qwen-coder-3850": "Qwen2.5-Coder 1.5B and 0.5B, untuned: [GSM8K](docs/benchmarks.md#a-public-pair) with its own judge",
+    "qwen-coder-3850": "Qwen2.5-Coder 1.5B and 0.5B, untuned: [GSM8K](docs/benchmarks.md#a-public-pair), own judge",
     "qwen-coder-humaneval": "the same, transferred judge, which accepts nothing by default: HumanEval",
     "qwen-coder-mt-bench": "the same: MT-Bench",
     "spec-bench-qwen-coder": "the same: Spec-Bench",

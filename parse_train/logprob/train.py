@@ -30,7 +30,7 @@ from parse_train.logprob.model import LogprobModel
 from parse_train.validity.build_info import BuildInfo, read_build_info
 from parse_train.validity.data import ValidityDataset
 from parse_train.validity.request_risk import calibrate_requests
-from parse_train.validity.train import begin, finish, served_drafts
+from parse_train.validity.train import begin, finish, served_drafts, take_settings
 from parse_train.validity.trainer import ValidityTrainer
 
 _KNOWN_TEXT = 64  # tokens of the text by which a server is recognised, the longest of the first drafts
@@ -49,8 +49,7 @@ def main(config: LogprobTrainingConfig) -> None:
         if not read_build_info(data).has_target_of(build):
             name = read_build_info(data).target.get("name")
             raise ParseError(f"{data} has labels of another target, {name}: leave it out of more_data and eval_data")
-    config.cut_policy = config.cut_policy or build.cut_policy
-    config.template_options = config.template_options or build.template_options
+    take_settings(config, build)
     language = load_served_model(build.target["name"], template_options=config.template_options)
     head, learnt = first_head(config)
     train, evaluation, counts = load_datasets(config, config.k, learnt)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import sys
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -64,6 +65,18 @@ def main(config: ValidityTrainingConfig) -> None:
     tracking.finish()
 
 
+def take_settings(config: JudgeTrainingConfig, build: BuildInfo) -> None:
+    """Let settings of the build replace settings that the recipe leaves open."""
+    own = CutPolicy.from_dict(config.cut_policy or build.cut_policy)
+    if build.cut_policy and own != CutPolicy.from_dict(build.cut_policy) and config.process_index == 0:
+        print(
+            "note: cut_policy is not that of the labels; risk_alpha bounds passes with the cuts of the labels only",
+            file=sys.stderr,
+        )
+    config.cut_policy = config.cut_policy or build.cut_policy
+    config.template_options = config.template_options or build.template_options
+
+
 def begin(config: JudgeTrainingConfig, train: ValidityDataset, counts: dict[str, int]) -> checkpoints.Start:
     """Print the counts, find the checkpoint to resume from, and start the tracking of the run."""
     if config.process_index == 0:
@@ -78,16 +91,12 @@ def begin(config: JudgeTrainingConfig, train: ValidityDataset, counts: dict[str,
 def prepare(
     config: ValidityTrainingConfig,
 ) -> tuple[LanguageModel, BuildInfo, ValidityDataset, ValidityDataset, dict[str, int]]:
-    """Load target, build info, training drafts, evaluation drafts and counts for the log.
-
-    Settings of the build replace settings that the recipe leaves open.
-    """
+    """Load target, build info, training drafts, evaluation drafts and counts for the log."""
     for data, layout in ((config.data, config.layout), (config.eval_data, config.eval_layout or config.layout)):
         if data is not None:
             next(read_rows(data, layout), None)  # a wrong name must not wait for the target
     build = read_build_info(config.data)
-    config.cut_policy = config.cut_policy or build.cut_policy
-    config.template_options = config.template_options or build.template_options
+    take_settings(config, build)
     lm = load_target(config)
     build.check_target(lm.model, config.data)
     if config.eval_data is not None:
@@ -239,6 +248,8 @@ def finish(
         metrics = headline_metrics(drafts, risk.threshold, config.risk_alpha)
         if risk.of_whole_drafts:
             metrics.pop("best_first_error_f1", None)
+        if fitted.changes:  # scale and shift were fitted on these drafts; ece_served is cross-validated
+            del metrics["ece"], metrics["brier"]
         metrics |= {"ece_served_before": fitted.ece_before, "ece_served": fitted.ece}
         domains = [example.domain for example, one in zip(evaluation.examples, chosen, strict=True) if one]
         metrics |= domain_metrics(fitted.of_drafts(served), domains)

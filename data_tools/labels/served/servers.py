@@ -188,8 +188,9 @@ class CompletionServers:
 
         async def work() -> None:
             for number, request in waiting:
-                async with self._slots[request.home % len(self._slots)]:
-                    with self._pool.acquire(home=request.home) as lease:
+                home = self._home(request)
+                async with self._slots[home]:
+                    with self._pool.acquire(home=home) as lease:
                         answers[number] = await self._pool.ask(request.body(), lease, read=request.read)
 
         try:
@@ -199,6 +200,13 @@ class CompletionServers:
         except ExceptionGroup as failures:  # the first failure cancelled the other tasks
             raise failures.exceptions[0] from None
         return [answers[number] for number in range(len(answers))]
+
+    def _home(self, request: Request | ReadRequest) -> int:
+        """Return the index of the request's server, or of one that stands in for it while it is away."""
+        members = self._pool.members
+        healthy = [i for i, server in enumerate(members) if server.healthy] or range(len(members))
+        own = request.home % len(members)
+        return own if own in healthy else healthy[own % len(healthy)]
 
     def _free_slots(self) -> list[asyncio.Semaphore]:
         return [asyncio.Semaphore(self._concurrency) for _ in self.urls]

@@ -195,8 +195,11 @@ def test_replicas_share_the_reads_and_one_that_is_away_hinders_none(make: Make, 
     build(config)
     gone = away.url
     away.kill()
-    config.base_url, config.logprobs = [gone, f"{one.url}/", other.url], 3
+    config.base_url, config.logprobs, config.concurrency = [gone, f"{one.url}/", other.url], 3, 2
+    for server in (one, other):
+        server.most, server.pause = 0, 0.01
     build(config)
+    assert one.most == other.most == 2
     info = json.loads(Path(config.output_dir, "logprobs", "info.json").read_text())
     assert info["version"] == "0.32"
     reads = [{str(body["prompt"]) for body in server.asked if "prompt_logprobs" in body} for server in (one, other)]

@@ -113,8 +113,10 @@ def test_a_judge_of_whole_drafts_accepts_nothing_yet(build, tmp_path, capsys, bo
 def test_a_training_continues_another_adapters_head(build, tmp_path, capsys):
     assert main([recipe(build, tmp_path / "first"), *OPTIONS]) == 0
     first = tmp_path / "first" / "adapter"
-    assert main([recipe(build, tmp_path / "second", start_from=first, learning_rate=0.0), *OPTIONS]) == 0
-    assert "start_from has learnt" not in capsys.readouterr().out, "the same problems are held out"
+    assert "cut_policy" not in capsys.readouterr().err
+    other = recipe(build, tmp_path / "second", start_from=first, learning_rate=0.0, cut_policy="{kind: sentence}")
+    assert main([other, *OPTIONS]) == 0
+    assert "note: cut_policy is not that of the labels" in capsys.readouterr().err
     assert main([recipe(build, tmp_path / "third", start_from=first, seed=1), *OPTIONS]) == 0
     assert "note: start_from has learnt the problems of" in capsys.readouterr().out
     learnt = set((first / "train_problems.txt").read_text().split())
