@@ -571,3 +571,18 @@ def test_mistakes_are_one_sentence_and_exit_code_2(
     assert error.startswith("error: ") and message in error
     assert main(["build"]) == main(["build", "nowhere.yaml"]) == main(["build", "--seed", "1"]) == 2
     assert main(["build", "--help"]) == main([]) == 0
+
+
+def test_a_group_that_is_written_again_loses_its_log_probabilities(tmp_path: Path) -> None:
+    folder = GroupFolder(tmp_path, "train")
+    reads = tmp_path / "logprobs" / "train-000000-000002.parquet"
+    reads.parent.mkdir()
+    reads.touch()
+    folder.write(range(2), [])
+    assert not reads.exists() and folder.has(range(2))
+
+
+def test_a_note_may_have_brackets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with BuildProgress(tmp_path, total=1, done=0) as progress:
+        progress.note("left out: [b]Hi[/i]")
+    assert "left out: [b]Hi[/i]" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from data_tools.cli import main
 from data_tools.labels.build import build
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.logprobs import read_drafts
+from data_tools.labels.served.writer import ServedWriter
 from parse_infer.models.loading import LanguageModel, load_language_model
 from tests.data_tools.labels.completion_server import CompletionServer, Fault
 from tests.data_tools.labels.test_build import _RUN, content, files, rows_of
@@ -205,6 +206,12 @@ def test_replicas_share_the_reads_and_one_that_is_away_hinders_none(make: Make, 
     reads = [{str(body["prompt"]) for body in server.asked if "prompt_logprobs" in body} for server in (one, other)]
     assert all(reads) and not reads[0] & reads[1]
     assert len(list(read_drafts(config.output_dir))) == len(rows_of(config.output_dir)) > 0
+
+
+def test_a_read_of_the_whole_window_has_room_for_its_token(
+    make: Make, serve: Serve, models: dict[str, LanguageModel]
+) -> None:
+    assert ServedWriter(make("data", serve()), "target").model.window == models["target"].window - 1
 
 
 def test_a_build_without_its_server_ends_in_one_sentence_and_is_continued(
