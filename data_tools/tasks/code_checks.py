@@ -25,11 +25,12 @@ def passes_tests(prompt: str, tests: str, completion: str) -> bool:
     return program is not None and _run(program, tests=tests) is not None
 
 
-def same_function(prompt: str, reference: str, completion: str) -> bool:
+def same_function(prompt: str, reference: str, completion: str, tolerance: float = _TOLERANCE) -> bool:
     """Whether the functions of two completions return the same, or raise the same type of exception, in equal calls.
 
-    Calls in which the reference takes too long are left out. Without any call in which the reference returns a value,
-    for example without a function, nothing is shown to be the same."""
+    Floats may differ by `tolerance`, relative or absolute. Calls in which the reference takes too long are left out.
+    Without any call in which the reference returns a value, for example without a function, nothing is shown to be the
+    same."""
     wanted_program, program = read_program(prompt, reference), read_program(prompt, completion)
     if wanted_program is None or program is None or not (calls := calls_of(prompt, wanted_program)):
         return False
@@ -39,7 +40,7 @@ def same_function(prompt: str, reference: str, completion: str) -> bool:
         return False
     got = got + [_LATE] * (len(wanted) - len(got))
     try:
-        return all(one == _LATE or _equal(one, other) for one, other in zip(wanted, got, strict=False))
+        return all(one == _LATE or _equal(one, other, tolerance) for one, other in zip(wanted, got, strict=False))
     except RecursionError:  # too deep to compare
         return False
 
@@ -75,11 +76,11 @@ def _run(program: str, name: str = "", calls: tuple[str, ...] = (), tests: str =
         return None
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: Any, other: Any, tolerance: float) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, float):
-        return math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE) or (one != one and other != other)
+        return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance) or (one != one and other != other)
     if isinstance(one, list):
-        return len(one) == len(other) and all(map(_equal, one, other))
+        return len(one) == len(other) and all(_equal(*pair, tolerance) for pair in zip(one, other, strict=True))
     return bool(one == other)

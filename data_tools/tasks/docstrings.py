@@ -67,7 +67,8 @@ class Docstrings:
             if count == limit:
                 return
             again = problem.reference.replace("\n", "\n# Another text, so that it runs again.\n", 1)
-            if self.check(problem, again):
+            # Exactly: two readings of a clock differ by less than a check tolerates.
+            if same_function(str(problem.prompt), problem.reference, again, tolerance=0.0):
                 count += 1
                 yield problem
 
