@@ -1,6 +1,6 @@
 """Start an OpenAI-compatible server, and send a request with the openai client.
 
-pip install -c constraints.txt ".[serve]" && pip install openai
+pip install -c constraints.txt ".[serve]" ./zoo openai
 python examples/serve.py
 """
 

@@ -1,4 +1,4 @@
-"""Train a validity head on your own problems: build labelled drafts, train, and print the command to use the head.
+"""Train a validity head for the embedded pair: build labelled drafts, train, and print the command to use it.
 
 python examples/train.py --problems my_problems.jsonl     # rows like {"prompt": "…", "reference": "42"}
 

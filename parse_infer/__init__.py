@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parse_infer.acceptance import maximal_valid_prefix
-    from parse_infer.engine import Coordinator, ParseEngine
+    from parse_infer.engine import ParseEngine
     from parse_infer.errors import ParseError
     from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
     from parse_infer.judge.cuts import CutPolicy, Segmenter
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from parse_infer.settings import GenerationSettings
 
 _MODULES = {
-    "Coordinator": "engine",
     "CutPolicy": "judge.cuts",
     "Decoder": "models.decoder",
     "Generation": "output",
@@ -51,7 +50,6 @@ _MODULES = {
 }
 
 __all__ = [
-    "Coordinator",
     "CutPolicy",
     "Decoder",
     "Generation",

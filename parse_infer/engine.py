@@ -450,19 +450,6 @@ class ParseEngine:
             self.backend.finish(_closed(events))
 
 
-class Coordinator(ParseEngine):
-    """Deprecated: `ParseEngine` with backend="vllm"."""
-
-    @classmethod
-    def from_pretrained(cls, *names: Any, **options: Any) -> ParseEngine:
-        warnings.warn(
-            "Coordinator is deprecated; use ParseEngine.from_pretrained(…, backend='vllm')",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return ParseEngine.from_pretrained(*names, backend="vllm", **options)
-
-
 async def _next(events: AsyncGenerator[Event, None]) -> Event | None:
     return await anext(events, None)
 

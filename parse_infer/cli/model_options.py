@@ -228,7 +228,7 @@ class ModelOptions:
         if self.device is not None or self.dtype != "auto" or self.draft_dtype is not None:
             raise ParseError("--device, --dtype and --draft-dtype need --backend local: servers choose their own")
         if self.torch_compile:
-            raise ParseError("--torch-compile needs --backend local: vLLM compiles by itself")
+            raise ParseError("--torch-compile needs --backend local: vLLM compiles automatically")
         if self.trust_remote_code:
             raise ParseError("--trust-remote-code needs --backend local: vLLM has its own model implementations")
         return {

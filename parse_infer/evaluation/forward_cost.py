@@ -224,10 +224,10 @@ def report(seconds: dict[str, list[float]], drafted: int) -> tuple[Table, str]:
             look = median[CHAIN if name.endswith("chain") else TREE]
             pays = f"{(median[name] + look) / median[STEP]:.2f}"
         cells.append([name, f"{1e3 * median[name]:.2f}", half, f"{median[name] / median[STEP]:.2f}", pays])
-    limit = drafted * median[STEP] / (drafted * median[DRAFT_STEP] + median[PACKED])
+    draft, alone = drafted * median[DRAFT_STEP], drafted * median[STEP]
     return terminal_table(("forward", "ms", "middle half", "target forwards", "pays from"), cells), (
-        f"A fully accepted draft of {drafted} tokens is {limit:.2f} times as fast as the target alone; with a free "
-        f"draft, {drafted * median[STEP] / median[PACKED]:.1f} times. With probes, the pass takes "
-        f"{median[PACKED] / median[PREFILL]:.2f} times as long as a prefill. Pays from: break-even of a token "
+        f"A fully accepted draft of {drafted} tokens is {alone / (draft + median[PREFILL]):.2f} times as fast as the "
+        f"target alone, {alone / (draft + median[PACKED]):.2f} times under a judge with probes; with a free draft, "
+        f"{alone / median[PREFILL]:.1f} and {alone / median[PACKED]:.1f} times. Pays from: break-even of a token "
         "proposer in tokens per target forward."
     )

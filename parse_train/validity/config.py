@@ -45,7 +45,10 @@ class JudgeTrainingConfig(TrackedTrainingConfig):
     )
     eval_share: float = field(default=0.1, metadata={"help": "Share of the problems held out for evaluation."})
     max_length: int = field(
-        default=1024, metadata={"help": "Maximum tokens of prompt and draft; longer rows are left out."}
+        default=1024,
+        metadata={
+            "help": "Maximum tokens of prompt and draft (recipe logprob: draft alone); longer rows are left out."
+        },
     )
     template_options: dict[str, Any] = field(
         default_factory=dict,

@@ -65,7 +65,8 @@ def evaluate(
     Examples:
       parse-infer eval --tasks gsm8k --num-fewshot 0 --limit 100
       parse-infer eval --tasks gsm8k --data gsm8k=test.jsonl --num-fewshot 0
-      parse-infer eval --tasks mt_bench --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/judge/adapter
+      parse-infer eval --tasks mt_bench --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/judge/adapter \\
+          --template-option enable_thinking=false
       HF_ALLOW_CODE_EVAL=1 parse-infer eval --tasks humaneval_plus,mbpp_plus --confirm-run-unsafe-code
     """
     names = [name.strip() for name in tasks.split(",") if name.strip()]

@@ -24,8 +24,10 @@ def transfer(
     \b
     Examples:
       parse-infer transfer zoo:smollm2-adapter --target Qwen/Qwen3-8B --out runs/transferred
-      parse-infer calibrate --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/transferred --task gsm8k
-      parse-infer generate "…" --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/transferred --risk 0.05
+      parse-infer calibrate --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/transferred \\
+          --template-option enable_thinking=false --task gsm8k --max-new-tokens 512
+      parse-infer generate "…" --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/transferred \\
+          --template-option enable_thinking=false --risk 0.05
     """
     from parse_infer.judge.transfer import transfer_adapter
 

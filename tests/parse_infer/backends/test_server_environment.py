@@ -13,7 +13,7 @@ from parse_infer.backends import factory, launch
 from parse_infer.backends.launch import CACHED_READS, command, environment, plain_options, stock_options
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.vllm import VLLMBackend
-from parse_infer.engine import Coordinator, ParseEngine
+from parse_infer.engine import ParseEngine
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.logprob_head import KNOWN_TEXT
 from parse_infer.models.loading import load_language_model
@@ -182,10 +182,3 @@ def test_a_cut_policy_replaces_the_adapters_over_servers_too(coordinator):
     made = coordinator(cut_policy="tokens:4")
     assert made.backend._target.segmenter.policy == CutPolicy("tokens", 4)
     assert made.describe()["cut_policy"] == CutPolicy("tokens", 4).to_dict()  # what a calibration must equal
-
-
-def test_the_former_name_still_connects_to_servers(coordinator):
-    with pytest.warns(FutureWarning, match="Coordinator is deprecated"):
-        made = Coordinator.from_pretrained("zoo:target", "zoo:draft", "zoo:adapter", target_url=URL, draft_url=URL)
-    assert type(made) is ParseEngine and made.describe()["backend"] == "vllm"
-    made.close()
