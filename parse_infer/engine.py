@@ -67,6 +67,7 @@ class ParseEngine:
         self.threshold = next(t for t in (threshold, backend.threshold, DEFAULT_THRESHOLD) if t is not None)
         check_threshold(self.threshold)
         self._accepts_nothing = threshold is None and self.threshold > 1
+        self._for_whole_drafts = threshold is None and backend.threshold is not None and backend.whole_drafts
         self.calibration = calibration if calibration is not None else backend.calibration
         self.adaptive = backend.adaptive
         self.controller = Controller()
@@ -393,6 +394,8 @@ class ParseEngine:
             self.check_calibration()
         settings = resolve_risk(settings, self.calibration)
         if settings.threshold is None:
+            if self._for_whole_drafts and settings.block_tokens == "auto":
+                settings = settings.override(block_tokens="whole")
             settings = settings.override(threshold=self.threshold)
         return Request(prompt, self.target, settings, settings.resume_sampling)
 
@@ -414,8 +417,8 @@ class ParseEngine:
                             request.note_text()
                         yield event
                 generation = request.result()
-                # The controller ignores empty drafts (prompt beyond the draft model's window) and fallbacks.
-                drafted = generation.stats.draft_tokens and request.fallback is None
+                # The controller ignores empty drafts (prompt beyond the draft model's window) and failures.
+                drafted = generation.stats.draft_tokens and request.fallback in (None, "unusual_draft")
                 if answer is not None and (drafted or not answer.drafted):
                     seconds, tokens = generation.timings.work_s, len(generation.token_ids)
                     self.controller.note(answer, seconds, tokens, self._load, kept=request.kept)

@@ -119,7 +119,9 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
 
         # select: the maximal valid prefix, then the tokens that equal the target's greedy choice
         with request.timed("verify_s"):
-            kept = maximal_valid_prefix(verdict.validity, pair.threshold, settings.acceptance)
+            # The validity of an unusual draft is 0, which a threshold of 0 would accept.
+            threshold = max(pair.threshold, 1e-6) if verdict.unusual else pair.threshold
+            kept = maximal_valid_prefix(verdict.validity, threshold, settings.acceptance)
             cut = verdict.cuts[kept - 1] if kept else 0
             tail = pair.count_greedy_matches(draft, verdict, cut)
         shown = _shown(draft, verdict, kept)

@@ -61,7 +61,8 @@ class GenerationSettings:
         ge=1,
     )
     """A judge without token doubt, and on servers every judge but one on log-probabilities, knows only that a segment
-    fails. "auto" is "whole" there, and in blocks of a number the target writes a segment. A judge on log-probabilities
+    fails. "auto" is "whole" there, and in blocks of a number the target writes a segment. "auto" is "whole" too for
+    a head on hidden states at its own threshold, which was chosen for whole drafts. A judge on log-probabilities
     over servers reads the rest of the answer as one block with "auto", unless the draft's server passes text with
     log-probabilities; else see `parse_infer.block_length`. A given
     draft text is always read whole. None means "whole", the published method (PARSE, arXiv 2605.04263)."""

@@ -149,6 +149,7 @@ class VLLMBackend:
     """
 
     adaptive = True
+    whole_drafts = False
     deterministic = False  # rounding depends on the server's batch
 
     def __init__(

@@ -64,9 +64,9 @@ class CalibrationSettings:
     samples: int = 0
     """With loss "disagreement": number of target samples for a majority answer; 0: the target's greedy answer."""
     timed: int = 100
-    """Number of problems that the target also answers alone, for timing. On the others, the target's text comes from
-    the operating point that accepts nothing, which is several times faster and exact in float32. In other dtypes the
-    target answers all problems alone."""
+    """Number of problems on which answers are timed: the target's alone, and each text of PARSE. On the others, the
+    target's text comes from the operating point that accepts nothing, which is several times faster and exact in
+    float32. In other dtypes the target answers all problems alone."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "risks", risks(self.risks))
@@ -104,13 +104,12 @@ class Outcome:
     target_right: bool | None
     """None: the checker cannot decide."""
     target_seconds: float | None
-    """None: the target did not answer alone, and `seconds` is not comparable."""
+    """None: nothing was timed on this problem."""
     losses: list[list[float]]
     disagreed: list[list[bool]]
     """Whether the final answer differs from the target's greedy answer."""
     seconds: list[list[float]]
-    """Time of an answer at each operating point. With "auto" an answer was timed for each text that occurred, since
-    the length of a block depends on the answers before; else it is the sum of parts, each measured once (`Replay`)."""
+    """Time of an answer at each operating point; points with the same text share one answer. Empty: not timed."""
 
     @property
     def key(self) -> str:
@@ -161,10 +160,11 @@ def calibrate(
             "n_problems": len(problems),
             "problems": digest,
             "thresholds": hashlib.sha256(json.dumps(THRESHOLDS).encode()).hexdigest()[:16],
+            "machine": engine.describe_machine(),  # seconds of two machines do not add up
         },
     }
     store = RecordStore(folder, config, Outcome, "calibration")
-    timed = {problem.id for problem in (problems[: settings.timed] if engine.deterministic else problems)}
+    timed = {problem.id for problem in problems[: settings.timed]}
 
     def same_for(problem: HasPrompt) -> Callable[[str, str], bool]:
         own = comparison(problem)
@@ -239,21 +239,19 @@ def _outcome(
     timed: bool,
 ) -> Outcome:
     plain = settings.generation()
-    target_seconds = None
-    if timed:
+    from_replay = engine.deterministic and not timed
+    if not from_replay:
         engine.clear_caches()
         alone: Any = engine.generate_target(problem.prompt, plain)
-        target_seconds = round(alone.timings.total_s, 4)
     majority = _majority(engine, problem, same, settings) if settings.samples else None
     losses: list[list[float]] = []
     disagreed: list[list[bool]] = []
-    seconds: list[list[float]] = []
     texts: list[list[str]] = []
     found: dict[tuple[str, bool], tuple[float, bool]] = {}
     with Replay(engine) as replay:
         replay.clear_caches()
-        if not timed:
-            alone, _ = replay.answer(problem.prompt, plain.override(threshold=ACCEPT_NOTHING, block_tokens="whole"))
+        if from_replay:
+            alone = replay.answer(problem.prompt, plain.override(threshold=ACCEPT_NOTHING, block_tokens="whole"))
         cut_off = alone.finish_reason == "length"
         right = check(problem, alone.text)
         if right is None and settings.loss == "accuracy":
@@ -264,10 +262,9 @@ def _outcome(
         for order in settings.orders:
             losses.append([])
             disagreed.append([])
-            seconds.append([])
             texts.append([])
             for setting in order:
-                answer, took = replay.answer(problem.prompt, plain.override(**asdict(setting)))
+                answer = replay.answer(problem.prompt, plain.override(**asdict(setting)))
                 key = answer.text, answer.finish_reason == "length"
                 if key not in found:
                     lost = (key[1] and not cut_off) or not same(
@@ -278,13 +275,14 @@ def _outcome(
                     found[key] = float(lost), not audited(alone.text, answer.text)  # an audit has texts alone
                 losses[-1].append(found[key][0])
                 disagreed[-1].append(found[key][1])
-                seconds[-1].append(round(took, 4))
                 texts[-1].append(answer.text)
-    if timed:
-        for i, order in enumerate(settings.orders):
-            if order[0].block_tokens == "auto":
-                seconds[i] = _time_each_text(engine, problem, plain, order, texts[i])
-    return Outcome(problem.id, right, target_seconds, losses, disagreed, seconds)
+    if not timed:
+        return Outcome(problem.id, right, None, losses, disagreed, [])
+    seconds = [
+        _time_each_text(engine, problem, plain, order, found)
+        for order, found in zip(settings.orders, texts, strict=True)
+    ]
+    return Outcome(problem.id, right, round(alone.timings.total_s, 4), losses, disagreed, seconds)
 
 
 def _time_each_text(

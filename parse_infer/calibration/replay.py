@@ -2,12 +2,11 @@
 
 Greedy answers under different thresholds share most of their parts. Drafts and validities depend only on the context,
 and the target's tokens only on the tokens before them. A `Replay` wraps each request's `ModelPair`, on any backend. It
-computes each part once and stores the result with its time.
+computes each part once. Its answers are right, but not timed as a user would wait for them.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -27,26 +26,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Written:
-    """The target's tokens after a context, as far as computed, and the seconds up to each token."""
+    """The target's tokens after a context, as far as computed."""
 
     tokens: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
     ended: bool = False
 
 
 class Memory:
-    """Stored parts of one prompt's answers, and the total time of the parts that were reused (`spared_s`)."""
+    """Stored parts of one prompt's answers."""
 
     def __init__(self) -> None:
-        self.spared_s = 0.0
-        self.parts: dict[tuple[Any, ...], tuple[Any, float]] = {}
+        self.parts: dict[tuple[Any, ...], Any] = {}
         self.written: dict[tuple[int, ...], _Written] = {}
-
-    def knows(self, key: tuple[Any, ...]) -> bool:
-        """Whether this part is stored. If so, add its time to `spared_s`."""
-        if key in self.parts:
-            self.spared_s += self.parts[key][1]
-        return key in self.parts
 
 
 class Replay:
@@ -54,7 +45,7 @@ class Replay:
     `parse_infer.calibration.schema.OperatingPoint`.
 
     with Replay(engine) as replay:      # exclusive use of the engine
-        generation, seconds = replay.answer(prompt, settings)
+        generation = replay.answer(prompt, settings)
     """
 
     def __init__(self, engine: ParseEngine) -> None:
@@ -73,18 +64,13 @@ class Replay:
         self.memory = Memory()
         self.engine.clear_caches()
 
-    def answer(self, prompt: Prompt, settings: GenerationSettings) -> tuple[Generation, float]:
-        """Return an answer and the seconds of all its parts, including reused parts.
-
-        Raises ValueError for settings that sample, because two runs of one part would differ.
-        """
+    def answer(self, prompt: Prompt, settings: GenerationSettings) -> Generation:
+        """Return an answer. Raise ValueError for settings that sample, because two runs of one part would differ."""
         if not (settings.draft_sampling.greedy and settings.resume_sampling.greedy):
             raise CalibrationError("a calibration replays greedy answers only: set both temperatures to 0")
-        self.memory.spared_s = 0.0
-        started = time.perf_counter()
         generation = self.engine.generate(prompt, settings)
         assert isinstance(generation, Generation)
-        return generation, time.perf_counter() - started + self.memory.spared_s
+        return generation
 
     def _memoise(self, pair: ModelPair[V], request: Request) -> ModelPair[V]:
         return _MemoisedPair(pair, request, self.memory)
@@ -109,10 +95,10 @@ class _MemoisedPair(Generic[V]):
             tuple(self._request.context),
             self.max_draft_tokens(),
         )
-        if not self._memory.knows(key):
-            started = time.perf_counter()
-            self._memory.parts[key] = await self._pair.propose(round), time.perf_counter() - started
-        return self._memory.parts[key][0]
+        if key not in self._memory.parts:
+            self._memory.parts[key] = await self._pair.propose(round)
+        drafted: Sequence[int] = self._memory.parts[key]
+        return drafted
 
     async def verify(self, draft: Sequence[int]) -> V:
         # The acceptance rule decides which cuts are reachable, and so which rows `compact` keeps. Blocks may be judged
@@ -127,33 +113,29 @@ class _MemoisedPair(Generic[V]):
             whole,
             not whole and self.threshold > 1,
         )
-        if not self._memory.knows(key):
-            started = time.perf_counter()
+        if key not in self._memory.parts:
             verdict = await self._pair.verify(draft)
-            verified = time.perf_counter()
-            if draft:
-                verdict = self._count_all_matches(draft, verdict)
-            self._memory.parts[key] = verdict, verified - started
-            self._memory.spared_s -= time.perf_counter() - verified  # not part of this answer
-        return self._memory.parts[key][0]
+            self._memory.parts[key] = self._count_all_matches(draft, verdict) if draft else verdict
+        found: V = self._memory.parts[key]
+        return found
 
     def _count_all_matches(self, draft: Sequence[int], verdict: V) -> V:
         """Count the greedy matches after each reachable cut, then drop the states that no cut needs."""
-        found: dict[int, tuple[int, float]] = {}
+        found: dict[int, int] = {}
         for accepted in reachable_prefixes(verdict.validity, self._request.settings.acceptance):
-            cut, started = verdict.cuts[accepted - 1] if accepted else 0, time.perf_counter()
-            found[cut] = self._pair.count_greedy_matches(draft, verdict, cut), time.perf_counter() - started
-        compact = self._pair.compact(verdict, {cut + tail for cut, (tail, _) in found.items()})
-        for cut, part in found.items():
-            self._memory.parts["greedy matches", id(compact), cut] = part
+            cut = verdict.cuts[accepted - 1] if accepted else 0
+            found[cut] = self._pair.count_greedy_matches(draft, verdict, cut)
+        compact = self._pair.compact(verdict, {cut + tail for cut, tail in found.items()})
+        for cut, tail in found.items():
+            self._memory.parts["greedy matches", id(compact), cut] = tail
         return compact
 
     def count_greedy_matches(self, draft: Sequence[int], verdict: V, cut: int) -> int:
         if not draft:
             return 0
-        key = ("greedy matches", id(verdict), cut)  # ids are unique, since the memory keeps every verdict alive
-        self._memory.knows(key)
-        return self._memory.parts[key][0]
+        # Ids are unique, since the memory keeps every verdict alive.
+        tail: int = self._memory.parts["greedy matches", id(verdict), cut]
+        return tail
 
     def commit(self, draft: Sequence[int], verdict: V, kept: int) -> None:
         self._committed = draft, verdict, kept  # `resume` commits if the target must write
@@ -161,26 +143,16 @@ class _MemoisedPair(Generic[V]):
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         assert self._committed is not None
         written = self._memory.written.setdefault(tuple(self._request.context), _Written())
-        known, before = len(written.tokens), 0.0
-        for token, seconds in zip(written.tokens[:known], written.seconds[:known], strict=True):
-            self._memory.spared_s += seconds - before
-            before = seconds
+        known = len(written.tokens)
+        for token in written.tokens[:known]:
             yield token
         if written.ended:
             return
         draft, verdict, kept = self._committed
-        started = time.perf_counter()
         # If an earlier consumer stopped inside this run, the target continues after the tokens in the answer.
         self._pair.commit(() if known else draft, verdict, 0 if known else kept)
-        spent = time.perf_counter() - started
         async with aclosing(self._pair.resume(round, rejected[known:])) as tokens:
-            while True:
-                started = time.perf_counter()
-                next_token = await anext(tokens, None)
-                spent += time.perf_counter() - started
-                if next_token is None:
-                    written.ended = True
-                    return
-                written.tokens.append(next_token)
-                written.seconds.append(before + spent)
-                yield next_token
+            async for token in tokens:
+                written.tokens.append(token)
+                yield token
+        written.ended = True

@@ -267,6 +267,7 @@ class ModelOptions:
             "draft": self.draft or PAIRS.get(self.target_name, (None, None))[0],
             "adapter": None if files is None else self.adapter_name,
             "adapter_weights": None if files is None else files.fingerprint,
+            "threshold": None if files is None else files.validity_config.get("threshold"),
             "template_options": read_pairs(self.template_option, "--template-option"),
             "target_url": self.target_url,
             "draft_url": self.draft_url,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,7 @@ def run_eval(
         **engine.describe_drafters(),
         "threshold": engine.threshold if settings.parse.threshold is None else settings.parse.threshold,
         "block_tokens": settings.parse.block_tokens,
+        "settings": asdict(settings.generation()),
     }
     store = RecordStore(folder, environment, EvalRecord, "measurement")
     lm = ParseLM(engine, store, settings.generation(), settings.max_new_tokens, console)

@@ -49,6 +49,16 @@ def engine(make_block_engine) -> ParseEngine:
     return make_block_engine()
 
 
+def test_the_own_threshold_of_a_head_on_hidden_states_is_one_for_whole_drafts(engine):
+    """Training has chosen it with scores that blocks do not have; every other threshold is one of blocks."""
+
+    def drafts(**settings) -> int:
+        return sum(isinstance(event, Drafted) for event in engine.stream(PROMPT, max_new_tokens=N, **settings))
+
+    assert drafts() == drafts(block_tokens="whole") == 1 < drafts(threshold=engine.threshold)
+    assert drafts(block_tokens=8) > 1
+
+
 def middling(engine: ParseEngine, prompt: str = PROMPT) -> float:
     """A threshold that accepts some tokens other than the target's choice, and rejects others."""
     for threshold in (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02):

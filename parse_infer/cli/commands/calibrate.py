@@ -55,8 +55,7 @@ def calibrate(
         int,
         typer.Option(
             min=1,
-            help="Problems on which the target alone is timed. In float32, speculative decoding gives the same "
-            "answers to the others faster. Other dtypes time the target alone on all problems.",
+            help="Problems on which answers are timed: the target's alone, and each text of PARSE once.",
         ),
     ] = 100,
     max_new_tokens: options.MaxNewTokens = 256,

@@ -70,6 +70,15 @@ def test_the_target_writes_the_strict_tokens(make_engine, connect, threshold, bl
     assert found.token_ids == engine.generate(PROMPT, **settings).token_ids
 
 
+def test_adaptive_learns_that_unusual_drafts_are_of_no_use(make_engine, connect):
+    engine = make_engine()
+    engine.backend.judge.config.logprobs["usual"] = {"8": [[9.0] * 7, [9.0] * 7]}
+    coordinator, _, draft = connect(engine)
+    for n in range(20):
+        coordinator.generate(f"{PROMPT} {n}", max_new_tokens=N, threshold=0.1, adaptive=True)
+    assert len(draft.bodies) < 20, "the target never answered without a draft"
+
+
 @pytest.mark.parametrize("block_tokens", ["auto", 12, "whole"])
 def test_an_unusual_draft_leaves_the_answer_to_the_target(make_engine, connect, block_tokens):
     engine = make_engine()

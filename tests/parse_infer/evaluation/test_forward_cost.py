@@ -36,7 +36,7 @@ def test_what_a_drafter_must_bring_is_what_it_costs():
     table, summary = report(seconds, drafted=100)
     assert list(table.columns[-1].cells) == ["", "", "", "", "2.12", "2.00"]  # (5 x 0.25 + 3) / 2, (1 + 3) / 2
     assert list(table.columns[3].cells) == ["1.00", "1.50", "3.00", "2.50", "0.12", "0.50"]
-    assert "6.45 times" in summary and "1.20 times as long" in summary  # 200 / (25 + 6), 6 / 5
+    assert "6.67 times as fast" in summary and "6.45 times under" in summary  # 200 / (25 + 5), 200 / (25 + 6)
 
 
 def test_the_command_prints_a_table(capsys):

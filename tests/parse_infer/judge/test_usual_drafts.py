@@ -50,7 +50,7 @@ def test_too_few_drafts_have_no_range():
     assert UsualDrafts.of(draft(1.0, seed=seed) for seed in range(20)).look(draft(5.0)) == (True, ())
 
 
-@pytest.mark.parametrize("threshold", [0.02, 0.3, 0.9])
+@pytest.mark.parametrize("threshold", [0.0, 0.02, 0.3, 0.9])
 @pytest.mark.parametrize("block_tokens", ["auto", 8, 20, "whole"])
 def test_of_an_unusual_draft_only_the_targets_own_tokens_are_kept(
     make_engine, random_adapter, threshold, block_tokens
