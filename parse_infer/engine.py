@@ -27,7 +27,7 @@ from parse_infer.errors import PromptError, SettingsError
 from parse_infer.events import Accepted, Done, Event, Resumed
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.loop import PairWrapper, identity, segments_of
-from parse_infer.models.prompts import Prompt, as_batch, left_context, with_drafts
+from parse_infer.models.prompts import Prompt, as_batch, changed_option, left_context, with_drafts
 from parse_infer.output import Generation, Score
 from parse_infer.request import Request
 from parse_infer.settings import GenerationSettings
@@ -392,7 +392,7 @@ class ParseEngine:
         self.backend.check(settings, self.calibration)
         if settings.risk is not None:
             self.check_calibration()
-        settings = resolve_risk(settings, self.calibration)
+        settings = resolve_risk(settings, self.calibration, changed_option(prompt, self.target.template_options))
         if settings.threshold is None:
             if self._for_whole_drafts and settings.block_tokens == "auto":
                 settings = settings.override(block_tokens="whole")

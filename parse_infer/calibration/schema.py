@@ -155,8 +155,13 @@ def shipped_calibration(adapter: str | Path | None) -> Calibration | None:
     return Calibration.load(path) if path.is_file() else None
 
 
-def resolve_risk(settings: GenerationSettings, calibration: Calibration | None) -> GenerationSettings:
+def resolve_risk(
+    settings: GenerationSettings, calibration: Calibration | None, template_option: str | None = None
+) -> GenerationSettings:
     """Apply the operating point that keeps the settings' `risk`; return settings without `risk` unchanged.
+
+    Args:
+        template_option: a chat template option that the prompt changes, if any; see `changed_option`.
 
     Raises:
         ValueError: no calibration, a risk without promise, or settings that the promise does not cover.
@@ -179,6 +184,11 @@ def resolve_risk(settings: GenerationSettings, calibration: Calibration | None) 
     for given in ("ignore_eos", "min_tokens", "strict_tokens"):
         if getattr(settings, given):
             raise CalibrationError(f"risk is {risk}, but the calibration does not cover {given}: omit {given}")
+    if template_option is not None:
+        raise CalibrationError(
+            f"risk is {risk}, but the calibration was made with another {template_option[:60]!r} of the chat "
+            "template: omit it"
+        )
     if settings.max_new_tokens < calibration.max_new_tokens:
         raise CalibrationError(
             f"risk is {risk}, but the calibration covers answers of up to {calibration.max_new_tokens} tokens and "
@@ -188,14 +198,17 @@ def resolve_risk(settings: GenerationSettings, calibration: Calibration | None) 
 
 
 def promised(
-    settings: GenerationSettings, risk: float | None, calibration: Calibration | None
+    settings: GenerationSettings,
+    risk: float | None,
+    calibration: Calibration | None,
+    template_option: str | None = None,
 ) -> tuple[GenerationSettings, str | None]:
     """Return `settings` with the promise `risk`, if the settings have no `risk` and the promise covers them. Otherwise
     return them unchanged; the second value says why the promise does not cover them."""
     if risk is None or settings.risk is not None:
         return settings, None
     try:
-        resolve_risk(settings.override(risk=risk), calibration)
+        resolve_risk(settings.override(risk=risk), calibration, template_option)
     except ValueError as error:
         return settings, str(error)
     return settings.override(risk=risk), None

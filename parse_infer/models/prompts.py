@@ -82,6 +82,16 @@ def content_of(prompt: Prompt) -> str | Sequence[Message] | Verbatim:
     return prompt.messages if isinstance(prompt, Chat) else prompt
 
 
+def changed_option(prompt: object, template_options: Mapping[str, Any]) -> str | None:
+    """Return the first chat template option that the prompt sets to another value than `template_options`, or None."""
+    if isinstance(prompt, RenderedPrompt):
+        prompt = prompt.prompt
+    own = prompt.template_options if isinstance(prompt, Chat) else {}
+    # Compared as text, because 0 equals False in Python but not in a template.
+    known = {name: repr(value) for name, value in template_options.items()}
+    return next((name for name, value in own.items() if repr(value) != known.get(name)), None)
+
+
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """Return the prompts as a list, and whether they were a list (not one text or one list of messages)."""
     if isinstance(prompts, Sequence) and not isinstance(prompts, str) and not _are_messages(prompts):

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.types import Send
 
 from parse_infer.calibration.schema import promised
+from parse_infer.models.prompts import changed_option
 from parse_infer.sampling import Sampling
 from parse_infer.serve.admission import AdmissionQueue
 from parse_infer.serve.errors import ApiError, unknown_field
@@ -117,5 +118,6 @@ class RequestHandler:
             return settings, None if self._risk is None else reason
         if not body.says_adaptive:
             settings = [each.override(adaptive=self._adaptive) for each in settings]
-        found = [promised(each, self._risk, self.backend.calibration) for each in settings]
+        changed = changed_option(body.prompts[0], self.backend.template_options)
+        found = [promised(each, self._risk, self.backend.calibration, changed) for each in settings]
         return [each for each, _ in found], found[0][1]

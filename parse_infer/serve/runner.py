@@ -73,6 +73,7 @@ class Runner(ABC):
     Attributes:
         name: name of the target.
         window: context window in tokens, for prompt and answer.
+        template_options: chat template options of all prompts.
         default_sampling: sampling of the target's generation config.
         parallel: number of concurrent answers.
         threshold: default threshold.
@@ -86,6 +87,7 @@ class Runner(ABC):
     def __init__(self, target: TokenizerSpec, draft: TokenizerSpec | None = None) -> None:
         self.name = target.name
         self.window = target.window
+        self.template_options = target.template_options
         self.default_sampling = target.default_sampling
         self._target = target
         self._own = _own_copy(target)

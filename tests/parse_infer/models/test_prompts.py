@@ -9,7 +9,7 @@ import pytest
 from transformers import GenerationConfig
 
 from parse_infer.models.loading import load_served_model
-from parse_infer.models.prompts import Chat, RenderedPrompt, Verbatim, open_turn
+from parse_infer.models.prompts import Chat, RenderedPrompt, Verbatim, changed_option, open_turn
 from parse_infer.sampling import Sampling
 from tests.parse_infer.language_models import language_model
 
@@ -32,6 +32,13 @@ def test_a_prompts_own_switches_add_to_the_models(thinking):
     assert thinking.render(USER) == [t, *plain]
     assert thinking.render(Chat(USER, {"think": False})) == plain
     assert thinking.render(Chat(USER, {"short": True, "unknown": 1})) == [t, s, *plain]
+
+
+def test_a_switch_is_another_where_a_template_tells_them_apart():
+    own = {"think": False}
+    for given, changed in (({}, None), (own, None), ({"think": 0}, "think"), ({**own, "short": None}, "short")):
+        assert changed_option(RenderedPrompt(Chat(USER, given)), own) == changed
+    assert changed_option(USER, own) is changed_option("2 + 2", own) is None
 
 
 @pytest.mark.parametrize("name", ["tokenize", "messages", "chat_template", "add_generation_prompt", "conversation"])

@@ -191,6 +191,7 @@ def test_a_promise_that_does_not_cover_a_request_is_not_dropped_in_silence(make_
             ({"max_tokens": 8}, "max_new_tokens is 8"),
             ({"ignore_eos": True}, "omit ignore_eos"),
             ({"min_tokens": 3}, "omit min_tokens"),
+            ({"chat_template_kwargs": {"think": True}}, "another 'think' of the chat template"),
             ({"parse": {"threshold": 0.5}}, "a promise chooses its own threshold"),
             ({"parse": {"draft_text": "4"}}, "covers only what the draft model writes"),
         ):
@@ -200,5 +201,7 @@ def test_a_promise_that_does_not_cover_a_request_is_not_dropped_in_silence(make_
                 last = chunks_of(response)[-1] if stream else response.json()
                 told = last["choices"][0]["parse"]
                 assert told["risk"] is None and reason in told["unpromised"]
+        switched = server.chat(max_tokens=24, parse={"risk": 0.05}, chat_template_kwargs={"think": True})
+        assert switched.status_code == 400 and "omit it" in switched.json()["error"]["message"]
         alone = server.chat(max_tokens=24, parse={"mode": "target"})  # loses nothing against the target
         assert "x-parse-warning" not in alone.headers and alone.json()["choices"][0]["parse"]["unpromised"] is None
