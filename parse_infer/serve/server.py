@@ -6,6 +6,8 @@ import asyncio
 import errno
 import math
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
@@ -49,6 +51,13 @@ class Server(uvicorn.Server):
         )
         self._line = app.state.line
         self._limits = limits
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals as uvicorn does, without raising them again: SIGTERM would skip the caller's cleanup."""
+        with super().capture_signals():
+            yield
+            self._captured_signals.clear()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._line.close()

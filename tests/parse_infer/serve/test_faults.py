@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -24,8 +26,9 @@ from parse_infer.adaptive import MIN_SAMPLES
 from parse_infer.cli.app import main
 from parse_infer.drafters.source import Draft
 from parse_infer.serve.admission import Limits
+from parse_infer.serve.app import create_app
 from parse_infer.serve.logs import JsonLines
-from parse_infer.serve.server import listen
+from parse_infer.serve.server import Server, listen
 from parse_infer.serve.thread_runner import ThreadRunner
 from tests.parse_infer.serve.conftest import running
 
@@ -374,6 +377,7 @@ def test_a_signal_under_load(folders):
         begin = time.monotonic()
         _, log = process.communicate(timeout=60)
         assert time.monotonic() - begin < 1 + 5
+        assert process.returncode == 0, "what it has started is cleaned up"
         for thread in threads:
             thread.join(10)
         assert len(texts) == 4 and all("[DONE]" in text or '"stopping"' in text for text in texts), texts
@@ -383,6 +387,26 @@ def test_a_signal_under_load(folders):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_signal_ends_the_server_and_not_its_caller(served):
+    """Who has models and folders to clean up."""
+    raised: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: raised.append(number))
+    server = Server(create_app(served.backend), Limits())
+
+    def stop() -> None:
+        while not server.started:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        with listen("127.0.0.1", 0) as listening:
+            threading.Thread(target=stop, daemon=True).start()
+            server.run(sockets=[listening])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not raised
 
 
 def test_a_port_in_use_is_said_before_any_model_loads(capsys):
