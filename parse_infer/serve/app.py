@@ -76,7 +76,7 @@ def create_app(
     promises = promises or RiskMonitor()
     if promises.risk is not None:
         resolve_risk(promises.expected, backend.calibration)
-    audit = Audit(backend, metrics, promises) if promises.audit else None
+    audit = Audit(backend, metrics, promises, limits.request_s) if promises.audit else None
     if promises.risk is not None or audit is not None:
         backend.check_calibration()
     handler = RequestHandler(

@@ -31,13 +31,14 @@ class LoopRunner(Runner):
         self.threshold = engine.threshold
         self.calibration = engine.calibration
         self._engine = engine
+        self._audits = 0
         self._room = asyncio.Semaphore(engine.backend.parallel)
         target = engine.backend.servers["target"]
         target.patience_s = min(target.patience_s, PATIENCE_S)
 
     @property
     def running(self) -> int:
-        return self._engine.running
+        return max(0, self._engine.running - self._audits)
 
     @property
     def gauges(self) -> Mapping[str, tuple[str, Callable[[], float]]]:
@@ -59,8 +60,12 @@ class LoopRunner(Runner):
             raise InvalidRequest(str(error)) from error
         with _unavailable_as_503():
             async with self._room, aclosing(events):
-                async for event in events:
-                    yield Moment(event, time.perf_counter())
+                self._audits += job.audit
+                try:
+                    async for event in events:
+                        yield Moment(event, time.perf_counter())
+                finally:
+                    self._audits -= job.audit
 
     async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
         try:

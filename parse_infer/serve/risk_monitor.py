@@ -86,11 +86,14 @@ class Audit:
     A server cannot know whether an answer is right, only whether it differs from the target's. The calibration gives
     the allowed rate of differences. One audit runs at a time; an answer that ends meanwhile is not audited.
 
+    Args:
+        limit_s: timeout of an audit in seconds.
+
     Raises:
         ValueError: an invalid share, or no calibration.
     """
 
-    def __init__(self, backend: Runner, metrics: Metrics, promises: RiskMonitor) -> None:
+    def __init__(self, backend: Runner, metrics: Metrics, promises: RiskMonitor, limit_s: float) -> None:
         calibration = backend.calibration
         if not 0 < promises.audit <= 1:
             raise ParseError(f"--audit is {promises.audit}; give a share of the requests, such as 0.01")
@@ -100,6 +103,7 @@ class Audit:
         self._metrics = metrics
         self._calibration = calibration
         self._promises = promises
+        self._limit_s = limit_s
         self._tests = {
             risk: DriftTest(calibration.disagreement(risk), 1 - calibration.confidence)
             for risk, place in calibration.promises.items()
@@ -116,9 +120,10 @@ class Audit:
             self._task = asyncio.create_task(self._audit(choice, risk))
 
     async def _audit(self, choice: ChoiceState, risk: float) -> None:
+        job = replace(choice.job, alone=True, audit=True)
         text = ""
         try:
-            async with aclosing(self._backend.stream(replace(choice.job, alone=True))) as moments:
+            async with asyncio.timeout(self._limit_s), aclosing(self._backend.stream(job)) as moments:
                 async for moment in moments:
                     if isinstance(moment.event, Done):
                         text = moment.event.generation.text

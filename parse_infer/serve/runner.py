@@ -39,6 +39,7 @@ class Job:
     Attributes:
         alone: the target answers without a draft.
         watched: the client streams; else all events may come at the end.
+        audit: not a client's: `Runner.running` leaves it out.
     """
 
     prompt: Prompt
@@ -46,6 +47,7 @@ class Job:
     draft_text: str | None = None
     alone: bool = False
     watched: bool = True
+    audit: bool = False
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class ThreadRunner(Runner):
                 continue
             if run.unwanted:
                 continue
-            self._running = 1
+            self._running = 0 if run.job.audit else 1
             try:
                 with self._engine.backend.cancellable(lambda run=run: run.unwanted):  # type: ignore[misc]
                     for event in self._events(run.job):

@@ -9,7 +9,9 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +27,12 @@ from parse_infer.events import Done
 from parse_infer.models.prompts import Verbatim
 from parse_infer.output import Generation
 from parse_infer.sampling import Sampling, seed_of
+from parse_infer.serve.admission import Limits
 from parse_infer.serve.app import create_app
 from parse_infer.serve.protocol.chat import ChatCompletion
 from parse_infer.serve.protocol.completion import Completion
 from parse_infer.serve.risk_monitor import RiskMonitor
-from parse_infer.serve.runner import Job
+from parse_infer.serve.runner import Job, Moment
 from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.settings import GenerationSettings
 from tests.parse_infer.serve.conftest import running
@@ -234,6 +237,42 @@ def test_a_server_promises_what_its_calibration_covers_and_watches_it(make_engin
             assert server.chat(PROMPTS[0], **fields).json()["choices"][0]["parse"]["risk"] is None
     warned = [line for line in capfd.readouterr().err.splitlines() if "promise implausible" in line]
     assert len(warned) == 1 and json.loads(warned[0])["risk"] == 0.05
+
+
+def test_an_audit_ends_after_the_time_of_a_request(make_engine, monkeypatch, capfd):
+    backend = ThreadRunner(make_engine(calibration=calibrated(make_engine())))
+    stream = backend.stream
+
+    async def stuck(job: Job) -> AsyncGenerator[Moment, None]:
+        if job.audit:
+            await asyncio.sleep(60)
+        async with aclosing(stream(job)) as moments:
+            async for moment in moments:
+                yield moment
+
+    monkeypatch.setattr(backend, "stream", stuck)
+    log, end = "", time.monotonic() + 20
+    with running(backend, make_engine(), Limits(request_s=1.0), promises=RiskMonitor(0.05, audit=1.0)) as server:
+        assert server.chat(PROMPTS[0], max_tokens=24).status_code == 200
+        while "audit failed" not in log:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+            log += capfd.readouterr().err
+    assert "TimeoutError" in log
+
+
+def test_an_audit_is_no_answer_in_progress(make_engine):
+    """Else one answer fewer would count as waiting."""
+    backend = ThreadRunner(make_engine())
+
+    async def counted(audit: bool) -> int:
+        job = Job(PROMPTS[0], GenerationSettings(200), alone=True, audit=audit)
+        async with aclosing(backend.stream(job)) as moments:
+            await anext(moments)
+            return backend.running
+
+    assert [asyncio.run(counted(audit)) for audit in (False, True)] == [1, 0]
+    backend.close()
 
 
 def test_parse_options_are_the_engines(served):
