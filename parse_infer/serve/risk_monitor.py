@@ -113,7 +113,9 @@ class Audit:
 
     def consider(self, choice: ChoiceState) -> None:
         """Audit a complete answer at random."""
-        risk = None if choice.answer.fallback else choice.job.settings.risk  # a fallback is the target's own answer
+        # The calibration's rate of differences includes unusual drafts, and no other fallback.
+        counts = choice.answer.fallback in (None, "unusual_draft")
+        risk = choice.job.settings.risk if counts else None
         if risk not in self._tests or (self._task is not None and not self._task.done()):
             return
         if random.random() < self._promises.audit:

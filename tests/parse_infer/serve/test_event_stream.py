@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import openai
@@ -25,13 +25,15 @@ from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPo
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Done
 from parse_infer.models.prompts import Verbatim
-from parse_infer.output import Generation
+from parse_infer.output import Fallback, Generation
 from parse_infer.sampling import Sampling, seed_of
 from parse_infer.serve.admission import Limits
 from parse_infer.serve.app import create_app
+from parse_infer.serve.choice_state import ChoiceState
+from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.protocol.chat import ChatCompletion
 from parse_infer.serve.protocol.completion import Completion
-from parse_infer.serve.risk_monitor import RiskMonitor
+from parse_infer.serve.risk_monitor import Audit, RiskMonitor
 from parse_infer.serve.runner import Job, Moment
 from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.settings import GenerationSettings
@@ -272,6 +274,28 @@ def test_an_audit_is_no_answer_in_progress(make_engine):
             return backend.running
 
     assert [asyncio.run(counted(audit)) for audit in (False, True)] == [1, 0]
+    backend.close()
+
+
+def test_the_rate_that_is_audited_is_the_one_that_was_calibrated(make_engine):
+    """Answers with an unusual draft were calibrated, those of other fallbacks were not."""
+    engine = make_engine()
+    backend = ThreadRunner(make_engine(calibration=calibrated(engine)))
+    audit = Audit(backend, Metrics(), RiskMonitor(audit=1.0), limit_s=60)
+    own = engine.generate_target(PROMPTS[0], max_new_tokens=24)
+
+    async def audited(fallback: Fallback | None) -> bool:
+        before = audit._tests[0.05].observations
+        choice = ChoiceState(0, Job(PROMPTS[0], GenerationSettings(24, risk=0.05)), 1, 0.0)
+        choice.generation = replace(own, fallback=fallback)
+        audit.consider(choice)
+        if audit._task is not None:
+            await audit._task
+            audit._task = None
+        return audit._tests[0.05].observations > before
+
+    kinds = (None, *get_args(Fallback))
+    assert [kind for kind in kinds if asyncio.run(audited(kind))] == [None, "unusual_draft"]
     backend.close()
 
 
