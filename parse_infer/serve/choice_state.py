@@ -131,7 +131,7 @@ class ChoiceState:
         """Add an event; return the text that may be sent now."""
         event, text = moment.event, ""
         if isinstance(event, Drafted):
-            self.drafted = True
+            self.drafted |= event.n_tokens > 0
         elif isinstance(event, (Accepted, Resumed)):
             self.tokens_so_far += event.n_tokens if isinstance(event, Accepted) else 1
             text = self._text.add(event.text)

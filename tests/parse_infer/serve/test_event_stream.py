@@ -23,7 +23,7 @@ from parse_infer import adaptive
 from parse_infer.adaptive import MIN_SAMPLES
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
 from parse_infer.engine import ParseEngine
-from parse_infer.events import Done
+from parse_infer.events import Done, Drafted
 from parse_infer.models.prompts import Verbatim
 from parse_infer.output import Fallback, Generation
 from parse_infer.sampling import Sampling, seed_of
@@ -344,6 +344,13 @@ def test_a_promise_made_for_other_models_is_found_before_anybody_asks(make_engin
         create_app(backend)  # of no concern without a promise
     finally:
         backend.close()
+
+
+def test_an_empty_draft_is_no_draft():
+    choice = ChoiceState(0, Job(PROMPTS[0], GenerationSettings(8)), 1, 0.0)
+    for n_tokens, drafted in ((0, False), (3, True), (0, True)):
+        choice.take(Moment(Drafted(1, "", n_tokens), 0.0))
+        assert choice.drafted is drafted
 
 
 def test_metrics_tell_what_adaptive_requests_got(make_engine, monkeypatch):
