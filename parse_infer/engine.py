@@ -251,16 +251,18 @@ class ParseEngine:
         prompt: Prompt,
         settings: GenerationSettings | None = None,
         draft_text: str | None = None,
+        *,
+        watched: bool = True,
         **overrides: Any,
     ) -> Iterator[Event]:
         """Answer one prompt and yield its events: Drafted, Verified, Accepted, Resumed (for each token), Done.
 
         This call raises the errors of `generate`; the iterator does not. With the local backend another request to
-        the engine ends this stream.
+        the engine ends this stream. `watched` is as in `events`.
         """
         settings = (settings or GenerationSettings()).override(**overrides)
         with self.backend.turn():
-            return self._steps(self.events(prompt, settings, draft_text))
+            return self._steps(self.events(prompt, settings, draft_text, watched=watched))
 
     def stream_target(
         self, prompt: Prompt, settings: GenerationSettings | None = None, speculate: bool = False, **overrides: Any
@@ -285,7 +287,7 @@ class ParseEngine:
             draft_text: a draft to use, or an already tokenized `TextDrafter`.
             alone: the target writes the answer, without a draft.
             speculate: with `alone`, see `generate_target`.
-            watched: False lets servers send all tokens at once, which costs less.
+            watched: False lets servers send all tokens at once and the first block be long, which costs less.
 
         This call raises the ValueErrors of `generate`. On servers the iterator raises OSError if no server responds.
         """

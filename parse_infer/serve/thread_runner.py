@@ -104,7 +104,7 @@ class ThreadRunner(Runner):
         try:
             if job.alone:
                 return self._engine.stream_target(job.prompt, job.settings)
-            return self._engine.stream(job.prompt, job.settings, job.draft_text)
+            return self._engine.stream(job.prompt, job.settings, job.draft_text, watched=job.watched)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
 

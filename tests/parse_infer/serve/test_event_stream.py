@@ -21,6 +21,7 @@ import pytest
 
 from parse_infer import adaptive
 from parse_infer.adaptive import MIN_SAMPLES
+from parse_infer.block_length import FIRST, BlockLength
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Done, Drafted
@@ -58,6 +59,19 @@ def test_an_answer_that_nobody_reads_as_it_is_written_wakes_the_loop_once(make_e
     (watched, several), (unwatched, once) = asyncio.run(events(True)), asyncio.run(events(False))
     assert watched == unwatched and len(watched) > 2
     assert once == 1 <= several <= len(watched) + 2
+
+
+def test_only_a_stream_begins_with_a_short_block(make_engine, monkeypatch):
+    monkeypatch.setattr(BlockLength, "end_after", lambda self, survival: False)  # not by measured time
+    backend = ThreadRunner(make_engine())
+
+    async def first(watched: bool) -> int:
+        job = Job(PROMPTS[0], GenerationSettings(48, mode="exact"), watched=watched)
+        async with aclosing(backend.stream(job)) as moments:
+            return (await anext(moments)).event.n_tokens
+
+    assert [asyncio.run(first(watched)) for watched in (True, False)] == [FIRST, 48]
+    backend.close()
 
 
 def test_the_engine_is_loaded_in_the_thread_that_uses_it(make_engine):
