@@ -17,6 +17,7 @@ from parse_infer.serve.protocol.chat import ChatBody, ChatChoice, ChatCompletion
 from parse_infer.serve.runner import Runner
 
 log = logging.getLogger("parse_infer.serve")
+_REPLY = ("content", "tool_calls", "reasoning", "reasoning_content")
 
 
 async def relayed(
@@ -65,7 +66,7 @@ def _whole(answer: dict[str, Any], alone: TargetAlone, model: str) -> dict[str, 
     choices = [
         ChatChoice(
             index=choice["index"],
-            message=Reply(content=choice["message"].get("content"), tool_calls=choice["message"].get("tool_calls")),
+            message=Reply(**{name: choice["message"].get(name) for name in _REPLY}),
             finish_reason=choice["finish_reason"],
             parse=alone,
         )

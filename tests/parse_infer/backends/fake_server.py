@@ -159,7 +159,7 @@ class FakeServer:
         call = {"id": "call-1", "type": "function", "function": {"name": "weigh", "arguments": '{"n": 5}'}}
         own = {"id": "chatcmpl-1", "created": 1, "model": "target-17", "prompt_logprobs": None}
         if not body.get("stream"):
-            message = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": None}
+            message = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "by weight"}
             choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "token_ids": None}
             usage = {"prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15, "prompt_tokens_details": None}
             return web.json_response(own | {"object": "chat.completion", "choices": [choice], "usage": usage})

@@ -39,6 +39,7 @@ def test_a_call_of_a_tool_is_the_targets_own_and_says_so(relaying):
         )
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls" and choice.message.tool_calls[0].function.arguments == '{"n": 5}'
+    assert choice.message.reasoning == "by weight" and choice.message.reasoning_content is None
     assert choice.parse == {"mode": "target", "because": "tools"}
     assert answer.usage.completion_tokens == 6 and answer.model == served.backend.name
     (body,) = asked(targets)
