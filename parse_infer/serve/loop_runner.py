@@ -88,13 +88,13 @@ class LoopRunner(Runner):
 
 @contextmanager
 def _unavailable_as_503() -> Iterator[None]:
-    """Answer 503 with Retry-After if no target server is available."""
+    """Answer 503 with Retry-After if no target server is available, or if a request fails on each attempt."""
     try:
         yield
-    except Failing:
-        raise
     except Unavailable as error:
         log.error("no answer: %s", error)
-        message = f"no server of this model is available: try again in {_RETRY_AFTER_S} s"
+        failing = isinstance(error, Failing)
+        reason = "this model's servers failed" if failing else "no server of this model is available"
+        message = f"{reason}: try again in {_RETRY_AFTER_S} s"
         headers = {"Retry-After": str(_RETRY_AFTER_S)}
         raise ApiError(503, message, "target_unavailable", headers=headers) from error

@@ -184,6 +184,15 @@ def test_over_http_a_target_that_is_gone_is_503_at_once(engine, connect, stream)
         assert served.chat(PROMPT, max_tokens=8).status_code == 200
 
 
+def test_over_http_a_target_that_fails_each_time_is_503(engine, connect):
+    coordinator, (target,), _ = connect(engine)
+    with running(LoopRunner(coordinator), engine) as served:
+        target.faults.extend(["500"] * 4)
+        failed = served.chat(PROMPT, max_tokens=8, parse={"mode": "target"})
+        assert failed.status_code == 503 and int(failed.headers["Retry-After"]) >= 1
+        assert served.chat(PROMPT, max_tokens=8).status_code == 200
+
+
 def soon_well(served, coordinator: ParseEngine) -> bool:
     """Whether the server's own event loop notices that the target is back."""
     end = time.monotonic() + 10

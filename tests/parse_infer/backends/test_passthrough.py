@@ -134,3 +134,14 @@ def test_a_stream_that_breaks_off_ends_with_an_error(relaying, fault):
     assert '"tool_calls":[{' in text and '"error"' in text and "[DONE]" not in text
     assert len(asked(targets)) == 1, "what has begun is not begun again"
     assert served.becomes_idle(5)
+
+
+def test_servers_that_fail_again_and_again_are_503(relaying, capfd):
+    served, targets = relaying
+    for target in targets:
+        target.faults.extend(["500"] * 2)
+    failed = served.chat(tools=TOOLS)
+    assert failed.status_code == 503 and int(failed.headers["Retry-After"]) >= 1
+    assert failed.json()["error"]["message"] == "this model's servers failed: try again in 5 s"
+    log = capfd.readouterr().err
+    assert "no answer: the target servers failed 4 times" in log and '"errors"' not in log
