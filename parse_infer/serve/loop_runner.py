@@ -20,6 +20,7 @@ log = logging.getLogger("parse_infer.serve")
 
 PATIENCE_S = 2.0  # while no target replica is healthy; then the client gets 503 and can try another server
 _RETRY_AFTER_S = 5
+_INVALID = (400, 413, 422)  # a rejection is the client's mistake; others concern our key or address
 
 
 class LoopRunner(Runner):
@@ -78,7 +79,14 @@ class LoopRunner(Runner):
                     finally:
                         self._engine.running -= 1
         except client.RequestRejected as error:
-            raise InvalidRequest(error.sentence) from error
+            if error.status in _INVALID:
+                raise InvalidRequest(error.sentence) from error
+            log.error("no answer: the target's server rejects a request (%d)", error.status)
+            message = (
+                f"the target's server rejects this server's requests ({error.status}): "
+                "the operator must check key and model name"
+            )
+            raise ApiError(502, message, "target_refuses") from error
 
     def close(self) -> None:
         """Close the engine and stop the servers that it started."""

@@ -117,6 +117,16 @@ def test_what_the_targets_server_refuses_is_told_in_its_words(relaying):
     assert refused.value.body["message"] == '"auto" tool choice requires --enable-auto-tool-choice'
 
 
+def test_a_key_that_the_targets_server_refuses_is_no_mistake_of_the_client(relaying, capfd):
+    served, targets = relaying
+    for target in targets:
+        target.key = "another"
+    refused = served.chat(tools=TOOLS)
+    assert refused.status_code == 502 and refused.json()["error"]["code"] == "target_refuses"
+    assert "(401)" in refused.json()["error"]["message"]
+    assert "no answer: the target's server rejects a request (401)" in capfd.readouterr().err
+
+
 def test_another_server_is_asked_where_one_fails(relaying):
     served, targets = relaying
     for target in targets:
