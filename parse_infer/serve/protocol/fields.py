@@ -188,8 +188,11 @@ class AnswerBody(Body):
             raise PydanticCustomError("sentence", "temperature: give 0 (the most likely token) or at least 0.01")
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("sentence", "stream_options: only with stream: true")
-        if self.parse is not None and self.parse.mode == ALONE and self.parse.draft_text is not None:
-            raise PydanticCustomError("sentence", "parse.draft_text: mode target uses no draft")
+        if self.parse is not None and self.parse.mode == ALONE:
+            if self.parse.draft_text is not None:
+                raise PydanticCustomError("sentence", "parse.draft_text: mode target uses no draft")
+            if self.parse.risk is not None:
+                raise PydanticCustomError("sentence", "parse.risk: mode target has no promise, as it loses nothing")
         return self
 
     @property

@@ -95,6 +95,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": USER, "parse": {"adaptive": "perhaps"}}, "parse.adaptive"),
     (CHAT, {"messages": USER, "parse": {"mode": "exact"}, "temperature": 1}, "exact"),
     (CHAT, {"messages": USER, "parse": {"mode": "target", "draft_text": "x"}}, "no draft"),
+    (CHAT, {"messages": USER, "parse": {"mode": "target", "risk": 0.05}}, "mode target has no promise"),
     (CHAT, {"messages": USER, "prediction": {"type": "content", "content": " "}}, "prediction"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 3000}]}, "context window"),
     (PLAIN, {}, "prompt is missing"),
