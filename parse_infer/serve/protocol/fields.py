@@ -188,6 +188,8 @@ class AnswerBody(Body):
             raise PydanticCustomError("sentence", "temperature: give 0 (the most likely token) or at least 0.01")
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("sentence", "stream_options: only with stream: true")
+        if self.parse is not None and self.parse.events and not self.stream:
+            raise PydanticCustomError("sentence", "parse.events: only with stream: true")
         if self.parse is not None and self.parse.mode == ALONE:
             if self.parse.draft_text is not None:
                 raise PydanticCustomError("sentence", "parse.draft_text: mode target uses no draft")

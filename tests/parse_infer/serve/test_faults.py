@@ -90,6 +90,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": USER, "parse": 1}, "parse"),
     (CHAT, {"messages": USER, "parse": {"threshold": -0.1}}, "parse.threshold"),
     (CHAT, {"messages": USER, "parse": {"mode": "fast"}}, "parse.mode"),
+    (CHAT, {"messages": USER, "parse": {"events": True}}, "parse.events: only with stream"),
     (CHAT, {"messages": USER, "parse": {"risk": 1}}, "parse.risk"),
     (CHAT, {"messages": USER, "parse": {"risk": 0.05}}, "this engine has no calibration"),
     (CHAT, {"messages": USER, "parse": {"adaptive": "perhaps"}}, "parse.adaptive"),
