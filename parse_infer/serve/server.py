@@ -46,6 +46,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 ws="none",
                 server_header=False,
+                timeout_keep_alive=75,  # proxies reuse idle connections for 60 s; a request into a closed one fails
                 timeout_graceful_shutdown=math.ceil(limits.grace_s) + 2,  # later than our own limit
             )
         )

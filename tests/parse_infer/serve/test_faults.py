@@ -452,6 +452,11 @@ def test_nothing_listens_beyond_this_machine_unless_asked(capsys):
         assert listening.family == socket.AF_INET and listening.getsockname()[0] == "127.0.0.1"
 
 
+def test_an_idle_connection_lives_longer_than_in_a_proxy(served):
+    """nginx and AWS's load balancers keep one for 60 s. The first to close it must not be the server."""
+    assert served.server.config.timeout_keep_alive > 60
+
+
 def test_an_answer_does_not_wait_for_nagle():
     """asyncio turns Nagle's delay off where a socket names its protocol; else every answer takes 40 ms more."""
     listening = listen("127.0.0.1", 0)
