@@ -120,7 +120,10 @@ def create_app(
         return handler.answer(CompletionShape(), body)
 
     card = ModelCard(
-        id=handler.model, created=started, max_model_len=backend.window, parse={"threshold": backend.threshold}
+        id=handler.model,
+        created=started,
+        max_model_len=backend.window,
+        parse={"threshold": backend.threshold, "risk": promises.risk},
     )
 
     @app.get("/v1/models")

@@ -2,6 +2,7 @@
 // Model text enters the page only through textContent, never as markup.
 const $ = (id) => document.getElementById(id);
 let running = null;
+let moved = false; // until the slider is moved, the server's own threshold or risk holds
 
 function headers() {
   const key = $("key").value;
@@ -118,7 +119,8 @@ async function ask(event) {
   $("target-answer").replaceChildren();
   $("target-speed").textContent = "";
   try {
-    const fast = await answer({ threshold: Number($("threshold").value) }, $("parse-answer"), $("parse-speed"));
+    const chosen = moved ? { threshold: Number($("threshold").value) } : {};
+    const fast = await answer(chosen, $("parse-answer"), $("parse-speed"));
     const slow = await answer({ mode: "target" }, $("target-answer"), $("target-speed"));
     if (fast && slow) $("parse-speed").textContent += `, ${(slow / fast).toFixed(1)} times as fast as the target alone`;
   } catch (error) {
@@ -145,11 +147,16 @@ async function load() {
   $("error").textContent = "";
   $("model").textContent = card.id;
   $("threshold").value = card.parse.threshold;
+  moved = false;
   showThreshold();
+  if (card.parse.risk !== null) $("shown").textContent = `of risk ${card.parse.risk}`;
 }
 
 $("form").addEventListener("submit", ask);
 $("end").addEventListener("click", () => running && running.abort());
-$("threshold").addEventListener("input", showThreshold);
+$("threshold").addEventListener("input", () => {
+  moved = true;
+  showThreshold();
+});
 $("key").addEventListener("change", load);
 load();

@@ -73,6 +73,22 @@ def test_who_wrote_what_is_shown_in_colours(page, served, threshold):
     assert "times as fast" in page.text_content("#parse-speed")
 
 
+def test_a_threshold_is_sent_once_its_slider_was_moved(page):
+    """Before that the server's risk holds, if it has one."""
+    sent: list[dict[str, Any]] = []
+
+    def answer(route: Any) -> None:
+        sent.append(json.loads(route.request.post_data)["parse"])
+        route.fulfill(content_type="text/event-stream", body="data: [DONE]\n\n")
+
+    page.route("**/v1/chat/completions", answer)
+    page.click("#ask")
+    page.locator("#ask:enabled").wait_for(timeout=PATIENCE)
+    asked(page, "x", 8, 0.5)
+    page.locator("#ask:enabled").wait_for(timeout=PATIENCE)
+    assert [parse for parse in sent if "mode" not in parse] == [{"events": True}, {"threshold": 0.5, "events": True}]
+
+
 def test_markup_in_an_answer_stays_text(page, served):
     evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
     choice = {"index": 0, "delta": {}, "parse": {"event": "resumed", "text": evil}}
