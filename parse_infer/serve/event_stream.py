@@ -67,6 +67,7 @@ async def answers(
     async with queue.place(len(requested)):
         with api_errors():
             jobs = await requested.jobs(backend)
+        metrics.prompt_tokens.inc(sum(tokens for _, tokens in jobs[:: len(requested.settings)]))
         choices = [ChoiceState(i, job, prompt_tokens, asked_at) for i, (job, prompt_tokens) in enumerate(jobs)]
         streams = [_answered(backend, queue, metrics, choice, audit) for choice in choices]
         side_by_side = backend.parallel > 1 and len(streams) > 1
@@ -78,20 +79,16 @@ async def answers(
 async def _answered(
     backend: Runner, queue: AdmissionQueue, metrics: Metrics, choice: ChoiceState, audit: Audit | None
 ) -> AsyncGenerator[Told, None]:
-    meter = metrics.meter(choice)
-    try:
-        with api_errors(choice.index):
-            async with aclosing(backend.stream(choice.job)) as moments:
-                async for moment in moments:
-                    text = choice.take(moment)
-                    meter.see(moment, text)
-                    if isinstance(moment.event, Done):
-                        queue.note(moment.event.generation.timings.total_s)
-                        if audit is not None:
-                            audit.consider(choice)
-                    yield choice, moment.event, text
-    finally:
-        meter.end()
+    with api_errors(choice.index), metrics.meter(choice) as meter:
+        async with aclosing(backend.stream(choice.job)) as moments:
+            async for moment in moments:
+                text = choice.take(moment)
+                meter.see(moment, text)
+                if isinstance(moment.event, Done):
+                    queue.note(moment.event.generation.timings.total_s)
+                    if audit is not None:
+                        audit.consider(choice)
+                yield choice, moment.event, text
 
 
 async def _chained(streams: Sequence[AsyncGenerator[Told, None]]) -> AsyncGenerator[Told, None]:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from parse_infer.events import Done, Drafted, Verified
 from parse_infer.output import Generation
 from parse_infer.serve.choice_state import ChoiceState
-from parse_infer.serve.runner import Moment
+from parse_infer.serve.runner import InvalidRequest, Moment
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -78,7 +78,7 @@ class Metrics:
 
 
 class Meter:
-    """Counts one answer."""
+    """Counts one answer, which is complete or broken at the end of a `with` block, unless it was refused."""
 
     def __init__(self, metrics: Metrics, choice: ChoiceState) -> None:
         self._metrics = metrics
@@ -86,7 +86,6 @@ class Meter:
         self._drafted_at: float | None = None
         self._text_at: float | None = None
         self._complete = False
-        metrics.prompt_tokens.inc(choice.prompt_tokens)
 
     def see(self, moment: Moment, text: str) -> None:
         event, metrics = moment.event, self._metrics
@@ -107,8 +106,11 @@ class Meter:
                 metrics.between_s.observe(moment.at - self._text_at)
             self._text_at = moment.at
 
-    def end(self) -> None:
-        if not self._complete:
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._complete and kind is not InvalidRequest:
             self._metrics.broken.inc()
 
     def _count(self, answer: Generation) -> None:

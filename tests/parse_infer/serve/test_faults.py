@@ -445,6 +445,14 @@ def test_metrics_count_what_was_answered(make_engine):
     assert (told["parse_parallel"], told["parse_answers_running"], told["parse_answers_waiting"]) == (1, 0, 0)
 
 
+def test_metrics_count_a_prompt_once_and_a_refusal_not_as_broken(make_engine):
+    with running(ThreadRunner(make_engine()), make_engine()) as server:
+        prompt = server.chat(max_tokens=4, n=3).json()["usage"]["prompt_tokens"]
+        assert f"parse_prompt_tokens_total {prompt:.1f}" in server.metrics
+        assert server.chat(parse={"risk": 0.05}).status_code == 400  # the engine has no calibration
+        assert "parse_answers_broken_total 0.0" in server.metrics
+
+
 def test_nothing_listens_beyond_this_machine_unless_asked(capsys):
     assert main(["serve", "--help"]) == 0
     assert re.search(r"--host.*\[default: 127\.0\.0\.1\]", " ".join(capsys.readouterr().out.split()))
