@@ -128,15 +128,15 @@ def find_parts(
     promises = None
     if calibration is not None:
         promises = Calibration.load(calibration)
-        promises.check(models)
     elif files is not None:
         promises = shipped_calibration(files.folder)
         if promises is not None and promises.backend != models["backend"]:
             promises = None  # made for the local backend
+    if promises is not None and (calibration is not None or (expected is not None and expected.risk is not None)):
+        unnamed = draft is None and draft_urls  # until the handshake
+        promises.check(models | ({"draft": promises.models.get("draft")} if unnamed else {}))
     if expected is not None:
         check_servable(expected, promises, exact=isinstance(judge, LogprobReads))
-        if expected.risk is not None and promises is not None:
-            promises.check(models)
         resolve_risk(expected, promises)
     wanted = {}
     if not target_urls:

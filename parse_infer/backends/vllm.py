@@ -123,6 +123,8 @@ def connect_backend(
     )
     try:
         backend.run(backend.handshake())
+        if calibration is not None and backend.calibration is not None:
+            backend.calibration.check(backend.describe())
     except BaseException:
         backend.close()
         raise

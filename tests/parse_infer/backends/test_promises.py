@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from data_tools.tasks.checkers import same_answer
+from parse_infer.backends.vllm import VLLMBackend
 from parse_infer.calibration import measure
 from parse_infer.calibration.measure import CalibrationSettings, calibrate
 from parse_infer.calibration.replay import Replay
-from parse_infer.calibration.schema import Calibration
+from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
+from parse_infer.engine import ParseEngine
 from parse_infer.serve.loop_runner import LoopRunner
 from parse_infer.serve.risk_monitor import RiskMonitor
 from parse_infer.settings import GenerationSettings
@@ -91,3 +95,29 @@ def test_a_calibration_of_other_models_is_refused(engine, connect):
     coordinator.calibration = Calibration("t", 1, "x", "accuracy", 0.9, 24, models, [], {0.1: None})
     with pytest.raises(ValueError, match=r"made with another draft \(another\) than is loaded \(draft\)"):
         coordinator.generate(PROMPTS[0], risk=0.1)
+
+
+def test_the_model_of_a_draft_server_is_compared_once_the_server_has_named_it(monkeypatch, tmp_path: Path):
+    """As `calibrate` recorded it, where neither command had a --draft."""
+
+    async def handshake(self) -> None:
+        self._models["draft"] = "qwen"
+
+    monkeypatch.setattr(VLLMBackend, "handshake", handshake)
+    file, settings = tmp_path / "calibration.json", GenerationSettings(24, risk=0.05)
+    urls = {"target_url": "http://127.0.0.1:9", "draft_url": "http://127.0.0.1:8"}
+    connect = partial(ParseEngine.from_pretrained, "zoo:target", None, "zoo:adapter", backend="vllm", **urls)
+    with connect() as made:
+        models = made.describe()
+    tried = [TestedPoint(OperatingPoint(0.8), 0, 0.04, 2.0, 0.1)]
+    found = Calibration("t", 300, "x", "accuracy", 0.9, 24, models, tried, {0.05: 0})
+    found.save(file)
+    with connect(calibration=file, expected=settings) as made:
+        assert made.calibration.models["draft"] == "qwen"
+    replace(found, models=models | {"draft": "another"}).save(file)
+    with pytest.raises(ValueError, match=r"made with another draft \(another\) than is loaded \(qwen\)"):
+        connect(calibration=file, expected=settings)
+    replace(found, models=models | {"target": "another"}).save(file)
+    monkeypatch.delattr(VLLMBackend, "handshake")
+    with pytest.raises(ValueError, match=r"made with another target \(another\)"):
+        connect(calibration=file)
