@@ -65,13 +65,17 @@ class Client:
     async def post(self, url: str, body: dict[str, Any]) -> Any:
         """Send a `POST` and return its JSON. Raises TransientServerError or RequestRejected."""
         async with self._answer("POST", url, body) as response:
-            return _parsed(await _read(response), url)
+            return _parsed(await response.read(), url)
 
     async def get(self, url: str) -> Any:
-        """Send a `GET` and return its JSON, or None for an empty answer such as that of /health."""
+        """Send a `GET` and return its JSON. Raises as `post` does."""
         async with self._answer("GET", url) as response:
-            content = await _read(response)
-            return _parsed(content, url) if content else None
+            return _parsed(await response.read(), url)
+
+    async def ping(self, url: str) -> None:
+        """Send a `GET` and ignore the content of the response. Raises as `post` does."""
+        async with self._answer("GET", url) as response:
+            await response.read()  # so that the connection can be reused
 
     async def written(self, url: str, body: dict[str, Any]) -> AsyncGenerator[list[int], None]:
         """Stream the tokens of one prompt. Closing the generator aborts the request.
@@ -150,7 +154,7 @@ class Client:
 
 
 class _Answer:
-    """`async with` context of a 200 response; connection errors become `TransientServerError`."""
+    """`async with` context of a successful response; connection errors become `TransientServerError`."""
 
     def __init__(
         self, session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None, key_hint: str
@@ -164,7 +168,7 @@ class _Answer:
     async def __aenter__(self) -> aiohttp.ClientResponse:
         try:
             self._response = response = await self._request
-            if response.status == 200:
+            if 200 <= response.status < 300:
                 return response
             said = (await response.read()).decode(errors="replace")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -187,10 +191,6 @@ class _Answer:
             raise TransientServerError(
                 f"{self._url} closed the connection: {error or type(error).__name__}"
             ) from error
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    return await response.read()
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:

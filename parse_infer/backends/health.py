@@ -124,7 +124,7 @@ class HealthChecks:
             async with asyncio.timeout(CHECK_LIMIT_S):
                 await self._identify(server)
                 with suppress(RequestRejected):  # the server answers, but has no such path
-                    await self._client.get(f"{server.url}/health")
+                    await self._client.ping(f"{server.url}/health")
             if not server.examined:
                 await self._examine_within_limit(server)
         except TimeoutError:

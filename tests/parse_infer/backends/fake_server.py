@@ -48,6 +48,7 @@ class FakeServer:
         card: what else /v1/models says of the model.
         away: every connection is closed before an answer.
         ill: what /health answers instead of 200, or "hangs".
+        health: the text of /health.
         clients: the ports from which requests came, in order.
     """
 
@@ -72,6 +73,7 @@ class FakeServer:
         self.card: dict[str, Any] = {}
         self.away = False
         self.ill: int | str | None = None
+        self.health = ""
         self.clients: list[int] = []
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -251,7 +253,7 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
     async def health(request: web.Request) -> web.Response:
         if server.ill == "hangs":
             await asyncio.sleep(3600)
-        return web.Response(status=server.ill or 200)
+        return web.Response(status=server.ill or 200, text=server.health)
 
     async def tokenize(request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]

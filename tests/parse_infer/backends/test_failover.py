@@ -62,6 +62,17 @@ def test_a_server_that_falls_ill_is_noticed_before_a_request_is(engine, connect,
     assert soon(coordinator, lambda: first.healthy)
 
 
+@pytest.mark.parametrize(("status", "text"), [(None, "OK"), (204, ""), (None, "<html>fine</html>")])
+def test_health_is_a_status_whatever_the_text(engine, connect, quick_checks, status, text):
+    coordinator, (target,), _ = connect(engine)
+    target.ill, target.health = status, text
+    coordinator.generate_target(PROMPT, max_new_tokens=8)
+    asked = len(target.clients)
+    assert soon(coordinator, lambda: len(target.clients) > asked + 6)
+    (server,) = coordinator.backend._target.servers.members
+    assert server.healthy and not server.last_error
+
+
 def test_a_server_that_is_slow_to_tell_its_health_is_believed_a_few_times(engine, connect, quick_checks, monkeypatch):
     monkeypatch.setattr(health, "CHECK_LIMIT_S", 0.2)
     monkeypatch.setattr(health, "CHECKS_MISSED", 1_000_000)
@@ -129,7 +140,7 @@ def test_no_request_goes_into_a_connection_that_its_server_is_about_to_close(eng
         async def ask_twice() -> None:
             http = Client()
             for _ in range(2):
-                await http.get(f"{target.url}/health")
+                await http.ping(f"{target.url}/health")
                 await asyncio.sleep(0.2)
             await http.close()
 
