@@ -204,6 +204,9 @@ def server_settings(sampling: Sampling, end_ids: Collection[int], *purpose: obje
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,  # SGLang refuses 0
         "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "min_p": 0.0,
         "stop_token_ids": sorted(end_ids),
     }
     if sampling.seed is not None and not sampling.greedy:

@@ -347,6 +347,16 @@ def test_a_server_with_a_limit_of_its_own_is_asked_on(engine, connect, monkeypat
     assert done.generation.token_ids == alone.token_ids and done.generation.stats.rounds == 1
 
 
+def test_requests_override_the_penalties_of_a_generation_config(engine, connect):
+    """vLLM takes them from the model's generation_config.json where a request leaves them out."""
+    coordinator, (target,), draft = connect(engine)
+    coordinator.generate(PROMPT, max_new_tokens=24, threshold=0.0)
+    coordinator.generate_target(PROMPT, max_new_tokens=24)
+    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
+    writing = [body for body in (*target.bodies, *draft.bodies) if not body.get("prompt_logprobs")]
+    assert len(writing) > len(draft.bodies) and all(body | neutral == body for body in writing)
+
+
 def test_a_server_that_stumbles_at_the_start_is_watched_where_requests_run(engine, connect):
     coordinator, targets, _ = connect(engine, n_targets=2, patience_s=5.0)
     targets[0].faults.append("500")
