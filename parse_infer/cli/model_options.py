@@ -100,6 +100,9 @@ class ModelOptions:
             "if it is small (32 MiB) and there is no GPU.",
         ),
     ] = None
+    parallel: Annotated[
+        int | None, typer.Option(min=1, help="With --backend vllm: answers at the same time; default: 64.")
+    ] = None
     server_key: Annotated[
         str | None, typer.Option(envvar="VLLM_API_KEY", help="API key of the vLLM servers; default: none.")
     ] = None
@@ -239,6 +242,7 @@ class ModelOptions:
             "local_draft": self.local_draft,
             "api_key": self.server_key,
             "on_progress": progress,
+            **given(parallel=self.parallel),
         }
 
     @property
@@ -284,6 +288,8 @@ class ModelOptions:
             raise ParseError("--target-url and --draft-url need --backend vllm")
         if self.backend == "local" and self.local_draft is not None:
             raise ParseError("--local-draft and --draft-server need --backend vllm")
+        if self.backend == "local" and self.parallel is not None:
+            raise ParseError("--parallel needs --backend vllm: the local backend answers one request at a time")
         return self.backend == "vllm"
 
 
@@ -292,6 +298,7 @@ LOCAL_ONLY: dict[str, Any] = {
     "target_url": None,
     "draft_url": None,
     "local_draft": None,
+    "parallel": None,
     "server_key": None,
 }
 """Fixed options (see `with_models`) of commands that need the local backend."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from parse_infer.calibration.schema import Calibration
 
 
-@with_models(threshold=None, calibration=None)
+@with_models(threshold=None, calibration=None, parallel=None)
 def calibrate(
     models: ModelOptions,
     task: options.TaskName = "gsm_symbolic",

@@ -71,6 +71,7 @@ def test_answers_and_events_are_written_as_those_of_the_local_engine_are(coordin
     [
         (["--backend", "sglang"], "--backend is 'sglang'; choose local or vllm"),
         (["--target-url", "http://127.0.0.1:9"], "--target-url and --draft-url need --backend vllm"),
+        (["--parallel", "4"], "--parallel needs --backend vllm: the local backend answers one request at a time"),
         (["--backend", "vllm", "--target-drafter", "lookup"], "--target-drafter needs --backend local"),
         (["--backend", "vllm", "--torch-compile"], "--torch-compile needs --backend local"),
         (["--backend", "vllm", "--dtype", "float32"], "--device, --dtype and --draft-dtype need --backend local"),
@@ -173,6 +174,20 @@ def test_over_servers_the_target_may_answer_alone_unless_told_otherwise(coordina
     monkeypatch.setattr("parse_infer.serve.server.Server", lambda *_: SimpleNamespace(run=lambda sockets: None))
     assert main(["serve", "--port", "0", *options]) == 0
     assert asked == [adaptive]
+
+
+@pytest.mark.parametrize(("options", "parallel"), [([], None), (["--parallel", "7"], 7)])
+def test_the_number_of_concurrent_answers_is_an_option(monkeypatch, options, parallel):
+    asked = []
+
+    def from_pretrained(*_, **given):
+        asked.append(given.get("parallel"))
+        raise OSError("no server here")
+
+    monkeypatch.setattr("parse_infer.engine.ParseEngine.from_pretrained", from_pretrained)
+    for command in (["generate", "Hi"], ["serve", "--port", "0"]):
+        assert main([*command, "--backend", "vllm", *options]) == 2
+    assert asked == [parallel, parallel]
 
 
 @pytest.mark.parametrize("given", [[], ["--draft", "zoo:draft", "--adapter", "zoo:adapter", "--local-draft"]])
