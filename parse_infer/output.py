@@ -8,7 +8,7 @@ from typing import Literal
 FinishReason = Literal["eos", "stop", "length"]
 Source = Literal["draft", "target"]
 Fallback = Literal["no_draft", "draft_refused", "judge_failed", "unusual_draft"]
-"""Why the target answered without a draft: no draft server responds; the draft server rejects the request; the judge
+"""Why the target answered without a draft: no draft server responds; the draft model or its server refuses; the judge
 failed on the draft; the judge knows no such drafts, and accepts only what the target would write itself."""
 
 

@@ -24,6 +24,7 @@ from parse_infer.backends.text_draft import CHAT, TextDraft, TextStream
 from parse_infer.block_length import BlockLength
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStream
 from parse_infer.drafters.text import TextDrafter
+from parse_infer.errors import PromptError
 from parse_infer.output import Fallback
 from parse_infer.request import Request
 
@@ -32,8 +33,11 @@ log = logging.getLogger("parse_infer.backends")
 DRAFT_SILENCE_S = 30.0  # without a draft token; then the target alone is faster
 PREFILL = 256  # prompt tokens from which a prefill request during drafting pays off
 
-Drafts = tuple[ReplicaPool | LocalDraft, CrossTokenizerDraft] | tuple[ReplicaPool, TextDraft] | TextDrafter
-"""Source of drafts: a draft model with its tokenizer mapping, a server of texts, or a text."""
+Drafts = (
+    tuple[ReplicaPool | LocalDraft, CrossTokenizerDraft] | tuple[ReplicaPool, TextDraft] | TextDrafter | PromptError
+)
+"""Source of drafts: a draft model with its tokenizer mapping, a server of texts, a text, or why the draft model
+refuses the prompt."""
 
 
 class ServerModelPair:
@@ -69,7 +73,7 @@ class ServerModelPair:
         self._exact = request.settings.mode == "exact"
         self._uses_draft = self._exact or threshold <= 1
         block = request.settings.block_tokens
-        of_model = self._uses_draft and not isinstance(drafts, TextDrafter)
+        of_model = self._uses_draft and isinstance(drafts, tuple)
         text = drafts[1] if isinstance(drafts, tuple) and isinstance(drafts[1], TextDraft) else None
         in_blocks = isinstance(block, int) and of_model and (text is None or text.api.path != CHAT)
         self._by_token = target.reads is not None and of_model and block != "whole"
@@ -97,6 +101,8 @@ class ServerModelPair:
         request, self._drafted = self._request, 0
         if request.fallback is not None or not self._uses_draft or not self.max_draft_tokens():
             return []
+        if isinstance(self._drafts, PromptError):
+            return self._fall_back(self._drafts, "draft_refused")
         if isinstance(self._drafts, TextDrafter):
             return self._drafts.propose(request.answer.ids, self.max_draft_tokens()).ids
         writing = self._drafts[1].begin(request.answer.ids, self.max_draft_tokens())
@@ -195,8 +201,12 @@ class ServerModelPair:
         if gone or not self._falls_back:
             raise error
         self._request.fallback = reason = reason or "judge_failed"
-        # The server's own message may quote the request, so it stays out of the log.
-        why = f"a request was rejected ({error.status})" if isinstance(error, RequestRejected) else error
+        # A server or a chat template may quote the request in its message, which stays out of the log.
+        why: object = error
+        if isinstance(error, RequestRejected):
+            why = f"a request was rejected ({error.status})"
+        elif isinstance(error, PromptError):
+            why = "the draft model refuses the prompt"
         log.warning("the target answers without a draft (%s): %s", reason, why)
         return []
 

@@ -31,7 +31,7 @@ from parse_infer.calibration.schema import Calibration
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
 from parse_infer.drafters.draft_model import share_tokens
 from parse_infer.drafters.text import TextDrafter
-from parse_infer.errors import ServerError
+from parse_infer.errors import PromptError, ServerError
 from parse_infer.events import Event, Resumed
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import CutPolicy
@@ -255,11 +255,14 @@ class VLLMBackend:
             raise ServerError("the engine has no draft model: give draft=… or a draft_text")
         servers, language = self._drafts
         stop = request.settings.stop
-        if isinstance(servers, ReplicaPool) and self._text_api is not None:
-            window = servers.identity.window
-            return servers, TextDraft(self._text_api, language, self.target, request.prompt, stop, window)
-        assert language is not None
-        return servers, CrossTokenizerDraft(language, self.target, self._shares_tokens, request.prompt, stop)
+        try:
+            if isinstance(servers, ReplicaPool) and self._text_api is not None:
+                window = servers.identity.window
+                return servers, TextDraft(self._text_api, language, self.target, request.prompt, stop, window)
+            assert language is not None
+            return servers, CrossTokenizerDraft(language, self.target, self._shares_tokens, request.prompt, stop)
+        except PromptError as error:  # the target has rendered the prompt
+            return error
 
     def uses_draft(self, request: Request, source: Drafts) -> bool:
         threshold = request.settings.threshold

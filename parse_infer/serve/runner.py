@@ -7,11 +7,12 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from parse_infer.calibration.schema import Calibration
-from parse_infer.errors import ParseError
+from parse_infer.errors import ParseError, PromptError
 from parse_infer.events import Event
 from parse_infer.models.loading import same_tokenizer
 from parse_infer.models.prompts import Prompt, RenderedPrompt, Verbatim
@@ -186,7 +187,8 @@ class Runner(ABC):
         if draft is None or (self._shares_tokens and reads_alike(draft, own, rendered)):
             return rendered, ids  # the draft model takes the same tokens
         theirs = rendered if self._shares_tokens else rendered.as_text
-        theirs.remember(self._draft, draft.encode(theirs.prompt))
+        with suppress(PromptError):  # the backend's to handle: the target may answer alone
+            theirs.remember(self._draft, draft.encode(theirs.prompt))
         return rendered, ids
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,9 @@ from parse_infer.models.prompts import Verbatim
 from parse_infer.serve.loop_runner import LoopRunner
 from parse_infer.settings import GenerationSettings
 from tests.parse_infer.backends.conftest import soon
+from tests.parse_infer.backends.fake_server import FakeServer
 from tests.parse_infer.backends.test_answers_over_servers import PROMPT, partial_threshold
+from tests.parse_infer.backends.text_server import TextServer
 from tests.parse_infer.serve.conftest import running
 
 SETTINGS = {"max_new_tokens": 24, "threshold": 0.0}
@@ -63,6 +66,24 @@ def test_a_refused_draft_is_done_without(engine, connect, caplog):
     assert found.token_ids == alone(engine) and found.fallback == "draft_refused"
     assert warnings(caplog) == ["the target answers without a draft (draft_refused): a request was rejected (400)"]
     assert coordinator.generate(PROMPT, **SETTINGS).fallback is None
+
+
+@pytest.mark.parametrize("server_type", [FakeServer, TextServer])
+def test_a_prompt_that_the_draft_models_template_refuses_is_answered_without_it(engine, connect, caplog, server_type):
+    engine.draft.tokenizer = copy.deepcopy(engine.draft.tokenizer)
+    engine.draft.tokenizer.chat_template = "{{ raise_exception('no system messages here') }}"
+    coordinator, _, draft = connect(engine, draft=server_type(engine.draft))
+    found = coordinator.generate(PROMPT, **SETTINGS)
+    assert found.token_ids == alone(engine) and found.fallback == "draft_refused" and not draft.bodies
+    (said,) = warnings(caplog)
+    assert said == "the target answers without a draft (draft_refused): the draft model refuses the prompt"
+    with running(LoopRunner(coordinator), engine) as served:
+        answer = served.chat(PROMPT, max_tokens=24, parse={"threshold": 0.0})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["parse"]["fallback"] == "draft_refused"
+    coordinator.backend.falls_back = False
+    with pytest.raises(ValueError, match="no system messages here"):
+        coordinator.generate(PROMPT, **SETTINGS)
 
 
 def test_a_draft_server_that_is_silent_is_done_without(engine, connect, monkeypatch, caplog):
