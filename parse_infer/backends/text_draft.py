@@ -172,11 +172,11 @@ class TextStream:
         self._start, self._first, self._last = time.perf_counter(), (0.0, 0), 0.0
 
     def body(self, sampling: Sampling, round: int, logprobs: bool) -> dict[str, Any]:
-        """Return the request, with parameters of OpenAI's API alone, but for a `top_k` that the caller set."""
+        """Return the request, with parameters of OpenAI's API alone, but for a `top_k` of sampled drafts."""
         source = self._source
         body: dict[str, Any] = {"max_tokens": self._max_new_tokens, "stream": True}
         body |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        if sampling.top_k:
+        if sampling.top_k and not sampling.greedy:
             body["top_k"] = sampling.top_k
         if sampling.seed is not None and not sampling.greedy:
             body["seed"] = seed_of(sampling.seed, "draft", round) % 2**31

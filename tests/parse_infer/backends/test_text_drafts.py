@@ -196,6 +196,15 @@ def test_sampling_reaches_the_server(make_engine, connect):
     assert coordinator.generate(PROMPT, **SETTINGS).fallback is None
 
 
+def test_a_greedy_draft_has_no_field_that_openai_does_not_know(make_engine, connect):
+    """`serve` has the `top_k` of the target's generation config, also where drafts are greedy."""
+    engine = make_engine()
+    coordinator, _, draft = connect(engine, draft=TextServer(engine.draft))
+    found = coordinator.generate(PROMPT, **SETTINGS, draft_sampling=Sampling(0.0, top_k=20))
+    assert found.fallback is None and draft.bodies and not any("top_k" in body for body in draft.bodies)
+    assert coordinator.generate(PROMPT, **SETTINGS, draft_sampling=Sampling(0.8, top_k=20)).fallback == "draft_refused"
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_the_handshake_finds_out_what_a_server_takes(make_engine, connect, strict):
     engine = make_engine()
