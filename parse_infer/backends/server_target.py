@@ -19,7 +19,7 @@ from parse_infer.backends.logprob_reads import (
     cached_tokens,
 )
 from parse_infer.backends.replicas import COMPLETIONS, ReplicaPool
-from parse_infer.backends.retries import Lease, Unavailable
+from parse_infer.backends.retries import Failing, Lease
 from parse_infer.backends.zero_shot_requests import ZeroShotRequests
 from parse_infer.errors import ServerError
 from parse_infer.judge.carried import Carried
@@ -157,7 +157,7 @@ class Target:
         Args:
             watched: stream the tokens; else they come all at once, which costs less.
 
-        Raises Unavailable if a server ends an unfinished answer without a token.
+        Raises Failing if a server ends an unfinished answer without a token.
         """
         while request.answer.remaining_tokens > 0:
             before = len(request.answer.ids)
@@ -166,7 +166,7 @@ class Target:
                     yield token
             # A server may have its own limit, such as max_new_tokens in the model's generation_config.json.
             if len(request.answer.ids) == before:
-                raise Unavailable("a target server has ended an answer without a token")
+                raise Failing("a target server has ended an answer without a token")
 
     async def _written_once(
         self, request: Request, round: int, lease: Lease | None, watched: bool

@@ -11,7 +11,7 @@ import pytest
 
 from parse_infer.acceptance import maximal_valid_prefix
 from parse_infer.backends.client import RequestRejected
-from parse_infer.backends.retries import Unavailable
+from parse_infer.backends.retries import Failing, Unavailable
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Accepted, Done, Drafted, Resumed, Verified
@@ -345,6 +345,15 @@ def test_a_server_with_a_limit_of_its_own_is_asked_on(engine, connect, monkeypat
     assert sum("logprobs" not in body for body in target.bodies) == -(-len(alone.token_ids) // 8) > 1
     *_, done = coordinator.stream(PROMPT, max_new_tokens=24, threshold=1.01)
     assert done.generation.token_ids == alone.token_ids and done.generation.stats.rounds == 1
+
+
+def test_a_server_that_ends_an_answer_without_a_token_fails_and_is_there(engine, connect, monkeypatch):
+    coordinator, _, _ = connect(engine)
+    monkeypatch.setattr(FakeServer, "_write", lambda self, prompt, body: iter(()))
+    with pytest.raises(Failing, match="has ended an answer without a token"):
+        coordinator.generate_target(PROMPT, max_new_tokens=8)
+    with running(LoopRunner(coordinator), engine) as served:
+        assert served.chat(PROMPT, max_tokens=8, parse={"mode": "target"}).status_code == 500
 
 
 def test_requests_override_the_penalties_of_a_generation_config(engine, connect):
