@@ -37,6 +37,7 @@ MeasuredRisk = Annotated[
 Adaptive = Annotated[bool | None, option_of("adaptive")]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # of Python, in JSON
 
 
 def given(**values: Any) -> dict[str, Any]:
@@ -45,7 +46,8 @@ def given(**values: Any) -> dict[str, Any]:
 
 
 def read_pairs(pairs: Sequence[str] | None, option: str) -> dict[str, Any]:
-    """Parse `["a=1", "b=text"]` into `{"a": 1, "b": "text"}`; values that are not JSON stay text.
+    """Parse `["a=1", "b=text"]` into `{"a": 1, "b": "text"}`; values that are neither JSON nor Python's True, False or
+    None stay text.
 
     Raises ValueError for an entry without a key or "=".
     """
@@ -55,7 +57,7 @@ def read_pairs(pairs: Sequence[str] | None, option: str) -> dict[str, Any]:
         if not equals or not key.strip():
             raise ParseError(f"{option} {pair!r} is not KEY=VALUE")
         try:
-            values[key.strip()] = json.loads(value)
+            values[key.strip()] = json.loads(_CONSTANTS.get(value, value))
         except ValueError:
             values[key.strip()] = value
     return values

@@ -13,6 +13,7 @@ import pytest
 from parse_infer.calibration.schema import Calibration
 from parse_infer.cli.app import main
 from parse_infer.cli.model_options import ModelOptions
+from parse_infer.cli.options import read_pairs
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.mode_names import DEFAULT_MODES
 from parse_infer.sampling import Sampling
@@ -436,3 +437,9 @@ def test_generate_has_the_settings_of_the_server(monkeypatch):
     assert (seen[0].block_tokens, seen[0].resume_sampling) == (3, sampling)
     assert seen[0].draft_sampling == Sampling(0.0, 1.0, 7, 1)
     assert main(["generate", "Hi", "--block-tokens", "0"]) == 2 and len(seen) == 1
+
+
+def test_option_values_are_json_or_pythons_constants_or_text():
+    pairs = ["a=false", "b=False", "c=True", "d=None", "e=0.5", "f=falsch", 'g="False"']
+    values = {"a": False, "b": False, "c": True, "d": None, "e": 0.5, "f": "falsch", "g": "False"}
+    assert read_pairs(pairs, "--template-option") == values
