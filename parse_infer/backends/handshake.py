@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from parse_infer.backends.client import Client, RequestRejected, TransientServerError
-from parse_infer.backends.health import Server
+from parse_infer.backends.health import Server, examine_within_limit
 from parse_infer.backends.retries import Unavailable
 from parse_infer.errors import ServerError
 
@@ -75,8 +75,8 @@ class Identity:
             server.root = None
             try:
                 self._compare(server, card)
-                await examine(server)
-                server.examined = server.healthy = True
+                await examine_within_limit(server, examine)
+                server.healthy = True
             except TransientServerError as error:
                 self._away(server, error)
         if not any(server.healthy for server in members):

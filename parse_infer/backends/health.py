@@ -126,7 +126,7 @@ class HealthChecks:
                 with suppress(RequestRejected):  # the server answers, but has no such path
                     await self._client.ping(f"{server.url}/health")
             if not server.examined:
-                await self._examine_within_limit(server)
+                await examine_within_limit(server, self._examine)
         except TimeoutError:
             server.missed += 1
             if not server.healthy or server.missed >= CHECKS_MISSED:
@@ -141,12 +141,14 @@ class HealthChecks:
             self._back.set()
             self._back.clear()
 
-    async def _examine_within_limit(self, server: Server) -> None:
-        try:
-            async with asyncio.timeout(EXAMINE_LIMIT_S):
-                await self._examine(server)
-        except TimeoutError as error:
-            raise TransientServerError(
-                f"{server.url} does not answer a first request within {EXAMINE_LIMIT_S:g} s"
-            ) from error
-        server.examined = True
+
+async def examine_within_limit(server: Server, examine: Callable[[Server], Awaitable[None]]) -> None:
+    """Examine a server. Raises the errors of `examine`, and TransientServerError after `EXAMINE_LIMIT_S`."""
+    try:
+        async with asyncio.timeout(EXAMINE_LIMIT_S):
+            await examine(server)
+    except TimeoutError as error:
+        raise TransientServerError(
+            f"{server.url} does not answer a first request within {EXAMINE_LIMIT_S:g} s"
+        ) from error
+    server.examined = True

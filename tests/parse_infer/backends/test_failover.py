@@ -130,6 +130,14 @@ def test_servers_that_are_gone_are_an_error_of_its_own(engine, connect):
     assert not isinstance(raised.value, Failing)
 
 
+def test_a_server_that_hangs_at_the_start_is_named(engine, connect, monkeypatch):
+    coordinator, (target,), _ = connect(engine)
+    monkeypatch.setattr(health, "EXAMINE_LIMIT_S", 0.2)
+    target.faults.append("hangs")
+    with pytest.raises(Unavailable, match=f"target server {target.url} does not answer a first request within 0.2 s"):
+        coordinator.backend.run(coordinator.backend.handshake())
+
+
 def test_no_request_goes_into_a_connection_that_its_server_is_about_to_close(engine, connect, monkeypatch):
     """vLLM is served by uvicorn, which closes a connection after 5 s without a request."""
     assert inspect.signature(uvicorn.Config).parameters["timeout_keep_alive"].default > client.KEEP_ALIVE_S
