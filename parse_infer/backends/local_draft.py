@@ -99,7 +99,7 @@ class LocalDraft:
             job.wanted = False
 
     def close(self) -> None:
-        """Drop all drafts and wait for the thread to end."""
+        """End all drafts with an error and wait for the thread to end."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._arrived.put(None)
@@ -112,18 +112,23 @@ class LocalDraft:
             if hasattr(os, "setpriority"):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         batch, writing, waiting = self._decoder.batch(), list[tuple[_Job, Run]](), deque[_Job]()
+
+        def fail(error: Exception) -> None:
+            for job in [*(job for job, _ in writing), *waiting]:
+                job.put(error)
+
         while True:
             while not self._arrived.empty() or not (writing or waiting):
                 job = self._arrived.get()
                 if job is None:
+                    fail(RuntimeError("it was closed"))
                     return
                 waiting.append(job)
             waiting = deque(job for job in waiting if job.wanted)
             try:
                 writing = self._step(batch, writing, waiting)
             except Exception as error:  # such as out of memory: the next drafts may fit
-                for job in [*(job for job, _ in writing), *waiting]:
-                    job.put(error)
+                fail(error)
                 batch, writing = self._decoder.batch(), []
                 waiting.clear()
 

@@ -14,7 +14,7 @@ from parse_infer.backends.retries import Unavailable
 from parse_infer.backends.server_target import server_settings
 from parse_infer.models.batch_decoder import Batch, BatchDecoder
 from parse_infer.sampling import Sampling
-from tests.parse_infer.backends.conftest import Connect
+from tests.parse_infer.backends.conftest import WAIT_S, Connect
 
 GREEDY = Sampling()
 IDS = [list(range(10, 10 + n)) for n in (5, 9, 2, 7, 4)]
@@ -102,6 +102,18 @@ def test_a_failure_is_told_and_the_next_draft_is_written(draft, monkeypatch, ste
         with pytest.raises(Unavailable, match="draft model failed: no memory"):
             asyncio.run(read(draft, IDS[0]))
     assert asyncio.run(read(draft, IDS[0])) == wanted
+
+
+def test_closing_ends_all_drafts(draft):
+    async def closed_meanwhile() -> list[object]:
+        reading = [asyncio.create_task(read(draft, ids, most=10_000)) for ids in IDS]  # more than rows
+        await asyncio.sleep(0.1)
+        draft.close()
+        async with asyncio.timeout(WAIT_S):
+            return await asyncio.gather(*reading, return_exceptions=True)
+
+    found = asyncio.run(closed_meanwhile())
+    assert [str(error) for error in found] == ["the draft model failed: it was closed"] * len(IDS)
 
 
 def test_answers_of_many_requests_at_once(engine, connect: Connect):
