@@ -64,9 +64,6 @@ class LocalDraft:
         rows: batch size; more drafts wait.
     """
 
-    role = "draft"
-    window = 0  # the model's own
-
     def __init__(self, model: LanguageModel, shares_cores: bool = False, rows: int = _ROWS) -> None:
         self._decoder = BatchDecoder(model.model, model.eos_ids, rows, model.decoder.fast)
         self._shares_cores = shares_cores
