@@ -51,14 +51,14 @@ class UsualDrafts:
         if not self.ranges:
             return True, ()
         before, *sums = seen or (0.0, *[0.0] * _FEATURES)
-        features = draft.features[: max(self.ranges) - int(before), :_FEATURES].float().cpu()
-        total = torch.tensor(sums) + features.sum(0)
-        n = int(before) + len(features)
+        n = int(before) + len(draft.ids)
         size = max((size for size in self.ranges if size <= n), default=None)
+        features = draft.features[: (size or n) - int(before), :_FEATURES].float().cpu()
+        total = torch.tensor(sums) + features.sum(0)
         if size is None:
             return None, (float(n), *total.tolist())
         low, high = self.ranges[size]
-        means = total / n
+        means = total / size
         return bool(((means >= low) & (means <= high)).all()), ()
 
     def to_dict(self) -> dict[str, list[list[float]]]:
