@@ -20,12 +20,16 @@ from parse_infer.speculation.proposer import TokenProposer
 def describe_models(
     target: LanguageModel, draft: LanguageModel | None, judge: Judge | None, cut_policy: CutPolicy
 ) -> dict[str, Any]:
-    """Describe device, dtype, models, judge, cut policy and template options. Fingerprints identify the weights."""
+    """Describe device, dtype, models, judge, cut policy and template options. Fingerprints identify the weights.
+
+    The draft model has a `dtype` only where it is not the target's.
+    """
+    dtype = _dtype(target)
     return {
         "device": str(target.model.device),
-        "dtype": str(target.model.dtype).removeprefix("torch."),
-        "target": _describe(target),
-        "draft": _describe(draft) if draft is not None else None,
+        "dtype": dtype,
+        "target": _describe(target, dtype),
+        "draft": _describe(draft, dtype) if draft is not None else None,
         "adapter": None if judge is None else judge.fingerprint,
         "cut_policy": cut_policy.to_dict(),
         "template_options": dict(target.template_options),
@@ -42,13 +46,20 @@ def describe_drafter(drafter: TokenProposer | None) -> dict[str, Any] | None:
     return described | ({"weights": _short(fingerprint_of(_weights(head)))} if isinstance(head, nn.Module) else {})
 
 
-def _describe(model: LanguageModel) -> dict[str, Any]:
-    eight_bits = any(isinstance(module, Int8Linear) for module in model.model.modules())
-    return {
+def _describe(model: LanguageModel, usual_dtype: str) -> dict[str, Any]:
+    described = {
         "name": model.name,
         "parameters": n_parameters(model.model),
         "weights": _short(fingerprint(model.model)),
-    } | ({"dtype": "int8"} if eight_bits else {})
+    }
+    dtype = _dtype(model)
+    return described if dtype == usual_dtype else described | {"dtype": dtype}
+
+
+def _dtype(model: LanguageModel) -> str:
+    if any(isinstance(module, Int8Linear) for module in model.model.modules()):
+        return "int8"
+    return str(model.model.dtype).removeprefix("torch.")
 
 
 def _weights(head: nn.Module) -> list[Any]:

@@ -116,7 +116,7 @@ class Calibration:
         known = {**models, "backend": models.get("backend", LOCAL)}
         for part in ("backend", "target", "draft", "adapter", "dtype", "cut_policy", "template_options"):
             mine, theirs = self.backend if part == "backend" else self.models.get(part), known.get(part)
-            if _weights(mine) != _weights(theirs):
+            if _identity(mine) != _identity(theirs):
                 raise CalibrationError(
                     f"the calibration was made with another {part} ({_name(mine)}) than is loaded ({_name(theirs)}), "
                     f"so its promises do not hold here: {_WAY_OUT}"
@@ -223,9 +223,11 @@ def risks(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(sorted(set(map(float, values))))
 
 
-def _weights(part: Any) -> Any:
-    return part["weights"] if isinstance(part, dict) and "weights" in part else part
+def _identity(part: Any) -> Any:
+    return (part["weights"], part.get("dtype")) if isinstance(part, dict) and "weights" in part else part
 
 
 def _name(part: Any) -> Any:
-    return part["name"] if isinstance(part, dict) and "name" in part else part
+    if not isinstance(part, dict) or "name" not in part:
+        return part
+    return f"{part['name']} in {part['dtype']}" if "dtype" in part else part["name"]

@@ -432,6 +432,19 @@ def test_requests_go_by_the_promise(engine: ParseEngine, make_engine, tmp_path: 
         other.generate(PROMPTS[0], risk=0.5)
 
 
+def test_a_draft_model_in_another_number_type_is_another(engine: ParseEngine, make_engine):
+    calibration = replace(blank(), models=engine.describe())
+    assert "dtype" not in calibration.models["draft"], "as in older calibrations, it is the target's"
+    other = make_engine(noise=0.15)
+    calibration.check(other.describe())
+    other.draft.model.bfloat16()
+    with pytest.raises(ValueError, match=r"another draft \(draft\) than is loaded \(draft in bfloat16\)"):
+        calibration.check(other.describe())
+    other.target.model.bfloat16()
+    with pytest.raises(ValueError, match=r"another dtype \(float32\) than is loaded \(bfloat16\)"):
+        calibration.check(other.describe())
+
+
 def test_a_damaged_calibration_is_one_sentence(tmp_path: Path):
     path = tmp_path / "calibration.json"
     with pytest.raises(FileNotFoundError, match="there is no calibration"):
