@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Any
@@ -77,11 +78,14 @@ class Client:
         async with self._answer("GET", url) as response:
             await response.read()  # so that the connection can be reused
 
-    async def written(self, url: str, body: dict[str, Any]) -> AsyncGenerator[list[int], None]:
+    async def written(
+        self, url: str, body: dict[str, Any], confidences: list[float] | None = None
+    ) -> AsyncGenerator[list[int], None]:
         """Stream the tokens of one prompt. Closing the generator aborts the request.
 
         Args:
             body: with `rid`, a request id for SGLang, which may decode on after the connection is closed.
+            confidences: takes the probability of each token, if the body asks for log-probabilities.
 
         Raises TransientServerError (also if the stream ends before the text) or RequestRejected.
         """
@@ -97,6 +101,8 @@ class Client:
                         continue
                     ended = ended or choice.get("finish_reason") is not None
                     if choice["token_ids"]:
+                        if confidences is not None:
+                            confidences += _probabilities(choice)
                         yield choice["token_ids"]
             except (GeneratorExit, asyncio.CancelledError):
                 if "rid" in body and not ended:
@@ -223,6 +229,12 @@ def _choice(answer: Any, url: str) -> Any:
         return choice
     except (KeyError, TypeError) as error:
         raise TransientServerError(f"{url} sent no completion") from error
+
+
+def _probabilities(choice: Any) -> list[float]:
+    """The probability of each token of a chunk; empty if the server lists none."""
+    listed = (choice.get("logprobs") or {}).get("token_logprobs") or []
+    return [math.exp(value) for value in listed if isinstance(value, (int, float))]
 
 
 def _message(said: str) -> str:

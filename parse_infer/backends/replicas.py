@@ -132,9 +132,18 @@ class ReplicaPool:
         return await self._client.post(f"{server.url}{path}", self._with_common_fields(body))
 
     async def written(
-        self, ids: Sequence[int], most: int, settings: dict[str, Any], lease: Lease | None = None, watched: bool = True
+        self,
+        ids: Sequence[int],
+        most: int,
+        settings: dict[str, Any],
+        lease: Lease | None = None,
+        watched: bool = True,
+        confidences: list[float] | None = None,
     ) -> AsyncGenerator[list[int], None]:
         """Yield at most `most` tokens after `ids`: streamed if `watched`, else all at once, which costs less.
+
+        Args:
+            confidences: takes the probability of each streamed token, if vLLM writes them.
 
         Raises as `ask` does.
         """
@@ -151,8 +160,11 @@ class ReplicaPool:
                 body["min_tokens"] = max(0, settings["min_tokens"] - len(got))
             if server.sglang:
                 body["rid"] = uuid.uuid4().hex
+            elif confidences is not None:
+                body["logprobs"] = 0  # that of the token itself
             async with self._attempt(server, tried):
-                async with aclosing(self._client.written(f"{server.url}{COMPLETIONS}", body)) as pieces:
+                url = f"{server.url}{COMPLETIONS}"
+                async with aclosing(self._client.written(url, body, confidences)) as pieces:
                     while (piece := await self._next(server, pieces)) is not None:
                         got += piece
                         yield piece

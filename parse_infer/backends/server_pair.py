@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from parse_infer.backends.client import RequestRejected
@@ -40,6 +41,34 @@ Drafts = (
 refuses the prompt."""
 
 
+@dataclass
+class _Timed:
+    """A draft in progress.
+
+    Attributes:
+        confidences: the draft model's probability of each token; empty if the server does not list them.
+        text: the draft, if it passes as text.
+    """
+
+    confidences: list[float] = field(default_factory=list)
+    text: TextStream | None = None
+    _start: float = field(default_factory=time.perf_counter)
+    _first: tuple[float, int] = (0.0, 0)
+    _last: tuple[float, int] = (0.0, 0)
+
+    def note(self, n: int) -> None:
+        """Record that the draft has n tokens now."""
+        if n > self._last[1]:
+            self._last = time.perf_counter() - self._start, n
+            self._first = self._first if self._first[1] else self._last
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Time until the first token, and of each decoding step; all time belongs to the steps of a single piece."""
+        (first_s, first), (last_s, last) = self._first, self._last
+        return (first_s, (last_s - first_s) / (last - first)) if last > first else (0.0, last_s / last)
+
+
 class ServerModelPair:
     """The `ModelPair` of one request over servers.
 
@@ -50,7 +79,7 @@ class ServerModelPair:
         watched: see `Target.written`.
         falls_back: if the draft or the judge fails, the target writes the rest of the answer (`Request.fallback`).
             False: raise the error.
-        length: ends a text of "auto" where one more token stops paying, if its server tells log-probabilities; None:
+        length: ends a draft of "auto" where one more token stops paying, if its server tells log-probabilities; None:
             "auto" drafts the rest of the answer.
     """
 
@@ -78,8 +107,10 @@ class ServerModelPair:
         in_blocks = isinstance(block, int) and of_model and (text is None or text.api.path != CHAT)
         self._by_token = target.reads is not None and of_model and block != "whole"
         listed = text is not None and text.api.logprobs and text.api.path != CHAT
+        if isinstance(drafts, tuple) and isinstance(drafts[1], CrossTokenizerDraft):
+            listed = isinstance(drafts[0], ReplicaPool) and drafts[1].shares_tokens
         self._length = length if self._by_token and block == "auto" and listed else None
-        self._text: TextStream | None = None  # the last draft, if its server passes text
+        self._draft: _Timed | None = None  # the last draft
         self._choice: int | None = None  # the target's own token after the accepted ones, if a read has shown it
         self._blocks = block if isinstance(block, int) and in_blocks else None
         # In blocks, and before the first draft, the target's stream ends early.
@@ -120,7 +151,7 @@ class ServerModelPair:
                 return self._fall_back(error, "no_draft")
         finally:
             request.stats.draft_forwards += writing.n
-            self._drafted, self._text = writing.n, writing if isinstance(writing, TextStream) else None
+            self._drafted = writing.n
         return writing.draft().ids
 
     async def verify(self, draft: Sequence[int]) -> Scores | LogprobScores:
@@ -160,9 +191,8 @@ class ServerModelPair:
     def commit(self, draft: Sequence[int], verdict: Scores | LogprobScores, kept: int) -> None:
         # The next prompt holds all state, and the server has its prefix blocks cached.
         request = self._request
-        text = self._text if draft and request.fallback is None else None
-        if self._length is not None and text is not None and text.confidences:
-            self._note_block(self._length, text, draft, kept)
+        if self._length is not None and self._draft is not None and draft and request.fallback is None:
+            self._note_block(self._length, self._draft, draft, kept)
         known = isinstance(verdict, LogprobScores) and kept < len(draft)
         if known and request.settings.resume_sampling.greedy and not request.answer.required:
             assert isinstance(verdict, LogprobScores)
@@ -213,31 +243,38 @@ class ServerModelPair:
     async def _read_draft(self, drafts: Any, writing: DraftStream | TextStream, round: int) -> None:
         servers, source = drafts
         sampling, length = self._request.settings.draft_sampling, self._length
+        timed = self._draft = _Timed()
         if isinstance(writing, TextStream):
+            timed.confidences, timed.text = writing.confidences, writing
             body = writing.body(sampling, round, logprobs=length is not None)
             written = servers.relayed(source.api.path, body, self._draft_at)
         else:
             asked = server_settings(sampling, source.end_ids, "draft", round)
-            written = servers.written(writing.context, writing.remaining_tokens, asked, self._draft_at)
+            listed = {} if length is None else {"confidences": timed.confidences}
+            written = servers.written(writing.context, writing.remaining_tokens, asked, self._draft_at, **listed)
         reads, unknown = self._target.reads, self._request.carried.usual is None
         least = reads.first_tokens if reads is not None and unknown else 0
         survival, seen = 1.0, 0
         async with aclosing(written) as pieces:
             while (piece := await _next_piece(pieces, DRAFT_SILENCE_S if self._falls_back else None)) is not None:
                 writing.add(piece)
+                timed.note(writing.n)
                 if writing.is_finished:
                     return
-                if length is not None and isinstance(writing, TextStream) and len(writing.confidences) > seen:
-                    survival *= math.prod(map(length.survival_of, writing.confidences[seen:]))
-                    seen = len(writing.confidences)
+                if length is not None and len(timed.confidences) > seen:
+                    survival *= math.prod(map(length.survival_of, timed.confidences[seen:]))
+                    seen = len(timed.confidences)
                     if seen >= least and length.end_after(survival):
                         return
 
-    def _note_block(self, length: BlockLength, text: TextStream, draft: Sequence[int], kept: int) -> None:
+    def _note_block(self, length: BlockLength, timed: _Timed, draft: Sequence[int], kept: int) -> None:
         """Record what a block cost, and how many of its tokens survived."""
-        n, (wait_s, step_s) = len(draft), text.seconds
+        if not timed.confidences:
+            return
+        n, (wait_s, step_s) = len(draft), timed.seconds
+        confidences = timed.confidences if timed.text is None else timed.text.confidences_of(draft)
         # A server without cached reads reads the context for each block, so the context is no token of the block.
-        length.note(text.confidences_of(draft), kept, kept < n, step_s * n, self._read_s + wait_s, n)
+        length.note(confidences[:n], kept, kept < n, step_s * n, self._read_s + wait_s, n)
 
     async def _read_prompt(self, context: list[int]) -> None:
         with suppress(ValueError, Unavailable):  # later requests report the error

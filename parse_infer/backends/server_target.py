@@ -122,8 +122,9 @@ class Target:
         return response if cached is not None and cached < len(context) else None
 
     async def prefill(self, context: Sequence[int], lease: Lease) -> None:
-        """Let the server read a text into its cache."""
-        await self.servers.ask({"prompt": list(context), "max_tokens": 1, "temperature": 0}, lease)
+        """Let the server read a text into its cache, but for the last token: a read needs its state."""
+        prompt = list(context[:-1] or context)
+        await self.servers.ask({"prompt": prompt, "max_tokens": 1, "temperature": 0}, lease)
 
     async def try_judge(self, server: Server) -> None:
         """Raise ValueError if this server cannot judge a draft, TransientServerError if it does not answer."""

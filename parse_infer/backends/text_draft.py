@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -169,7 +168,6 @@ class TextStream:
         self.n, self.confidences = 0, list[float]()
         self._source, self._answer, self._max_new_tokens, self._begun = source, answer, max_new_tokens, begun
         self._text, self._places, self._reason = "", list[int](), ""
-        self._start, self._first, self._last = time.perf_counter(), (0.0, 0), 0.0
 
     def body(self, sampling: Sampling, round: int, logprobs: bool) -> dict[str, Any]:
         """Return the request, with parameters of OpenAI's API alone, but for a `top_k` of sampled drafts."""
@@ -192,21 +190,12 @@ class TextStream:
         self._places += [len(self._text) + place for place, _ in tokens]
         self.confidences += [probability for _, probability in tokens]
         self._text, self._reason = self._text + text, reason or self._reason
-        if new := len(tokens) or bool(text):
-            self.n, self._last = self.n + new, time.perf_counter() - self._start
-            if self.n == new:
-                self._first = self._last, new
+        self.n += len(tokens) or bool(text)
 
     @property
     def is_finished(self) -> bool:
         """Whether the text has a stop string; the engine finds the exact place."""
         return any(string in self._text for string in self._source.stop)
-
-    @property
-    def seconds(self) -> tuple[float, float]:
-        """Time until the first token, and of each decoding step; all time belongs to the steps of a single piece."""
-        wait_s, n = self._first
-        return (wait_s, (self._last - wait_s) / (self.n - n)) if self.n > n else (0.0, self._last / self.n)
 
     def draft(self) -> Draft:
         """Return the draft in the target's tokens, without a last word that may go on."""

@@ -115,15 +115,16 @@ class FakeServer:
         await response.prepare(request)
         with suppress(ConnectionError):
             piece: list[int] = []
-            for n, token in enumerate(self._write(prompts[0], body)):
+            listed: list[float] | None = [] if body.get("logprobs") == 0 else None
+            for n, token in enumerate(self._write(prompts[0], body, listed)):
                 piece.append(token)
                 if len(piece) == PIECE:
-                    await self._send(response, piece)
+                    await self._send(response, piece, listed=listed)
                     piece = []
                 if fault == "cut" and n == 7:
                     request.transport.close()
                     return response
-            await self._send(response, piece, "stop")
+            await self._send(response, piece, "stop", listed)
             await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -178,7 +179,7 @@ class FakeServer:
             await response.write(b"data: [DONE]\n\n")
         return response
 
-    def _write(self, prompt: list[int], body: dict[str, Any]) -> Iterator[int]:
+    def _write(self, prompt: list[int], body: dict[str, Any], listed: list[float] | None = None) -> Iterator[int]:
         sampling = Sampling(body.get("temperature", 1.0), seed=body.get("seed"))
         generator = random_generator(sampling, self.decoder.device)
         ids: list[int] = []
@@ -188,7 +189,10 @@ class FakeServer:
             with _ONE_AT_A_TIME:
                 self.decoder.seek([*prompt, *ids])
                 banned = stops | self.lm.eos_ids if len(ids) < least else ()
+                scores = None if listed is None else torch.log_softmax(self.decoder.next_logits().float(), -1)
                 ids += self.decoder.decode(1, sampling, generator, banned)
+                if listed is not None and scores is not None:
+                    listed.append(scores[ids[-1]].item())
             self.written += bool(body.get("stream"))
             yield ids[-1]
             if ids[-1] in ends:
@@ -197,9 +201,17 @@ class FakeServer:
             if len(ids) > least and any(text.endswith(stop) for stop in body.get("stop", ())):
                 return
 
-    async def _send(self, response: web.StreamResponse, piece: list[int], reason: str | None = None) -> None:
+    async def _send(
+        self,
+        response: web.StreamResponse,
+        piece: list[int],
+        reason: str | None = None,
+        listed: list[float] | None = None,
+    ) -> None:
         await asyncio.sleep(self.pause)
-        choice = {"index": 0, "text": "", "token_ids": list(piece), "finish_reason": reason}
+        choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": list(piece), "finish_reason": reason}
+        if listed is not None and piece:
+            choice["logprobs"] = {"token_logprobs": listed[-len(piece) :]}
         await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
 
     @torch.inference_mode()
