@@ -175,8 +175,10 @@ class Reply(BaseModel):
     content: str | None
     refusal: None = None
     tool_calls: list[dict[str, Any]] | None = None
-    reasoning: str | None = Field(None, description="Parsed by the target's server; only in passed-through answers.")
-    reasoning_content: str | None = Field(None, description="An older name of reasoning.")
+    reasoning: str | None = None
+    """Parsed by the target's server; only in passed-through answers."""
+    reasoning_content: str | None = None
+    """An older name of `reasoning`."""
 
 
 class TargetAlone(BaseModel):

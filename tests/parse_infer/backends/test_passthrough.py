@@ -121,7 +121,8 @@ def test_a_key_that_the_targets_server_refuses_is_no_mistake_of_the_client(relay
     served, targets = relaying
     for target in targets:
         target.key = "another"
-    refused = served.chat(tools=TOOLS)
+    with running(served.backend, served.engine) as server:
+        refused = server.chat(tools=TOOLS)
     assert refused.status_code == 502 and refused.json()["error"]["code"] == "target_refuses"
     assert "(401)" in refused.json()["error"]["message"]
     assert "no answer: the target's server rejects a request (401)" in capfd.readouterr().err
@@ -150,7 +151,8 @@ def test_servers_that_fail_again_and_again_are_503(relaying, capfd):
     served, targets = relaying
     for target in targets:
         target.faults.extend(["500"] * 2)
-    failed = served.chat(tools=TOOLS)
+    with running(served.backend, served.engine) as server:
+        failed = server.chat(tools=TOOLS)
     assert failed.status_code == 503 and int(failed.headers["Retry-After"]) >= 1
     assert failed.json()["error"]["message"] == "this model's servers failed: try again in 5 s"
     log = capfd.readouterr().err
