@@ -396,7 +396,7 @@ class ParseEngine:
             self.check_calibration()
         settings = resolve_risk(settings, self.calibration, changed_option(prompt, self.target.template_options))
         if settings.threshold is None:
-            if self._for_whole_drafts and settings.block_tokens == "auto":
+            if self._for_whole_drafts and settings.mode != "exact" and settings.block_tokens == "auto":
                 settings = settings.override(block_tokens="whole")
             settings = settings.override(threshold=self.threshold)
         return Request(prompt, self.target, settings, settings.resume_sampling)

@@ -116,7 +116,7 @@ class FakeServer:
         with suppress(ConnectionError):
             piece: list[int] = []
             listed: list[float] | None = [] if body.get("logprobs") == 0 else None
-            for n, token in enumerate(self._write(prompts[0], body, listed)):
+            for n, token in enumerate(self._write(prompts[0], body | {"listed": listed})):
                 piece.append(token)
                 if len(piece) == PIECE:
                     await self._send(response, piece, listed=listed)
@@ -179,9 +179,10 @@ class FakeServer:
             await response.write(b"data: [DONE]\n\n")
         return response
 
-    def _write(self, prompt: list[int], body: dict[str, Any], listed: list[float] | None = None) -> Iterator[int]:
+    def _write(self, prompt: list[int], body: dict[str, Any]) -> Iterator[int]:
         sampling = Sampling(body.get("temperature", 1.0), seed=body.get("seed"))
         generator = random_generator(sampling, self.decoder.device)
+        listed = body.get("listed")  # takes the log-probability of each token
         ids: list[int] = []
         stops, least = set(body.get("stop_token_ids", ())), body.get("min_tokens", 0)
         ends = stops if body.get("ignore_eos") else stops | self.lm.eos_ids

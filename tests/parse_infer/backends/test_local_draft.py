@@ -127,5 +127,5 @@ def test_answers_of_many_requests_at_once(engine, connect: Connect):
 @pytest.mark.parametrize("local_rows", [0, 2])
 def test_a_draft_is_verified_once(engine, connect: Connect, local_rows):
     coordinator, (target,), _ = connect(engine, local_rows=local_rows)
-    answer = coordinator.generate("Tom has 5 apples.", threshold=0.0, max_new_tokens=40)
+    answer = coordinator.generate("Tom has 5 apples.", threshold=0.0, max_new_tokens=40, block_tokens="whole")
     assert answer.stats.accepted_tokens == 40 and len(target.bodies) == 1
