@@ -11,7 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from data_tools.tasks.code_text import calls_of, main_function, parse, read_program
+from data_tools.tasks.code_calls import calls_of
+from data_tools.tasks.programs import main_function, read_program
+from data_tools.tasks.python_text import parse
 from data_tools.tasks.sandbox import run_python
 
 _CHILD = Path(__file__).with_name("code_child.py")

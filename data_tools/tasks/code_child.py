@@ -4,6 +4,7 @@
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import contextlib
@@ -14,51 +15,92 @@ import os
 import random
 import signal
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 _CALL_SECONDS = 0.3  # of CPU time
+_EXAMPLES_SECONDS = 1.0
 _MAX_LATE = 2  # calls
-_PREPARES = {"setrecursionlimit", "append", "extend", "add", "update", "sort"}
+
+
+class Discard(io.RawIOBase):
+    """Output that goes nowhere."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return len(data)
 
 
 class Late(BaseException):
-    """A call took longer than `_CALL_SECONDS`. Not an Exception, which programs catch."""
+    """A call took too long. Not an Exception, which programs catch."""
 
 
 def main(token: str, program: str, tests: str, name: str, calls: Sequence[str]) -> None:
     """Write the token and the outcomes of all calls. A program or test that fails or exits writes nothing."""
     out = os.dup(1)
     os.dup2(2, 1)  # nothing that the program prints is a result
+    sys.stdout = sys.stderr = io.TextIOWrapper(io.BufferedWriter(Discard()))  # a file has a limit of its size
+    time.sleep = lambda seconds: None
     module = sys.modules["solution"] = types.ModuleType("solution")
     space = vars(module)
     random.seed(0)
-    tree = ast.parse(program)
-    tree.body = [node for node in tree.body if not _shows(node)]
-    exec(compile(tree, "solution.py", "exec", dont_inherit=True), space)
+    run(program, space)
     exec(compile(tests, "tests.py", "exec", dont_inherit=True), space)
     found = outcomes(space[name], calls) if calls else []
     with os.fdopen(out, "w", encoding="utf-8") as file:
         file.write(token + json.dumps(found))
 
 
-def _shows(node: ast.stmt) -> bool:
-    """Whether a statement is the program's own test or example of use, and does not prepare what follows."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        return getattr(node.value.func, "attr", "") not in _PREPARES
-    return isinstance(node, (ast.Expr, ast.Assert))
+def run(program: str, space: dict[str, Any]) -> None:
+    """Run the statements of a program one by one, and ignore their errors.
+
+    Many are examples of use, which read input, fail on purpose, or never end. All but definitions and constants share
+    `_EXAMPLES_SECONDS`. What an error leaves undefined is an error again where a call or test needs it."""
+    flags, remaining = 0, _EXAMPLES_SECONDS
+    for node in ast.parse(program).body:
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+            flags |= sum(getattr(__future__, each.name).compiler_flag for each in node.names)
+        code = compile(ast.Module([node], []), "solution.py", "exec", flags, dont_inherit=True)
+        if defines(node):
+            with contextlib.suppress(BaseException):
+                exec(code, space)
+        elif remaining > 0:
+            began = time.process_time()
+            with contextlib.suppress(BaseException), limited(remaining):
+                exec(code, space)
+            remaining -= time.process_time() - began
+
+
+def defines(node: ast.stmt) -> bool:
+    """Whether a statement defines a function or class, or names a constant."""
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        return not any(isinstance(each, ast.Call) for each in ast.walk(node))
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise Late in the block after so many seconds of CPU time."""
+
+    def stop(*_: Any) -> None:
+        raise Late
+
+    signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def outcomes(function: Callable[..., Any], calls: Sequence[str]) -> list[Any]:
     """Return ["value", result] or ["raised", type of the exception] for each call, given as repr of (args, kwargs).
 
     The result of a function that returns None is its arguments after the call, and what it printed."""
-
-    def stop(*_: Any) -> None:
-        raise Late
-
-    signal.signal(signal.SIGVTALRM, stop)
     found: list[Any] = []
     for call in calls:
         random.seed(0)
@@ -66,8 +108,7 @@ def outcomes(function: Callable[..., Any], calls: Sequence[str]) -> list[Any]:
             break
         try:
             args, kwargs = ast.literal_eval(call)
-            signal.setitimer(signal.ITIMER_VIRTUAL, _CALL_SECONDS)
-            with contextlib.redirect_stdout(io.StringIO()) as printed:
+            with limited(_CALL_SECONDS), contextlib.redirect_stdout(io.StringIO()) as printed:
                 value = plain(function(*args, **kwargs))
             if value is None:
                 value = plain([args, kwargs, printed.getvalue()])
@@ -75,8 +116,6 @@ def outcomes(function: Callable[..., Any], calls: Sequence[str]) -> list[Any]:
             found.append(["value", value])
         except BaseException as error:
             found.append(["raised", type(error).__name__])
-        finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     return found
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from data_tools.labels.own_answers import OwnAnswers
+from data_tools.tasks.code_calls import calls_of
 from data_tools.tasks.code_checks import passes_tests, same_function
-from data_tools.tasks.code_text import calls_of, main_function, read_program
+from data_tools.tasks.programs import main_function, read_program
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.sandbox import require_sandbox
 from data_tools.tasks.task import Problem

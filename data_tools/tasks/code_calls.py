@@ -1,46 +1,21 @@
-"""Read programs in prompts and completions, and find calls to compare functions by."""
+"""Find calls to compare functions by."""
 
 from __future__ import annotations
 
 import ast
 import re
-import warnings
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from itertools import islice
 from random import Random
 from typing import Any
 
-_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
-_DEFINITION = re.compile(r"^[ \t]*(?:def|class) ", re.MULTILINE)
-_FIRST_LINE = re.compile(r"^(?:from [\w.]+ import|import \w|def \w+\(|class \w|@\w)", re.MULTILINE)
+from data_tools.tasks.programs import functions, main_function
+from data_tools.tasks.python_text import parse
+
 _MAX_EXAMPLES, _GENERATED = 20, 20  # calls
 _DEEPEST = 4  # brackets of a type hint
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def read_program(prompt: str, completion: str) -> str | None:
-    """Return the program that a completion gives, after the prompt's code; None without valid Python.
-
-    The program is the first fenced block with a definition, or the first block. Without a block the completion
-    continues the prompt. If that is no valid Python, it ends before its first line without indentation."""
-    begun, whole = _code_of(prompt)
-    blocks = sorted(_FENCE.findall(completion), key=lambda block: not _DEFINITION.search(block))
-    text = completion.partition("```")[0]
-    texts = [(before, block) for block in blocks for before in (f"{whole}\n", begun, "")]
-    texts += [(begun, text), (begun, re.split(r"\n(?=\S)", text)[0]), (f"{whole}\n", text)]
-    programs = (before + code for before, code in texts if code.strip())
-    return next((program for program in programs if parse(program)), None)
-
-
-def main_function(prompt: str, program: str) -> str:
-    """Return the name of the last function that the prompt begins, else the first it mentions, else the last."""
-    known = _functions(program)
-    begun = list(_functions(_code_of(prompt)[1]))[-1:]
-    mentioned = [name for name in known if re.search(rf"\b{name}\b", prompt)]
-    last = [name for name in reversed(known) if name != "main"]  # helpers come first
-    return next((name for name in [*begun, *mentioned, *last] if name in known), "")
 
 
 def calls_of(prompt: str, program: str) -> tuple[str, ...]:
@@ -51,7 +26,7 @@ def calls_of(prompt: str, program: str) -> tuple[str, ...]:
     if not (name := main_function(prompt, program)):
         return ()
     calls = list(islice(_examples(name, f"{prompt}\n{program}"), _MAX_EXAMPLES))
-    parameters = _functions(program)[name].args
+    parameters = functions(program)[name].args
     example = calls[0][0] if calls else ()
     letters = "".join(re.findall(r"'([^']+)'", repr(calls))) or "abcAB 12"
     try:
@@ -66,40 +41,6 @@ def calls_of(prompt: str, program: str) -> tuple[str, ...]:
     except (LookupError, ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # a type without values
         pass
     return tuple(dict.fromkeys(map(repr, calls)))
-
-
-def parse(code: str) -> ast.Module | None:
-    """Return the syntax tree, or None if the code is no valid Python."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about escapes in strings
-        try:
-            return ast.parse(code)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return None
-
-
-@lru_cache(maxsize=64)
-def _code_of(prompt: str) -> tuple[str, str]:
-    """Return the code at the end of a prompt: its last fenced block, or all from its first line of Python.
-
-    The second text is the same without lines at the end that are no complete Python."""
-    first = _FIRST_LINE.search(prompt)
-    begun = prompt if first and parse(prompt) else prompt[first.start() :] if first else ""
-    begun = next((block for block in _FENCE.findall(prompt)[::-1] if _DEFINITION.search(block)), begun)
-    lines = begun.splitlines(keepends=True)
-    while lines and parse("".join(lines)) is None:
-        lines.pop()
-    return begun, "".join(lines)
-
-
-def _functions(program: str) -> dict[str, ast.FunctionDef]:
-    """Return the functions on the top level, each as first defined, because that is where the prompt has its hints."""
-    tree = parse(program)
-    found: dict[str, ast.FunctionDef] = {}
-    for node in tree.body if tree else ():
-        if isinstance(node, ast.FunctionDef):
-            found.setdefault(node.name, node)
-    return found
 
 
 def _examples(name: str, text: str) -> Iterator[_Call]:
