@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 
+from parse_infer.backends.server_sent_events import event_data
 from parse_infer.errors import ServerError
 
 KEEP_ALIVE_S = 3.0  # of an idle connection; vLLM closes it after 5 s and could lose a request
@@ -91,7 +92,10 @@ class Client:
         """
         ended = False
         body = body | {"stream": True, "return_token_ids": True}
-        async with self._answer("POST", url, body) as response, aclosing(_events(response)) as events:
+        async with (
+            self._answer("POST", url, body) as response,
+            aclosing(event_data(response.content.iter_any())) as events,
+        ):
             try:
                 async for event in events:
                     if event == b"[DONE]":
@@ -128,12 +132,17 @@ class Client:
 
     async def chunks(self, url: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """Stream the JSON objects of a response unchanged. Raises as `written` does."""
-        async with self._answer("POST", url, body) as response, aclosing(_events(response)) as events:
+        async with (
+            self._answer("POST", url, body) as response,
+            aclosing(event_data(response.content.iter_any())) as events,
+        ):
             async for event in events:
                 if event == b"[DONE]":
                     return
                 chunk = _parsed(event, url)
-                if "error" in chunk:
+                if not isinstance(chunk, dict):
+                    raise TransientServerError(f"{url} sent no completion")
+                if chunk.get("error"):
                     raise TransientServerError(f"{url} failed in the middle of an answer")
                 yield chunk
         raise TransientServerError(f"{url} closed the connection in the middle of an answer")
@@ -199,26 +208,16 @@ class _Answer:
             ) from error
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-    """Yield the data of server-sent events."""
-    rest = b""
-    async for piece in response.content.iter_any():
-        *complete, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-        for event in complete:
-            if event.startswith(b"data:"):
-                yield event[5:].strip()
-
-
 def _parsed(content: bytes, url: str) -> Any:
     try:
         return json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TransientServerError(f"{url} sent incomplete JSON ({len(content)} bytes)") from error
 
 
 def _choice(answer: Any, url: str) -> Any:
     """The first choice of a response or chunk, or None without choices."""
-    if isinstance(answer, dict) and "error" in answer:
+    if isinstance(answer, dict) and answer.get("error"):
         raise TransientServerError(f"{url} answered with an error")
     try:
         choice = next(iter(answer["choices"]), None)

@@ -257,8 +257,6 @@ def _answer(choices: list[dict[str, Any]], fault: str | None) -> web.Response:
 
 @contextmanager
 def serving(server: FakeServer) -> Iterator[FakeServer]:
-    loop, ready = asyncio.new_event_loop(), threading.Event()
-
     async def models(request: web.Request) -> web.Response:
         card = {"max_model_len": server.lm.window, "root": server.root, **server.card}
         return web.json_response({"data": [{"id": name, **card} for name in server.names]})
@@ -283,24 +281,32 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
             return web.json_response({"error": "Unauthorized"}, status=401)  # as vLLM says it
         return await handler(request)
 
+    routes = [
+        web.get("/v1/models", models),
+        web.get("/health", health),
+        web.post("/tokenize", tokenize),
+        web.post("/v1/completions", server.completions),
+        web.post("/v1/chat/completions", server.chat),
+        web.post("/inference/v1/generate", server.generate),
+        *server.more_routes(),
+    ]
+    with serving_app(routes, guarded) as server.url:
+        yield server
+
+
+@contextmanager
+def serving_app(routes: list[web.RouteDef], *middlewares: Any) -> Iterator[str]:
+    """Serve the routes in a thread; yields the address."""
+    loop, ready, address = asyncio.new_event_loop(), threading.Event(), list[str]()
+
     async def begin() -> web.AppRunner:
-        app = web.Application(middlewares=[guarded])
-        app.add_routes(
-            [
-                web.get("/v1/models", models),
-                web.get("/health", health),
-                web.post("/tokenize", tokenize),
-                web.post("/v1/completions", server.completions),
-                web.post("/v1/chat/completions", server.chat),
-                web.post("/inference/v1/generate", server.generate),
-                *server.more_routes(),
-            ]
-        )
+        app = web.Application(middlewares=middlewares)
+        app.add_routes(routes)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        address.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
         return runner
 
     def run() -> None:
@@ -315,7 +321,7 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
     thread.start()
     assert ready.wait(30)
     try:
-        yield server
+        yield address[0]
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
