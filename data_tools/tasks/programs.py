@@ -99,12 +99,19 @@ def _joined(*parts: str) -> str:
 
 
 def _answers(prompt: str, program: str) -> bool:
-    """Whether the program defines what the prompt begins, or anything where the prompt begins nothing."""
+    """Whether the program completes what the prompt begins, or defines anything where the prompt begins nothing."""
+    begun, whole = prompt_code(prompt)
+    given = set(map(ast.unparse, _definitions(whole).values()))
+    own = [node for node in _definitions(program).values() if ast.unparse(node) not in given and not _is_stub(node)]
+    found = {node.name for node in own}
+    names = re.findall(r"^(?:async def|def|class) (\w+)", begun, re.MULTILINE)
+    return names[-1] in found if names else bool(found)
+
+
+def _definitions(program: str) -> dict[str, _Function | ast.ClassDef]:
+    """Return the functions and classes on the top level, each as last defined."""
     tree = parse(program)
-    definitions = [node for node in (tree.body if tree else ()) if isinstance(node, _Function | ast.ClassDef)]
-    begun = re.findall(r"^(?:async def|def|class) (\w+)", prompt_code(prompt)[0], re.MULTILINE)[-1:]
-    known = {node.name: node for node in definitions}  # the last definition of a name
-    return any(not _is_stub(known[name]) for name in begun or known if name in known)
+    return {node.name: node for node in (tree.body if tree else ()) if isinstance(node, _Function | ast.ClassDef)}
 
 
 def _is_stub(node: ast.stmt) -> bool:

@@ -153,6 +153,12 @@ def test_no_other_program_is_right(name: str) -> None:
         assert not passes_tests(prompt, TESTS, FALSE[name])
 
 
+def test_a_body_that_the_prompt_begins_is_completed() -> None:
+    prompt = PROMPT.replace('    """Return', '    import math\n    """Return')
+    body = "    return start + 2 * math.floor(sum(numbers))\n"
+    assert passes_tests(prompt, TESTS, body) and passes_tests(prompt, TESTS, body.lstrip())
+
+
 def test_blocks_lose_the_indentation_of_their_fences() -> None:
     text = "- a\n\n    ~~~~py\n    x = 1\n\n      y\n    ~~~~\n\n> ```\n> 1\n> ```\n``` 2 ```\n```\n```py\n3\n```\n"
     found = [(each.code, each.closed) for each in code_blocks(text)]
