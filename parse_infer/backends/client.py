@@ -18,7 +18,7 @@ KEEP_ALIVE_S = 3.0  # of an idle connection; vLLM closes it after 5 s and could 
 _CONNECT_S = 5.0
 _ABORT_S = 1.0
 _SILENCE_S = 600.0  # a request may queue that long
-_KEY_HINT = "give its API key with --server-key (or api_key)"
+_KEY_HINT = "give its API key with --server-key, api_key or VLLM_API_KEY"
 
 
 class TransientServerError(Exception):
@@ -48,7 +48,9 @@ class RequestRejected(ServerError):
 
 
 class Client:
-    """HTTP client of all servers, with one session per event loop, opened on first use.
+    """HTTP client of one model's servers, with one session per event loop, opened on first use.
+
+    It follows no redirect, which could take the key or a prompt to another host.
 
     Args:
         api_key: API key of the servers, if they need one.
@@ -176,7 +178,7 @@ class _Answer:
     ) -> None:
         data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
-        self._request = session.request(method, url, data=data, headers=headers)
+        self._request = session.request(method, url, data=data, headers=headers, allow_redirects=False)
         self._url, self._key_hint = url, key_hint
         self._response: aiohttp.ClientResponse | None = None
 
@@ -188,6 +190,10 @@ class _Answer:
             said = (await response.read()).decode(errors="replace")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise TransientServerError(f"{self._url} does not answer: {error or type(error).__name__}") from error
+        if 300 <= response.status < 400:
+            place = response.headers.get("Location", "nowhere")[:200]
+            sentence = f"redirects to {place}: give the address behind it"
+            raise RequestRejected(f"{self._url} {sentence}", sentence, response.status)
         if 400 <= response.status < 500 and response.status not in (408, 429):
             sentence = _message(said)
             hint = f": {self._key_hint}" if response.status in (401, 403) else ""

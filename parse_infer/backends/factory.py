@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from parse_infer.backends.api_keys import DRAFT_HINT, DRAFT_VARIABLE, TARGET_VARIABLE, draft_key, find_key
 from parse_infer.backends.client import Client
 from parse_infer.backends.handshake import Identity
 from parse_infer.backends.launch import CACHED_READS, draft_server, launch, plain_options, stock_options
@@ -56,7 +57,6 @@ class Parts:
 
     target: Target
     draft: tuple[ReplicaPool | LocalDraft, TokenizerSpec | None] | None
-    client: Client
     models: dict[str, Any]
     train_problems: frozenset[str]
     calibration: Calibration | None
@@ -81,6 +81,7 @@ def find_parts(
     draft_options: Mapping[str, Any] | None,
     max_read_tokens: int,
     api_key: str | None,
+    draft_api_key: str | None,
     patience_s: float | None,
     expected: GenerationSettings | None,
     on_progress: Callable[[str], None],
@@ -96,6 +97,9 @@ def find_parts(
         raise SettingsError(
             f"local_draft and {'draft_url' if draft_urls else 'draft_options'} were both given: choose one"
         )
+    api_key = find_key("api_key", api_key, TARGET_VARIABLE)
+    draft_api_key = find_key("draft_api_key", draft_api_key, DRAFT_VARIABLE)
+    draft_api_key = draft_key(draft_api_key, api_key, draft_urls, target_urls)
     if max_read_tokens < 1:
         raise SettingsError(f"max_read_tokens is {max_read_tokens}; it must be at least 1")
     language = load_served_model(target, template_options=template_options)
@@ -147,26 +151,25 @@ def find_parts(
         wanted["target"] = options | dict(target_options or {})
     if draft is not None and not draft_urls and not local_draft:
         wanted["draft"] = draft_server(draft) | dict(draft_options or {})
-    processes = launch(wanted, on_progress, api_key=api_key) if wanted else None
-    client = Client(api_key)
+    processes = launch(wanted, on_progress, {"target": api_key, "draft": draft_api_key}) if wanted else None
     if processes is not None:
         target_urls, draft_urls = target_urls or processes.urls("target"), draft_urls or processes.urls("draft")
     failure: Callable[[], str | None] = (lambda: None) if processes is None else processes.failure
     if patience_s is None:
         patience_s = PATIENCE_S if processes is None else READY_S
-    targets = ReplicaPool("target", target_urls, client, failure, patience_s)
+    targets = ReplicaPool("target", target_urls, Client(api_key), failure, patience_s)
     drafts_here = isinstance(drafting, LanguageModel) or "draft" in wanted
     share_cores = "target" in wanted and drafts_here and not torch.cuda.is_available()
     drafts: tuple[ReplicaPool | LocalDraft, TokenizerSpec | None] | None = None
     if isinstance(drafting, LanguageModel):
         drafts = LocalDraft(drafting, share_cores), drafting
     elif draft_urls:
+        client = Client(draft_api_key, key_hint=DRAFT_HINT)
         identity = Identity("draft", client, served_draft, name_key=served_draft and "draft")
         drafts = ReplicaPool("draft", draft_urls, client, failure, patience_s, identity), drafting
     return Parts(
         Target(language, targets, judge, cut_policy or own_cuts),
         drafts,
-        client,
         models,
         frozenset() if files is None else files.train_problems,
         promises,

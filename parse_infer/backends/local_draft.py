@@ -102,6 +102,10 @@ class LocalDraft:
             self._arrived.put(None)
             thread.join()
 
+    async def aclose(self) -> None:
+        """Close, as `ReplicaPool.aclose` does."""
+        self.close()
+
     def _work(self) -> None:
         """Main loop of the thread."""
         if self._shares_cores:

@@ -38,6 +38,7 @@ class ReplicaPool:
     Args:
         role: "target" or "draft", for messages.
         urls: at least one address.
+        client: used by this pool alone, which closes it.
         failure: returns why the servers cannot recover; None: they may recover.
         patience_s: how long a request waits while no replica is healthy.
         identity: takes the place of an `Identity` without model name.
@@ -193,9 +194,10 @@ class ReplicaPool:
                 return
         raise self._failing(tried)
 
-    def close(self) -> None:
-        """Stop the health checks in this event loop."""
+    async def aclose(self) -> None:
+        """Stop the health checks and close the connections of this event loop. Requests may go on in another one."""
         self._health.close()
+        await self._client.close()
 
     async def _examine(self, server: Server) -> None:
         await self.examine(server)  # looks the attribute up at each call

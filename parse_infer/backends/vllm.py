@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import uuid
 from collections import defaultdict
@@ -16,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from parse_infer.backends.client import Client
 from parse_infer.backends.factory import Urls, check_servable, find_parts
 from parse_infer.backends.health import Server
 from parse_infer.backends.local_draft import LocalDraft
@@ -58,6 +56,7 @@ def connect_backend(
     calibration: str | Path | None = None,
     template_options: Mapping[str, Any] | None = None,
     api_key: str | None = None,
+    draft_api_key: str | None = None,
     parallel: int = PARALLEL,
     patience_s: float | None = None,
     local_draft: bool | None = None,
@@ -82,7 +81,9 @@ def connect_backend(
         parallel: number of concurrent answers in `generate` and `collect`.
         expected: settings of future requests; errors in them are raised before a server starts.
         on_progress: called with progress lines about starting servers.
-        api_key: API key of all servers; None: the environment variable VLLM_API_KEY, as in vLLM.
+        api_key: API key of the target's servers; None: the environment variable VLLM_API_KEY, as in vLLM.
+        draft_api_key: API key of the draft servers; None: the environment variable PARSE_DRAFT_API_KEY. Without it,
+            draft servers at a target server's address get `api_key`, and others get no key.
         patience_s: how long a request waits while no replica is healthy. None: 2 minutes; for started servers, the
             time that a restart may take.
 
@@ -105,7 +106,8 @@ def connect_backend(
         target_options=target_options,
         draft_options=draft_options,
         max_read_tokens=max_read_tokens,
-        api_key=api_key or os.environ.get("VLLM_API_KEY"),
+        api_key=api_key,
+        draft_api_key=draft_api_key,
         patience_s=patience_s,
         expected=expected,
         on_progress=on_progress,
@@ -113,7 +115,6 @@ def connect_backend(
     backend = VLLMBackend(
         parts.target,
         parts.draft,
-        parts.client,
         threshold=parts.threshold,
         parallel=parallel,
         models=parts.models,
@@ -158,7 +159,6 @@ class VLLMBackend:
         self,
         target: Target,
         draft: tuple[ReplicaPool | LocalDraft, TokenizerSpec | None] | None,
-        client: Client,
         *,
         threshold: float | None = None,
         parallel: int = PARALLEL,
@@ -175,7 +175,7 @@ class VLLMBackend:
         self.train_problems, self.calibration = train_problems, calibration
         self.processes = processes
         self._models = dict(models or {})
-        self._target, self._drafts, self._client = target, draft, client
+        self._target, self._drafts = target, draft
         self._shares_tokens = self.draft is not None and share_tokens(self.draft, self.target)
         self._text_api: TextApi | None = None  # of the draft servers; None: they take and return token ids
         self._lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `threshold_class`
@@ -386,10 +386,9 @@ class VLLMBackend:
 
     async def aclose(self) -> None:
         """Close connections and health checks from within the event loop that runs the requests."""
-        self._target.servers.close()
+        await self._target.servers.aclose()
         if self._drafts is not None:
-            self._drafts[0].close()
-        await self._client.close()
+            await self._drafts[0].aclose()
 
     def close(self) -> None:
         """Close all connections and stop the servers that this backend started."""

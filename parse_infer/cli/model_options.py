@@ -104,7 +104,14 @@ class ModelOptions:
         int | None, typer.Option(min=1, help="With --backend vllm: answers at the same time; default: 64.")
     ] = None
     server_key: Annotated[
-        str | None, typer.Option(envvar="VLLM_API_KEY", help="API key of the vLLM servers; default: none.")
+        str | None, typer.Option(envvar="VLLM_API_KEY", help="API key of the target's servers; default: none.")
+    ] = None
+    draft_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PARSE_DRAFT_API_KEY",
+            help="API key of the draft servers; default: none, or --server-key at a target server's own address.",
+        ),
     ] = None
     device: Device = None
     dtype: Dtype = "auto"
@@ -241,6 +248,7 @@ class ModelOptions:
             "draft_url": self.draft_url or (),
             "local_draft": self.local_draft,
             "api_key": self.server_key,
+            "draft_api_key": self.draft_key,
             "on_progress": progress,
             **given(parallel=self.parallel),
         }
@@ -300,6 +308,7 @@ LOCAL_ONLY: dict[str, Any] = {
     "local_draft": None,
     "parallel": None,
     "server_key": None,
+    "draft_key": None,
 }
 """Fixed options (see `with_models`) of commands that need the local backend."""
 

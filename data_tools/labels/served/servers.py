@@ -6,12 +6,12 @@ Rollouts continue a partial answer. Only `/v1/completions` supports this: a chat
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Collection, Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from parse_infer.backends.api_keys import DRAFT_VARIABLE, draft_key, find_key
 from parse_infer.backends.client import Client, RequestRejected, TransientServerError
 from parse_infer.backends.handshake import Identity
 from parse_infer.backends.health import Server
@@ -103,7 +103,9 @@ class ReadRequest:
 
 
 class CompletionServers:
-    """The replicas that `config` names for the role. The API key is the environment variable OPENAI_API_KEY.
+    """The replicas that `config` names for the role.
+
+    The API key is the environment variable OPENAI_API_KEY; of draft servers at another address PARSE_DRAFT_API_KEY.
 
     `config.concurrency` bounds the requests in flight per replica; only these requests are in memory.
 
@@ -116,8 +118,12 @@ class CompletionServers:
         self._concurrency, self._max_outage = config.concurrency, config.max_outage
         self.at_once = self._concurrency * len(self.urls)
         self._slots = self._free_slots()
-        key = os.environ.get("OPENAI_API_KEY") or None
-        self._client = Client(key, config.request_timeout, "set the environment variable OPENAI_API_KEY")
+        variable = "OPENAI_API_KEY"
+        key = find_key(variable, None, variable)
+        if role == "draft" and config.draft_base_url:
+            variable = DRAFT_VARIABLE
+            key = draft_key(find_key(variable, None, variable), key, config.draft_base_url, config.base_url)
+        self._client = Client(key, config.request_timeout, f"set the environment variable {variable}")
         model = getattr(config, f"served_{role}") or getattr(config, role)
         url_key = "draft_base_url" if role == "draft" else "base_url"
         self._pool = ReplicaPool(
@@ -178,9 +184,8 @@ class CompletionServers:
 
     async def close(self) -> None:
         """Release what is bound to this event loop; the next call may run in another."""
-        self._pool.close()
         self._slots = self._free_slots()
-        await self._client.close()
+        await self._pool.aclose()
 
     async def _send(self, requests: Iterable[Request | ReadRequest]) -> list[Any]:
         answers: dict[int, Any] = {}

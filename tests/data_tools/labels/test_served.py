@@ -58,6 +58,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_tools.labels.served.servers._BACK_OFF_S", 0.01)
     monkeypatch.setattr("parse_infer.backends.replicas._LONGEST_BACK_OFF_S", 0.1)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("PARSE_DRAFT_API_KEY", raising=False)
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def connect() -> Iterator[Connect]:
             for server in (*targets, draft):
                 stack.enter_context(serving(server))
                 server.key, server.cache_block = keys[0], cache_block
-            language, judge, client = engine.target, engine.backend.judge, Client(keys[1])
+            language, judge = engine.target, engine.backend.judge
             requests: LogprobReads | ZeroShotRequests
             if isinstance(judge, ZeroShotJudge):
                 requests = ZeroShotRequests(language.tokenizer, language.eos_ids, top=259)
@@ -83,14 +83,15 @@ def connect() -> Iterator[Connect]:
             else:
                 scorer = token_scorer(judge.config, judge.head, language.tokenizer, language.eos_ids)
                 requests = LogprobReads(judge.config, scorer, max_read_tokens)
-            servers = ReplicaPool("target", [s.url for s in targets], client, patience_s=patience_s)
-            drafts: ReplicaPool | LocalDraft = ReplicaPool("draft", [draft.url], client, patience_s=patience_s)
+            servers = ReplicaPool("target", [s.url for s in targets], Client(keys[1]), patience_s=patience_s)
+            drafts: ReplicaPool | LocalDraft
             if local_rows:
                 drafts = LocalDraft(engine.draft, rows=local_rows)
+            else:
+                drafts = ReplicaPool("draft", [draft.url], Client(keys[1]), patience_s=patience_s)
             backend = VLLMBackend(
                 Target(language, servers, requests, engine.backend.segmenter.policy),
                 (drafts, engine.draft if draft_known else None),
-                client,
                 models={"backend": "vllm", "target": "target", "draft": "draft", "adapter": "judge"},
                 **options,
             )

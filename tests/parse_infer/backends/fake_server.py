@@ -50,6 +50,7 @@ class FakeServer:
         ill: what /health answers instead of 200, or "hangs".
         health: the text of /health.
         clients: the ports from which requests came, in order.
+        given_keys: the `Authorization` of each request, or None.
     """
 
     def __init__(self, lm: LanguageModel) -> None:
@@ -75,6 +76,7 @@ class FakeServer:
         self.ill: int | str | None = None
         self.health = ""
         self.clients: list[int] = []
+        self.given_keys: list[str | None] = []
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -277,6 +279,7 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
             request.transport.close()
             raise asyncio.CancelledError
         given = request.headers.get("Authorization")
+        server.given_keys.append(given)
         if request.path.startswith("/v1/") and server.key and given != f"Bearer {server.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)  # as vLLM says it
         return await handler(request)

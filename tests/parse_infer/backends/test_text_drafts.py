@@ -288,7 +288,7 @@ def test_the_server_of_llama_cpp_drafts(make_engine, connect):
     ) as server:
         url = next(line.split()[1].decode() for line in server.stdout if line.startswith(b"ready"))
         coordinator, _, fake = connect(engine)
-        pool = ReplicaPool("draft", [url], coordinator.backend._client)
+        pool = ReplicaPool("draft", [url], Client())
         coordinator.backend._drafts, coordinator.backend.draft = (pool, None), None
         coordinator.backend.run(coordinator.backend.handshake())
         assert coordinator.backend._text_api == TextApi("/v1/completions", logprobs=True)
