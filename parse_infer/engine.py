@@ -67,7 +67,6 @@ class ParseEngine:
         self.threshold = next(t for t in (threshold, backend.threshold, DEFAULT_THRESHOLD) if t is not None)
         check_threshold(self.threshold)
         self._accepts_nothing = threshold is None and self.threshold > 1
-        self._for_whole_drafts = threshold is None and backend.threshold is not None and backend.whole_drafts
         self.calibration = calibration if calibration is not None else backend.calibration
         self.adaptive = backend.adaptive
         self.controller = Controller()
@@ -396,8 +395,6 @@ class ParseEngine:
             self.check_calibration()
         settings = resolve_risk(settings, self.calibration, changed_option(prompt, self.target.template_options))
         if settings.threshold is None:
-            if self._for_whole_drafts and settings.mode != "exact" and settings.block_tokens == "auto":
-                settings = settings.override(block_tokens="whole")
             settings = settings.override(threshold=self.threshold)
         return Request(prompt, self.target, settings, settings.resume_sampling)
 

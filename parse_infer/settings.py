@@ -61,8 +61,8 @@ class GenerationSettings:
         ge=1,
     )
     """A judge without token doubt, and on servers every judge but one on log-probabilities, knows only that a segment
-    fails. "auto" is "whole" there, and in blocks of a number the target writes a segment. "auto" is "whole" too for
-    a head on hidden states at its own threshold, which was chosen for whole drafts. Over servers "auto" is the rest
+    fails. "auto" is "whole" there, and in blocks of a number the target writes a segment. An adapter with a probe and
+    token doubt reads whole drafts only: "auto" is "whole", and a number is refused. Over servers "auto" is the rest
     of the answer if the draft's server does not return log-probabilities; else see `parse_infer.block_length`. A given
     draft text is always read whole. None means "whole", the published method (PARSE, arXiv 2605.04263)."""
     strict_tokens: int = setting(

@@ -23,7 +23,6 @@ class Backend(Protocol):
         target, draft: tokenizers, chat templates and context windows; `draft` is None without a draft model,
             or if its server gets text.
         threshold: the judge's calibrated threshold, or None.
-        whole_drafts: that threshold was chosen for whole drafts, to which the judge gives other scores than to blocks.
         calibration: measured with this adapter and this backend, or None.
         train_problems: hashes of the judge's training prompts; empty if unknown.
         deterministic: greedy output is the same for every way to compute it (float32 in this process).
@@ -33,7 +32,6 @@ class Backend(Protocol):
     """
 
     threshold: float | None
-    whole_drafts: bool
     calibration: Calibration | None
     parallel: int
     adaptive: bool

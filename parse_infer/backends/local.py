@@ -23,7 +23,6 @@ from parse_infer.events import Event, Interrupted, Resumed
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import CutPolicy, Segmenter
-from parse_infer.judge.head import ValidityHead
 from parse_infer.judge.min_p import MinPJudge, check_one_judge
 from parse_infer.judge.verifier import Judge, Verification, Verifier
 from parse_infer.judge.zero_shot import ZeroShotJudge
@@ -168,8 +167,6 @@ class LocalBackend:
         self.drafter = ModelDrafter(draft, target, draft_drafter) if drafter is None and draft is not None else drafter
         self.calibration = calibration
         self.threshold: float | None = judge.config.threshold if judge is not None else None
-        # In blocks its probe is not asked, and the target's own tokens add no doubt.
-        self.whole_drafts = judge is not None and isinstance(judge.head, ValidityHead)
         if cut_policy is None:
             cut_policy = CutPolicy.from_dict(judge.config.cut_policy) if judge is not None else CutPolicy()
         self.segmenter = Segmenter(target.tokenizer, cut_policy, self.probe_tokens)
@@ -205,7 +202,14 @@ class LocalBackend:
         return describe_machine(self.target.model.device) | compiled
 
     def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
-        """Accept all settings."""
+        """Refuse blocks of a judge that reads whole drafts only; "auto" is "whole" for such a judge."""
+        if not isinstance(settings.block_tokens, int) or settings.mode == "exact" or (settings.threshold or 0) > 1:
+            return
+        if self.verifier.needs_whole_drafts:
+            raise SettingsError(
+                f"block_tokens is {settings.block_tokens}, but this adapter's probe and token doubt were trained on "
+                "whole drafts: set block_tokens to whole, or use an adapter without a probe"
+            )
 
     def require_judge(self) -> Judge:
         if self.judge is None:

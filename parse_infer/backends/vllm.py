@@ -152,7 +152,6 @@ class VLLMBackend:
     """
 
     adaptive = True
-    whole_drafts = False
     deterministic = False  # rounding depends on the server's batch
 
     def __init__(

@@ -136,6 +136,7 @@ def make_modes(
                 variant = {"judge": judge, "threshold": zero_shot_threshold}
                 own = own.override(threshold=None)
             parse = _with_proposers(engine, *_proposers_of(engine, name), **variant)
+            parse.backend.check(own, None)
             modes.append(Mode(name, _streamed(parse, own) if is_stream(name) else _with(parse.generate, own), parse))
             for threshold in thresholds if name in SWEPT else ():
                 at = own.override(threshold=threshold)

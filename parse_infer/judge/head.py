@@ -87,7 +87,7 @@ class TokenDoubt(nn.Module):
     def pool_over_prefixes(doubt: Tensor, ends: Tensor) -> Tensor:
         """Pool the doubt [..., T] of tokens over prefixes of `ends` [..., K] tokens by logsumexp: [..., K]; 0 for an
         empty prefix."""
-        return doubt.logcumsumexp(-1).gather(-1, (ends - 1).clamp_min(0)) * (ends > 0)
+        return doubt.logcumsumexp(-1).gather(-1, (ends - 1).clamp_min(0)).masked_fill(ends <= 0, 0)
 
 
 def in_float32(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -110,6 +110,23 @@ class TokenSurprisal(NamedTuple):
 
     features: Tensor
     is_greedy_choice: Tensor | None
+
+    def greedy_choices(
+        self, hidden: Tensor, tokens: Tensor, logits: Callable[[Tensor], Tensor], known: Tensor | None = None
+    ) -> Tensor:
+        """Return `is_greedy_choice`. With a reduced vocabulary, read the full output layer where only that decides.
+
+        Args:
+            hidden, tokens, logits: as in `surprise`.
+            known: bool [T], tokens that count as the greedy choice in any case.
+        """
+        if self.is_greedy_choice is not None:
+            return self.is_greedy_choice
+        is_choice = torch.zeros_like(tokens, dtype=torch.bool) if known is None else known.clone()
+        unknown = ~is_choice & (self.features[:, 2] == 0)  # any higher logit rules a token out
+        if unknown.any():
+            is_choice[unknown] = logits(hidden[unknown]).argmax(-1) == tokens[unknown]
+        return is_choice
 
 
 @dataclass(frozen=True)

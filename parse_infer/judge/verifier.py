@@ -167,7 +167,10 @@ class Verifier:
         tokens = judge.head.tokens
         if tokens is None:
             return Verification(cuts, judge.config.validity(judge.head(states)).tolist(), hidden)
-        doubt, is_greedy_choice = self._doubt(tokens, draft_ids, hidden[:-1], cuts)
+        each, is_greedy_choice = self._doubt(tokens, draft_ids, hidden[:-1])
+        doubt = each.new_zeros(len(cuts))
+        if draft_ids:
+            doubt = TokenDoubt.pool_over_prefixes(each, torch.tensor(cuts, device=hidden.device))
         validity = judge.config.validity(judge.head(states, doubt))
         if is_greedy_choice is None:
             return Verification(cuts, validity.tolist(), hidden)
@@ -181,17 +184,24 @@ class Verifier:
 
     @property
     def judges_tokens(self) -> bool:
-        """Whether the judge can score each token of a block: a head with `TokenDoubt`, or on log-probabilities."""
-        return self.judge is not None and (self._logprobs is not None or self.judge.head.tokens is not None)
+        """Whether the judge scores each token of a block: a head on log-probabilities, or `TokenDoubt` alone."""
+        if self.judge is None or self._probe.ids:
+            return False
+        return self._logprobs is not None or self.judge.head.tokens is not None
+
+    @property
+    def needs_whole_drafts(self) -> bool:
+        """Whether the judge has a probe and `TokenDoubt`. Its bias was trained with both, and a block has no doubt
+        about the tokens before it."""
+        return self.judge is not None and bool(self._probe.ids) and self.judge.head.tokens is not None
 
     @torch.inference_mode()
     def verify_block(
         self, draft_ids: Sequence[int], carried: Carried = _START, written: Sequence[int] = ()
     ) -> Verification:
-        """Score every token of a block after the decoder's context, by token doubt alone, in one forward.
+        """Score every token of a block after the decoder's context in one forward, if `judges_tokens`.
 
-        A token that equals the target's greedy choice adds no doubt, because the target would write the same. So the
-        verdict on a token does not depend on where the blocks before it ended.
+        The verdict on a token does not depend on where the blocks before it ended, and equals that of `verify`.
 
         Args:
             draft_ids: n >= 1 tokens.
@@ -210,19 +220,9 @@ class Verifier:
             cuts, unusual = [*range(1, len(draft_ids) + 1)], scores.usual is False
             return Verification(cuts, validity, hidden, scores=scores, unusual=unusual)
         assert isinstance(judge.head, ValidityHead) and judge.head.tokens is not None
-        ids = torch.tensor(draft_ids, device=hidden.device)
-        before = hidden[:-1]
-        surprised = surprise(before, ids, self.decoder.logits, self._part)
-        drafted = embedding(ids, self._embeddings.weight)
-        of_each = judge.head.tokens(before, drafted, surprised.features)
-        is_choice = surprised.is_greedy_choice
-        if is_choice is None:  # a reduced output layer; read the full one only where that decides and matters
-            is_choice = of_each <= NEGLIGIBLE_DOUBT
-            unknown = ~is_choice & (surprised.features[:, 2] == 0)  # any higher logit rules a token out
-            if unknown.any():
-                is_choice[unknown] = self.decoder.logits(before[unknown]).argmax(-1) == ids[unknown]
+        each, _ = self._doubt(judge.head.tokens, draft_ids, hidden[:-1])
         before_block = torch.tensor([carried.doubt], device=hidden.device)
-        pooled = torch.cat([before_block, of_each.masked_fill(is_choice, -torch.inf)]).logcumsumexp(0)[1:]
+        pooled = torch.cat([before_block, each]).logcumsumexp(0)[1:]
         scores = TokenScores(judge.head.bias.float() - pooled, pooled)
         validity = judge.config.validity(scores.logits).tolist()
         return Verification([*range(1, len(draft_ids) + 1)], validity, hidden, scores=scores)
@@ -237,20 +237,22 @@ class Verifier:
         found = read_logprobs(before, ids, self.decoder.logits, self._logprobs.k)
         return self._logprobs.score(found, carried, written), found.is_greedy_choice
 
-    def _doubt(
-        self, tokens: TokenDoubt, draft_ids: Sequence[int], before: Tensor, cuts: Sequence[int]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the doubt about each prefix, [K], from the states [T, H] before the draft tokens. Also return
-        whether each token is the target's greedy choice, [T], or None if unknown."""
+    def _doubt(self, tokens: TokenDoubt, draft_ids: Sequence[int], before: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Compute the doubt about each draft token, [T], from the states [T, H] before the tokens. Also return whether
+        each token is the target's greedy choice, [T], or None if unknown.
+
+        Without a probe, the target's greedy choices add no doubt (-inf): the target would write the same."""
         if not draft_ids:
-            return before.new_zeros(len(cuts), dtype=torch.float32), None
-        ids, ends = (torch.tensor(values, device=before.device) for values in (draft_ids, cuts))
+            return before.new_zeros(0, dtype=torch.float32), None
+        ids = torch.tensor(draft_ids, device=before.device)
         # Read the matrix directly: some embedding modules scale their output, and `TokenDoubt` normalises anyway.
         written = embedding(ids, self._embeddings.weight)
-        surprised = surprise(before, ids, self.decoder.logits, self._part)
-        return TokenDoubt.pool_over_prefixes(
-            tokens(before, written, surprised.features), ends
-        ), surprised.is_greedy_choice
+        found = surprise(before, ids, self.decoder.logits, self._part)
+        each = tokens(before, written, found.features)
+        if not self._probe.ids:
+            choices = found.greedy_choices(before, ids, self.decoder.logits, each <= NEGLIGIBLE_DOUBT)
+            each = each.masked_fill(choices, -torch.inf)
+        return each, found.is_greedy_choice
 
     @torch.inference_mode()
     def greedy_match(self, draft_ids: Sequence[int], verification: Verification, start: int = 0) -> int:

@@ -14,10 +14,12 @@ class DraftStates(NamedTuple):
     Attributes:
         before: [n, H], the target's final-norm states before these tokens.
         surprise: float32 [n, 3], `TokenSurprisal.features`.
+        certain: bool [n], tokens that add no doubt: the target's greedy choices. With a probe, none.
     """
 
     before: Tensor
     surprise: Tensor
+    certain: Tensor
 
 
 class StateStore:

@@ -16,13 +16,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
 from parse_infer.judge.head import Probe, ReducedLMHead, TokenDoubt, ValidityHead, surprise
+from parse_infer.judge.logprob_head import NO_DOUBT
 from parse_infer.judge.packing import probe_mask, probe_positions, readout_index
 from parse_infer.models.architecture import layer_windows, output_layer
 from parse_infer.models.attention import enable_split_attention, layer_masks
 from parse_train.validity.activated_lora import ADAPTER, attach_activated_lora
 from parse_train.validity.draft_states import DraftStates, StateStore
 
-_NO_DOUBT = -1e4  # finite: logcumsumexp has no gradient for a row of -inf
+_NO_TOKEN = -1e4  # outside the draft; finite: logcumsumexp has no gradient for a row of -inf
 
 
 class ValidityModel(nn.Module):
@@ -136,7 +137,10 @@ class ValidityModel(nn.Module):
         """Select states of `drafted` tokens (bool [B, T - 1], tokens 1 to T - 1) from hidden states [B, T, H]."""
         before, ids = context[:, :-1][drafted], input_ids[:, 1:][drafted]
         with torch.autocast(context.device.type, enabled=False):
-            return DraftStates(before, surprise(before, ids, self._output_layer, self._part).features)
+            found = surprise(before, ids, self._output_layer, self._part)
+            if self.probe.ids:
+                return DraftStates(before, found.features, torch.zeros_like(ids, dtype=torch.bool))
+            return DraftStates(before, found.features, found.greedy_choices(before, ids, self._output_layer))
 
     def _stored_states(self, input_ids: Tensor, drafted: Tensor, starts: Tensor, ends: Tensor) -> DraftStates:
         """Return `_states` through the cache, which computes each draft once."""
@@ -169,8 +173,9 @@ class ValidityModel(nn.Module):
                 embeddings = cast(nn.Embedding, self.base.get_input_embeddings()).weight
                 written = embedding(input_ids[:, 1:][drafted], embeddings)
             each = self.head.tokens(states.before, written, states.surprise)
-            doubt = each.new_full(drafted.shape, _NO_DOUBT).masked_scatter(drafted, each)
-            return self.head(hidden, TokenDoubt.pool_over_prefixes(doubt, visible - 1) * (cuts > 0))
+            each = each.masked_fill(states.certain, NO_DOUBT)  # as in `Verifier`
+            doubt = each.new_full(drafted.shape, _NO_TOKEN).masked_scatter(drafted, each)
+            return self.head(hidden, TokenDoubt.pool_over_prefixes(doubt, (visible - 1).where(cuts > 0, 0)))
 
     def _shown(self, input_ids: Tensor, visible: Tensor, cuts: Tensor) -> Tensor:
         """Return `visible`, minus 1 where the probe repeats the prefix's end token, as in `Verifier`."""

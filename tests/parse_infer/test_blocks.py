@@ -10,6 +10,7 @@ import pytest
 
 from parse_infer.block_length import BlockLength, threshold_class
 from parse_infer.engine import ParseEngine
+from parse_infer.evaluation.modes import make_modes
 from parse_infer.events import Accepted, Done, Drafted, Resumed, Verified
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import Segmenter
@@ -49,14 +50,50 @@ def engine(make_block_engine) -> ParseEngine:
     return make_block_engine()
 
 
-def test_the_own_threshold_of_a_head_on_hidden_states_is_one_for_whole_drafts(engine):
-    """Training has chosen it with scores that blocks do not have; every other threshold is one of blocks."""
+def n_drafts(engine: ParseEngine, **settings) -> int:
+    return sum(isinstance(event, Drafted) for event in engine.stream(PROMPT, max_new_tokens=N, **settings))
 
-    def drafts(**settings) -> int:
-        return sum(isinstance(event, Drafted) for event in engine.stream(PROMPT, max_new_tokens=N, **settings))
 
-    assert drafts() == drafts(block_tokens="whole") == 1 < drafts(threshold=engine.threshold)
-    assert drafts(block_tokens=8) > 1
+@pytest.mark.parametrize("threshold", [None, 0.5])
+def test_a_probe_with_token_doubt_reads_whole_drafts_only(make_block_engine, threshold):
+    """The bias was trained with the probe, which a block would leave out."""
+    engine = make_block_engine(probe_ids=(7, 9))
+    assert n_drafts(engine, threshold=threshold) == n_drafts(engine, threshold=threshold, block_tokens="whole") == 1
+    for length in (1, 8, 64):
+        for call in (engine.generate, engine.stream):
+            with pytest.raises(ValueError, match=rf"^block_tokens is {length}, but this adapter's probe .* whole"):
+                call(PROMPT, threshold=threshold, block_tokens=length)
+    for unjudged in ({"threshold": 2}, {"mode": "exact"}):
+        found = engine.generate(PROMPT, max_new_tokens=N, block_tokens=8, **unjudged)
+        assert found.token_ids == alone(engine)
+
+
+def test_a_benchmark_of_refused_blocks_fails_before_its_first_answer(make_block_engine):
+    with pytest.raises(ValueError, match="block_tokens is 32, but this adapter's probe"):
+        make_modes(make_block_engine(probe_ids=(7, 9)), ["target", "parse:32"])
+
+
+@pytest.mark.parametrize("vocabulary", [(), tuple(range(40, 120))], ids=["all tokens", "reduced"])
+def test_token_doubt_alone_judges_whole_drafts_as_blocks(model, tokenizer, random_adapter, vocabulary):
+    """Tokens of the target's own greedy text add no doubt in either."""
+    verifier = Verifier(
+        Decoder(model, ()), random_adapter(model, probe_ids=(), vocabulary=vocabulary), Segmenter(tokenizer)
+    )
+    context = [5, 6, 7, 8]
+    verifier.decoder.seek(context)
+    draft = list(itertools.islice(verifier.decoder.decode(20), 20))
+    draft[7], draft[13] = (draft[7] + 3) % 200, (draft[13] + 5) % 200
+    verifier.decoder.seek(context)
+    block = verifier.verify_block(draft).validity
+    assert block[:7] == [1.0] * 7 and block[7] < 1
+    verifier.decoder.seek(context)
+    cuts = [3, 7, 8, 13, 14, 20]
+    assert verifier.verify(draft, cuts).validity == pytest.approx([block[cut - 1] for cut in cuts], abs=1e-4)
+
+
+def test_token_doubt_alone_has_blocks_at_every_threshold(engine):
+    assert n_drafts(engine, block_tokens="whole") == 1
+    assert n_drafts(engine) > 1 and n_drafts(engine, block_tokens=8) > 1
 
 
 def middling(engine: ParseEngine, prompt: str = PROMPT) -> float:

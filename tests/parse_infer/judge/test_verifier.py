@@ -53,6 +53,9 @@ def separate_passes(model, judge, context: list[int], draft: list[int], cuts: li
             own = log_p.gather(-1, tokens[0, start : start + cut, None])[:, 0]
             surprised = torch.stack([own, -(log_p.exp() * log_p).sum(-1), own - log_p.amax(-1)], dim=-1)
             each = judge.head.tokens(before, written, surprised)
+            if not judge.probe.ids:  # the target's own choices add no doubt
+                own_choice = model(tokens, use_cache=False).logits[0, start - 1 : start + cut - 1].argmax(-1)
+                each = each.masked_fill(own_choice == tokens[0, start : start + cut], -torch.inf)
             doubt = each.exp().sum().log() if cut else torch.zeros(())
         validity.append(torch.sigmoid(judge.head(hidden[0, -1], doubt)).item())
     return validity
