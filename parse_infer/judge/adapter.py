@@ -41,7 +41,7 @@ class ValidityConfig:
             it can judge (`UsualDrafts`); None: a head on hidden states.
         surprise_vocab_size: number of tokens that `TokenDoubt` compares with; 0: the whole vocabulary.
         closes_turn: the probe itself ends the assistant's turn (`Probe.closes_turn`).
-        verbalizer: the words (valid, not valid) that the head was initialised from.
+        verbalizer: the words (valid, not valid) that the head was initialised from; None: it started at 0.
         cut_policy: `CutPolicy.to_dict()` of the training data.
         target: `describe_target(model)`: name, model_type, hidden_size, num_hidden_layers, vocab_size, fingerprint.
         label: definition of the training label.

@@ -226,9 +226,7 @@ class ValidityHead(nn.Module):
         return logits if doubt is None else logits - doubt
 
     @classmethod
-    def from_verbalizer(
-        cls, model: PreTrainedModel, yes_id: int, no_id: int, token_rank: int = 0, vocabulary: Tensor | None = None
-    ) -> ValidityHead:
+    def from_verbalizer(cls, model: PreTrainedModel, yes_id: int, no_id: int) -> ValidityHead:
         """Build the head that compares two tokens' logits: w = lm_head[yes] - lm_head[no].
 
         The head ignores a final soft-cap, which bends both logits alike.
@@ -240,7 +238,7 @@ class ValidityHead(nn.Module):
             raise ModelError(f"the two verbalizer tokens must differ, both are {yes_id}: choose other words")
         output, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-        head = cls(output.weight.shape[1], token_rank, vocabulary).to(output.weight.device)
+        head = cls(output.weight.shape[1]).to(output.weight.device)
         with torch.no_grad():
             cast(Tensor, head.weight).copy_((output.weight[yes_id].float() - output.weight[no_id].float()) * scale)
             if getattr(output, "bias", None) is not None:

@@ -173,8 +173,14 @@ class ValidityTrainingConfig(JudgeTrainingConfig):
             "learns its meaning. Empty: no probe and no LoRA; only token doubt decides (token_rank)."
         },
     )
-    verbalizer_yes: str = field(default="Correct", metadata={"help": "First token initialises the head: valid."})
-    verbalizer_no: str = field(default="Incorrect", metadata={"help": "First token initialises the head: invalid."})
+    verbalizer_yes: str = field(
+        default="Correct",
+        metadata={"help": "Word for valid. Without token doubt, its first token initialises the head."},
+    )
+    verbalizer_no: str = field(
+        default="Incorrect",
+        metadata={"help": "Word for invalid. Without token doubt, its first token initialises the head."},
+    )
     lora_rank: int = field(default=16, metadata={"help": "Rank of the LoRA."})
     token_rank: int = field(
         default=64,

@@ -142,9 +142,10 @@ def frequent_tokens(train: ValidityDataset, lm: LanguageModel, size: int) -> Ten
 
 
 def build_model(config: ValidityTrainingConfig, lm: LanguageModel, vocabulary: Tensor | None = None) -> ValidityModel:
-    """Add an adapter (initially zero) and a head (initialised from the verbalizer) to the target.
+    """Add an adapter (initially zero) and a head to the target.
 
-    Without `probe_text`, the model has no adapter, and its head has token doubt alone.
+    Without `probe_text`, the model has no adapter, and its head has token doubt alone. The probe's weights start at 0
+    beside token doubt, which learns a better judge, and else from the verbalizer.
 
     Args:
         vocabulary: vocabulary of the head's `TokenDoubt`.
@@ -156,12 +157,12 @@ def build_model(config: ValidityTrainingConfig, lm: LanguageModel, vocabulary: T
     if config.probe_text and not probe_ids:
         raise ParseError(f"probe_text {config.probe_text!r} has no token")
     probe = Probe(probe_ids, config.probe_text, closes_turn=bool(probe_ids) and probe_ids[0] in lm.eos_ids)
-    if probe.ids:
-        yes_id, no_id = verbalizer_ids(lm.tokenizer, config.probe_text, _words(config))
-        head = ValidityHead.from_verbalizer(lm.model, yes_id, no_id, config.token_rank, vocabulary)
-    else:
+    if config.token_rank:
         size = lm.model.config.get_text_config(decoder=True).hidden_size
-        head = ValidityHead(size, config.token_rank, vocabulary, probe=False)
+        head = ValidityHead(size, config.token_rank, vocabulary, probe=bool(probe.ids))
+    else:
+        yes_id, no_id = verbalizer_ids(lm.tokenizer, config.probe_text, _words(config))
+        head = ValidityHead.from_verbalizer(lm.model, yes_id, no_id)
     if head.tokens is not None:
         head.tokens.dropout.p = config.token_dropout
     return ValidityModel(
@@ -200,7 +201,7 @@ def describe(
         probe_ids=(),  # `export_adapter` knows the probe
         probe_text=config.probe_text,
         target=target,
-        verbalizer=_words(config) if config.probe_text else None,
+        verbalizer=None if config.token_rank else _words(config),
         cut_policy=CutPolicy.from_dict(config.cut_policy).to_dict(),
         label=label,
         provenance=provenance,

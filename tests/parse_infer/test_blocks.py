@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
+from data_tools.tasks.task import Problem
 from parse_infer.block_length import BlockLength, threshold_class
+from parse_infer.calibration.measure import CalibrationSettings, calibrate
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.modes import make_modes
 from parse_infer.events import Accepted, Done, Drafted, Resumed, Verified
@@ -68,9 +70,15 @@ def test_a_probe_with_token_doubt_reads_whole_drafts_only(make_block_engine, thr
         assert found.token_ids == alone(engine)
 
 
-def test_a_benchmark_of_refused_blocks_fails_before_its_first_answer(make_block_engine):
+def test_measurements_of_refused_blocks_fail_before_their_first_answer(make_block_engine, tmp_path):
+    engine = make_block_engine(probe_ids=(7, 9))
+    problems = [Problem(str(n), f"{PROMPT} {n}", "") for n in range(40)]
+    settings = CalibrationSettings((0.5,), blocks=("whole", 6), loss="disagreement")
+    with pytest.raises(ValueError, match="block_tokens is 6, but this adapter's probe"):
+        calibrate(engine, problems, lambda *_: None, lambda *_: True, tmp_path / "out", settings)
+    assert not (tmp_path / "out").exists() and not engine.target.decoder.forwards
     with pytest.raises(ValueError, match="block_tokens is 32, but this adapter's probe"):
-        make_modes(make_block_engine(probe_ids=(7, 9)), ["target", "parse:32"])
+        make_modes(engine, ["target", "parse:32"])
 
 
 @pytest.mark.parametrize("vocabulary", [(), tuple(range(40, 120))], ids=["all tokens", "reduced"])

@@ -132,7 +132,7 @@ def test_exact_mode_needs_no_judge(make_engine):
 def test_every_architecture_keeps_both_promises(make_model, tokenizer, random_adapter, architecture):
     model = make_model(architecture)
     draft = language_model(resembling(make_model, model, 0.1, architecture), tokenizer)
-    engine = ParseEngine.from_models(language_model(model, tokenizer), draft, random_adapter(model))
+    engine = ParseEngine.from_models(language_model(model, tokenizer), draft, random_adapter(model, probe_ids=()))
     alone = engine.generate_target(PROMPT, max_new_tokens=20)  # prompt and answer are longer than any sliding window
     for threshold, mode in ((1.5, "validity"), (1.0, "validity"), (1.5, "exact")):  # no validity here reaches 1.0
         settings = GenerationSettings(20, threshold, mode=mode, block_tokens=6, keep_greedy_match=False)
@@ -534,7 +534,7 @@ def test_spans_and_events_add_up_to_the_text(
         model = make_model("llama")
         draft = resembling(make_model, model, 0.2)
         engine = ParseEngine.from_models(
-            language_model(model, tokenizer), language_model(draft, tokenizer), random_adapter(model)
+            language_model(model, tokenizer), language_model(draft, tokenizer), random_adapter(model, probe_ids=())
         )
     settings = {"max_new_tokens": 40, "block_tokens": block_tokens}
     # The second adapter has token doubt, which grows more slowly than the doubt about segments.

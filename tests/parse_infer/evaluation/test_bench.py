@@ -67,7 +67,7 @@ def engine(
     return ParseEngine.from_models(
         LanguageModel("tiny-target", target, tokenizer),
         LanguageModel("tiny-draft", draft, tokenizer),
-        random_adapter(target),
+        random_adapter(target, probe_ids=()),
     )
 
 

@@ -47,9 +47,9 @@ def trained(
     target: PreTrainedModel, probe: Probe = PROBE, vocabulary: Tensor | None = None, **options: Any
 ) -> ValidityModel:
     """A model whose adapter and head really do something, as after training."""
-    head = ValidityHead.from_verbalizer(target, 67, 73, 3, vocabulary)
-    if not probe.ids:
-        head = ValidityHead(target.config.hidden_size, 3, vocabulary, probe=False)
+    head = ValidityHead(target.config.hidden_size, 3, vocabulary, probe=bool(probe.ids))
+    if head.weight is not None:
+        head.weight = ValidityHead.from_verbalizer(target, 67, 73).weight
     model = ValidityModel(target, probe, head, end_ids={258}, lora_rank=4, lora_alpha=8, **options)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -375,6 +375,26 @@ def test_the_untrained_head_is_the_verbalizer(
         torch.testing.assert_close(row[: len(found)].sigmoid(), found, rtol=1e-4, atol=1e-5)
 
 
+def test_beside_token_doubt_the_probe_starts_at_zero(
+    make_model: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast, batch: dict[str, Tensor]
+) -> None:
+    """Alone it starts as the comparison of the verbalizer's words. Both starts learn."""
+    for token_rank in (0, 4):
+        config = ValidityTrainingConfig(target="t", data="d", output_dir="o", use_cpu=True, token_rank=token_rank)
+        lm = language_model(make_model("llama"), tokenizer, "t")
+        assert (describe(config, lm, {}, {}).verbalizer is None) == bool(token_rank)
+        validity = build_model(config, lm).train()
+        assert validity.head.weight is not None
+        assert bool(validity.head.weight.any()) == (token_rank == 0)
+        optimizer = torch.optim.AdamW([p for p in validity.parameters() if p.requires_grad], lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(validity, batch).backward()
+            optimizer.step()
+        assert validity.head.weight.any()
+        assert all(p.any() for name, p in validity.named_parameters() if "lora_B" in name)
+
+
 def test_the_state_is_adapter_and_head(make_model: Callable[..., PreTrainedModel], batch: dict[str, Tensor]) -> None:
     one, other = (
         trained(make_model("llama")),
@@ -508,7 +528,14 @@ def test_layers_that_see_flattened_tokens_are_refused_before_training(
     batch: dict[str, Tensor],
 ) -> None:
     """Experts do: the last tokens of their input are no probe's. The sentence names them, and its way out works."""
-    options: dict[str, Any] = {"target": "t", "data": "d", "output_dir": "o", "use_cpu": True, "lora_rank": 4}
+    options: dict[str, Any] = {
+        "target": "t",
+        "data": "d",
+        "output_dir": "o",
+        "use_cpu": True,
+        "lora_rank": 4,
+        "token_rank": 0,
+    }
     config = ValidityTrainingConfig(**options)
     with pytest.raises(ValueError, match=r"mixture of experts") as refused:
         build_model(config, language_model(make_model(architecture), tokenizer, "t"))
