@@ -17,7 +17,6 @@ from parse_infer.errors import ServerError
 KEEP_ALIVE_S = 3.0  # of an idle connection; vLLM closes it after 5 s and could lose a request
 _CONNECT_S = 5.0
 _ABORT_S = 1.0
-_SILENCE_S = 600.0  # a request may queue that long
 _KEY_HINT = "give its API key with --server-key, api_key or VLLM_API_KEY"
 
 
@@ -26,11 +25,12 @@ class TransientServerError(Exception):
 
     Attributes:
         status: HTTP status of the failure; 0: no answer, or an unusable one.
+        timed_out: the server sent nothing for the client's `timeout_s`.
     """
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    def __init__(self, message: str, status: int = 0, timed_out: bool = False) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.timed_out = status, timed_out
 
 
 class RequestRejected(ServerError):
@@ -54,11 +54,11 @@ class Client:
 
     Args:
         api_key: API key of the servers, if they need one.
-        timeout_s: how long a server may send nothing.
+        timeout_s: how long a server may send nothing; None: as long as the caller waits.
         key_hint: how to give another key, for messages.
     """
 
-    def __init__(self, api_key: str | None = None, timeout_s: float = _SILENCE_S, key_hint: str = _KEY_HINT) -> None:
+    def __init__(self, api_key: str | None = None, timeout_s: float | None = None, key_hint: str = _KEY_HINT) -> None:
         self._timeout_s, self._key_hint = timeout_s, key_hint
         self._headers = {"Accept-Encoding": "identity"}  # answers are read as they come
         if api_key is not None:
@@ -189,7 +189,7 @@ class _Answer:
                 return response
             said = (await response.read()).decode(errors="replace")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise TransientServerError(f"{self._url} does not answer: {error or type(error).__name__}") from error
+            raise self._broken("does not answer", error) from error
         if 300 <= response.status < 400:
             place = response.headers.get("Location", "nowhere")[:200]
             sentence = f"redirects to {place}: give the address behind it"
@@ -209,9 +209,11 @@ class _Answer:
         else:
             self._response.close()  # drop the rest of the response
         if isinstance(error, (aiohttp.ClientError, TimeoutError, OSError)):
-            raise TransientServerError(
-                f"{self._url} closed the connection: {error or type(error).__name__}"
-            ) from error
+            raise self._broken("closed the connection", error) from error
+
+    def _broken(self, what: str, error: Exception) -> TransientServerError:
+        message = f"{self._url} {what}: {error or type(error).__name__}"
+        return TransientServerError(message, timed_out=isinstance(error, aiohttp.SocketTimeoutError))
 
 
 def _parsed(content: bytes, url: str) -> Any:

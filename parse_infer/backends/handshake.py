@@ -115,7 +115,7 @@ class Identity:
             if self._given and error.status == 500:  # `transformers serve` without a hub cache
                 return Card([self._given], None, 0)
             raise
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             if isinstance(error, RequestRejected) and error.status in (401, 403):
                 raise
             reason = f" ({error})" if isinstance(error, RequestRejected) else ""

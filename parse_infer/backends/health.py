@@ -133,6 +133,9 @@ class HealthChecks:
                 self.mark_unhealthy(server, f"{server.url} does not answer a health check within {CHECK_LIMIT_S:g} s")
         except (TransientServerError, ValueError) as error:
             self.mark_unhealthy(server, str(error))
+        except Exception as error:  # a check that ended here would leave the server as it is for ever
+            log.exception("the health check of the %s server %s failed", self._role, server.url)
+            self.mark_unhealthy(server, f"the health check of {server.url} failed: {type(error).__name__}")
         else:
             server.missed = 0
             if not server.healthy:

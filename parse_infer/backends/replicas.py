@@ -249,7 +249,7 @@ class ReplicaPool:
         try:
             yield
         except TransientServerError as error:
-            tried.record(server, str(error))
+            tried.record(server, str(error), error.timed_out)
             await self._health.check(server)
         except RequestRejected as error:
             if error.status != 404:

@@ -34,7 +34,9 @@ class Lease:
 
 
 class FailedAttempts:
-    """Failed attempts of one request, which has `attempts` in all.
+    """Failed attempts of one request, which has `attempts` in all, but one more at most after a time-out.
+
+    Most likely it would time out again, and each time a server may write the whole answer.
 
     Attributes:
         failed: the server of each attempt.
@@ -45,11 +47,15 @@ class FailedAttempts:
         self.attempts = attempts
         self.failed: list[Server] = []
         self.last_error = ""
+        self._timed_out = False
 
     @property
     def left(self) -> int:
         return self.attempts - len(self.failed)
 
-    def record(self, server: Server, last_error: str) -> None:
+    def record(self, server: Server, last_error: str, timed_out: bool = False) -> None:
         self.failed.append(server)
         self.last_error = server.last_error = last_error
+        if timed_out:
+            self.attempts = min(self.attempts, len(self.failed) + (not self._timed_out))
+            self._timed_out = True

@@ -59,7 +59,7 @@ class LoopRunner(Runner):
             events = self._engine.events(job.prompt, job.settings, draft, alone=job.alone, watched=job.watched)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
-        with _unavailable_as_503():
+        with _server_errors():
             async with self._room, aclosing(events):
                 self._audits += job.audit
                 try:
@@ -69,24 +69,14 @@ class LoopRunner(Runner):
                     self._audits -= job.audit
 
     async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        try:
-            with _unavailable_as_503():
-                async with self._room, aclosing(self._engine.backend.relay(fields)) as pieces:
-                    self._engine.running += 1
-                    try:
-                        async for piece in pieces:
-                            yield piece
-                    finally:
-                        self._engine.running -= 1
-        except client.RequestRejected as error:
-            if error.status in _INVALID:
-                raise InvalidRequest(error.sentence) from error
-            log.error("no answer: the target's server rejects a request (%d)", error.status)
-            message = (
-                f"the target's server rejects this server's requests ({error.status}): "
-                "the operator must check key and model name"
-            )
-            raise ApiError(502, message, "target_refuses") from error
+        with _server_errors():
+            async with self._room, aclosing(self._engine.backend.relay(fields)) as pieces:
+                self._engine.running += 1
+                try:
+                    async for piece in pieces:
+                        yield piece
+                finally:
+                    self._engine.running -= 1
 
     def close(self) -> None:
         """Close the engine and stop the servers that it started."""
@@ -95,10 +85,22 @@ class LoopRunner(Runner):
 
 
 @contextmanager
-def _unavailable_as_503() -> Iterator[None]:
-    """Answer 503 with Retry-After if no target server is available, or if a request fails on each attempt."""
+def _server_errors() -> Iterator[None]:
+    """Answer 400 for what the target's server finds invalid, 502 for what it refuses otherwise, such as our key.
+
+    Without a target server, or if a request fails on each attempt, answer 503 with Retry-After.
+    """
     try:
         yield
+    except client.RequestRejected as error:
+        if error.status in _INVALID:
+            raise InvalidRequest(error.sentence) from error
+        log.error("no answer: the target's server rejects a request (%d)", error.status)
+        message = (
+            f"the target's server rejects this server's requests ({error.status}): "
+            "the operator must check key and model name"
+        )
+        raise ApiError(502, message, "target_refuses") from error
     except Unavailable as error:
         log.error("no answer: %s", error)
         failing = isinstance(error, Failing)

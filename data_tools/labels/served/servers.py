@@ -174,7 +174,8 @@ class CompletionServers:
         try:
             return await self._send(requests)
         except Failing as error:
-            raise ParseError(f"{error}: repair the server, or raise retries; {_RESUME_HINT}") from None
+            way_out = "repair the server, or raise retries or request_timeout"
+            raise ParseError(f"{error}: {way_out}; {_RESUME_HINT}") from None
         except Unavailable as error:
             raise ConnectionError(
                 f"{error}; the build has waited max_outage, {self._max_outage:g} s: restart the server; {_RESUME_HINT}"

@@ -34,7 +34,7 @@ class FakeServer:
         bodies: of the requests so far.
         written: tokens that were sent in streams.
         pause: seconds before each piece of a stream.
-        key: what clients must send.
+        key: what clients must send, else they get the status `refusal`.
         max_logprobs: so many log-probabilities it gives at most, as a vLLM server that is started with that option.
         cache_block: tokens per block of the prefix cache, which `generate` reads; 0: `generate` does not exist.
         model_runner: of vLLM: what a read returns for cached tokens. 1: entries of whatever the memory held. 2: no
@@ -62,6 +62,7 @@ class FakeServer:
         self.pause = 0.0
         self.url = ""
         self.key: str | None = None
+        self.refusal = 401
         self.max_logprobs = 20
         self.cache_block = 0
         self.model_runner = 1
@@ -281,7 +282,7 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
         given = request.headers.get("Authorization")
         server.given_keys.append(given)
         if request.path.startswith("/v1/") and server.key and given != f"Bearer {server.key}":
-            return web.json_response({"error": "Unauthorized"}, status=401)  # as vLLM says it
+            return web.json_response({"error": "Unauthorized"}, status=server.refusal)  # as vLLM says it
         return await handler(request)
 
     routes = [
