@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,8 +108,13 @@ def read_tensors(path: Path, way_out: str) -> dict[str, Tensor]:
         raise ParseError(f"{path} is damaged ({error}): {way_out}") from error
 
 
-def read_jsonl(source: str | Path, required: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_jsonl(
+    source: str | Path, required: Sequence[str] = (), parse_float: Callable[[str], Any] = float
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the location ("FILE, line N") and content of each row of a jsonl file ("-": standard input).
+
+    Args:
+        parse_float: what becomes of numbers with a decimal point; `str` keeps them as they stand in the file.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -118,27 +123,35 @@ def read_jsonl(source: str | Path, required: Sequence[str] = ()) -> Iterator[tup
     name = "standard input" if source == STDIN else str(source)
     if source != STDIN and not Path(source).is_file():
         raise FileNotFoundError(f"no file {source}: give the path of a jsonl file")
-    lines = sys.stdin if source == STDIN else Path(source).open(encoding="utf-8")  # noqa: SIM115  (closed below)
+    # A file may begin with a byte order mark.
+    lines = sys.stdin if source == STDIN else Path(source).open(encoding="utf-8-sig")  # noqa: SIM115  (closed below)
     try:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            place = f"{name}, line {number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ParseError(f"{place}: not complete JSON ({error})") from error
-            if not isinstance(row, dict):
-                raise ParseError(f"{place}: a row must be a JSON object, not {line.strip()[:40]!r}")
-            missing = [key for key in required if key not in row]
-            if missing:
-                raise ParseError(f"{place}: no key {missing[0]!r}; every row needs {', '.join(required)}")
-            yield place, row
+        yield from json_rows(lines, name, required, parse_float)
     except UnicodeDecodeError as error:
         raise ParseError(f"{name} is not a text file in UTF-8: {error.reason} at byte {error.start}") from error
     finally:
         if lines is not sys.stdin:
             lines.close()
+
+
+def json_rows(
+    lines: Iterable[str], name: str, required: Sequence[str] = (), parse_float: Callable[[str], Any] = float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what `read_jsonl` yields, from the lines of a file called `name`."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        place = f"{name}, line {number}"
+        try:
+            row = json.loads(line.removeprefix("\ufeff"), parse_float=parse_float)
+        except (ValueError, RecursionError) as error:
+            raise ParseError(f"{place}: not complete JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise ParseError(f"{place}: a row must be a JSON object, not {line.strip()[:40]!r}")
+        missing = [key for key in required if key not in row]
+        if missing:
+            raise ParseError(f"{place}: no key {missing[0]!r}; every row needs {', '.join(required)}")
+        yield place, row
 
 
 def locate(name: str | Path, files: Sequence[str], what: str) -> Path:

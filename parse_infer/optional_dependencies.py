@@ -9,6 +9,7 @@ EXTRAS = {
     "reasoning_gym": "bench",
     "scipy": "bench",
     "datasets": "data",
+    "fsspec": "data",
     "math_verify": "data",
     "pyarrow": "data",
     "trl": "data",

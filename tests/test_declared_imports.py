@@ -129,8 +129,8 @@ def test_trainings_need_no_deepspeed():
     subprocess.run([sys.executable, "-c", NO_DEEPSPEED], cwd=ROOT, check=True)
 
 
-# yaml and pydantic come with the base installation's own dependencies, tokenizers too.
-COME_ALONG = {"pydantic", "pydantic_core", "tokenizers", "yaml"}
+# yaml and pydantic come with the base installation's own dependencies, as do fsspec and tokenizers.
+COME_ALONG = {"fsspec", "pydantic", "pydantic_core", "tokenizers", "yaml"}
 BASE_ONLY = f"""
 import json, sys
 sys.modules.update(dict.fromkeys({sorted(set(EXTRAS) - COME_ALONG)}))

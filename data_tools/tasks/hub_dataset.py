@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from string import Formatter
 from typing import Any
 
-from data_tools.tasks.row_task import RowTask, check_prompt
+from data_tools.tasks.row_files import rows_of_files
+from data_tools.tasks.row_task import RowTask, as_text, check_prompt
 from data_tools.tasks.task import SPLITS, Problem, Split, check_split, prompt_id, split_of
 from parse_infer.errors import ParseError
 
@@ -57,7 +60,7 @@ class HubDataset(RowTask):
         check_split(split)
         rows, sharing = self._source(split)
         seen: set[str] = set()
-        for row in rows.shuffle(seed=seed, buffer_size=_BUFFER):
+        for row in self._read_rows(rows.shuffle(seed=seed, buffer_size=_BUFFER)):
             if len(seen) == limit:
                 return
             problem = self._problem(row, split, sharing)
@@ -67,10 +70,10 @@ class HubDataset(RowTask):
 
     def _source(self, split: Split) -> tuple[Any, list[Split]]:
         """Return the rows of the source split, and our splits that share it."""
-        from datasets import load_dataset
+        from datasets import load_dataset_builder
 
         try:
-            sources = load_dataset(self.path, self.subset, data_files=self.data_files, streaming=True)
+            sources = _streams(load_dataset_builder(self.path, self.subset, data_files=self.data_files), self._columns)
         except Exception as error:  # from the Hub, the file system or a file's format
             reason = " ".join(str(error).partition("\nExample")[0].split())
             raise ParseError(f"the data set {self.path!r} cannot be loaded: {reason}") from error
@@ -83,6 +86,21 @@ class HubDataset(RowTask):
                 f"split, or name one under {split} in split_names"
             )
         return sources[names[split]], [ours for ours in SPLITS if names[ours] == names[split]]
+
+    def _read_rows(self, rows: Any) -> Iterator[Mapping[str, Any]]:
+        try:
+            yield from rows
+        except ParseError:
+            raise
+        except Exception as error:  # from the network or a file's format
+            reason = " ".join(str(error).split())[:200]
+            raise ParseError(f"the data set {self.path!r} cannot be read: {reason}") from error
+
+    @property
+    def _columns(self) -> set[str]:
+        """The columns that the options name."""
+        patterns = [one for one in (self.prompt, self.reference, self.choices, self.id) if one is not None]
+        return {column for pattern in patterns for column in _columns_of(pattern)}
 
     def _problem(self, row: Mapping[str, Any], split: Split, sharing: list[Split]) -> Problem | None:
         """Return a row's problem, or None if the row belongs to another one of the splits that share the source."""
@@ -99,8 +117,8 @@ class HubDataset(RowTask):
             prompt += below
         elif below:
             prompt = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + below}]
-        name = prompt_id(prompt) if self.id is None else self._read(row, "id", self.id)
-        return Problem(str(name), prompt, reference)
+        name = None if self.id is None else self._read(row, "id", self.id)
+        return Problem(prompt_id(prompt) if name in (None, "") else str(name), prompt, reference)
 
     def _options(self, row: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
         """Return the options of a multiple-choice question, and the data set's labels of them if it has any."""
@@ -122,14 +140,50 @@ class HubDataset(RowTask):
             index = labels.index(reference) if reference in labels else reference
             reference = chr(ord("A") + int(index)) if str(index).isdecimal() else reference
         self.check_reference(where, reference)
-        return str(reference)
+        return as_text(reference)
 
     def _read(self, row: Mapping[str, Any], option: str, pattern: str) -> Any:
         """Return the value of a column, or a filled template."""
         try:
-            return pattern.format_map(row) if "{" in pattern else row[pattern]
+            filled = {column: "" if value is None else value for column, value in row.items()}
+            return pattern.format_map(filled) if "{" in pattern else row[pattern]
         except (LookupError, ValueError, TypeError, AttributeError) as error:
             raise ParseError(
                 f"option {option} of task {self.name} is {pattern!r}, which does not fit the columns of "
                 f"{self.path!r}: {', '.join(row)}"
             ) from error
+
+
+def _streams(builder: Any, columns: set[str]) -> dict[str, Any]:
+    """Return the rows by split. Columns that nobody needs are not read, because their types may differ by file."""
+    from datasets import IterableDataset
+    from datasets.packaged_modules.csv.csv import Csv
+    from datasets.packaged_modules.json.json import Json
+    from datasets.packaged_modules.parquet.parquet import Parquet
+
+    if isinstance(builder, (Json, Csv)):
+        delimiter = builder.config.sep if isinstance(builder, Csv) else None
+        return {
+            str(split): IterableDataset.from_generator(
+                rows_of_files, gen_kwargs={"files": list(files), "delimiter": delimiter}
+            )
+            for split, files in builder.config.data_files.items()
+        }
+    if isinstance(builder, Parquet):
+        import fsspec
+        from pyarrow.parquet import read_schema
+
+        with fsspec.open(next(iter(builder.config.data_files.values()))[0]) as file:
+            builder.config.columns = [name for name in read_schema(file).names if name in columns]
+    return dict(builder.as_streaming_dataset())
+
+
+def _columns_of(pattern: str) -> set[str]:
+    """Return the columns of a template, or the pattern itself, which is a column."""
+    if "{" not in pattern:
+        return {pattern}
+    try:
+        fields = [field for _, field, _, _ in Formatter().parse(pattern) if field is not None]
+    except ValueError:  # a template that fits no row
+        return set()
+    return {re.split(r"[.[]", field)[0] for field in fields}

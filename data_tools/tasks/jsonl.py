@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from data_tools.tasks.row_task import RowTask, check_prompt, check_text
+from data_tools.tasks.row_task import RowTask, as_text, check_prompt, check_text
 from data_tools.tasks.task import Problem, Split, check_split, prompt_id
 from parse_infer.errors import ParseError
 from parse_infer.files import read_jsonl
@@ -32,7 +32,11 @@ class Jsonl(RowTask):
     def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
         check_split(split)
         needed = ("prompt", "reference") if self.needs_reference else ()
-        rows = [(place, row) for place, row in read_jsonl(self.path, needed) if row.get("split", split) == split]
+        rows = [
+            (place, row)
+            for place, row in read_jsonl(self.path, needed, parse_float=str)
+            if row.get("split", split) == split
+        ]
         for place, row in rows:
             if "prompt" not in row:
                 turns = row.get("turns")
@@ -45,7 +49,6 @@ class Jsonl(RowTask):
         Random(seed).shuffle(rows)
         for _, row in rows[:limit]:
             names = (row.get("id"), row.get("question_id"), prompt_id(row["prompt"]))
-            name = next(name for name in names if name is not None)
+            name = next(name for name in names if name not in (None, ""))
             metadata = {"category": str(row["category"])} if "category" in row else {}
-            reference = "" if row.get("reference") is None else str(row["reference"])
-            yield Problem(str(name), row["prompt"], reference, metadata=metadata)
+            yield Problem(str(name), row["prompt"], as_text(row.get("reference")), metadata=metadata)

@@ -79,6 +79,11 @@ class RowTask:
             raise ParseError(f"{place}: the reference {reference!r} is no letter from A to J, as choice needs")
 
 
+def as_text(value: Any) -> str:
+    """Return the text of a reference; true and false as in JSON."""
+    return "" if value is None else json.dumps(value) if isinstance(value, bool) else str(value)
+
+
 def _text(prompt: str | list[dict[str, str]]) -> str:
     content: Any = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     return content if isinstance(content, str) else "\n".join(str(part.get("text", "")) for part in content or ())

@@ -143,3 +143,91 @@ def test_a_row_without_its_reference_is_named(tmp_path):
         list(load_task("dataset", **task).problems("test"))
     (only,) = load_task("dataset", check_with="none", **task).problems("test")
     assert (only.prompt, only.reference) == ("1 + 1?", "")
+
+
+def write(path, *lines):
+    path.write_bytes("".join(f"{line}\n" for line in lines).encode("utf-8"))
+    return str(path)
+
+
+def of(kind, *files, **options):
+    task = load_task("dataset", path=kind, data_files={"test": list(files)}, check_with="exact", **options)
+    return sorted((problem.id, problem.prompt, problem.reference) for problem in task.problems("test"))
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_other_columns_may_have_any_type(tmp_path, kind):
+    """A null column of one file has values in the next."""
+    from datasets import Dataset
+
+    rows = [{"prompt": "a", "reference": "1", "other": None}, {"prompt": "b", "reference": "2", "other": 3}]
+    files = [str(tmp_path / f"{index}.{kind}") for index in range(2)]
+    for row, file in zip(rows, files, strict=True):
+        data = Dataset.from_list([row])
+        data.to_json(file) if kind == "json" else data.to_parquet(file)
+    assert [row[1:] for row in of(kind, *files)] == [("a", "1"), ("b", "2")]
+
+
+def test_references_stay_as_they_stand_in_the_file(tmp_path):
+    references = ["2024-01-02", "12345678901234567890123", "007", "1.50", "1e5", "NA", "true", "12:30", "0x10"]
+    bare = {"12345678901234567890123", "1.50", "1e5", "true"}
+    lines = [
+        f'{{"prompt": "q{i}", "reference": {each if each in bare else json.dumps(each)}}}'
+        for i, each in enumerate(references)
+    ]
+    table = ["prompt,reference", *(f"q{i},{each}" for i, each in enumerate(references))]
+    found = {
+        "json": of("json", write(tmp_path / "rows.jsonl", *lines)),
+        "list": of("json", write(tmp_path / "list.json", f"[{','.join(lines)}]")),
+        "csv": of("csv", write(tmp_path / "rows.csv", *table)),
+    }
+    task = load_task("jsonl", path=str(tmp_path / "rows.jsonl"), check_with="exact")
+    found["jsonl"] = [(each.id, each.prompt, each.reference) for each in task.problems("test")]
+    for form, rows in found.items():
+        assert [row[2] for row in sorted(rows, key=lambda row: row[1])] == references, form
+
+
+def test_rows_without_an_id_have_the_id_of_their_prompt(tmp_path):
+    lines = [
+        json.dumps({"prompt": f"q{i}", "reference": "1", "key": key}) for i, key in enumerate([None, "", None, 7])
+    ]
+    found = of("json", write(tmp_path / "rows.jsonl", *lines), id="key")
+    assert {row[0] for row in found} == {"7", *(prompt_id(f"q{i}") for i in range(3))}
+
+
+@pytest.mark.parametrize("kind", ["json", "csv"])
+def test_a_byte_order_mark_is_no_text(tmp_path, kind):
+    lines = ['{"prompt": "é", "reference": "1"}'] if kind == "json" else ["prompt,reference", "é,1"]
+    file = write(tmp_path / "rows", "\ufeff" + lines[0], *lines[1:])
+    assert [row[1:] for row in of(kind, file)] == [("é", "1")]
+    if kind == "json":
+        (only,) = load_task("jsonl", path=file).problems("test")
+        assert (only.prompt, only.reference) == ("é", "1")
+
+
+def test_a_null_leaves_its_place_in_a_template_empty(tmp_path):
+    file = write(tmp_path / "rows.jsonl", '{"question": "Why?", "context": null, "reference": "x"}')
+    assert of("json", file, prompt="{context}{question}")[0][1] == "Why?"
+
+
+def test_csv_texts_may_have_several_lines_and_delimiters(tmp_path):
+    file = write(tmp_path / "rows.csv", "prompt,reference", '"one,\ntwo ""x""",1', "", "short")
+    found = of("csv", file, reference="prompt")
+    assert {row[2] for row in found} == {row[1] for row in found} == {'one,\ntwo "x"', "short"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "message"),
+    [
+        ("json", b'{"prompt": "a", "reference": "1"}\n{"prompt"', "line 2: not complete JSON"),
+        ("json", b'[{"prompt": "a"}, 3]', "a row must be a JSON object, not '3'"),
+        ("json", b'{"prompt": "\xff"}', "is not a text file in UTF-8"),
+        ("csv", b"prompt,reference\n\xff,1", "is not a text file in UTF-8"),
+        ("parquet", b"PAR1", "cannot be loaded"),
+    ],
+)
+def test_damaged_files_are_one_sentence(tmp_path, kind, content, message):
+    (tmp_path / "rows").write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        of(kind, str(tmp_path / "rows"))
+    assert "\n" not in str(error.value)
