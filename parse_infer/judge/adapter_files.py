@@ -23,10 +23,7 @@ CARD = "README.md"
 PROBLEMS = "train_problems.txt"
 _DEFAULTS = ("threshold", "risk")  # keys of validity_config.json that the fingerprint leaves out
 WAY_OUT = "export or download the adapter again"
-PROMISE = (
-    "one verification pass over one whole draft; several passes over blocks are not covered, and drafts of one "
-    "problem count as independent"
-)
+PROMISE = "one verification pass over one whole draft per problem; several passes over blocks are not covered"
 """Scope of a threshold's risk level."""
 
 

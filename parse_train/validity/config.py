@@ -20,6 +20,7 @@ NOT_SUPPORTED = {
     "label_smoothing_factor": "the head learns yes or no; uncertain labels weigh less instead",
     "neftune_noise_alpha": "the target is frozen",
     "bf16_full_eval": "the head computes in float32; target_dtype is the target's own",
+    "load_best_model_at_end": "the held-out drafts would choose the checkpoint and then set the threshold's bound",
     "prediction_loss_only": "the threshold is chosen from predictions",
 }
 
@@ -73,8 +74,8 @@ class JudgeTrainingConfig(TrackedTrainingConfig):
     risk_temperature: float | None = field(
         default=None,
         metadata={
-            "help": "Temperature of the held-out drafts that set the threshold, as in serving; default: all drafts. "
-            "The confidence assumes independent drafts, that is, one draft per problem."
+            "help": "Temperature of the held-out drafts that set the threshold, as in serving; default: any. One "
+            "draft per problem, chosen at random, sets the threshold."
         },
     )
     calibration_problems: int = field(

@@ -225,6 +225,24 @@ def split_by_problem(
     Raises:
         ValueError: fewer than two problems.
     """
+    owners = problem_names([(row.problem, row.prompt_key) for row in rows])
+    names = set(owners)
+    if len(names) < 2:
+        raise ParseError(
+            f"the data holds drafts of {len(names)} problem(s); at least 2 problems are needed for held-out data"
+        )
+    ordered = sorted(names, key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
+    held_out = set(ordered[: min(max(1, round(eval_share * len(ordered))), len(ordered) - 1)])
+    train = [row for row, owner in zip(rows, owners, strict=True) if owner not in held_out]
+    return train, [row for row, owner in zip(rows, owners, strict=True) if owner in held_out]
+
+
+def problem_names(drafts: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the problem of each draft, independently of the order. Problems that share a prompt have one name.
+
+    Args:
+        drafts: problem and prompt of each draft.
+    """
     first_with_prompt: dict[str, str] = {}
     owner: dict[str, str] = {}
 
@@ -233,19 +251,11 @@ def split_by_problem(
             problem = owner[problem]
         return problem
 
-    for row in rows:
-        other = first_with_prompt.setdefault(row.prompt_key, row.problem)
-        owner[find(row.problem)] = find(other)
-    # The smallest name of grouped problems does not depend on the row order.
+    for problem, prompt in drafts:
+        owner[find(problem)] = find(first_with_prompt.setdefault(prompt, problem))
+    # The smallest name of grouped problems does not depend on the order.
     names: dict[str, str] = {}
-    for row in rows:
-        root = find(row.problem)
-        names[root] = min(names.get(root, row.problem), row.problem)
-    if len(names) < 2:
-        raise ParseError(
-            f"the data holds drafts of {len(names)} problem(s); at least 2 problems are needed for held-out data"
-        )
-    ordered = sorted(names, key=lambda root: hashlib.sha256(f"{seed}:{names[root]}".encode()).digest())
-    held_out = set(ordered[: min(max(1, round(eval_share * len(ordered))), len(ordered) - 1)])
-    train = [row for row in rows if find(row.problem) not in held_out]
-    return train, [row for row in rows if find(row.problem) in held_out]
+    for problem, _ in drafts:
+        root = find(problem)
+        names[root] = min(names.get(root, problem), problem)
+    return [names[find(problem)] for problem, _ in drafts]

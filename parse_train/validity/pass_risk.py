@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,9 +24,8 @@ class RiskControl:
     """A threshold and its risk bound.
 
     With probability at least 1 - delta over the validation drafts, first-failure acceptance accepts a wrong prefix of
-    at most a share `alpha` of new drafts from the same source. The bound covers one verification pass over one whole
-    draft, not an answer from several passes (blocks). The bound assumes independent drafts; several drafts of one
-    problem are not quite independent.
+    at most a share `alpha` of new drafts from the same source, one per problem. The bound covers one verification pass
+    over one whole draft, not an answer from several passes (blocks).
     """
 
     threshold: float
@@ -57,11 +57,20 @@ class RiskControl:
         return (
             f"no threshold keeps false accepts at or below risk_alpha {self.alpha:g} with confidence "
             f"{1 - self.delta:g} on {self.n_drafts} validation drafts{too_few}; the exported threshold accepts "
-            "nothing. Train longer, hold out more drafts, raise risk_alpha, or pass your own threshold at inference."
+            "nothing. Train longer, hold out more problems, raise risk_alpha, or pass your own threshold at inference."
         )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def one_of_each(problems: Sequence[str], seed: int) -> list[bool]:
+    """Choose one draft per problem at random, without a look at the draft.
+
+    Several drafts of one problem fail together, so a bound over all of them is broken more often than stated."""
+    order = np.random.default_rng(seed).permutation(len(problems))
+    first = {problems[i]: i for i in reversed(order)}
+    return [first[problem] == i for i, problem in enumerate(problems)]
 
 
 def choose_threshold(drafts: ScoredDrafts, alpha: float, delta: float) -> RiskControl:
@@ -72,7 +81,7 @@ def choose_threshold(drafts: ScoredDrafts, alpha: float, delta: float) -> RiskCo
     no correction for multiple thresholds (Learn then Test, arXiv 2110.01052).
 
     Args:
-        drafts: validities of held-out drafts.
+        drafts: validities of held-out drafts, which must be independent (`one_of_each`).
     """
     n = len(drafts.labels)
     if (drafts.real.sum(1) == 1).all():

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,12 @@ from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_train import checkpoints, tracking
 from parse_train.validity.build_info import BuildInfo, read_build_info
 from parse_train.validity.config import JudgeTrainingConfig, ValidityTrainingConfig
-from parse_train.validity.data import Encoder, ValidityCollator, ValidityDataset, load_datasets
+from parse_train.validity.data import Encoder, ValidityCollator, ValidityDataset, load_datasets, problem_names
 from parse_train.validity.export import export_adapter
 from parse_train.validity.figures import acceptance_figure, png, reliability_diagram
 from parse_train.validity.metrics import domain_metrics, headline_metrics
 from parse_train.validity.model import ValidityModel
-from parse_train.validity.pass_risk import RiskControl, choose_threshold
+from parse_train.validity.pass_risk import RiskControl, choose_threshold, one_of_each
 from parse_train.validity.platt_scaling import fit_probabilities
 from parse_train.validity.request_risk import calibrate_requests
 from parse_train.validity.trainer import ValidityTrainer
@@ -240,11 +240,12 @@ def finish(
     if config.process_index == 0:
         chosen = served_drafts(config, evaluation)
         served = raw.select(chosen)
-        owners = [example.problem for example, one in zip(evaluation.examples, chosen, strict=True) if one]
+        owners = problem_names([(e.problem, prompt_hash(e.prompt)) for e in compress(evaluation.examples, chosen)])
         fitted = fit_probabilities(served, owners)
         drafts = fitted.of_drafts(raw)
         # The threshold grid must not depend on the drafts, so choose the threshold on raw validities.
-        risk = choose_threshold(served, config.risk_alpha, config.risk_delta)
+        independent = served.select(one_of_each(owners, config.seed))
+        risk = choose_threshold(independent, config.risk_alpha, config.risk_delta)
         risk = replace(risk, threshold=fitted.of_threshold(risk.threshold))
         metrics = headline_metrics(drafts, risk.threshold, config.risk_alpha)
         if risk.of_whole_drafts:
@@ -252,7 +253,7 @@ def finish(
         if fitted.changes:  # scale and shift were fitted on these drafts; ece_served is cross-validated
             del metrics["ece"], metrics["brier"]
         metrics |= {"ece_served_before": fitted.ece_before, "ece_served": fitted.ece}
-        domains = [example.domain for example, one in zip(evaluation.examples, chosen, strict=True) if one]
+        domains = [example.domain for example in compress(evaluation.examples, chosen)]
         metrics |= domain_metrics(fitted.of_drafts(served), domains)
         chosen_point = (risk.false_accept_rate, risk.acceptance_rate) if risk.accepts else None
         figures = {
@@ -289,7 +290,7 @@ def report(metrics: Mapping[str, float], alpha: float, risk: RiskControl) -> str
         return f"trained head: {figures}\nWARNING: {risk.warning()}"
     return (
         f"trained head: {figures}\n"
-        f"threshold {risk.threshold:.4f}: on {risk.n_drafts} held-out drafts it accepts "
+        f"threshold {risk.threshold:.4f}: on {risk.n_drafts} held-out drafts, one per problem, it accepts "
         f"{risk.acceptance_rate:.1%} of the tokens, with false accepts in {risk.false_accept_rate:.1%} of the "
         f"drafts; at most {risk.bound:.1%} at confidence {1 - risk.delta:g} ({PROMISE})"
     )

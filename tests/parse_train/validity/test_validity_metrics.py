@@ -11,7 +11,7 @@ import torch
 from parse_infer.acceptance import ACCEPT_NOTHING, maximal_valid_prefix
 from parse_infer.calibration.risk import exact_bound
 from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.data import ValidityDataset, ValidityExample
+from parse_train.validity.data import ValidityDataset, ValidityExample, problem_names
 from parse_train.validity.figures import acceptance_figure, reliability_diagram
 from parse_train.validity.metrics import (
     ScoredDrafts,
@@ -23,7 +23,7 @@ from parse_train.validity.metrics import (
     headline_metrics,
     score_thresholds,
 )
-from parse_train.validity.pass_risk import choose_threshold
+from parse_train.validity.pass_risk import choose_threshold, one_of_each
 from parse_train.validity.train import served_drafts
 from parse_train.validity.trainer import balanced_weights
 from tests.parse_train.validity.accepted_prefixes import accept
@@ -157,6 +157,51 @@ def test_the_threshold_keeps_its_promise() -> None:
         broken += bool(accept(everything, risk.threshold).wrong.mean() > alpha)
     assert broken <= trials * delta + 3 * (trials * delta * (1 - delta)) ** 0.5  # three standard deviations
     assert broken > 0  # the bound is not idle either
+
+
+def drafts_of_problems(rng: np.random.Generator, n_problems: int, n_drafts: int) -> tuple[ScoredDrafts, list[str]]:
+    """Drafts whose errors the judge sees in most problems, and misses in all drafts of the others."""
+    scores, labels, owners = [], [], []
+    for problem in range(n_problems):
+        hard, blind = rng.random() < 0.4, rng.random()
+        for _ in range(n_drafts):
+            wrong = hard and rng.random() < 0.95
+            labels.append([True, not wrong])
+            scores.append([0.99, float(np.clip(blind + 0.02 * rng.standard_normal(), 0.01, 0.98)) if wrong else 0.985])
+            owners.append(f"p{problem}")
+    return ScoredDrafts.from_rows(scores, labels, [[4, 8]] * len(labels)), owners
+
+
+def test_several_drafts_of_a_problem_do_not_break_the_bound() -> None:
+    """Calibrations with a known truth: one draft per problem keeps the confidence, all drafts would not."""
+    truth, _ = drafts_of_problems(np.random.default_rng(99), 4_000, 1)
+    alpha, delta, trials = 0.1, 0.1, 80
+    broken = {"one": 0, "all": 0}
+    for seed in range(trials):
+        drafts, owners = drafts_of_problems(np.random.default_rng(seed), 100, 6)
+        for name, sample in (("one", drafts.select(one_of_each(owners, seed))), ("all", drafts)):
+            risk = choose_threshold(sample, alpha, delta)
+            broken[name] += bool(acceptance_curve(truth, [risk.threshold])[0][0] > alpha)
+    limit = trials * delta + 3 * (trials * delta * (1 - delta)) ** 0.5  # three standard deviations
+    assert 0 < broken["one"] <= limit < broken["all"], broken
+
+
+def test_one_draft_of_each_problem_is_chosen_without_a_look_at_it() -> None:
+    owners = [f"p{i % 7}" for i in range(70)]
+    chosen = [one_of_each(owners, seed) for seed in range(300)]
+    assert all(
+        sorted(owner for owner, one in zip(owners, row, strict=True) if one) == sorted(set(owners)) for row in chosen
+    )
+    share = np.mean(chosen, axis=0)
+    assert chosen[0] == one_of_each(owners, 0) and share.min() > 0.02 and share.max() < 0.2
+    assert problem_names([("a", "x"), ("b", "y"), ("c", "x"), ("b", "z")]) == ["a", "b", "a", "b"]
+
+
+def test_the_drafts_of_the_bound_choose_no_checkpoint() -> None:
+    with pytest.raises(ValueError, match="load_best_model_at_end is not supported here: the held-out drafts would"):
+        ValidityTrainingConfig(
+            target="t", data="d", output_dir="o", use_cpu=True, load_best_model_at_end=True, save_strategy="epoch"
+        )
 
 
 def test_without_a_safe_threshold_nothing_is_accepted() -> None:

@@ -76,6 +76,7 @@ def test_without_a_probe_the_target_runs_in_the_first_epoch_only(
     assert main([recipe, *options]) == 0
     config = json.loads((tmp_path / "adapter" / "validity_config.json").read_text())
     provenance = config["provenance"]
+    assert config["risk"]["n_drafts"] == provenance["eval_problems"] < provenance["eval_drafts"]
     assert sum(read) == provenance["train_drafts"] + provenance["eval_drafts"]
     assert provenance["token_dropout"] == 0.5
     assert not (tmp_path / "adapter" / "adapter_model.safetensors").exists()
