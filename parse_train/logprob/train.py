@@ -103,7 +103,7 @@ def describe(
     counts: dict[str, int],
 ) -> ValidityConfig:
     """Return the metadata of the adapter folder."""
-    settings = ("start_from", "noise", "certain_share", "learning_rate", "num_train_epochs", "seed")
+    settings = ("start_from", "noise", "certain_share", "learning_rate", "seed")
     data = ", ".join((config.data, *config.more_data))
     provenance: dict[str, Any] = {"data": data, **counts, "template_options": config.template_options}
     provenance |= {name: getattr(config, name) for name in settings}

@@ -8,7 +8,7 @@ and therefore every decision at the scaled threshold.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from sklearn.linear_model import LogisticRegression
@@ -25,12 +25,14 @@ _EDGE = 1e-12  # validities are clipped to this distance from 0 and 1 before the
 class Probabilities:
     """validity = sigmoid(scale * logit + shift).
 
-    `ece_before` and `ece` are the calibration errors before and after; `ece` is cross-validated over problems."""
+    `ece_before` and `ece` are the calibration errors before and after. `ece` is cross-validated over problems, as is
+    `of_left_out`: the validities of all real cuts, each from a fit without its problem (None without a change)."""
 
     scale: float = 1.0
     shift: float = 0.0
     ece_before: float = 0.0
     ece: float = 0.0
+    of_left_out: Floats | None = field(default=None, compare=False)
 
     @property
     def changes(self) -> bool:
@@ -41,6 +43,14 @@ class Probabilities:
 
     def of_drafts(self, drafts: ScoredDrafts) -> ScoredDrafts:
         return replace(drafts, scores=np.where(drafts.real, self.of(drafts.scores), 0.0))
+
+    def left_out(self, drafts: ScoredDrafts) -> ScoredDrafts:
+        """Return the drafts of the fit with cross-validated validities, whose calibration error is `ece`."""
+        if self.of_left_out is None:
+            return drafts
+        scores = np.zeros_like(drafts.scores)
+        scores[drafts.real] = self.of_left_out
+        return replace(drafts, scores=scores)
 
     def of_threshold(self, threshold: float) -> float:
         """Scale a threshold; a threshold that accepts everything or nothing is unchanged."""
@@ -75,7 +85,7 @@ def fit_probabilities(drafts: ScoredDrafts, problems: Sequence[str]) -> Probabil
     scale, shift = float(model.coef_[0, 0]), float(model.intercept_[0])
     if scale <= 0 or log_loss(labels, left_out) >= log_loss(labels, np.clip(validity, _EDGE, 1 - _EDGE)):
         return nothing
-    return Probabilities(scale, shift, before, expected_calibration_error(left_out, labels))
+    return Probabilities(scale, shift, before, expected_calibration_error(left_out, labels), left_out)
 
 
 def _logit(validity: Floats) -> Floats:

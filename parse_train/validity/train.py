@@ -190,7 +190,7 @@ def describe(
     target = describe_target(lm.model)
     if config.target.startswith("zoo:"):
         target["name"] = config.target
-    settings = ("lora_rank", "lora_alpha", "token_rank", "token_dropout", "learning_rate", "num_train_epochs", "seed")
+    settings = ("lora_rank", "lora_alpha", "token_rank", "token_dropout", "learning_rate", "seed")
     provenance: dict[str, Any] = {"data": config.data, **counts, "template_options": config.template_options}
     provenance |= {name: getattr(config, name) for name in settings}
     if not config.probe_text:
@@ -257,10 +257,13 @@ def finish(
         metrics |= domain_metrics(fitted.of_drafts(served), domains)
         chosen_point = (risk.false_accept_rate, risk.acceptance_rate) if risk.accepts else None
         figures = {
-            "reliability": reliability_diagram(fitted.of_drafts(served)),
+            "reliability": reliability_diagram(fitted.left_out(served)),
             "reliability_before": reliability_diagram(served),
             "acceptance": acceptance_figure({"trained head": drafts}, config.risk_alpha, chosen_point),
         }
+        state = trainer.state  # what was run, which max_steps and interruptions decide too
+        run = {"epochs": round(state.epoch or 0.0, 4), "steps": state.global_step}
+        facts = replace(facts, provenance={**facts.provenance, **run})
         folder = export_adapter(
             str(config.adapter_dir), trainer.model.exported(facts, learnt), metrics, risk, figures, fitted.to_dict()
         )

@@ -7,6 +7,7 @@ import pytest
 
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.verifier import Verifier
+from parse_train.validity.figures import reliability_diagram
 from parse_train.validity.metrics import ScoredDrafts, expected_calibration_error
 from parse_train.validity.platt_scaling import Probabilities, fit_probabilities
 from tests.parse_train.validity.accepted_prefixes import accept
@@ -31,6 +32,19 @@ def test_what_is_wrong_with_the_logits_is_found():
     validity, labels = fitted.of_drafts(drafts(0.4, 1.0, seed=1)[0]).flat  # other drafts of the same head
     assert expected_calibration_error(validity, labels) < 0.05
     assert not fitted.of_drafts(scored).scores[~scored.real].any()
+
+
+@pytest.mark.parametrize("scale", [0.4, 1.0])
+def test_the_reliability_diagram_shows_the_cross_validated_error(scale):
+    """The error on the drafts of the fit is smaller than the error on others."""
+    scored, problems = drafts(scale, 1.0 if scale < 1 else 0.0, n=60)
+    fitted = fit_probabilities(scored, problems)
+    shown = fitted.left_out(scored)
+    assert expected_calibration_error(*shown.flat) == pytest.approx(fitted.ece)
+    assert reliability_diagram(shown).axes[0].get_title() == f"ECE {fitted.ece:.3f}"
+    assert np.array_equal(shown.labels, scored.labels) and not shown.scores[~scored.real].any()
+    in_sample = expected_calibration_error(*fitted.of_drafts(scored).flat)
+    assert fitted.changes == (in_sample != fitted.ece)
 
 
 def test_no_decision_changes():

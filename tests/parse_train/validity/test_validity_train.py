@@ -57,6 +57,8 @@ def test_the_run_lasts_until_the_promise_and_has_data_and_adapter(
     assert [record.WhichOneof("record_type") for record in records].count("exit") == 1
     assert {"train/loss", "final/acceptance/path"} <= set(logged(records, "history"))
     assert "auroc" in logged(records, "summary")
+    provenance = json.loads((tmp_path / "out" / "adapter" / "validity_config.json").read_text())["provenance"]
+    assert provenance["steps"] == 2 and 0 < provenance["epochs"] < 1 and "num_train_epochs" not in provenance
     [data], [adapter] = artifacts(records, "dataset"), artifacts(records, "model")
     assert {entry.path for entry in data.manifest.contents} == {"shard-0.jsonl", "shard-1.jsonl"}
     assert {"validity_config.json", "adapter_model.safetensors"} <= {e.path for e in adapter.manifest.contents}
@@ -83,6 +85,7 @@ def test_without_a_probe_the_target_runs_in_the_first_epoch_only(
     # The adapter names its training problems by their prompts: 12 of 16, and none that was held out.
     learnt = (tmp_path / "adapter" / PROBLEMS).read_text().split()
     assert learnt == sorted(learnt) and len(learnt) == provenance["train_problems"] == 12
+    assert provenance["epochs"] == 3 and provenance["steps"] > 0
     assert set(learnt) < {prompt_hash(f"Sum {n}?") for n in range(16)}
 
 
