@@ -55,6 +55,9 @@ class LogprobReads:
         config: of the judge.
         judge: scores the tokens.
         max_tokens: longest read; a longer answer continues without drafts.
+
+    Attributes:
+        k: number of first choices that the judge reads.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class LogprobReads:
         max_tokens: int = MAX_READ_TOKENS,
     ) -> None:
         self.config, self.max_tokens = config, max_tokens
-        self._k, self._judge = judge.k, judge
+        self.k, self._judge = judge.k, judge
 
     @property
     def first_tokens(self) -> int:
@@ -73,7 +76,7 @@ class LogprobReads:
 
     def request(self, ids: Sequence[int]) -> dict[str, Any]:
         """Body of a `POST /v1/completions` that reads `ids`."""
-        return {"prompt": list(ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": self._k}
+        return {"prompt": list(ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": self.k}
 
     def cached_request(self, ids: Sequence[int]) -> dict[str, Any]:
         """Body of a `POST` to `GENERATE` that reads what the server's prefix cache lacks of `ids`."""
@@ -85,7 +88,7 @@ class LogprobReads:
     def sglang_request(self, ids: Sequence[int], start: int) -> dict[str, Any]:
         """Body of a `POST` to `SGLANG_GENERATE` that reads the tokens after `ids[start]`."""
         settings = {"max_new_tokens": 1, "temperature": 0}
-        reads = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": self._k}
+        reads = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": self.k}
         return {"input_ids": list(ids), "sampling_params": settings, **reads}
 
     def scores(
@@ -103,7 +106,7 @@ class LogprobReads:
             cuts: None: judge every token of a block.
             carried, written: as in `LogprobJudge.score`.
         """
-        found = read_response(response, draft, self._k)
+        found = read_response(response, draft, self.k)
         scores = self._judge.score(found, carried, written)
         validity = self.config.validity(scores.logits).tolist()
         choices, unusual = found.top_ids[:, 0].tolist(), scores.usual is False and cuts != []
@@ -129,7 +132,7 @@ class LogprobReads:
         a server that does not return what the judge reads."""
         try:
             known = self._known["logprobs"]
-            found = read_response(response, self.reference[-max(len(known), 1) :], self._k)
+            found = read_response(response, self.reference[-max(len(known), 1) :], self.k)
         except ServerError as error:
             raise ServerError(f"the target server {url} cannot judge drafts by log-probabilities: {error}") from error
         if not known:  # the judge of another target

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from parse_infer.backends.cached_read_check import CachedReadCheck, cached_read, uncached_read
 from parse_infer.backends.client import RequestRejected
 from parse_infer.backends.health import Server
-from parse_infer.backends.logprob_reads import (
-    GENERATE,
-    SGLANG_GENERATE,
-    LogprobReads,
-    LogprobScores,
-    cached_tokens,
-)
+from parse_infer.backends.logprob_reads import LogprobReads, LogprobScores, cached_tokens
 from parse_infer.backends.replicas import COMPLETIONS, ReplicaPool
 from parse_infer.backends.retries import Failing, Lease
 from parse_infer.backends.zero_shot_requests import ZeroShotRequests
@@ -28,8 +24,7 @@ from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_infer.request import Request
 from parse_infer.sampling import Sampling, seed_of
 
-_SOME_BLOCKS = 256  # tokens: at least two blocks of a prefix cache
-_CACHE_READS = 4  # the first fills the cache; a slow server once needed more than the second
+log = logging.getLogger("parse_infer.backends")
 
 
 @dataclass(frozen=True)
@@ -92,26 +87,31 @@ class Target:
         scores of that part. Then it reads all again, under a `cache_salt` of its own if the context is long.
         """
         assert self.reads is not None
-        ids = [*context, *draft]
-        response = None
+        ids, verdict = [*context, *draft], (draft, cuts, carried, written)
         if lease is not None and lease.server.reads_cache:
             response = await self._read_cached(context, ids, lease)
             if response is None and len(ids) > self.reads.max_tokens:
                 lease.cache_salt = uuid.uuid4().hex
                 await self.prefill(context, lease)
                 response = await self._read_cached(context, ids, lease)
-        if response is None:
-            if len(ids) > self.reads.max_tokens:
-                raise ServerError(f"no target server reads more than {self.reads.max_tokens} tokens")
-            response = await self.servers.ask(self.reads.request(ids), lease)
-        return await asyncio.to_thread(self.reads.scores, response, draft, cuts, carried, written)
+            if response is not None:
+                try:
+                    return await asyncio.to_thread(self.reads.scores, response, *verdict)
+                except ServerError as error:  # its answers have changed since the handshake
+                    lease.server.reads_cache = False
+                    log.warning("the target server %s is read without its prefix cache: %s", lease.server.url, error)
+        if len(ids) > self.reads.max_tokens:
+            raise ServerError(f"no target server reads more than {self.reads.max_tokens} tokens")
+        body, path = self.reads.request(ids), COMPLETIONS
+        if lease is not None:
+            body, path = uncached_read(self.reads, ids, lease.server)
+        response = await self.servers.ask(body, lease, path=path)
+        return await asyncio.to_thread(self.reads.scores, response, *verdict)
 
     async def _read_cached(self, context: Sequence[int], ids: Sequence[int], lease: Lease) -> Any:
         """The response with the scores of all tokens after the context, or None."""
         assert self.reads is not None
-        body, path = self.reads.cached_request(ids), GENERATE
-        if lease.server.sglang:
-            body, path = self.reads.sglang_request(ids, len(context) - 1), SGLANG_GENERATE
+        body, path = cached_read(self.reads, ids, len(context) - 1, lease.server)
         try:
             response = await self.servers.ask(body, lease, path=path)
         except RequestRejected:  # the answer has moved to a server that cannot
@@ -130,25 +130,9 @@ class Target:
         """Raise ValueError if this server cannot judge a draft, TransientServerError if it does not answer."""
         if self.reads is None:
             return
-        known, path = self.reads.request(self.reads.reference), COMPLETIONS
-        if server.sglang:
-            known, path = self.reads.sglang_request(self.reads.reference, 0), SGLANG_GENERATE
-        self.reads.check(await self.servers.ask_one(server, known, path), server.url)
-        server.reads_cache = server.sglang or await self._reads_cache(server)
-
-    async def _reads_cache(self, server: Server) -> bool:
-        """Whether the server can read a text with its prefix cache."""
-        assert self.reads is not None
-        known = self.reads.reference
-        blocks = known * (1 + _SOME_BLOCKS // len(known))
-        asked = self.reads.cached_request(blocks[: min(_SOME_BLOCKS, self.language.window - 1)])
-        try:
-            for _ in range(_CACHE_READS):
-                if cached_tokens(await self.servers.ask_one(server, asked, GENERATE)):
-                    return True
-        except RequestRejected:
-            pass
-        return False
+        known = await self.servers.ask_one(server, *uncached_read(self.reads, self.reads.reference, server))
+        self.reads.check(known, server.url)
+        server.reads_cache = await CachedReadCheck(self.servers, server, self.reads, self.language.window).passes()
 
     async def written(
         self, request: Request, round: int, lease: Lease | None, watched: bool

@@ -40,6 +40,9 @@ class FakeServer:
         model_runner: of vLLM: what a read returns for cached tokens. 1: entries of whatever the memory held. 2: no
             entries, so that the first one (null) stands before those of the tokens that were computed.
         cached: cached tokens of the reads so far.
+        cache_fault: what is wrong with cached reads: "zeros", "null" entries, "nothing" (no entries at all), "shifted"
+            by a token, "noise" of half a nat, "boundary" (the first token after the cache), "understated" (a cached
+            draft is reported as not cached), "500".
         judge_fault: what happens to every request about a draft.
         logprob_fault: what is wrong with prompt log-probabilities: "missing", "shifted" by a token, "raw" logits, or
             "few".
@@ -66,6 +69,7 @@ class FakeServer:
         self.max_logprobs = 20
         self.cache_block = 0
         self.model_runner = 1
+        self.cache_fault: str | None = None
         self.cached: list[int] = []
         self._cache: list[tuple[str | None, list[int]]] = []
         self.judge_fault: str | None = None
@@ -147,6 +151,13 @@ class FakeServer:
         entries = self._read(ids, asked["prompt_logprobs"])["prompt_logprobs"]
         held = [{"-7": {"logprob": 1e21, "rank": 0}} for _ in entries[1 : cached + 1]]
         entries[1 : cached + 1] = held if self.model_runner == 1 else []
+        fault = self.cache_fault if cached else None
+        if fault == "500":
+            return _error(500, "the response is no JSON")
+        if fault == "understated":
+            cached = min(cached, 256)
+        if fault is not None:
+            entries = _damaged(entries, fault, 1 if self.model_runner == 2 else cached + 1)
         usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": cached}}
         return web.json_response({"choices": [{"index": 0}], "prompt_logprobs": entries, "usage": usage})
 
@@ -239,6 +250,25 @@ class FakeServer:
         found = dict(zip(ids.tolist(), values.tolist(), strict=True))
         listed = {f"token_id:{token}": value for token, value in found.items()}
         return {"index": index, "text": "", "logprobs": {"top_logprobs": [listed]}}
+
+
+def _damaged(entries: list[Any], fault: str, start: int) -> list[Any] | None:
+    """`entries` as a server with the fault returns them; those from `start` on were computed."""
+    head, tail = entries[:start], entries[start:]
+    if fault == "zeros":
+        tail = [
+            {id: {"logprob": 0.0, "rank": 1} if n == 0 else e for n, (id, e) in enumerate(t.items())} for t in tail
+        ]
+    elif fault == "null":
+        tail = [None for _ in tail]
+    elif fault == "nothing":
+        return None
+    elif fault == "shifted":
+        tail = [*tail[:1], *tail[:-1]]
+    elif fault in ("noise", "boundary"):
+        size, n = (0.5, len(tail)) if fault == "noise" else (5.0, 1)
+        tail[:n] = [{id: e | {"logprob": e["logprob"] - size} for id, e in one.items()} for one in tail[:n]]
+    return [*head, *tail]
 
 
 def _common(a: list[int], b: list[int]) -> int:

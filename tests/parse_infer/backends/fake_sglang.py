@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from parse_infer.models.loading import LanguageModel
-from tests.parse_infer.backends.fake_server import FakeServer, _common
+from tests.parse_infer.backends.fake_server import FakeServer, _common, _damaged
 
 GENERATED: dict[str, Any] = {
     "text": " 3",
@@ -94,7 +94,10 @@ class FakeSGLang(FakeServer):
         self._cache.append((None, ids))
         self.cached.append(cached)
         own, top = [[None, ids[start], None]], [None]
-        for id, entry in zip(ids[start + 1 :], self._entries(ids, k)[start + 1 :], strict=True):
+        entries = self._entries(ids, k)[start + 1 :]
+        if cached and self.cache_fault:
+            entries = _damaged(entries, self.cache_fault, 0)
+        for id, entry in zip(ids[start + 1 :], entries, strict=True):
             own.append([entry[str(id)]["logprob"], id if id < self.lm.n_embeddings - 1 else 0, None])
             best = sorted(((e["logprob"], int(token), None) for token, e in entry.items()), reverse=True)
             top.append([list(one) for one in best[:k]])

@@ -164,6 +164,55 @@ def test_a_server_may_read_its_prefix_cache(make_engine, connect, prompt, block_
     assert (plain and not salted) if prompt == PROMPT else (not plain and salted)
 
 
+@pytest.mark.parametrize("model_runner", [1, 2])
+@pytest.mark.parametrize("fault", ["zeros", "null", "nothing", "shifted", "noise", "boundary", "understated", "500"])
+def test_cached_reads_that_differ_from_uncached_ones_are_not_used(make_engine, connect, fault, model_runner, caplog):
+    engine = make_engine()
+    coordinator, (target,), _ = connect(engine, cache_block=4)
+    server = coordinator.backend._target.servers.members[0]
+    assert server.reads_cache and not caplog.records
+    target.cache_fault, target.model_runner = fault, model_runner
+    coordinator.backend.run(coordinator.backend.handshake())
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith(f"the target server {target.url} is read without its prefix cache: it")
+    assert not server.reads_cache
+    target.bodies.clear()
+    settings = {"max_new_tokens": N, "threshold": 0.3}
+    for _ in range(2):
+        found = coordinator.generate(PROMPT, **settings)
+        assert found.token_ids == engine.generate(PROMPT, **settings).token_ids and found.fallback is None
+    assert not any("token_ids" in body for body in target.bodies)
+
+
+@pytest.mark.parametrize("fault", ["null", "nothing"])
+def test_cached_reads_that_stop_working_cost_one_read(make_engine, connect, fault, caplog):
+    engine = make_engine()
+    coordinator, (target,), _ = connect(engine, cache_block=4)
+    target.cache_fault = fault
+    settings = {"max_new_tokens": N, "threshold": 0.3}
+    for _ in range(2):
+        found = coordinator.generate(PROMPT, **settings)
+        assert found.token_ids == engine.generate(PROMPT, **settings).token_ids and found.fallback is None
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "is read without its prefix cache" in said
+    assert sum("token_ids" in body for body in target.bodies) == 2, "the first fills the cache"
+
+
+def test_cached_reads_are_compared_behind_the_end_of_a_block(make_engine, connect):
+    """Where a draft's first token is the first that the server computes, and with a context that no cache holds."""
+    coordinator, (target,), _ = connect(make_engine(), cache_block=128)
+    contexts = []
+    for _ in range(2):
+        target.bodies.clear()
+        target.cached.clear()
+        coordinator.backend.run(coordinator.backend.handshake())
+        reads = [body["token_ids"] for body in target.bodies if "token_ids" in body]
+        assert target.cached == [0, 256, 256, 256] and len(reads[0]) == 257
+        assert reads[2][:257] == reads[0] and len(reads[2]) > 257
+        contexts.append(reads[0])
+    assert contexts[0] != contexts[1]
+
+
 @pytest.mark.parametrize("fault", ["500", "half", "nonsense"])
 def test_where_the_judge_fails_the_target_answers(make_engine, connect, fault):
     engine = make_engine()

@@ -72,6 +72,19 @@ def test_a_read_computes_the_draft_only(sglang):
     assert target.cached[-len(others) :] == [body["logprob_start_len"] for body in others]
 
 
+@pytest.mark.parametrize("fault", ["zeros", "noise", "boundary"])
+def test_cached_reads_that_differ_from_uncached_ones_are_not_used(sglang, fault, caplog):
+    engine, coordinator, target = sglang()
+    target.cache_fault = fault
+    coordinator.backend.run(coordinator.backend.handshake())
+    assert "is read without its prefix cache: its " in caplog.text
+    target.bodies.clear()
+    found = coordinator.generate(PROMPT, max_new_tokens=N, threshold=0.3)
+    assert found.token_ids == engine.generate(PROMPT, max_new_tokens=N, threshold=0.3).token_ids
+    starts = [body["logprob_start_len"] for body in reads(target)]
+    assert starts and not any(starts) and found.fallback is None
+
+
 @pytest.mark.parametrize("options", [{}, {"stop": ("e",)}, {"min_tokens": N}, {"ignore_eos": True}])
 def test_above_1_the_target_answers_alone(sglang, options):
     engine, coordinator, target = sglang()
