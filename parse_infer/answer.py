@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 
@@ -58,6 +59,7 @@ class Answer:
         self._max_tokens = max_tokens
         self._detokenizer = Detokenizer(tokenizer, before)
         self._text_end: int | None = None  # where a stop string ends the text
+        self._whole: str | None = None  # the text before its end was flushed
         self._pieces: list[_Piece] = []
 
     @property
@@ -81,12 +83,18 @@ class Answer:
 
     @property
     def text(self) -> str:
+        """The text so far; `add` may have held back its end."""
         return self._detokenizer.text[: self._text_end]
 
     @property
     def complete(self) -> bool:
         """Whether the last token ends a character, so that `text` covers all tokens."""
         return self._detokenizer.complete
+
+    @property
+    def whole_characters(self) -> str:
+        """The text without an incomplete character at its end, where a budget may end."""
+        return self.text if self._whole is None else self._whole[: self._text_end]
 
     @property
     def spans(self) -> list[Span]:
@@ -109,7 +117,6 @@ class Answer:
         if self._stop and ids:
             ahead = self._detokenizer.fork()
             no_stop_before = self._read(ahead, ids)
-            ahead.flush()
             if self._find_stop(ahead.text, len(self.text), no_stop_before) is not None:
                 ahead = self._detokenizer.fork()
                 for i, token in enumerate(ids):
@@ -120,12 +127,8 @@ class Answer:
 
     def preview(self, draft_ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
         """Return the texts of a draft's segments as continuations of this answer, which stays unchanged."""
-        ahead, texts = self._detokenizer.fork(), []
-        for start, end in zip([0, *cuts], cuts, strict=False):
-            texts.append(ahead.add([token for token in draft_ids[start:end] if token not in self.end_ids]))
-        if texts and draft_ids:
-            texts[-1] += ahead.flush()
-        return texts
+        parts = ([token for token in draft_ids[a:b] if token not in self.end_ids] for a, b in pairwise([0, *cuts]))
+        return self._detokenizer.fork().segments(list(parts))
 
     def add(self, ids: Sequence[int], source: Source, validity: float | None = None, joins: bool = False) -> str:
         """Append tokens up to the end of the answer; `truncate` a draft first.
@@ -133,11 +136,11 @@ class Answer:
         Args:
             joins: extend the last span, if it is a draft's too.
 
-        Returns the text that these tokens complete; see `Detokenizer`.
+        Returns the text that becomes final with these tokens; see `Detokenizer`.
         """
         if self.is_finished or not ids:
             return ""
-        before = len(self.text)
+        before, searched = len(self._detokenizer.released), len(self.text)
         ended = ids[-1] in self.end_ids and len(self.ids) + len(ids) > self._min_tokens
         no_stop_before = self._read(self._detokenizer, ids[:-1] if ended else ids)
         self.ids.extend(ids)
@@ -146,14 +149,19 @@ class Answer:
         elif len(self.ids) >= self._max_tokens:
             self.finish_reason = "length"
         if self.is_finished:
-            self._detokenizer.flush()
+            self._flush()
         if self._stop:
             self._no_stop_before = no_stop_before
-            self._text_end = self._find_stop(self._detokenizer.text, before, no_stop_before)
+            self._text_end = self._find_stop(self._detokenizer.text, searched, no_stop_before)
             if self._text_end is not None:
                 self.finish_reason = "stop"
+                self._flush()
         self._note_author(len(ids), source, validity, joins)
-        return self.text[before:]
+        return self._detokenizer.released[before : self._text_end]
+
+    def _flush(self) -> None:
+        self._whole = self._detokenizer.text if self._whole is None else self._whole
+        self._detokenizer.flush()
 
     def _note_author(self, n_tokens: int, source: Source, validity: float | None, joins: bool) -> None:
         last = self._pieces[-1] if self._pieces else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import cast
 
 from data_tools.labels.backends import Writer
@@ -158,8 +159,4 @@ def readable(
 
 def segment_texts(target: TokenizerSpec, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
     """Return the texts of the segments, which concatenate to the draft. A split character joins the later segment."""
-    detokenizer = Detokenizer(target.tokenizer)
-    texts = [detokenizer.add(ids[start:end]) for start, end in zip([0, *cuts], cuts, strict=False)]
-    if texts:
-        texts[-1] += detokenizer.flush()
-    return texts
+    return Detokenizer(target.tokenizer).segments([ids[start:end] for start, end in pairwise([0, *cuts])])

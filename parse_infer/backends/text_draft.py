@@ -200,9 +200,9 @@ class TextStream:
     def draft(self) -> Draft:
         """Return the draft in the target's tokens, without a last word that may go on."""
         target, before = self._source.target, self._source.before + self._answer or "\n" * self._begun
-        ended, text = self._reason == "stop", self._text.rstrip("\ufffd")
+        ended, text = self._reason == "stop", self._text
         if not ended and not self.is_finished:
-            text = without_last_word(text)
+            text = without_last_word(text.rstrip("\ufffd"))  # the budget may end inside a character
         ids = encode_continuation(target.tokenizer, before, text)
         if ids and ended and target.end_token is not None:
             return Draft([*ids, target.end_token], finished=True)

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 from parse_infer.answer import Answer
 from parse_infer.drafters.source import Draft
-from parse_infer.models.detokenizer import Detokenizer, decode, encode_continuation
+from parse_infer.models.detokenizer import Detokenizer, encode_continuation
 from parse_infer.models.prompts import Prompt, RenderedPrompt, left_context, open_turn
 from parse_infer.models.token_map import TokenMap
 from parse_infer.models.tokenizer_spec import TokenizerSpec, reads_alike
+
+_CONTEXT = 8  # tokens, for a decoder that strips a space from the first one
 
 
 class CrossTokenizerDraft:
@@ -114,7 +116,8 @@ class DraftStream:
 
     @property
     def text(self) -> str:
-        return self._answer.text[len(self._before) :]
+        """The draft up to its last whole character: a budget may end inside one."""
+        return self._answer.whole_characters[len(self._before) :]
 
     @property
     def n(self) -> int:
@@ -136,10 +139,9 @@ class DraftStream:
         answer, target = self._answer, self._translation.target
         ids, ended = self.own_ids, answer.finish_reason == "eos"
         if not self._translation.shares_tokens:
-            text = self.text.rstrip("\ufffd")  # the budget may end inside a character
             # The first token may have no text, such as a "▁" that the decoder strips. It still begins the answer.
             before = self._translation.before + self._before or "\n" * self._begun
-            ids = encode_continuation(target.tokenizer, before, text)
+            ids = encode_continuation(target.tokenizer, before, self.text)
         else:
             size = target.n_embeddings
             if max(ids, default=0) >= size:
@@ -156,7 +158,7 @@ class DraftStream:
         """Return the draft so far, without text at its end that later tokens could tokenize differently."""
         if self.is_finished:
             return self.draft()
-        text = without_last_word(self.text.rstrip("\ufffd"))
+        text = without_last_word(self.text)
         before = self._translation.before + self._before or "\n" * self._begun
         return Draft(encode_continuation(self._translation.target.tokenizer, before, text))
 
@@ -178,6 +180,7 @@ class TokenStream:
         self.own_ids: list[int] = []
         self._translation, self._tokens = translation, tokens
         self._stopped = False
+        self._text = Detokenizer(translation.draft.tokenizer, self.context[-_CONTEXT:])  # for stop strings
 
     @property
     def n(self) -> int:
@@ -191,8 +194,9 @@ class TokenStream:
     def add(self, ids: Sequence[int]) -> None:
         self.own_ids += ids
         if stop := self._translation.stop:  # the engine finds the exact place; this ends the block
-            text = decode(self._translation.draft.tokenizer, self.own_ids[-max(map(len, stop)) - len(ids) :])
-            self._stopped = any(string in text for string in stop)
+            begin = max(0, len(self._text.text) - max(map(len, stop)))
+            self._text.add(ids)
+            self._stopped = any(string in self._text.text[begin:] for string in stop)
 
     def block(self) -> Draft:
         """Return the block in the target's tokens, up to a token that the target does not know."""

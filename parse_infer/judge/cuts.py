@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from parse_infer.errors import SettingsError
+from parse_infer.models.detokenizer import Detokenizer
+from parse_infer.models.token_text import REPLACEMENT
 
 Ends = Callable[[Sequence[str], int], list[int]]
 """Maps the texts of a draft's tokens, and `CutPolicy.every`, to the increasing offsets after which a segment ends.
@@ -172,7 +174,7 @@ class Segmenter:
         n = len(draft_ids)
         if n == 0:
             return []
-        texts = [self.surface(i) for i in draft_ids]
+        texts = self._texts(draft_ids)
         cuts = self._joined(texts)
         if not self.policy.rule.by_tokens and cuts and not any(text.strip() for text in texts[cuts[-1] :]):
             cuts.pop()  # the rest is whitespace and joins the last segment
@@ -184,7 +186,7 @@ class Segmenter:
         For use during decoding. A newline completes a line. The whitespace after a sentence completes it, so one token
         may lie beyond the returned count.
         """
-        return next(iter(self._joined([self.surface(i) for i in ids])), None)
+        return next(iter(self._joined(self._texts(ids))), None)
 
     def _joined(self, texts: Sequence[str]) -> list[int]:
         """Return the ends of the segments; one of whitespace alone joins the next, unless the rule is by tokens."""
@@ -194,6 +196,13 @@ class Segmenter:
                 ends.append(end)
                 start = end
         return ends
+
+    def _texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text that each token adds; a split character belongs to the token that completes it."""
+        texts = [self.surface(i) for i in ids]
+        if not any(REPLACEMENT in text for text in texts):
+            return texts
+        return Detokenizer(self.tokenizer, self._anchor).segments([[i] for i in ids])
 
     def surface(self, token_id: int) -> str:
         """Return the text that a token adds inside a longer text ("" for special tokens); cached."""

@@ -3,81 +3,87 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from typing import cast
+from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
-_INCOMPLETE = "\ufffd"
+from parse_infer.models.token_text import decodes_plainly, token_text
 
 
 class Detokenizer:
     """Converts tokens to text as they arrive.
 
-    While the last token ends inside a character, the detokenizer holds the text back until the character is complete.
-    Each step decodes only the tokens since the last release, after some left context, because a SentencePiece decoder
-    drops a leading space without it. A step costs microseconds for any length of answer. Special tokens have no text.
+    The texts concatenate to what `decode` returns for all tokens, however they arrive. Text is held back only while
+    later tokens can change it: an incomplete character, or an unfinished run of bytes (`token_text.PieceText`).
+    A step costs microseconds for any length of answer. Special tokens have no text.
 
     Args:
-        before: tokens before the text, which continues them.
+        before: tokens before the text, which continues them. A character that they begin belongs to the text.
 
     Attributes:
-        complete: whether the last token ends a character, so that no text is held back.
+        released: the final text, as `add` and `flush` have returned it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()) -> None:
-        self.text, self.complete = "", True
-        self._tokenizer = tokenizer
-        self._ids = list(before)
-        self._context = 0  # ids[context:released] is the left context of the next tokens
-        self._released = len(before)
+        self.released = ""
+        self._tokens = token_text(tokenizer, partial(decode, tokenizer))
+        self._tokens.add(before)
+        self._not_ours = len(self._tokens.pending)  # characters of `before` that are held back
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last token ends a character, so that `text` covers all tokens."""
+        return self._tokens.complete
+
+    @property
+    def text(self) -> str:
+        """The text so far: all its whole characters, also those that are held back."""
+        return self.released + self._tokens.pending[self._not_ours :]
 
     def add(self, ids: Sequence[int]) -> str:
-        """Add tokens; return the text that they complete."""
-        self._ids.extend(ids)
-        return self._release(final=False)
+        """Add tokens; return the text that becomes final."""
+        return self._release(self._tokens.add(ids))
 
     def flush(self) -> str:
         """Release the text that is still held back, replacement characters included."""
-        return self._release(final=True)
+        return self._release(self._tokens.flush())
+
+    def segments(self, parts: Sequence[Sequence[int]]) -> list[str]:
+        """Add all parts and flush; return the text of each part. A split character belongs to the later part.
+
+        The texts continue what was released so far.
+        """
+        if not any(parts):
+            return [""] * len(parts)
+        ends = [len(self.released)]
+        for ids in parts:
+            self.add(ids)
+            ends.append(len(self.text))
+        self.flush()
+        ends[-1] = len(self.text)
+        return [self.text[start:end] for start, end in pairwise(ends)]
 
     def fork(self) -> Detokenizer:
         """Return an independent copy, for look-ahead."""
         other = copy.copy(self)
-        other._ids = list(self._ids)
+        other._tokens = self._tokens.fork()
         return other
 
-    def _release(self, final: bool) -> str:
-        n = len(self._ids)
-        if n == self._released:
-            return ""
-        self.complete = False
-        before = self._decode(self._ids[self._context : self._released])
-        # A character has at most four bytes, so at most four tokens. All earlier tokens can be released.
-        for end in range(n, n - 1 if final else max(self._released, n - 4), -1):
-            now = self._decode(self._ids[self._context : end])
-            if final or not now.endswith(_INCOMPLETE):
-                break
-        else:
-            if n - self._released <= 4:
-                return ""
-            end = n - 4  # tokens before the last four belong to no incomplete character
-            now = self._decode(self._ids[self._context : end])
-        if len(now) > len(before):  # tokens without text (special tokens) join the left context
-            self._context, self._released = self._released, end
-        new = now[len(before) :]
-        self.text, self.complete = self.text + new, end == n
-        return new
-
-    def _decode(self, ids: list[int]) -> str:
-        if not ids:
-            return ""
-        return decode(self._tokenizer, ids)
+    def _release(self, text: str) -> str:
+        n = min(self._not_ours, len(text))
+        self._not_ours -= n
+        self.released += text[n:]
+        return text[n:]
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Decode tokens without special tokens and without clean-up of spaces."""
-    if type(tokenizer) is PreTrainedTokenizerFast:  # same result as its `decode`, in a third of the time
+    if decodes_plainly(tokenizer):  # same result as its `decode`, in a third of the time
         return cast("str", tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=True))
     text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return cast("str", text)
@@ -85,7 +91,9 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 def complete_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Decode tokens without special tokens and without an incomplete last character."""
-    return decode(tokenizer, ids).rstrip(_INCOMPLETE)
+    detokenizer = Detokenizer(tokenizer)
+    detokenizer.add(ids)
+    return detokenizer.text
 
 
 def encode_continuation(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
@@ -96,12 +104,30 @@ def encode_continuation(tokenizer: PreTrainedTokenizerBase, before: str, text: s
 
     Text that spells a special token stays plain text: a draft that quotes an end token does not end there.
     """
+    plain = _without_special_tokens(tokenizer)
 
-    def encode(plain: str) -> list[int]:
-        return tokenizer.encode(plain, add_special_tokens=False, split_special_tokens=True)
+    def encode(text: str) -> list[int]:
+        return plain.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     if before:
         anchor, ids = encode("\n"), encode("\n" + text)
         if ids[: len(anchor)] == anchor:
             return ids[len(anchor) :]
     return encode(text)
+
+
+_copies: WeakKeyDictionary[PreTrainedTokenizerBase, PreTrainedTokenizerBase] = WeakKeyDictionary()
+_copying = threading.Lock()
+
+
+def _without_special_tokens(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return the copy of a tokenizer that reads special tokens as plain text.
+
+    `split_special_tokens` is a state of the Rust tokenizer, which other threads use at the same time.
+    """
+    with _copying:
+        plain = _copies.get(tokenizer)
+        if plain is None:
+            plain = _copies[tokenizer] = copy.deepcopy(tokenizer)
+            plain.encode("", add_special_tokens=False, split_special_tokens=True)  # no later call changes the state
+        return plain

@@ -12,9 +12,10 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from parse_infer.errors import PromptError
-from parse_infer.models.detokenizer import decode
+from parse_infer.models.detokenizer import Detokenizer, complete_text
 
 Message = Mapping[str, str]
+_CONTEXT = 8  # tokens; more than a character has bytes
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Verbatim:
     """A prompt without a chat template, which the answer continues directly.
 
     Attributes:
-        text: the prompt.
+        text: the prompt, up to its last whole character.
         ids: the prompt's tokens if the caller chose them, for the target and models that share its tokenizer.
     """
 
@@ -31,7 +32,7 @@ class Verbatim:
 
     @classmethod
     def of_tokens(cls, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Verbatim:
-        return cls(decode(tokenizer, ids), tuple(ids))
+        return cls(complete_text(tokenizer, ids), tuple(ids))
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def open_turn(prompt: Prompt) -> str:
 def left_context(prompt: Prompt, ids: Sequence[int]) -> Sequence[int]:
     """Return the last prompt tokens if the answer continues the prompt's text, because some decoders strip a space
     from the first token."""
-    return ids[-8:] if open_turn(prompt) else ()
+    return ids[-_CONTEXT:] if open_turn(prompt) else ()
 
 
 def render_prompt(
@@ -172,12 +173,19 @@ def render_prompt(
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Return a rendered prompt as text for a server, which tokenizes it and adds a BOS token."""
+    """Return a rendered prompt, up to its last whole character, as text for a server, which tokenizes it and adds a
+    BOS token."""
     begin = tokenizer.bos_token_id
     if begin is not None and ids[0] == begin and tokenizer("a").input_ids[0] == begin:
         ids = ids[1:]
-    text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return cast("str", text)
+    whole, read = 0, Detokenizer(tokenizer)
+    for i, token in enumerate(ids, start=1):
+        read.add([token])
+        whole = i if read.complete else whole
+    text = tokenizer.decode(list(ids[:whole]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    rest = Detokenizer(tokenizer, ids[:whole][-_CONTEXT:])
+    rest.add(ids[whole:])
+    return cast("str", text) + rest.text
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any] | None = None) -> list[int]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.loading import LanguageModel, load_language_model
@@ -83,6 +84,22 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
             "{% for m in messages %}[Q]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[A]{% endif %}"
         ),
     )
+
+
+def crossing_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level, with tokens that begin and end inside characters, as Qwen's for Khmer and Llama 3's for Korean."""
+    alphabet = bytes_to_unicode()
+    merges = []
+    for character in "ធუ툠🙈":
+        first, second, *rest = (alphabet[byte] for byte in character.encode())
+        merges += [(first, second), *([("".join(rest), first + second)] if len(rest) == 1 else [tuple(rest)])]
+    merges.append((alphabet["ធ".encode()[-1]], alphabet["€".encode()[0]]))
+    words = [*alphabet.values(), *("".join(merge) for merge in merges)]
+    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_tokens(["<tool call>", "<数>"])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
 
 
 def llama_tokenizer(text: str = "Once upon a time there was 38 so they share 19.") -> PreTrainedTokenizerFast:

@@ -44,15 +44,6 @@ def test_an_answer_is_complete_where_its_last_character_is(tokenizer):
             assert answer.text == text or not answer.complete
 
 
-def test_bytes_that_are_no_text_are_not_held_back_for_long():
-    words = word_tokenizer()
-    lone = words.convert_tokens_to_ids("ľ")  # byte 0xbe, which only continues a character
-    detokenizer = Detokenizer(words)
-    shown = [len(detokenizer.add([lone])) for _ in range(40)]
-    assert sum(shown) == 36 and max(shown) == 1
-    assert detokenizer.flush() == 4 * "\ufffd"
-
-
 def test_a_continuation_keeps_its_own_spaces(tokenizer):
     for words in (tokenizer, word_tokenizer()):
         for text in ("38 students", " students", "\n\nSo"):

@@ -132,7 +132,9 @@ class ServedDecoder:
 
     def _tokens(self, answer: Answer, most: int) -> list[int]:
         model = self.writer.model
-        ids = encode_continuation(model.tokenizer, "\n", answer.text) if answer.ids is None else answer.ids
+        # The token limit may end inside a character.
+        text = answer.text if answer.ended else answer.text.rstrip("\ufffd")
+        ids = encode_continuation(model.tokenizer, "\n", text) if answer.ids is None else answer.ids
         ids = ids[:most]  # this tokenizer may split the text into more tokens than the server
         end = next((i for i, token in enumerate(ids) if token in self.eos_ids), None)
         if end is not None:

@@ -14,10 +14,17 @@ from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
+from parse_infer.models.prompts import Verbatim
 from parse_infer.sampling import Sampling
 from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
 from parse_infer.speculation.rejected_draft import RejectedDraft
-from tests.parse_infer.language_models import TokenCount, language_model, printable, word_tokenizer
+from tests.parse_infer.language_models import (
+    TokenCount,
+    crossing_tokenizer,
+    language_model,
+    printable,
+    word_tokenizer,
+)
 
 PROMPT = "Tom has 5 apples."
 GREEDY = Sampling()
@@ -182,6 +189,18 @@ def test_a_stop_string_that_did_not_end_the_answer_ends_no_draft(other, target):
     for token in other.tokenizer.encode(" an apple", add_special_tokens=False):
         writing.add([token])
     assert writing.is_finished and writing.text.endswith("apple")
+
+
+def test_a_block_stops_at_a_stop_string_of_characters_that_span_several_tokens(draft, target):
+    """And at one that its tokens begin or end inside characters of."""
+    words = crossing_tokenizer()
+    for tokens, stop in ((draft.tokenizer, "🙂🙈"), (words, "ធធ"), (words, "ធb")):
+        draft.tokenizer = tokens
+        block = CrossTokenizerDraft(draft, target, True, Verbatim("a", (70,)), stop=(stop,)).begin_block([70], 40, None)
+        ids = tokens.encode("aធធb 🙂🙈 c", add_special_tokens=False)
+        while ids and not block.is_finished:
+            block.add([ids.pop(0)])
+        assert block.is_finished and ids and stop in tokens.decode(block.own_ids)
 
 
 def test_nothing_follows_what_is_an_end_to_the_draft_model_alone(draft, target, other):

@@ -14,18 +14,25 @@ from parse_infer.events import Accepted, Drafted, Resumed
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.models.detokenizer import decode, encode_continuation
 from parse_infer.models.loading import LanguageModel, load_tokenizer
-from tests.parse_infer.language_models import cycling, language_model, sentencepiece_tokenizer, word_tokenizer
+from tests.parse_infer.language_models import (
+    crossing_tokenizer,
+    cycling,
+    language_model,
+    sentencepiece_tokenizer,
+    word_tokenizer,
+)
 
-TEXT = "It costs 5€ more:\n\n12 × 38 = 456; “naïve” 日本語 🙂🙈, étéé."
+TEXT = "It costs 5€ more:\n\n12 × 38 = 456; “naïve” 日本語 🙂🙈, étéé, ធធធ."
 PROMPT = "How much?"
-CYCLE = "5€ü🙈 "  # bytes that all differ
-KINDS = ("bytes", "words", "sentencepiece", "smollm2")
+CYCLE = "5ធ€ü🙈 "  # bytes that all differ; one of the tokens of "crossing" ends a character and begins the next
+KINDS = ("bytes", "words", "sentencepiece", "smollm2", "crossing")
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tokenizer) -> dict[str, PreTrainedTokenizerFast]:
     """Byte-level without merges, with merges, as SmolLM2's with single digits; and SentencePiece with bytes."""
     made = (tokenizer, word_tokenizer(), sentencepiece_tokenizer(), load_tokenizer("zoo:smollm2-draft"))
+    made += (crossing_tokenizer(),)
     return dict(zip(KINDS, made, strict=True))
 
 
@@ -62,7 +69,11 @@ def test_the_answer_and_a_draft_behind_any_token_are_the_text_that_the_draft_mod
 
 
 @pytest.mark.parametrize(
-    "kinds", [("bytes", "words"), ("words", "bytes"), ("sentencepiece", "words"), ("bytes", "smollm2")]
+    "kinds",
+    [
+        *(("bytes", "words"), ("words", "bytes"), ("sentencepiece", "words"), ("bytes", "smollm2")),
+        *(("crossing", "words"), ("crossing", "sentencepiece")),
+    ],
 )
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
 @pytest.mark.parametrize("threshold", [0.0, 0.6, 1.0])
@@ -71,7 +82,6 @@ def test_handing_back_goes_on_behind_whole_characters(make_model, tokenizers, ra
         own = tokenizers[kind]
         made = make_model(vocab_size=len(own), eos_token_id=own.eos_token_id, hidden_size=64)
         return language_model(cycling(made, own, CYCLE, PROMPT), own, kind)
-
     target, draft = (model(kind) for kind in kinds)
     adapter = random_adapter(target.model, token_rank=0)
     engine = ParseEngine.from_models(target, draft, adapter, cut_policy=CutPolicy("tokens", every))
