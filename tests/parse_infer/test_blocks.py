@@ -24,6 +24,7 @@ from tests.parse_infer.language_models import (
     language_model,
     llama_tokenizer,
     reduced_pair,
+    printable,
     resembling,
     word_tokenizer,
 )
@@ -411,6 +412,7 @@ def test_a_block_that_ends_inside_a_character_goes_on(make_block_engine, make_mo
     plain = make_model("llama", seed=15, vocab_size=300, eos_token_id=0)
     draft = language_model(cycling(plain, words, "é", PROMPT), words, "draft")
     engine = make_block_engine()
+    printable(engine.target.model, engine.target.tokenizer)
     mixed = ParseEngine.from_models(engine.target, draft, engine.backend.judge)
     found = mixed.generate(PROMPT, max_new_tokens=8, threshold=0.0, block_tokens=1)
     assert found.stats.rounds > 2 and found.stats.draft_tokens > 0
