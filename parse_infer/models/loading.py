@@ -342,6 +342,7 @@ def _tokenizer(source: _Source, trust_remote_code: bool) -> PreTrainedTokenizerB
             break
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+        tokenizer("")  # drops the file's truncation and padding now, as a later call may not while others tokenize
     except Exception as error:  # each tokenizer backend has exceptions of its own
         raise OSError(f"The tokenizer of {source.shown} cannot be loaded: {first_sentence(error)}") from error
     if template is not None:

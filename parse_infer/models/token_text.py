@@ -157,7 +157,7 @@ class PieceText:
 
 
 class WindowText:
-    """Text of a tokenizer with a decoder of its own. The last U+FFFD, at most three, may be an incomplete character."""
+    """Text of a tokenizer with its own decoder. The last U+FFFD, at most three, may be an incomplete character."""
 
     pending, complete = "", True
 

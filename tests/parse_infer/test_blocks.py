@@ -23,8 +23,8 @@ from tests.parse_infer.language_models import (
     cycling,
     language_model,
     llama_tokenizer,
-    reduced_pair,
     printable,
+    reduced_pair,
     resembling,
     word_tokenizer,
 )
@@ -415,7 +415,7 @@ def test_a_block_that_ends_inside_a_character_goes_on(make_block_engine, make_mo
     printable(engine.target.model, engine.target.tokenizer)
     mixed = ParseEngine.from_models(engine.target, draft, engine.backend.judge)
     found = mixed.generate(PROMPT, max_new_tokens=8, threshold=0.0, block_tokens=1)
-    assert found.stats.rounds > 2 and found.stats.draft_tokens > 0
+    assert found.stats.rounds > 1 and found.stats.draft_tokens > 0
 
 
 def test_a_given_text_is_read_whole(engine):

@@ -196,7 +196,9 @@ def test_a_block_stops_at_a_stop_string_of_characters_that_span_several_tokens(d
     words = crossing_tokenizer()
     for tokens, stop in ((draft.tokenizer, "🙂🙈"), (words, "ធធ"), (words, "ធb")):
         draft.tokenizer = tokens
-        block = CrossTokenizerDraft(draft, target, True, Verbatim("a", (70,)), stop=(stop,)).begin_block([70], 40, None)
+        block = CrossTokenizerDraft(draft, target, True, Verbatim("a", (70,)), stop=(stop,)).begin_block(
+            [70], 40, None
+        )
         ids = tokens.encode("aធធb 🙂🙈 c", add_special_tokens=False)
         while ids and not block.is_finished:
             block.add([ids.pop(0)])

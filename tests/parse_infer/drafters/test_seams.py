@@ -82,6 +82,7 @@ def test_handing_back_goes_on_behind_whole_characters(make_model, tokenizers, ra
         own = tokenizers[kind]
         made = make_model(vocab_size=len(own), eos_token_id=own.eos_token_id, hidden_size=64)
         return language_model(cycling(made, own, CYCLE, PROMPT), own, kind)
+
     target, draft = (model(kind) for kind in kinds)
     adapter = random_adapter(target.model, token_rank=0)
     engine = ParseEngine.from_models(target, draft, adapter, cut_policy=CutPolicy("tokens", every))

@@ -40,7 +40,12 @@ def test_a_sentence_ends_at_a_mark_before_whitespace_not_in_a_decimal_or_list_nu
 
 def test_a_mark_or_space_of_several_tokens_ends_a_sentence(tokenizer):
     text = "He said “no.” Then yes.\u3000So ‘it is.’\u00a0Well."
-    assert segments(tokenizer, text, kind="sentence") == ["He said “no.”", " Then yes.", "\u3000So ‘it is.’", "\u00a0Well."]
+    assert segments(tokenizer, text, kind="sentence") == [
+        "He said “no.”",
+        " Then yes.",
+        "\u3000So ‘it is.’",
+        "\u00a0Well.",
+    ]
     segmenter, ids = Segmenter(tokenizer, CutPolicy("sentence")), tokenizer.encode(text, add_special_tokens=False)
     ends = [segmenter.first_segment_end(ids[:n]) for n in range(len(ids))]
     assert {end for end in ends if end is not None} == {len("He said “no.”".encode())}

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from parse_infer.answer import Answer
 from parse_infer.models import detokenizer as detokenizer_module
 from parse_infer.models.detokenizer import Detokenizer, complete_text, decode, encode_continuation
+from parse_infer.models.loading import load_tokenizer
 from parse_infer.models.prompts import Verbatim, prompt_text
 from tests.parse_infer.language_models import (
     crossing_tokenizer,
@@ -224,3 +225,12 @@ def test_tokenizing_in_one_thread_changes_no_tokens_of_another():
         thread.join()
         sys.setswitchinterval(interval)
     assert not wrong
+
+
+def test_a_loaded_tokenizer_does_not_change_at_its_first_text(tmp_path):
+    words = word_tokenizer()
+    words.backend_tokenizer.enable_truncation(4)
+    words.backend_tokenizer.enable_padding(length=9)
+    words.save_pretrained(tmp_path)
+    core = load_tokenizer(tmp_path).backend_tokenizer
+    assert core.truncation is core.padding is None
