@@ -21,9 +21,10 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from parse_infer.errors import ModelError
-from parse_infer.models.architecture import layer_windows, text_config
+from parse_infer.models.architecture import decoder_layers, layer_windows, text_config
 
 SPLIT_ATTENTION = "parse_split"
+_WINDOW = "split_attention_window"  # attribute of a layer's attention
 CHUNK_ROWS = 256  # rows of a masked chunk, if no kernel supports the causal pattern; bounds the mask's size
 
 
@@ -55,7 +56,7 @@ def split_attention_forward(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     trailing = attention_mask.shape[-2]
     leading, seen = n_queries - trailing, n_keys - trailing
-    window = kwargs.get("sliding_window")
+    window = getattr(module, _WINDOW, kwargs.get("sliding_window"))
     out = _causal(module, query[:, :, :leading], key[:, :, :seen], value[:, :, :seen], window, dropout, scaling)
     if trailing:
         tail = _masked(query[:, :, leading:], key, value, attention_mask, dropout, scaling)
@@ -189,7 +190,7 @@ def enable_split_attention(model: PreTrainedModel) -> None:
             soft-capped attention scores, attention sinks, or shared KV layers.
     """
     name, config = type(model).__name__, text_config(model)
-    layer_windows(model)
+    windows, kinds = layer_windows(model), getattr(config, "layer_types", None)
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise ModelError(
             f"{name} caps its attention scores (attn_logit_softcapping), which PyTorch's fused attention cannot do: "
@@ -202,6 +203,13 @@ def enable_split_attention(model: PreTrainedModel) -> None:
             f"{name} does not take attention functions from transformers' AttentionInterface: choose a target that "
             "does (Llama, Qwen, Mistral, Gemma 3, …)"
         )
+    # Not every architecture passes the window to its attention function.
+    for index, layer in enumerate(decoder_layers(model)):
+        for module in layer.modules():
+            setattr(module, _WINDOW, windows[kinds[index]] if kinds else next(iter(windows.values())))
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and getattr(module, "is_causal", False) and not hasattr(module, _WINDOW):
+            raise ModelError(f"{name} has {type(module).__name__} outside its decoder layers: choose another target")
     if config._attn_implementation != SPLIT_ATTENTION:
         model.set_attn_implementation(SPLIT_ATTENTION)
 

@@ -34,6 +34,7 @@ from parse_infer.models.cpu.prepacked_linear import pack_linears
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.devices import multiplies_in_16_bits
 from parse_infer.models.gguf_file import dequantised
+from parse_infer.models.leftovers import check_leftovers, check_quantisation
 from parse_infer.models.lora import Lora, is_lora, read_lora
 from parse_infer.models.names import cache_folder, is_gguf, resolve
 from parse_infer.models.tokenizer_spec import TokenizerSpec, check_vocabulary
@@ -374,6 +375,7 @@ def _weights(
 def _base_weights(
     source: _Source, dtype: str | torch.dtype, trust_remote_code: bool, device: torch.device | None = None
 ) -> PreTrainedModel:
+    check_quantisation(load_config(source.base, trust_remote_code), source.shown)
     # Load straight to a GPU, without a copy in host memory. transformers needs accelerate for this.
     direct = device is not None and device.type != "cpu" and is_accelerate_available()
     verbosity = logging.get_verbosity()
@@ -404,6 +406,7 @@ def _base_weights(
             f"The weights of {source.shown} are incomplete: {len(missing)} tensors are missing, the first is "
             f"{missing[0]!r}; download or save the model again."
         )
+    check_leftovers(model, report["unexpected_keys"], source.shown)
     return model
 
 

@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn.attention.bias import CausalVariant
 from torch.overrides import TorchFunctionMode
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GptOssConfig,
@@ -307,6 +309,53 @@ def test_a_window_that_the_configuration_does_not_list_is_refused(make_model):
     model = make_model("gemma3")
     model.model.layers[0].self_attn.sliding_window = 99
     with pytest.raises(ValueError, match="window 99"):
+        enable_split_attention(model)
+
+
+WINDOWED = {
+    "phimoe": {"num_local_experts": 2},
+    "qwen2_moe": {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+    },
+    "doge": {},
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_windows_that_the_model_does_not_pass_to_its_attention_are_exact(kind, random_ids):
+    config = AutoConfig.for_model(
+        kind,
+        **{"vocab_size": 256, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 6, "max_position_embeddings": 64},
+        **WINDOWED[kind],
+    )
+    torch.manual_seed(0)
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), random_ids(40)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids]), use_cache=False).logits[0]
+    enable_split_attention(model)
+    decoder = Decoder(model, ())
+    decoder.seek(ids[:20])
+    assert torch.allclose(decoder.logits(decoder.forward(ids[20:]).hidden), expected[19:], atol=1e-5)
+    decoder.prefill_chunk = 7
+    decoder.seek([])
+    decoder.seek(ids)
+    assert torch.allclose(decoder.next_logits(), expected[-1], atol=1e-5)
+    decoder.seek(ids[:-5])
+    assert torch.allclose(decoder.logits(decoder.look_ahead(ids[-5:])), expected[-6:], atol=1e-5)
+
+
+def test_attention_outside_the_decoder_layers_is_refused(make_model):
+    model = make_model("llama")
+    model.extra = Groups(1)
+    model.extra.layer_idx = 0
+    with pytest.raises(ValueError, match="LlamaForCausalLM has Groups outside its decoder layers"):
         enable_split_attention(model)
 
 

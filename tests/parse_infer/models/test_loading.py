@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, processors
 from transformers import Phi3Config, PreTrainedTokenizerFast
 
@@ -198,6 +199,51 @@ def test_weights_that_lack_tensors_are_never_run(broken):
     config["num_hidden_layers"] += 1
     (broken / "config.json").write_text(json.dumps(config))
     assert "tensors are missing" in (text := load_broken(broken)) and "model.layers.2." in text
+
+
+def add_tensors(folder: Path, **shapes: tuple[int, ...]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    added = {name: torch.randn(shape) for name, shape in shapes.items()}
+    save_file({**tensors, **added}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",  # the configuration lost attention_bias
+        "model.layers.1.mlp.down_proj.weight_scale",  # scales of FP8
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.norm.bias",
+        "lm_head.bias",
+        "lm_head.weight_scale",
+    ],
+)
+def test_tensors_of_the_language_model_are_never_dropped(broken, name):
+    add_tensors(broken, **{name: (32,)})
+    text = load_broken(broken)
+    assert f"has 1 tensors that its configuration has no place for, the first is {name!r}" in text
+
+
+def test_layers_are_never_dropped(broken):
+    config = json.loads((broken / "config.json").read_text())
+    config["num_hidden_layers"] -= 1
+    (broken / "config.json").write_text(json.dumps(config))
+    assert "no place for, the first is 'model.layers.1." in load_broken(broken)
+
+
+def test_towers_other_heads_and_layers_for_mtp_may_stay_unused(broken):
+    mtp = ["self_attn.q_proj.weight", "eh_proj.weight", "enorm.weight"]
+    names = ["vision_tower.layers.0.mlp.weight", "model.visual.proj.bias", "score.weight", "mtp.fc.weight"]
+    add_tensors(broken, **{name: (32,) for name in [*names, *(f"model.layers.2.{each}" for each in mtp)]})
+    load_language_model(broken, role="target", device="cpu")
+
+
+@pytest.mark.parametrize("method", ["modelopt", "my_fp8", None])
+def test_an_unknown_quantisation_is_refused(broken, method):
+    config = json.loads((broken / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 8}
+    (broken / "config.json").write_text(json.dumps(config))
+    assert f"is quantised by {method!r}, which transformers does not know" in load_broken(broken)
 
 
 def test_weights_of_another_shape(broken):
