@@ -22,15 +22,23 @@ from filelock import FileLock
 from packaging.version import Version
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from parse_infer.errors import ModelError
 from parse_infer.files import first_sentence, read_json, replacing_folder, write_json
+from parse_infer.models.gguf_config import completed
 from parse_infer.models.names import cache_folder
 from parse_infer.optional_dependencies import EXTRAS, install
 
-_FORMAT = 1  # format version of the copies, part of their names
+_FORMAT = 2  # format version of the copies, part of their names
 _NEEDED = ("gguf", "accelerate")  # packages that transformers needs to read a GGUF file
 _EXTRA = EXTRAS["gguf"]
 _TRANSFORMERS = "5.18"  # earlier versions read byte-level tokenizers of Llama files as SentencePiece
@@ -138,10 +146,13 @@ def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             file.parent,
             **source,
+            config=completed(AutoConfig.from_pretrained(file.parent, **source), file),
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
         )
+    except ModelError:
+        raise
     except Exception as error:  # transformers may raise any exception for an unusual file
         raise ModelError(f"The model {file} cannot be loaded: {first_sentence(error)}") from error
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import torch
@@ -29,12 +30,16 @@ def write_gguf(
     architecture: str = "llama",
     kind: str = "model",
     without: str | None = None,
+    scaling: dict[str, Any] | None = None,
+    added: dict[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write `model` (a Llama with tied embeddings; its widths are multiples of 32) as a GGUF file.
 
     Args:
         kind: what the file says that it holds.
         without: a tensor to leave out.
+        scaling: entries of `rope.scaling`.
+        added: further tensors.
     """
     config = model.config
     writer = gguf.GGUFWriter(file, architecture)
@@ -46,6 +51,9 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    for key, value in (scaling or {}).items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        add(f"{architecture}.rope.scaling.{key}", value)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     known = {index: token for token, index in tokenizer.get_vocab().items()}
@@ -63,8 +71,11 @@ def write_gguf(
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for layer in range(config.num_hidden_layers):
         for ours, theirs in NAMES.items():
-            weight = state[f"model.layers.{layer}.{ours}.weight"]
-            tensors[f"blk.{layer}.{theirs}.weight"] = _permuted(weight, heads[theirs]) if theirs in heads else weight
+            for kind in ("weight", "bias"):
+                if (tensor := state.get(f"model.layers.{layer}.{ours}.{kind}")) is not None:
+                    tensor = _permuted(tensor, heads[theirs]) if theirs in heads else tensor
+                    tensors[f"blk.{layer}.{theirs}.{kind}"] = tensor
+    tensors |= added or {}
     for name, tensor in tensors.items():
         numbers = tensor.float().contiguous().numpy()
         if name == without:
@@ -83,4 +94,4 @@ def write_gguf(
 
 def _permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """llama.cpp interleaves the two halves of a head that rotary embeddings turn."""
-    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)

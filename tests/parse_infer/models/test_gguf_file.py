@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -74,6 +76,79 @@ def test_weights_and_tokenizer_are_those_that_transformers_reads(file, source, t
     ids = lm.render(PROMPT)
     greedy = theirs.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, len(ids) :].tolist()
     assert ParseEngine.from_models(lm).generate_target(PROMPT, max_new_tokens=20).token_ids == greedy
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def logits_of(model, length=60):
+    with torch.inference_mode():
+        return model(torch.arange(3, 3 + length)[None] * 3 % 250).logits
+
+
+def llama3_factors(head_dim: int, theta: float, factor: float) -> torch.Tensor:
+    """The tensor as llama.cpp's converter computes it."""
+    wavelengths = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2) / head_dim)
+    smooth = (8192 / wavelengths - 1) / 3
+    return torch.where(
+        wavelengths < 2048, 1, torch.where(wavelengths > 8192, factor, 1 / ((1 - smooth) / factor + smooth))
+    ).float()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "scaling"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}),
+        (YARN, {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 32.0}),
+        ({"rope_type": "llama3", "factor": 8.0, **LLAMA3}, None),
+        ({"rope_type": "default"}, {"type": "none", "factor": 4.0}),
+        ({"rope_type": "default"}, {"type": "linear", "factor": 1.0}),
+    ],
+)
+def test_the_scaling_of_rope_is_taken_over(make_model, tokenizer, tmp_path, parameters, scaling):
+    theta = 500_000.0
+    options = {"intermediate_size": 64, "attention_bias": True, "mlp_bias": True}  # and biases
+    source = make_model("llama_gqa", rope_parameters={"rope_theta": theta, **parameters}, **options)
+    with torch.no_grad():
+        for name, parameter in source.named_parameters():
+            if name.endswith("bias"):
+                parameter.copy_(0.1 * torch.randn(parameter.shape))
+    llama3 = parameters["rope_type"] == "llama3"
+    factors = llama3_factors(source.config.head_dim, theta, parameters.get("factor", 1.0))
+    file = tmp_path / "scaled.gguf"
+    write_gguf(file, source, tokenizer, scaling=scaling, added={"rope_freqs.weight": factors} if llama3 else None)
+    model = load_weights(file)
+    found = model.config.rope_parameters
+    assert {key: found[key] for key in parameters} == parameters and found["rope_theta"] == theta
+    expected = make_model("llama_gqa", rope_parameters={"rope_theta": theta, **parameters}, **options)
+    expected.load_state_dict(model.state_dict())
+    assert torch.allclose(logits_of(model), logits_of(expected), atol=1e-5)
+    assert all((model.state_dict()[key] - value).abs().max() < 0.02 for key, value in source.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("scaling", "added", "message"),
+    [
+        ({"type": "longrope", "factor": 4.0}, {}, "RoPE scaling of type longrope"),
+        ({"type": "yarn", "factor": 4.0, "yarn_log_multiplier": 0.1}, {}, "rope.scaling.yarn_log_multiplier 0.1"),
+        (
+            None,
+            {"rope_freqs.weight": torch.tensor([1.0, 3.0, 3.0, 8.0])},
+            "RoPE factors other than Llama 3's",
+        ),
+        (None, {"rope_factors_long.weight": torch.ones(4)}, "'rope_factors_long.weight'"),
+        (
+            None,
+            {"blk.0.attn_q_norm.weight": torch.ones(8)},
+            "1 tensors that .* 'blk.0.attn_q_norm.weight'",
+        ),
+        (None, {"blk.0.attn_output.scale": torch.ones(1)}, "'blk.0.attn_output.scale'"),
+    ],
+)
+def test_what_cannot_be_taken_over_is_refused(source, tokenizer, cache, tmp_path, scaling, added, message):
+    file = write_gguf(tmp_path / "other.gguf", source, tokenizer, scaling=scaling, added=added)
+    assert re.search(message, refusal(file)) and not left_in(cache)
 
 
 def test_an_engine_with_target_and_draft_from_gguf_files(file, tmp_path):
