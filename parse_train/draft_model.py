@@ -1,7 +1,8 @@
 """Align a draft model with its target: `accelerate launch recipes/qwen-coder/draft.yaml`.
 
 The target answers the task's prompts, and a LoRA on the draft model learns these answers (sequence-level distillation,
-Kim and Rush 2016, arXiv 1606.07947). The LoRA is merged, so the result is a plain model for `--draft`.
+Kim and Rush 2016, arXiv 1606.07947). The LoRA is merged, so the result is a plain model for `--draft`. Its folder
+lists the training prompts, which builds leave out.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transformers import EvalPrediction, Trainer, set_seed
 
 from parse_infer.errors import ParseError
 from parse_infer.models.loading import load_language_model, same_tokenizer
+from parse_infer.models.train_problems import train_problems_of, write_train_problems
 from parse_train import checkpoints, tracking
 from parse_train.self_generated_data import (
     SelfGeneratedConfig,
@@ -59,7 +61,7 @@ def main(config: DraftModelTrainingConfig) -> None:
     `lora_target_modules`, before the target answers.
     """
     set_seed(config.seed)
-    check_held_out(config)
+    learnt = check_held_out(config) | train_problems_of(config.draft)
     draft = load_language_model(
         config.draft, role="draft", device=config.device, dtype=config.draft_dtype, trainable=True
     )
@@ -106,6 +108,7 @@ def main(config: DraftModelTrainingConfig) -> None:
         merged.config.use_cache = True  # the Trainer turned it off
         merged.save_pretrained(folder / "draft")
         draft.tokenizer.save_pretrained(folder / "draft")
+        write_train_problems(folder / "draft", learnt)
         for name, what in {"agreement": "agrees with the target", "tokens_per_forward": "tokens per forward"}.items():
             before, after = (metrics[f"{prefix}_{name}"] for prefix in (_PUBLISHED, _TRAINED))
             print(f"{what}: {before:.3f} before, {after:.3f} now")

@@ -20,8 +20,8 @@ from data_tools.labels.backends import LocalWriter
 from data_tools.labels.drafts import DraftSampler, render
 from data_tools.labels.shards import GroupFolder, check_identity
 from data_tools.tasks.registry import load_task
-from data_tools.tasks.task import prompt_id
 from parse_infer.errors import ParseError
+from parse_infer.held_out import prompt_hash
 from parse_infer.loop import run_sync
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel
@@ -75,18 +75,21 @@ def check_at_least_one(config: Any, *keys: str) -> None:
             raise ParseError(f"{key} is {getattr(config, key)}; it must be at least 1")
 
 
-def check_held_out(config: SelfGeneratedConfig) -> None:
-    """Raise ValueError if the task has no validation problems, or most of them are training problems."""
+def check_held_out(config: SelfGeneratedConfig) -> set[str]:
+    """Return the `prompt_hash` of every training prompt.
+
+    Raises ValueError if the task has no validation problems, or most of them are training problems."""
     task = load_task(config.task, **config.task_options)
-    asked = [prompt_id(p.prompt) for p in task.problems("validation", config.seed, config.n_eval_problems)]
+    asked = [prompt_hash(p.prompt) for p in task.problems("validation", config.seed, config.n_eval_problems)]
     if not asked:
         raise ParseError(f"task {config.task} has no problem in its split validation")
-    learnt = {prompt_id(p.prompt) for p in task.problems("train", config.seed, config.n_problems)}
+    learnt = {prompt_hash(p.prompt) for p in task.problems("train", config.seed, config.n_problems)}
     if (n := sum(each in learnt for each in asked)) > len(asked) / 2:  # a generator may repeat a problem
         raise ParseError(
             f"{n} of {len(asked)} validation problems of task {config.task} are training problems: assign each row to "
             "a split with the key split (train, validation)"
         )
+    return learnt
 
 
 def own_answers(lm: LanguageModel, config: SelfGeneratedConfig) -> tuple[Path, Dataset, Dataset]:
@@ -123,11 +126,14 @@ def write_answers(lm: LanguageModel, config: AnswerConfig, seed: int, split: str
     """
     keys = ("model", "task", "task_options", "answer_temperature", "max_answer_tokens", "template_options")
     identity = {key: getattr(config, key) for key in keys} | {"split": split, "seed": seed, "group": _GROUP}
+    identity["dtype"] = str(lm.model.dtype).removeprefix("torch.")  # answers of another one differ
     check_identity(folder, identity)  # raises in every process
     processes = PartialState()
-    with GroupFolder(folder, split).held(identity) if processes.is_main_process else nullcontext():
+    main = GroupFolder(folder, split)
+    with main.held(identity) if processes.is_main_process else nullcontext():
         if processes.is_main_process:
-            GroupFolder(folder, split).note_models({"answering": describe_target(lm.model)})
+            main.note_models({"answering": describe_target(lm.model)})
+            main.write_settings()
         processes.wait_for_everyone()  # the main process has deleted leftovers of an interrupted run
         answers = GroupFolder(folder, split)
         if not all(answers.has(group) for group in _groups(limit)):

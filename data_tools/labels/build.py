@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -19,11 +20,13 @@ from data_tools.labels.drafts import AnswerSampler, DraftSampler, SampledDraft, 
 from data_tools.labels.own_answers import OwnAnswers
 from data_tools.labels.prefix_search import PrefixSearch
 from data_tools.labels.progress import BuildProgress
+from data_tools.labels.rollout_counts import NO_ROLLOUTS, RolloutCounts
 from data_tools.labels.rollouts import Place, PrefixRollouts, is_right
 from data_tools.labels.rows import read_rows
 from data_tools.labels.sequential_test import LabelRule, Tally
-from data_tools.labels.shards import GroupFolder
+from data_tools.labels.shards import GroupFolder, rollout_counts
 from data_tools.labels.summary import Summary, summarise
+from data_tools.tasks.exclude import WithoutPrompts
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem, Split, Task
 from parse_infer.engine import ParseEngine
@@ -34,6 +37,7 @@ from parse_infer.judge.cuts import Segmenter
 from parse_infer.loop import run_sync
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.names import resolve
+from parse_infer.models.train_problems import train_problems_of
 from parse_infer.sampling import seed_of
 
 __all__ = ["BuildConfig", "Labeller", "build"]
@@ -56,7 +60,10 @@ def build(config: BuildConfig) -> Summary:
         )
     if config.adapter:
         read_adapter(resolve(config.adapter))  # a wrong name must not begin a folder
-    numbered = _groups(task.problems(cast(Split, config.split), config.seed, config.limit), config.problems_per_group)
+    source = WithoutPrompts(task, train_problems_of(config.draft) | train_problems_of(config.target))
+    numbered = _groups(
+        source.problems(cast(Split, config.split), config.seed, config.limit), config.problems_per_group
+    )
     groups = GroupFolder(config.output_dir, config.split)
     with groups.held(config.identity(), {"versions": _versions()}):  # before models take minutes to load
         held = max(groups.ends.values(), default=0)
@@ -65,29 +72,33 @@ def build(config: BuildConfig) -> Summary:
                 f"{config.output_dir} already holds {held} problems, more than the limit of {config.limit}; raise the "
                 "limit, or choose another output_dir"
             )
-        labeller: Labeller | None = None
-        with BuildProgress(config.output_dir, total=config.limit, done=groups.n_problems) as progress:
-            progress.activity("reading problems")
-            missing = _missing(groups, numbered, by_reference=config.check_with == "task")
-            if (first := next(missing, None)) is not None:
-                labeller = Labeller.load(config, task, progress.activity, progress.note)
-                labeller.begun = bool(groups.ends)
-                groups.note_models(labeller.describe_models())
-                _label(labeller, chain([first], missing), groups, progress)
+        missing = _missing(groups, numbered, by_reference=config.check_with == "task")
+        first = next(missing, None)  # a task that reads long before its first problem has a bar of its own
+        labeller = None if first is None else _label(config, task, chain([first], missing), groups)
         if not groups.ends:
-            raise ParseError(f"task {config.task} has no problem in its split {config.split}")
+            raise ParseError(_no_problem(config, source.left_out))
         if config.logprobs:
             from data_tools.labels.logprobs import add_logprobs  # pyarrow is an optional dependency
 
-            known = labeller
-
             def target() -> Writer:
-                return load_writer(config, "target") if known is None else known.writers["target"]
+                return load_writer(config, "target") if labeller is None else labeller.writers["target"]
 
             add_logprobs(groups.folder, target, config.logprobs)
         summary = summarise(read_rows(groups.folder))
+        summary.rollouts, summary.left_out = rollout_counts(groups.folder), source.left_out
         write_card(groups.folder, config, summary, groups.n_problems)
+    if warning := summary.rollouts.warning(config.max_rollout_tokens):
+        print(warning, file=sys.stderr)
     return summary
+
+
+def _no_problem(config: BuildConfig, left_out: int) -> str:
+    if left_out:
+        return (
+            f"all {left_out:,} problems of task {config.task} in its split {config.split} are excluded, or training "
+            "problems of the draft model or the target: choose other problems, or align the draft model on fewer"
+        )
+    return f"task {config.task} has no problem in its split {config.split}"
 
 
 @dataclass
@@ -157,7 +168,7 @@ class Labeller:
         note: called with each message for the user.
 
     Attributes:
-        rollouts: number of target rollouts so far.
+        counts: the target's rollouts so far, and those cut off.
         begun: whether problems have been labelled before. Until then a group without a readable prompt is an error.
     """
 
@@ -173,7 +184,7 @@ class Labeller:
         self.config, self.activity, self.note = config, activity, note
         self.task: Task = OwnAnswers(task) if config.check_with == "own_answer" else task
         self.writers, self.target = {"target": target, "draft": draft}, target.model
-        self.rollouts, self.begun = 0, False
+        self.counts, self.begun = NO_ROLLOUTS, False
         self.segmenter = Segmenter(self.target.tokenizer, config.policy)
         self.decoder = target.decoder(self.target.eos_ids)
         self.sampler: DraftSampler | AnswerSampler = (
@@ -195,8 +206,10 @@ class Labeller:
     def describe_models(self) -> dict[str, dict[str, Any]]:
         return {role: writer.describe() for role, writer in self.writers.items()}
 
-    async def label(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
-        """Return one row per draft, in the order of the problems. A skipped problem has no rows."""
+    async def label(self, problems: Sequence[Problem]) -> tuple[list[dict[str, Any]], RolloutCounts]:
+        """Return one row per draft, in the order of the problems, and the counts of rollouts.
+
+        A skipped problem has no rows."""
         config = self.config
         models = [writer.model for writer in self.writers.values()]
         problems = readable(problems, models, self.note, some=not self.begun)
@@ -228,10 +241,12 @@ class Labeller:
             for i, of_problem in zip(kept, drafts, strict=True)
             for draft in of_problem
         ]
+        counts = NO_ROLLOUTS
         if rollouts is not None:
             await self._search([case for case in cases if case.needs_rollouts], rollouts)
-            self.rollouts += rollouts.rollouts
-        return [self._row(case, problems[case.problem], prompts[case.problem]) for case in cases]
+            counts = rollouts.counts
+            self.counts += counts
+        return [self._row(case, problems[case.problem], prompts[case.problem]) for case in cases], counts
 
     async def _search(self, open_cases: Sequence[_Case], rollouts: PrefixRollouts) -> None:
         rollouts.add_drafts([(case.problem, case.open_ids) for case in open_cases])
@@ -272,8 +287,8 @@ class Labeller:
             "values": [value for _, _, value, _ in labelled],
             "confidence": [round(confidence, 4) for _, _, _, confidence in labelled],
             "undecided": case.search.result().labels.count(None),
-            "target_value": prompt.share if prompt.total else None,
-            "n_rollouts": prompt.total,
+            "target_value": prompt.share,
+            "n_rollouts": prompt.rollouts,
             "draft_ids": ids,
             "cuts": cuts,
             "finished": draft.finished,
@@ -315,18 +330,30 @@ def _missing(
 
 
 def _label(
+    config: BuildConfig, task: Task, missing: Iterator[tuple[range, list[Problem]]], groups: GroupFolder
+) -> Labeller:
+    """Load the models, label and write the groups, and return the labeller.
+
+    With servers, groups overlap, so that none waits for another's last rollout."""
+    with BuildProgress(config.output_dir, total=config.limit, done=groups.n_problems) as progress:
+        labeller = Labeller.load(config, task, progress.activity, progress.note)
+        labeller.begun = bool(groups.ends)
+        groups.note_models(labeller.describe_models())
+        _label_with(labeller, missing, groups, progress)
+    return labeller
+
+
+def _label_with(
     labeller: Labeller,
     missing: Iterator[tuple[range, list[Problem]]],
     groups: GroupFolder,
     progress: BuildProgress,
 ) -> None:
-    """Label and write the groups. With servers, groups overlap, so that none waits for another's last rollout."""
-
     async def work() -> None:
         for group, problems in missing:
-            rows = await labeller.label(problems)
-            groups.write(group, rows)
-            progress.advance(groups.n_problems, len(rows), labeller.rollouts)
+            rows, counts = await labeller.label(problems)
+            groups.write(group, rows, counts)
+            progress.advance(groups.n_problems, len(rows), labeller.counts.rollouts)
 
     at_once = max(writer.groups_at_once for writer in labeller.writers.values())
     if at_once == 1:

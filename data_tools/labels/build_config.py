@@ -157,7 +157,7 @@ class BuildConfig:
     rollout_temperature: float = field(default=0.0, metadata={"help": "Temperature of rollouts; 0 is greedy."})
     rollout_top_p: float = field(default=1.0, metadata={"help": "Top-p (nucleus sampling) of rollouts."})
     max_rollout_tokens: int = field(
-        default=256, metadata={"help": "Maximum length of a rollout; a longer rollout counts as wrong."}
+        default=256, metadata={"help": "Maximum length of a rollout; a longer rollout decides nothing."}
     )
     margin: float = field(
         default=0.0,
@@ -168,7 +168,10 @@ class BuildConfig:
     )
     max_label_error: float = field(
         default=0.05,
-        metadata={"help": "Maximum probability of a wrong label; less certain prefixes get no label."},
+        metadata={
+            "help": "Maximum probability of a wrong label, whatever the true chance; less certain prefixes get no "
+            "label."
+        },
     )
     token_labels: float = field(
         default=0.0,
@@ -270,7 +273,7 @@ class BuildConfig:
         if self.margin == 0:
             raise ParseError(
                 "margin is 0, but no number of sampled rollouts can prove that a prefix loses nothing: set margin, "
-                "for example to 0.25"
+                "for example to 0.4"
             )
         if self.max_rollouts < (fewest := fewest_rollouts(self.margin, self.max_label_error)):
             raise ParseError(

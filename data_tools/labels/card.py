@@ -44,10 +44,10 @@ _COLUMNS = """\
 | `prompt` | the problem, as text or chat messages |
 | `completions` | segments of the draft; their concatenation is its text |
 | `labels` | for each segment, whether the prefix that ends with it is valid |
-| `values` | share of target rollouts from that prefix with a right answer; null for an inferred label |
-| `confidence` | probability that the label is right |
+| `values` | share of finished target rollouts from that prefix with a right answer; null for an inferred label |
+| `confidence` | for no chance of the prefix is a wrong label more likely than 1 minus this |
 | `undecided` | number of prefixes without a label; they have no cut, and their segments join the next segments |
-| `target_value` | share of target rollouts from the bare prompt with a right answer |
+| `target_value` | share of finished target rollouts from the bare prompt with a right answer |
 | `n_rollouts` | rollouts from the bare prompt, and the maximum from a prefix |
 | `draft_ids`, `cuts` | the draft in target tokens, and the offsets where its segments end |
 | `finished`, `draft_correct` | whether the draft ends with an end token, and whether its answer is right |
@@ -152,5 +152,6 @@ def _rule(config: BuildConfig) -> str:
     return (
         f"the target, resuming from the prefix, keeps at least {1 - config.margin:.0%} of its chance of a right "
         f"answer from the bare prompt. The prefix is invalid if at most {config.margin:.0%} of that chance is left. "
-        f"A sequential test on rollouts decides, with an error of at most {config.max_label_error:.0%}."
+        "A sequential test on rollouts decides. Whatever the chance, a wrong label has a probability of at most "
+        f"{config.max_label_error:.0%}; a prefix between the two limits has no right label."
     )

@@ -61,6 +61,8 @@ class DraftSampler:
     async def sample(self, problems: Sequence[Problem]) -> list[list[SampledDraft]]:
         """Return the distinct, non-empty drafts of each problem, in the order of `settings`.
 
+        Of equal drafts the one at the lowest temperature stays, so no sampled draft replaces the greedy one.
+
         Raises:
             ValueError: a prompt is empty or fills a model's context window.
         """
@@ -77,9 +79,9 @@ class DraftSampler:
         drafts: list[list[SampledDraft]] = [[] for _ in problems]
         for row, written in zip(rows, await self.decoder.write(contexts, rows), strict=True):
             ids, finished = self._in_target_tokens(written, target_room[row.context])
-            if ids and all(ids != other.ids for other in drafts[row.context]):
+            if ids:
                 drafts[row.context].append(SampledDraft(ids, finished, row.sampling))
-        return drafts
+        return [distinct(of_problem) for of_problem in drafts]
 
     def _in_target_tokens(self, ids: list[int], room: int) -> tuple[list[int], bool]:
         """Return at most `room` target tokens of the draft, and whether they end with the target's end token."""
@@ -94,6 +96,14 @@ class DraftSampler:
         if ended and end is not None and usable == len(body) < room:
             return [*body, end], True
         return body[: min(usable, room)], False
+
+
+def distinct(drafts: Sequence[SampledDraft]) -> list[SampledDraft]:
+    """Return the drafts in their order, of equal ones only the first at the lowest temperature."""
+    first: dict[tuple[int, ...], SampledDraft] = {}
+    for draft in sorted(drafts, key=lambda draft: draft.sampling.temperature):
+        first.setdefault(tuple(draft.ids), draft)
+    return [draft for draft in drafts if first[tuple(draft.ids)] is draft]
 
 
 class AnswerSampler:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from data_tools.labels.rows import LabelledDraft, read_rows
+from data_tools.labels.shards import rollout_counts
 from data_tools.labels.summary import BINS, Summary
 from parse_infer.models.prompts import Message
 
@@ -36,6 +37,7 @@ def inspect_folder(
     for row in read_rows(folder, layout):
         summary.add(row)
         (without if row.first_error is None else with_error).offer(row)
+    summary.rollouts = rollout_counts(Path(folder))
     examples = with_error.rows + without.rows[: n_examples - len(with_error.rows)]
     console.print(counts_table(summary, str(folder)))
     console.print(balance_bar(summary))

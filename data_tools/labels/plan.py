@@ -134,9 +134,11 @@ def make_plan(
         rows: one draft per problem, at least one of them with tokens.
         matches: tokens that are the target's greedy choice, by `where` of the draft.
     """
-    unsolved = [0.0] * (problems - len(rows) if config.drop_unsolved else 0)
-    target_value = [row.target_value or 0.0 for row in rows] + unsolved
-    draft_correct = [float(bool(row.draft_correct)) for row in rows] + unsolved
+    # A problem whose rollouts were all cut off says nothing about the target.
+    answered = [row for row in rows if row.target_value is not None]
+    unsolved = [0.0] * (problems - len(rows) - summary.rollouts.unanswered if config.drop_unsolved else 0)
+    target_value = [row.target_value or 0.0 for row in answered] + unsolved
+    draft_correct = [float(bool(row.draft_correct)) for row in answered] + unsolved
     both = [value * right for value, right in zip(target_value, draft_correct, strict=True)]
     ones = [1.0] * len(both)
     target_right = share(target_value, ones)
@@ -183,7 +185,7 @@ def _notes(config: BuildConfig, target_right: float) -> list[str]:
     if config.rollout_sampling.greedy and target_right < _WEAK_TARGET:
         notes.append(
             f"The target is right in only {target_right:.0%} of the problems, so one greedy rollout labels many "
-            "prefixes wrong: sample rollouts (rollouts 4, rollout_temperature 0.7, margin 0.25)."
+            "prefixes wrong: sample rollouts (rollouts 4, rollout_temperature 0.7, margin 0.4)."
         )
     if config.check_with == "own_answer":
         notes.append("check_with own_answer: right answers are those that agree with the target's own.")

@@ -129,7 +129,7 @@ def _seconds_per_problem(before: GroupFolder, after: GroupFolder, reads: bool) -
     files = [file for start, file in zip(sorted(after.ends), after.files, strict=True) if start in new]
     if reads:
         files = [reads_of(file) for file in files]
-    loaded = (after.folder / "build.json").stat().st_mtime  # a build notes its models there once they are loaded
+    loaded = read_json(after.folder / "build.json", "build into another folder")["models_loaded"]
     return (max(file.stat().st_mtime for file in files) - loaded) / sum(end - start for start, end in new.items())
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from data_tools.labels.sequential_test import LabelRule, Tally, Verdict
+from data_tools.labels.sequential_test import UNDECIDED, LabelRule, Tally, Verdict
 from parse_infer.errors import ParseError
 
 
@@ -29,7 +29,7 @@ class PrefixLabels:
     """Labels, values and confidences of the K prefixes.
 
     labels      None where the rollouts do not decide
-    values      share of right rollouts; None for an inferred label
+    values      share of right rollouts among the finished ones; None for an inferred label, and without a finished one
     confidence  probability that the label is right; an inferred label takes the confidence of its source prefix
     """
 
@@ -80,7 +80,7 @@ class PrefixSearch:
         """Record all rollouts so far from a prefix that `pending` requested."""
         self._tallies[prefix] = tally
         verdict = self.rule.decide(tally)
-        if verdict.valid is None and tally.total < self.rule.limit:
+        if verdict.valid is None and tally.rollouts < self.rule.limit:
             return
         self._verdicts[prefix] = verdict
         if verdict.valid:
@@ -109,7 +109,7 @@ class PrefixSearch:
         return range(self._valid, min(undecided)) or range(max(undecided) + 1, self._invalid)
 
     def _rollouts(self, prefix: int) -> int:
-        known = self._tallies.get(prefix, Tally(0, 0)).total
+        known = self._tallies.get(prefix, Tally(0, 0)).rollouts
         return min(known + self.rule.step, self.rule.limit)
 
     def _verdict(self, prefix: int) -> Verdict:
@@ -121,4 +121,4 @@ class PrefixSearch:
             return max(v for k, v in self._verdicts.items() if v.valid and k >= prefix)
         if prefix >= self._invalid:
             return max(v for k, v in self._verdicts.items() if v.valid is False and k <= prefix)
-        return Verdict(None, self._verdicts[prefix].confidence if prefix in self._verdicts else 0.5)
+        return UNDECIDED

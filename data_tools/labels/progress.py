@@ -60,6 +60,8 @@ class BuildProgress:
 
     def activity(self, text: str) -> None:
         self._bar.update(self._task, activity=text)
+        if not self.console.is_terminal and time.monotonic() - self.last_line > LINE_EVERY:
+            self.note(f"{self._state()}  {text}")
 
     def advance(self, done: int, rows: int, rollouts: int) -> None:
         """Set the number of finished problems, add `rows`, and set the number of rollouts of this run."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from data_tools.labels.backends import RowDecoder
 from data_tools.labels.drafts import render
 from data_tools.labels.own_answers import OwnAnswers
+from data_tools.labels.rollout_counts import NO_ROLLOUTS, RolloutCounts
 from data_tools.labels.sequential_test import Tally
 from data_tools.tasks.task import Problem, Task
 from parse_infer.errors import ParseError
@@ -37,8 +38,8 @@ class PrefixRollouts:
     Args:
         target: the model that writes the rollouts.
         decoder: decodes for the target, local or served.
-        task, problems: the checker, and the group. A rollout without end token within `max_new_tokens` is wrong.
-            `OwnAnswers` gets its references from the rollouts from the bare prompts.
+        task, problems: the checker, and the group. A rollout without end token within `max_new_tokens` decides
+            nothing. `OwnAnswers` gets its references from the rollouts from the bare prompts.
         sampling: sampling settings of the rollouts.
         from_prompt: number of rollouts from each bare prompt.
         max_new_tokens: maximum length of a rollout.
@@ -47,7 +48,7 @@ class PrefixRollouts:
     Attributes:
         problems: the group, with the references that decide.
         prompts: for each problem, the tally of rollouts from its bare prompt.
-        rollouts: number of rollouts decoded so far.
+        counts: the rollouts decoded so far, and those cut off.
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class PrefixRollouts:
     ) -> None:
         self.target, self.decoder, self.task, self.problems = target, decoder, task, list(problems)
         self.sampling, self.max_new_tokens, self.seed = sampling, max_new_tokens, seed
-        self.rollouts = 0
+        self.counts = NO_ROLLOUTS
         self._drafts: list[tuple[int, list[int]]] = []  # problem and token ids
-        self._right: dict[_Prefix, list[bool]] = {}  # whether each rollout is right, in order
+        self._right: dict[_Prefix, list[bool | None]] = {}  # whether each rollout is right, in order; None: cut off
         # Finished greedy answers: number of draft tokens before the rollout, the answer, and whether it is right.
         self._paths: list[list[tuple[int, list[int], bool]]] = [[] for _ in self.problems]
         self._prompts = decoder.prefill([render(target, problem) for problem in self.problems])
@@ -86,6 +87,7 @@ class PrefixRollouts:
             self.problems = [task.with_reference(*one) for one in zip(self.problems, texts, strict=True)]
         self._check(written)
         self.prompts = [self._tally((i, ()), n) for i in range(len(self.problems))]
+        self.counts += RolloutCounts(unanswered=sum(not tally.total for tally in self.prompts))
 
     def add_drafts(self, drafts: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Prefill the drafts for `tallies`: (index of the problem, token ids up to the longest prefix)."""
@@ -112,7 +114,7 @@ class PrefixRollouts:
 
     def _tally(self, key: _Prefix, rollouts: int) -> Tally:
         right = self._right[key][:rollouts]  # extra rollouts of one draft must not change the labels of another
-        return Tally(sum(right), len(right))
+        return Tally(right.count(True), len(right) - right.count(None), right.count(None))
 
     def _on_known_path(self, key: _Prefix) -> bool:
         problem, prefix = key
@@ -137,7 +139,6 @@ class PrefixRollouts:
                 rows.append(Row(context, length, room, sampling))
                 owners.append(key)
         written = await self.decoder.write(self._contexts, rows)
-        self.rollouts += len(rows)
         return [(key, [*key[1], *ids]) for key, ids in zip(owners, written, strict=True)]
 
     def _check(self, written: Sequence[tuple[_Prefix, list[int]]]) -> None:
@@ -145,7 +146,8 @@ class PrefixRollouts:
             problem, prefix = key
             right = is_right(self.target, self.task, self.problems[problem], answer)
             self._right.setdefault(key, []).append(right)
-            if self.sampling.greedy and answer and answer[-1] in self.target.eos_ids:
+            self.counts += RolloutCounts(rollouts=1, cut=right is None)
+            if self.sampling.greedy and right is not None:
                 self._paths[problem].append((len(prefix), answer, right))
 
 
@@ -154,10 +156,10 @@ def finished_text(target: TokenizerSpec, answer: Sequence[int]) -> str | None:
     return decode(target.tokenizer, answer) if answer and answer[-1] in target.eos_ids else None
 
 
-def is_right(target: TokenizerSpec, task: Task, problem: Problem, answer: Sequence[int]) -> bool:
-    """Whether these target tokens end with an end token and contain a right answer."""
+def is_right(target: TokenizerSpec, task: Task, problem: Problem, answer: Sequence[int]) -> bool | None:
+    """Whether these target tokens contain a right answer; None without an end token, as their budget cut them off."""
     if (text := finished_text(target, answer)) is None:
-        return False
+        return None
     found = task.check(problem, text)
     if found is None:
         raise ParseError(

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from data_tools.labels.rollout_counts import NO_ROLLOUTS, RolloutCounts
 from data_tools.labels.rows import LabelledDraft
 
 BINS = 10  # bins for the position of the first error
@@ -51,6 +52,10 @@ class Summary:
     """Counts by temperature; 0 for greedy drafts, which inference uses."""
     target_values: dict[str, float | None] = field(default_factory=dict)
     """Target value by problem."""
+    rollouts: RolloutCounts = NO_ROLLOUTS
+    """Rollouts of the build, also those of problems without rows; zero for other data."""
+    left_out: int = 0
+    """Problems that the build left out as training problems of a model, or by the option exclude of the task."""
 
     def add(self, row: LabelledDraft) -> None:
         """Count one row."""
@@ -110,6 +115,12 @@ class Summary:
             ("drafts with a right answer", _share(self.correct, self.rows)),
             ("unfinished drafts", _share(self.unfinished, self.rows)),
         ]
+        if self.rollouts.rollouts:
+            table.append(("rollouts cut off, which decide nothing", _share(self.rollouts.cut, self.rollouts.rollouts)))
+        if self.rollouts.unanswered:
+            table.append(("problems whose rollouts were all cut off", f"{self.rollouts.unanswered:,}"))
+        if self.left_out:
+            table.append(("problems left out as training problems or by exclude", f"{self.left_out:,}"))
         if self.without_label:
             table.append(("drafts without any label, left out", f"{self.without_label:,}"))
         if self.target_value is not None:

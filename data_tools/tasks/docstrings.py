@@ -16,6 +16,7 @@ from random import Random
 from data_tools.tasks.code_calls import calls_of
 from data_tools.tasks.code_checks import same_function
 from data_tools.tasks.python_text import parse
+from data_tools.tasks.reading import reading
 from data_tools.tasks.sandbox import require_sandbox
 from data_tools.tasks.task import SPLITS, Problem, Split, check_split, prompt_id, split_of
 from parse_infer.errors import ParseError
@@ -95,7 +96,7 @@ def _problems(package: str) -> Iterator[Problem]:
         files = [Path(spec.origin)]
     if not files:
         raise ParseError(f"packages of task docstrings has {package!r}, which has no Python files")
-    for path in files:
+    for path in reading(files, f"reading {package}", len(files)):
         try:
             source = path.read_text(encoding="utf-8-sig", errors="replace")
         except OSError:  # for example inside an archive

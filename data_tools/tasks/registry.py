@@ -9,6 +9,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from data_tools.tasks.docstrings import Docstrings
+from data_tools.tasks.exclude import WithoutPrompts, excluded_hashes
 from data_tools.tasks.gsm8k import Gsm8k
 from data_tools.tasks.hub_dataset import HubDataset
 from data_tools.tasks.jsonl import Jsonl
@@ -86,6 +87,7 @@ def load_task(name: str, **options: Any) -> Task:
     """Return the task called `name` with `options`.
 
     Packages add tasks through entry points of the group "parse_engine.tasks": a dataclass with the methods of `Task`.
+    Every task has the option `exclude` (`excluded_hashes`): prompts to leave out.
 
     Raises ValueError for an unknown name (names the closest known name), an unknown option or a wrong type.
     """
@@ -95,17 +97,19 @@ def load_task(name: str, **options: Any) -> Task:
             raise ParseError(f"the task {name} is not installed: {INSTALL_ZOO}")
         raise ParseError(f"unknown task {name!r}; {suggestion(name, [*TASKS, *added])}")
     kind = TASKS[name] if name in TASKS else added[name].load()
-    known = [key for key in kind.__dataclass_fields__ if key != "name"]
-    types = get_type_hints(kind)
+    types = get_type_hints(kind) | {_EXCLUDE: str | list[str]}
+    known = [*(key for key in kind.__dataclass_fields__ if key != "name"), _EXCLUDE]
     for key, value in options.items():
         if key not in known:
             raise ParseError(f"task {name} has no option {key!r}; {suggestion(key, known)}")
         if not _fits(value, types[key]):
             raise ParseError(f"option {key} of task {name} is {value!r}; it must be {_in_words(types[key])}")
+    excluded = excluded_hashes(options.pop(_EXCLUDE, []))
     made: Task = kind(**options)
-    return made
+    return WithoutPrompts(made, excluded) if excluded else made
 
 
+_EXCLUDE = "exclude"
 _OWN_KEYS = ("task", "weight", "domain")  # of a part of a mixture
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
 

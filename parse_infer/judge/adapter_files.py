@@ -14,13 +14,13 @@ from torch import Tensor
 
 from parse_infer.errors import ModelError
 from parse_infer.files import locate, read_json, read_tensors, replacing_folder
+from parse_infer.models.train_problems import TRAIN_PROBLEMS, read_train_problems, write_train_problems
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
 HEAD = "validity_head.safetensors"
 CONFIG = "validity_config.json"
 CARD = "README.md"
-PROBLEMS = "train_problems.txt"
 _DEFAULTS = ("threshold", "risk")  # keys of validity_config.json that the fingerprint leaves out
 WAY_OUT = "export or download the adapter again"
 PROMISE = "one verification pass over one whole draft per problem; several passes over blocks are not covered"
@@ -64,7 +64,7 @@ def read_adapter(name_or_path: str | Path) -> AdapterFiles:
         FileNotFoundError: the folder or id does not exist, or a file is missing.
         ValueError: a file is damaged.
     """
-    folder = locate(name_or_path, (PEFT_CONFIG, PEFT_WEIGHTS, HEAD, CONFIG, CARD, PROBLEMS), "adapter")
+    folder = locate(name_or_path, (PEFT_CONFIG, PEFT_WEIGHTS, HEAD, CONFIG, CARD, TRAIN_PROBLEMS), "adapter")
 
     def check(*names: str) -> None:
         for name in names:
@@ -85,7 +85,7 @@ def read_adapter(name_or_path: str | Path) -> AdapterFiles:
         tensors=read_tensors(folder / PEFT_WEIGHTS, WAY_OUT) if probed else {},
         head=read_tensors(folder / HEAD, WAY_OUT),
         validity_config=config,
-        train_problems=frozenset(_lines(folder / PROBLEMS)),
+        train_problems=read_train_problems(folder),
     )
 
 
@@ -123,7 +123,7 @@ def write_adapter(
         for name, png in figures.items():
             (beside / f"{name}.png").write_bytes(png)
         if train_problems:
-            (beside / PROBLEMS).write_text("\n".join(sorted(train_problems)) + "\n", encoding="utf-8")
+            write_train_problems(beside, train_problems)
         (beside / CARD).write_text(model_card(validity_config, list(figures)), encoding="utf-8")
     return folder
 
@@ -164,10 +164,6 @@ def model_card(config: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
             "",
         ]
     )
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
 
 
 def _as_json(value: Any) -> Any:

@@ -14,8 +14,8 @@ from data_tools.recipe_parser import parse_recipe
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import prompt_id
 from parse_infer.held_out import leave_out_learnt, prompt_hash
-from parse_infer.judge.adapter_files import PROBLEMS
 from parse_infer.models.names import collection_folder
+from parse_infer.models.train_problems import TRAIN_PROBLEMS
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +62,7 @@ def test_an_adapter_that_lists_ids_is_still_protected_as_far_as_ids_go() -> None
 
 @pytest.mark.parametrize(("adapter", "recipe"), [("adapter", "data"), ("smollm2-adapter", "smollm2/data")])
 def test_the_embedded_adapters_know_the_prompts_of_their_recipe(adapter: str, recipe: str) -> None:
-    learnt = frozenset((collection_folder() / adapter / PROBLEMS).read_text().split())
+    learnt = frozenset((collection_folder() / adapter / TRAIN_PROBLEMS).read_text().split())
     assert all(len(line) == 16 and int(line, 16) >= 0 for line in learnt)
     (config,) = parse_recipe(ROOT / "recipes" / f"{recipe}.yaml", [], [BuildConfig], "build")
     # To leave out what other seeds give takes minutes; without that most of these problems are known all the same.

@@ -41,7 +41,7 @@ class ServedWriter:
         self.groups_at_once = 2 + 2 * self.servers.at_once // config.problems_per_group
         window = self.servers.check(self.prompt(model.render("What is 3 + 4?")))
         if 0 < window < model.window:
-            # A rollout cut short by the window would count as wrong.
+            # A rollout cut short by the window would decide nothing.
             needed = config.max_draft_tokens + (config.max_rollout_tokens if role == "target" else 0)
             if window <= needed:
                 raise ParseError(

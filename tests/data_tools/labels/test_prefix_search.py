@@ -72,7 +72,7 @@ def test_a_single_prefix_is_labelled_by_the_answer_if_there_is_one() -> None:
 
 
 def test_clear_prefixes_take_one_round_and_doubtful_ones_more() -> None:
-    rule = SequentialTest(Tally(30, 32), margin=0.25, max_error=0.05, step=4, limit=32)
+    rule = SequentialTest(Tally(30, 32), margin=0.4, max_error=0.05, step=4, limit=32)
     search = PrefixSearch(3, rule, own_answer=None)
     assert run(search, [32, 32, 0]) <= 16
     assert labels(search) == [True, True, False]
@@ -80,7 +80,24 @@ def test_clear_prefixes_take_one_round_and_doubtful_ones_more() -> None:
     assert all(c >= 0.95 for c in result.confidence)
     assert result.confidence[0] == result.confidence[1]  # the first is inferred from the second
 
-    assert run(PrefixSearch(1, rule, own_answer=None), [2]) > 4
+    assert run(PrefixSearch(1, rule, own_answer=None), [2]) > 8
+
+
+def test_cut_rollouts_are_drawn_like_others_and_decide_nothing() -> None:
+    """A search whose rollouts are all cut off ends at the limit, and without a value."""
+    rule = SequentialTest(Tally(30, 32), margin=0.4, max_error=0.05, step=4, limit=32)
+    search, drawn = PrefixSearch(1, rule, own_answer=None), []
+    while pending := search.pending():
+        ((prefix, rollouts),) = pending
+        drawn.append(rollouts)
+        search.record(prefix, Tally(0, 0, cut=rollouts))
+    result = search.result()
+    assert drawn == list(range(4, 33, 4)) and result.labels == result.values == [None]
+    greedy = PrefixSearch(3, SURE, own_answer=False)
+    while pending := greedy.pending():
+        for prefix, _ in pending:
+            greedy.record(prefix, Tally(0, 0, cut=1) if prefix == 1 else Tally(1, 1))
+    assert greedy.result().labels == [True, None, False]
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from random import Random
 from typing import Any, ClassVar
 
 from data_tools.tasks.checkers import same_number
+from data_tools.tasks.reading import reading
 from data_tools.tasks.task import SPLITS, Problem, Split, check_split
 from parse_infer.errors import ParseError
 from parse_infer.optional_dependencies import missing_package
@@ -53,7 +55,9 @@ class GsmSymbolic:
         except ModuleNotFoundError as error:
             raise ParseError(f"task gsm_symbolic: {missing_package(error)}") from error
         task = replace(self, exclude_seeds={})
-        excluded = {p.prompt for other, number in others.items() for p in task.problems("train", other, number)}
+        of_others = chain.from_iterable(task.problems("train", other, number) for other, number in others.items())
+        total = sum(others.values())
+        excluded = {p.prompt for p in reading(of_others, "reading the prompts of exclude_seeds", total)}
         # 2**40 generator seeds per split, 2**24 (four thousand chunks) per seed: ranges never overlap.
         base = (SPLITS.index(split) << 40) + (seed << 24)
         count, chunk, seen = 0, 0, set()
