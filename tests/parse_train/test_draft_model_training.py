@@ -11,7 +11,9 @@ import torch
 from transformers import EvalPrediction
 
 from parse_infer.engine import ParseEngine
+from parse_infer.held_out import prompt_hash
 from parse_infer.models.loading import load_language_model
+from parse_infer.models.train_problems import train_problems_of
 from parse_infer.speculation.registry import load_token_drafter
 from parse_train.__main__ import main
 from parse_train.draft_model import agreement, right_tokens
@@ -63,6 +65,8 @@ def test_an_aligned_draft_model_agrees_and_is_not_trained_twice(recipe, tmp_path
     assert printed[0].startswith("agrees with the target") and after > before + 0.3, printed
 
     folder = tmp_path / "run" / "draft"
+    learnt = {prompt_hash(f"{a} and {b}?") for a in range(4) for b in range(1, 4)}
+    assert train_problems_of(folder) == learnt
     assert not list(folder.glob("adapter*")) and (folder / "model.safetensors").is_file(), "the LoRA is merged"
     target, published, aligned = (
         load_language_model(path, role=role, device="cpu", dtype="float32")
@@ -79,6 +83,10 @@ def test_an_aligned_draft_model_agrees_and_is_not_trained_twice(recipe, tmp_path
 
     assert main([*recipe, "--max_steps", "20"]) == 0
     assert "is the end of the training" in capsys.readouterr().out
+    # Answers of another dtype are other answers.
+    again = [*recipe, "--max_steps", "1", "--output_dir", str(tmp_path / "again"), "--model_dtype", "bfloat16"]
+    assert main(again) == 2
+    assert "was begun with dtype 'float32', not 'bfloat16'" in capsys.readouterr().err
 
 
 def test_a_draft_model_with_other_tokens_is_refused_before_the_target_answers(recipe, make_model, tmp_path, capsys):
