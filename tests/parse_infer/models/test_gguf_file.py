@@ -135,7 +135,7 @@ def test_the_scaling_of_rope_is_taken_over(make_model, tokenizer, tmp_path, para
         (
             None,
             {"rope_freqs.weight": torch.tensor([1.0, 3.0, 3.0, 8.0])},
-            "RoPE factors other than Llama 3's",
+            "RoPE factors that are not those of Llama 3",
         ),
         (None, {"rope_factors_long.weight": torch.ones(4)}, "'rope_factors_long.weight'"),
         (
