@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -18,7 +19,7 @@ from parse_infer.calibration.schema import Calibration, shipped_calibration
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.drafters.source import DraftSource
 from parse_infer.drafters.text import TextDrafter
-from parse_infer.errors import SettingsError
+from parse_infer.errors import PromptError, SettingsError
 from parse_infer.events import Event, Interrupted, Resumed
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.carried import Carried
@@ -40,6 +41,8 @@ from parse_infer.speculation.decode import speculative_decode
 from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.proposer import TokenProposer
 from parse_infer.speculation.registry import check_token_drafter, load_token_drafter
+
+log = logging.getLogger("parse_infer.backends")
 
 AUTO = "auto"  # token drafter: the draft model, if all its tokens are tokens of the target
 T = TypeVar("T")
@@ -219,7 +222,7 @@ class LocalBackend:
             )
         return self.judge
 
-    def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> DraftSource:
+    def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> DraftSource | PromptError:
         if request.settings.mode == "validity":
             self.require_judge()
         if draft_text is None and self.drafter is None:
@@ -231,10 +234,13 @@ class LocalBackend:
         drafter = self.drafter if draft_text is None else draft_text
         assert drafter is not None
         self._current = None  # the drafter changes its prompt, so an open stream must end
-        drafter.reset(request.prompt, request.settings.draft_sampling, request.settings.stop)
+        try:
+            drafter.reset(request.prompt, request.settings.draft_sampling, request.settings.stop)
+        except PromptError as error:  # the target has rendered the prompt
+            return error
         return drafter
 
-    def uses_draft(self, request: Request, source: DraftSource) -> bool:
+    def uses_draft(self, request: Request, source: DraftSource | PromptError) -> bool:
         """Whether the draft model writes a draft. At a threshold above 1, a draft model that proposes tokens for the
         target writes no draft: the answer is lossless speculation, with or without `adaptive`."""
         settings = request.settings
@@ -243,8 +249,18 @@ class LocalBackend:
         return settings.mode == "exact" or settings.threshold <= 1 or not proposes
 
     async def with_draft(
-        self, request: Request, source: DraftSource, wrap: PairWrapper, watched: bool
+        self, request: Request, source: DraftSource | PromptError, wrap: PairWrapper, watched: bool
     ) -> AsyncGenerator[Event, None]:
+        if isinstance(source, PromptError):
+            if wrap is not identity:  # a measurement
+                raise source
+            request.fallback = "draft_refused"
+            # A chat template may quote the prompt in its message, which stays out of the log.
+            log.warning("the target answers without a draft (draft_refused): the draft model refuses the prompt")
+            async with aclosing(self.alone(request, True, watched)) as events:
+                async for event in events:
+                    yield event
+            return
         source.reset(request.prompt, request.settings.draft_sampling, request.settings.stop)
         pair = wrap(LocalModelPair(self, request, source, watched, replayed=wrap is not identity), request)
         async with aclosing(self._accounted(request, speculate(pair, request), source)) as events:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
-from parse_infer.errors import ModelError
+from parse_infer.errors import ModelError, PromptError
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.adapter_files import judge_fingerprint
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.head import Probe, ValidityHead, verbalizer_ids
 from parse_infer.judge.probe_lora import ProbeLoRA
+from parse_infer.models.chat_template import render_chat
 from parse_infer.models.fingerprint import describe_target
 
 QUESTION = (
@@ -84,14 +84,10 @@ def chat_suffix(tokenizer: Any, question: str) -> str:
         {"role": "assistant", "content": _MARKER},
         {"role": "user", "content": question},
     ]
+    options = {"enable_thinking": False}  # the answer word must come first; templates without this option ignore it
     try:
-        text = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=False,  # the answer word must come first; templates without this option ignore it
-        )
-    except TemplateError as error:
+        text = render_chat(tokenizer, messages, options)
+    except PromptError as error:
         raise ModelError(f"the chat template cannot render a question after an answer ({error})") from error
     _, marker, suffix = text.rpartition(_MARKER)
     if not marker or question not in suffix:

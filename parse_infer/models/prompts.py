@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from parse_infer.errors import PromptError
+from parse_infer.models.chat_template import Message, render_chat
 from parse_infer.models.detokenizer import Detokenizer, complete_text
 
-Message = Mapping[str, str]
 _CONTEXT = 8  # tokens; more than a character has bytes
 
 
@@ -25,10 +24,12 @@ class Verbatim:
     Attributes:
         text: the prompt, up to its last whole character.
         ids: the prompt's tokens if the caller chose them, for the target and models that share its tokenizer.
+        add_special_tokens: put the tokenizer's BOS token before the text, unless the text begins with it.
     """
 
     text: str
     ids: tuple[int, ...] | None = None
+    add_special_tokens: bool = True
 
     @classmethod
     def of_tokens(cls, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Verbatim:
@@ -37,10 +38,15 @@ class Verbatim:
 
 @dataclass(frozen=True)
 class Chat:
-    """Chat messages with chat template options for this prompt, in addition to the model's."""
+    """Chat messages with chat template options for this prompt, in addition to the model's.
+
+    Attributes:
+        add_special_tokens: put the tokenizer's BOS token before the rendered text, unless the template has.
+    """
 
     messages: Sequence[Message]
     template_options: Mapping[str, Any]
+    add_special_tokens: bool = False
 
 
 class RenderedPrompt:
@@ -141,43 +147,50 @@ def render_prompt(
 
     Raises ValueError for an empty prompt, for messages without a template, and for messages that the template rejects.
     """
+    special = False
     if isinstance(prompt, Chat):
+        special = prompt.add_special_tokens
         _check_options(tokenizer, prompt.template_options)
         template_options = {**(template_options or {}), **prompt.template_options}
     prompt = content_of(prompt)
     if isinstance(prompt, Verbatim):
-        ids = list(tokenizer(prompt.text).input_ids) if prompt.ids is None else list(prompt.ids)
+        ids = prompt.ids if prompt.ids is not None else continued(tokenizer, prompt.text, prompt.add_special_tokens)
         if not ids:
             raise PromptError("The prompt is empty: give some text or at least one token.")
-        return ids
+        return list(ids)
     _check(prompt)
     if tokenizer.chat_template is None:
         if not isinstance(prompt, str):
             raise PromptError(
                 f"The tokenizer of {tokenizer.name_or_path!r} has no chat template: give the prompt as plain text."
             )
-        return list(tokenizer(prompt).input_ids)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        return continued(tokenizer, prompt)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     continues = messages[-1]["role"] == "assistant"
-    try:
-        text = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-            **(template_options or {}),
-        )
-    except (TemplateError, TypeError) as error:  # templates reject unknown roles, orders and options
-        raise PromptError(f"The chat template of {tokenizer.name_or_path!r} refuses the prompt: {error}.") from error
-    return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has added special tokens
+    text = render_chat(tokenizer, messages, template_options or {}, "continue" if continues else "reply")
+    return continued(tokenizer, text, special)
+
+
+def continued(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> list[int]:
+    """Tokenize a text that an answer continues: an end token never follows it, and it has at most one BOS token."""
+    ids = list(tokenizer(text, add_special_tokens=False).input_ids)
+    before = special_prefix(tokenizer) if add_special_tokens else []
+    return ids if before and ids[:1] == before[:1] else before + ids
+
+
+def special_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the special tokens that a tokenizer puts before a text."""
+    whole, plain = (list(tokenizer("a", add_special_tokens=special).input_ids) for special in (True, False))
+    starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+    return whole[: next(starts, 0)]
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Return a rendered prompt, up to its last whole character, as text for a server, which tokenizes it and adds a
     BOS token."""
-    begin = tokenizer.bos_token_id
-    if begin is not None and ids[0] == begin and tokenizer("a").input_ids[0] == begin:
-        ids = ids[1:]
+    begin = special_prefix(tokenizer)
+    if begin and list(ids[: len(begin)]) == begin:
+        ids = ids[len(begin) :]
     whole, read = 0, Detokenizer(tokenizer)
     for i, token in enumerate(ids, start=1):
         read.add([token])
@@ -192,11 +205,13 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_options: Mapping[st
     """Return the token ids that the chat template appends to an assistant's turn; [] if unknown."""
     marker = "@@TURN@@"
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marker}]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **(template_options or {}))
-    except (TemplateError, ValueError):  # ValueError: no template
+    if tokenizer.chat_template is None:
         return []
-    suffix = cast("str", text).rpartition(marker)[2] if marker in text else ""
+    try:
+        text = render_chat(tokenizer, messages, template_options or {}, "nothing")
+    except PromptError:
+        return []
+    suffix = text.rpartition(marker)[2] if marker in text else ""
     return list(tokenizer(suffix, add_special_tokens=False).input_ids)
 
 

@@ -10,7 +10,15 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from parse_infer.errors import PromptError
-from parse_infer.models.prompts import Prompt, RenderedPrompt, Verbatim, end_of_turn, render_prompt
+from parse_infer.models.prompts import (
+    Chat,
+    Prompt,
+    RenderedPrompt,
+    Verbatim,
+    end_of_turn,
+    render_prompt,
+    special_prefix,
+)
 from parse_infer.sampling import Sampling
 
 
@@ -98,8 +106,10 @@ def reads_alike(a: TokenizerSpec, b: TokenizerSpec, prompt: Prompt) -> bool:
     if isinstance(prompt, Verbatim) and prompt.ids is not None:
         return True
     one, other = a.tokenizer, b.tokenizer
-    if isinstance(prompt, Verbatim) or (one.chat_template is None and other.chat_template is None):
-        return one("").input_ids == other("").input_ids  # special tokens that they add to a text
+    untemplated = isinstance(prompt, Verbatim) or (one.chat_template is None and other.chat_template is None)
+    adds = prompt.add_special_tokens if isinstance(prompt, (Verbatim, Chat)) else untemplated
+    if untemplated or (adds and special_prefix(one) != special_prefix(other)):
+        return not adds or special_prefix(one) == special_prefix(other)
     return (one.chat_template, dict(a.template_options), one.special_tokens_map) == (
         *(other.chat_template, dict(b.template_options), other.special_tokens_map),
     )

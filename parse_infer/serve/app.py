@@ -144,7 +144,7 @@ def create_app(
                 if body.chat is not None:
                     _, ids = await backend.render(body.chat)
                 else:
-                    ids = await backend.encode(body.prompt or "", body.add_special_tokens)
+                    ids = await backend.encode(body.prompt or "", body.add_special_tokens is not False)
                 texts = await backend.token_texts(ids) if body.return_token_strs else None
         return TokenizeAnswer(count=len(ids), max_model_len=backend.window, tokens=ids, token_strs=texts)
 

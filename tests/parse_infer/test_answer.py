@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from parse_infer.answer import Answer
+from parse_infer.engine import ParseEngine
+from parse_infer.events import Accepted, Resumed
+from parse_infer.judge.min_p import MinPJudge
 from parse_infer.models.detokenizer import Detokenizer, complete_text, encode_continuation
 from parse_infer.models.prompts import Verbatim, left_context
-from tests.parse_infer.language_models import llama_tokenizer, sentencepiece_tokenizer, word_tokenizer
+from parse_infer.sampling import Sampling
+from tests.parse_infer.language_models import (
+    crossing_tokenizer,
+    language_model,
+    llama_tokenizer,
+    sentencepiece_tokenizer,
+    word_tokenizer,
+)
 
 
 def test_text_is_exact_however_the_tokens_arrive(tokenizer):
@@ -99,3 +111,26 @@ def test_what_is_held_back_comes_out_at_the_end(tokenizer):
     ended = Answer(tokenizer, {258}, [], max_tokens=9)
     ended.add([*half, 258], "draft", 0.9)
     assert (ended.finish_reason, ended.text) == ("eos", tokenizer.decode(half))
+
+
+@pytest.mark.parametrize(("target", "draft"), [("crossing", "crossing"), ("crossing", "words"), ("bytes", "crossing")])
+def test_an_answers_text_is_that_of_its_tokens_whoever_wrote_them(make_model, tokenizer, target, draft):
+    """The weights are random, so most characters are broken."""
+    made = {"crossing": crossing_tokenizer(), "words": word_tokenizer(), "bytes": tokenizer}
+    pair = [
+        language_model(make_model("llama", seed=i, vocab_size=len(made[kind]), eos_token_id=None), made[kind], kind)
+        for i, kind in enumerate((target, draft))
+    ]
+    words, prompt = pair[0].tokenizer, Verbatim("ធុ 툠")
+    for lm in pair:
+        lm.eos_ids = set()
+    engine = ParseEngine.from_models(*pair, MinPJudge(words, 0.3))
+    for settings in ({"block_tokens": 3}, {"block_tokens": 8, "stop": ("\ufffd",)}, {"threshold": 2.0}):
+        for sampling in (Sampling(), Sampling(1.0, seed=1), Sampling(1.0, seed=2)):
+            sampled = {"draft_sampling": sampling, "resume_sampling": sampling}
+            *events, done = engine.stream(prompt, max_new_tokens=40, **settings, **sampled)
+            found, expected = done.generation, words.decode(done.generation.token_ids, skip_special_tokens=True)
+            sent = "".join(event.text for event in events if isinstance(event, (Accepted, Resumed)))
+            assert "".join(span.text for span in found.spans) == found.text == sent
+            assert expected.startswith(sent) if found.finish_reason == "stop" else expected == sent
+            assert found.finish_reason != "stop" or found.text.endswith("\ufffd")

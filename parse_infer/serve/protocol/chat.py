@@ -21,7 +21,7 @@ REST_OF_WINDOW = 1 << 31  # tokens; more than any window, so the window ends the
 _RELAYED = {
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template_kwargs"),
     *("n", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "seed", "stream", "stream_options"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "add_special_tokens"),
 }
 _ROLES = {"developer": "system"}  # OpenAI's newer name; chat templates use the older one
 
@@ -87,6 +87,9 @@ class ChatBody(AnswerBody):
     messages: AtMost4096[ChatMessage] = Field(min_length=1)
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the chat template, such as enable_thinking."
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="true: a BOS token before the rendered chat, unless the template has put one."
     )
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 31)
     continue_final_message: bool | None = Field(
@@ -156,7 +159,8 @@ class ChatBody(AnswerBody):
     @property
     def prompts(self) -> list[Chat]:
         """The conversation, as the only prompt."""
-        return [Chat([message.plain() for message in self.messages], self.chat_template_kwargs or {})]
+        messages = [message.plain() for message in self.messages]
+        return [Chat(messages, self.chat_template_kwargs or {}, bool(self.add_special_tokens))]
 
     @property
     def draft_text(self) -> str | None:

@@ -37,6 +37,9 @@ Prompts = Annotated[
 
 class CompletionBody(AnswerBody):
     prompt: Prompts = Field(description="Text or token ids, or a list of either; no chat template is used.")
+    add_special_tokens: bool | None = Field(
+        None, description="false: no BOS token before a text. A text that begins with it gets no second one."
+    )
     best_of: Any = neutral("not supported; only 1", 1)
     echo: Any = neutral("not supported", False)
     suffix: Any = neutral("not supported", "")
@@ -50,7 +53,10 @@ class CompletionBody(AnswerBody):
         prompt: Any = self.prompt
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
         return [
-            Verbatim(one) if isinstance(one, str) else TokenPrompt(one) for one in (prompt if several else [prompt])
+            Verbatim(one, add_special_tokens=self.add_special_tokens is not False)
+            if isinstance(one, str)
+            else TokenPrompt(one)
+            for one in (prompt if several else [prompt])
         ]
 
     @property

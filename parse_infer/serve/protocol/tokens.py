@@ -19,7 +19,7 @@ class TokenizeBody(Body):
         None, min_length=1, description="Instead of prompt; rendered with the chat template."
     )
     chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = Field(None, description="Default: true for prompt, false for messages.")
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -34,7 +34,8 @@ class TokenizeBody(Body):
     def chat(self) -> Chat | None:
         if self.messages is None:
             return None
-        return Chat([message.plain() for message in self.messages], self.chat_template_kwargs or {})
+        messages = [message.plain() for message in self.messages]
+        return Chat(messages, self.chat_template_kwargs or {}, bool(self.add_special_tokens))
 
 
 class TokenizeAnswer(BaseModel):

@@ -6,11 +6,25 @@ import copy
 import json
 
 import pytest
+from tokenizers import processors
 from transformers import GenerationConfig
 
+from parse_infer.errors import PromptError
+from parse_infer.models.chat_template import takes_parts
 from parse_infer.models.loading import load_served_model
-from parse_infer.models.prompts import Chat, RenderedPrompt, Verbatim, changed_option, open_turn
+from parse_infer.models.prompts import (
+    Chat,
+    RenderedPrompt,
+    Verbatim,
+    changed_option,
+    end_of_turn,
+    open_turn,
+    prompt_text,
+    render_prompt,
+)
+from parse_infer.models.tokenizer_spec import reads_alike
 from parse_infer.sampling import Sampling
+from tests.conftest import SPECIALS
 from tests.parse_infer.language_models import language_model
 
 USER = [{"role": "user", "content": "2 + 2"}]
@@ -80,3 +94,124 @@ def test_sampling_defaults_are_the_generation_configs(make_model, tokenizer, con
     model.generation_config = GenerationConfig(eos_token_id=258, **config)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 258, **config}))
     assert language_model(model, tokenizer).default_sampling == wanted == load_served_model(tmp_path).default_sampling
+
+
+LOOP = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+WORDS = {"user": "How many?", "system": "Be brief.", "assistant": "It is", "tool": "38"}
+PARTS_ONLY = {
+    "loop": "{% for m in messages %}[{{ m.role }}]" + LOOP + "{% endfor %}",
+    "renamed": "{% set rest = messages[0:] %}{% for m in rest %}{% set c = m['content'] %}[{{ m.role }}]"
+    "{% for p in c | list %}{{ p['text'] }}{% endfor %}{% endfor %}",
+    "macro": "{% macro text(c) %}{% for p in c %}{{ p['text'] }}{% endfor %}{% endmacro %}"
+    "{% for m in messages %}[{{ m.role }}]{{ text(m.content) }}{% endfor %}",
+    "first": "{% for m in messages %}[{{ m.role }}]{{ m.content[0].text }}{% endfor %}",
+    "fails on text": "{% for m in messages %}[{{ m.role }}]{{ m.content[0]['text'] + '' }}{% endfor %}",
+    "users' alone": "{% for m in messages %}[{{ m.role }}]{% if m.role == 'user' %}"
+    + LOOP
+    # Of a list, this would print Python's form.
+    + "{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    "with a BOS token": "{{ bos_token + '' }}{% for m in messages %}[{{ m.role }}]" + LOOP + "{% endfor %}",
+}
+TEXTS_TOO = {
+    "text": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+    "both": "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
+    + LOOP
+    + "{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", [*PARTS_ONLY, *TEXTS_TOO])
+def test_a_template_reads_contents_in_its_own_form(tokenizer, name):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (PARTS_ONLY | TEXTS_TOO)[name]
+    own.bos_token = "<|user|>"
+    begin = own.bos_token if "BOS" in name else ""
+    for roles in (["user"], ["system", "user"], ["user", "assistant"], ["user", "assistant", "user"]):
+        messages = [{"role": role, "content": WORDS[role]} for role in roles]
+        text = own.decode(render_prompt(own, messages))
+        assert text == begin + "".join(f"[{role}]{WORDS[role]}" for role in roles)
+    assert own.decode(render_prompt(own, "How many?")) == begin + "[user]How many?"
+    assert takes_parts(own.chat_template, "user", (("bos_token", "x"),)) == (name in PARTS_ONLY)
+
+
+def test_an_end_of_turn_of_a_template_of_parts_is_found(tokenizer):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "{% for m in messages %}[{{ m.role }}]" + LOOP + "<|end|>{% endfor %}"
+    assert end_of_turn(own) == [own.eos_token_id]
+
+
+FAILING = {
+    "refuses": "{{ raise_exception('no system messages here\\nat all') }}",
+    "divides": "{{ 1 // (messages | length - messages | length) }}",
+    "key": "{{ messages[7].content.strip() }}",
+    "type": "{{ messages[0].content + 1 }}",
+    "value": "{{ messages[0].content | int | string | format(1, 2, 3) }}",
+    "syntax": "{% for %}",
+    "endless": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_whatever_a_template_raises_is_one_sentence(tokenizer, name):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = FAILING[name]
+    with pytest.raises(PromptError, match="refuses the prompt") as refused:
+        render_prompt(own, "Hello")
+    text = str(refused.value)
+    assert "\n" not in text and len(text) < 400 and text.endswith(".")
+    assert end_of_turn(own) == []
+
+
+def test_a_message_that_the_template_changes_cannot_be_continued(tokenizer):
+    """As Qwen3's drops the reasoning; transformers' error prints the whole chat."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    begun = {"role": "assistant", "content": "<think>a secret</think>It is"}
+    with pytest.raises(PromptError, match="would continue") as refused:
+        render_prompt(own, [*USER, begun])
+    assert "secret" not in str(refused.value) and "\n" not in str(refused.value)
+
+
+def adding(tokenizer, template: str, **names: str):
+    """A tokenizer that puts special tokens around each text."""
+    own = copy.deepcopy(tokenizer)
+    specials = [(token, own.convert_tokens_to_ids(token)) for token in SPECIALS]
+    own.backend_tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=specials)
+    for name, token in names.items():
+        setattr(own, name, token)
+    return own
+
+
+@pytest.mark.parametrize(
+    "template", ["<|user|> $A <|end|>", "<|user|> $A", "$A <|end|>", "$A", "<|user|> <|assistant|> $A"]
+)
+def test_a_text_is_continued_as_it_stands(tokenizer, template):
+    own = adding(tokenizer, template)
+    before = template.partition("$A")[0].split()
+    for text in ("Once upon", "a", "", "".join(before) + "Once"):
+        plain = own.encode(text, add_special_tokens=False)
+        begun = bool(before) and text.startswith(before[0])
+        expected = plain if begun else own.convert_tokens_to_ids(before) + plain
+        if not expected:
+            with pytest.raises(PromptError, match="empty"):
+                render_prompt(own, Verbatim(text))
+            continue
+        assert render_prompt(own, Verbatim(text)) == expected
+        if plain:
+            assert render_prompt(own, Verbatim(text, add_special_tokens=False)) == plain
+    bare = copy.deepcopy(own)
+    bare.chat_template = None
+    assert render_prompt(bare, "Once") == render_prompt(own, Verbatim("Once"))
+    chat = render_prompt(own, USER)
+    assert own.decode(chat) == "<|user|>2 + 2<|assistant|>" and render_prompt(own, Chat(USER, {})) == chat
+    with_bos = render_prompt(own, Chat(USER, {}, add_special_tokens=True))
+    assert with_bos == chat, "the template puts one already"
+
+
+def test_models_that_add_other_tokens_read_texts_unlike(make_model, tokenizer):
+    one = language_model(make_model("llama"), adding(tokenizer, "<|user|> $A"))
+    other = language_model(make_model("llama"), adding(tokenizer, "$A <|end|>"))
+    for prompt, alike in ((Verbatim("a"), False), (Verbatim("a", add_special_tokens=False), True), (USER, True)):
+        assert reads_alike(one, other, prompt) == alike
+    assert not reads_alike(one, other, Chat(USER, {}, add_special_tokens=True))
+    assert reads_alike(one, one, Verbatim("a")) and prompt_text(one.tokenizer, one.render(Verbatim("a"))) == "a"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from parse_infer.sampling import Sampling
 from parse_infer.serve.protocol.chat import ChatBody
 from parse_infer.serve.protocol.completion import CompletionBody
 from parse_infer.serve.protocol.tokens import DetokenizeBody, TokenizeBody
@@ -60,3 +61,15 @@ def test_lists_are_bounded():
 def test_a_long_conversation_is_no_mistake():
     assert len(ChatBody.model_validate({"messages": [USER] * 4096}).messages) == 4096
     assert CompletionBody.model_validate({"prompt": [[5] * 100_000]}).prompts[0].ids[-1] == 5
+
+
+def test_special_tokens_before_a_prompt_are_the_requests_choice():
+    for given, completes, chats in ((None, True, False), (True, True, True), (False, False, False)):
+        fields = {"add_special_tokens": given}
+        (completed,) = CompletionBody.model_validate({"prompt": "Once", **fields}).prompts
+        (chat,) = ChatBody.model_validate({"messages": [USER], **fields}).prompts
+        tokenized = TokenizeBody.model_validate({"messages": [USER], **fields}).chat
+        assert completed.add_special_tokens == completes
+        assert chat.add_special_tokens == tokenized.add_special_tokens == chats
+    body = ChatBody.model_validate({"messages": [USER], "add_special_tokens": True})
+    assert body.relayed(Sampling())["add_special_tokens"] is True and not list(body.unknown())
