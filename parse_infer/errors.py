@@ -18,6 +18,10 @@ class PromptError(ParseError):
     """A prompt or a draft text that is empty, too long, or refused by the chat template."""
 
 
+class ChatTemplateError(PromptError):
+    """Messages on which a chat template fails."""
+
+
 class ModelError(ParseError):
     """A model, adapter or head that is damaged, unsupported, or made for another model."""
 

@@ -19,7 +19,7 @@ from parse_infer.calibration.schema import Calibration, shipped_calibration
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.drafters.source import DraftSource
 from parse_infer.drafters.text import TextDrafter
-from parse_infer.errors import PromptError, SettingsError
+from parse_infer.errors import ChatTemplateError, SettingsError
 from parse_infer.events import Event, Interrupted, Resumed
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.carried import Carried
@@ -222,7 +222,7 @@ class LocalBackend:
             )
         return self.judge
 
-    def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> DraftSource | PromptError:
+    def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> DraftSource | ChatTemplateError:
         if request.settings.mode == "validity":
             self.require_judge()
         if draft_text is None and self.drafter is None:
@@ -236,11 +236,11 @@ class LocalBackend:
         self._current = None  # the drafter changes its prompt, so an open stream must end
         try:
             drafter.reset(request.prompt, request.settings.draft_sampling, request.settings.stop)
-        except PromptError as error:  # the target has rendered the prompt
+        except ChatTemplateError as error:  # the target has rendered the prompt
             return error
         return drafter
 
-    def uses_draft(self, request: Request, source: DraftSource | PromptError) -> bool:
+    def uses_draft(self, request: Request, source: DraftSource | ChatTemplateError) -> bool:
         """Whether the draft model writes a draft. At a threshold above 1, a draft model that proposes tokens for the
         target writes no draft: the answer is lossless speculation, with or without `adaptive`."""
         settings = request.settings
@@ -249,9 +249,9 @@ class LocalBackend:
         return settings.mode == "exact" or settings.threshold <= 1 or not proposes
 
     async def with_draft(
-        self, request: Request, source: DraftSource | PromptError, wrap: PairWrapper, watched: bool
+        self, request: Request, source: DraftSource | ChatTemplateError, wrap: PairWrapper, watched: bool
     ) -> AsyncGenerator[Event, None]:
-        if isinstance(source, PromptError):
+        if isinstance(source, ChatTemplateError):
             if wrap is not identity:  # a measurement
                 raise source
             request.fallback = "draft_refused"

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from parse_infer.errors import PromptError
+from parse_infer.errors import ChatTemplateError
 from parse_infer.files import first_sentence
 
 Message = Mapping[str, str]
@@ -30,7 +30,7 @@ def render_chat(
         then: what follows the text: the assistant's reply, the rest of the last message, or nothing.
 
     Raises:
-        PromptError: the template fails on the messages, or drops what the answer should continue.
+        ChatTemplateError: the template fails on the messages, or drops what the answer should continue.
     """
     formed: Any = [{**message, "content": _content(tokenizer, message)} for message in messages]
     apply: Any = tokenizer.apply_chat_template
@@ -41,7 +41,7 @@ def render_chat(
         reason = first_sentence(error)[:_LONGEST_REASON].rstrip(".")
         if then == "continue" and "final message does not appear" in reason:
             reason = "it drops a part of the assistant's message that the answer would continue, such as its reasoning"
-        raise PromptError(
+        raise ChatTemplateError(
             f"The chat template of {tokenizer.name_or_path!r} refuses the prompt ({reason}): change the messages or "
             "the template's options."
         ) from error
