@@ -9,7 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from data_tools.tasks.checkers import final_answer, same_number
+from data_tools.tasks.final_answer import final_answer
+from data_tools.tasks.stated_numbers import same_number
 from data_tools.tasks.task import Problem, Split, check_split
 from parse_infer.files import read_jsonl
 
@@ -45,7 +46,9 @@ class Gsm8k:
         for index in order[:limit]:
             row = rows[index]
             solution = re.sub(r"<<[^>]*>>", "", str(row["answer"]))
-            yield Problem(f"{name}-{index}", row["question"] + self._REQUEST, final_answer(solution).strip(), solution)
+            yield Problem(
+                f"{name}-{index}", row["question"] + self._REQUEST, final_answer(solution).text.strip(), solution
+            )
 
     def check(self, problem: Problem, completion: str) -> bool:
         return same_number(problem.reference, completion)

@@ -7,13 +7,20 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from data_tools.tasks.checkers import final_answer
+from data_tools.tasks.answer_text import clean
+from data_tools.tasks.final_answer import final_answer, first_clause
+from data_tools.tasks.stated_numbers import stated_quantity
 from data_tools.tasks.task import SPLITS, Problem, Split, check_split
 from parse_infer.errors import ParseError
 from parse_infer.optional_dependencies import missing_package
 from parse_infer.suggest import suggestion
 
 _EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")  # sympy's parser calls eval, too
+
+_EMPHASISED = re.compile(r".*(?:\*\*|`)([^*`]+)(?:\*\*|`)")
+_SAYS = re.compile(
+    r".*\b(?:is|are|was|were|becomes|equals)\s+(?!not\b)(?:(?:a|an|the|his|her|its|their|[\w-]+'s)\s+)*(\S.*)"
+)
 
 
 @dataclass
@@ -69,14 +76,10 @@ class ReasoningGym:
     def check(self, problem: Problem, completion: str) -> bool:
         """Whether the generator's checker gives the full score to one of the candidates.
 
-        Candidates: the completion, its marked final answer, the text after a colon in its last line."""
+        Candidates: the completion, and what it may state as its answer (`_statements`)."""
         from reasoning_gym import get_score_answer_fn
 
         score = get_score_answer_fn(problem.metadata["generator"])
-        last = completion.rsplit("####", 1)[-1].strip()
-        line = last.rsplit("\n", 1)[-1]
-        found = {completion, last, final_answer(completion), line.split(":", 1)[-1], line.rsplit(":", 1)[-1]}
-        candidates = {text.strip() for text in found} | {text.strip().rstrip(".") for text in found}
 
         def marks(text: str) -> float:
             try:
@@ -84,4 +87,22 @@ class ReasoningGym:
             except Exception:  # some checkers raise various errors for text that does not have the form of an answer
                 return 0.0
 
-        return any(marks(text) >= 1 for text in candidates)
+        return any(marks(text) >= 1 for text in _statements(completion))
+
+
+def _statements(completion: str) -> set[str]:
+    """Return the completion, its final answer, its number, and what its last line says after a verb or a colon."""
+    answer, last = final_answer(completion), completion.rsplit("####", 1)[-1].strip()
+    line = last.rsplit("\n", 1)[-1]
+    texts = {completion, last, answer.text, line.split(":", 1)[-1], line.rsplit(":", 1)[-1]}
+    if answer.mark == "none":
+        texts |= {found[1] for found in (_EMPHASISED.search(line), _SAYS.search(line)) if found}
+    else:
+        texts.add(first_clause(answer.text))
+    number = stated_quantity(completion)
+    if number is not None and number.value is not None:
+        texts.add(number.text)
+    bare = {text.strip(" \n*_`") for text in texts} | {text.strip().rstrip(".").strip("*_`") for text in texts}
+    cleaned = {clean(text, sentence=True) for text in texts}
+    bare |= {text.strip().removesuffix(".") for text in texts}
+    return {text.strip() for text in texts} | bare | cleaned | {f"{text}." for text in cleaned}  # a sentence

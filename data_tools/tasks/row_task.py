@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from data_tools.tasks.checkers import CHECKS, same_expression, stated_number
+from data_tools.tasks.checkers import CHECKS
 from data_tools.tasks.code_checks import CODE_CHECKS, error_in_tests, same_function
+from data_tools.tasks.expressions import require_math_verify
 from data_tools.tasks.sandbox import require_sandbox
+from data_tools.tasks.stated_numbers import stated_number
 from data_tools.tasks.task import Problem
 from parse_infer.errors import ParseError
 
@@ -38,7 +40,7 @@ class RowTask:
         if self.check_with not in known:
             raise ParseError(f"check_with is {self.check_with!r}; choose one of {', '.join(known)}")
         if self.check_with == "math":
-            same_expression("1", "1")  # raises without its package, before any work
+            require_math_verify()
         if self.check_with in CODE_CHECKS:
             if not self.run_code:
                 raise ParseError(
@@ -71,7 +73,8 @@ class RowTask:
                 raise ParseError(f"{place}: the reference is not a valid pattern ({error})") from error
         if self.check_with == "numeric" and stated_number(str(reference)) is None:
             raise ParseError(
-                f"{place}: the reference {reference!r} has no number; to compare texts, set check_with: exact"
+                f"{place}: the reference {reference!r} has no number, or not a single one; to compare texts, set "
+                "check_with: exact, and for mathematics math"
             )
         if self.check_with == "tests" and (wrong := error_in_tests(str(reference))):
             raise ParseError(f"{place}: the reference {str(reference)[:40]!r} {wrong}")

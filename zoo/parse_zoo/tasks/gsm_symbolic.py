@@ -10,8 +10,9 @@ from itertools import chain
 from random import Random
 from typing import Any, ClassVar
 
-from data_tools.tasks.checkers import same_number
+from data_tools.tasks.final_answer import final_answer
 from data_tools.tasks.reading import reading
+from data_tools.tasks.stated_numbers import same_number
 from data_tools.tasks.task import SPLITS, Problem, Split, check_split
 from parse_infer.errors import ParseError
 from parse_infer.optional_dependencies import missing_package
@@ -109,7 +110,8 @@ class GsmSymbolic:
         return Problem(f"gsm_symbolic-{seed}", question, answer, solution, {"template": template, "key": key})
 
     def check(self, problem: Problem, completion: str) -> bool:
-        return "####" in completion and same_number(problem.reference, completion)
+        marked = "####" in completion and final_answer(completion).mark in ("hashes", "box")
+        return marked and same_number(problem.reference, completion)
 
 
 def _drop_zero_decimals(text: str) -> str:
