@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Any
 
 import aiohttp
 
+from parse_infer.backends.retry_after import read_retry_after
 from parse_infer.backends.server_sent_events import event_data
 from parse_infer.errors import ServerError
 
@@ -25,12 +27,15 @@ class TransientServerError(Exception):
 
     Attributes:
         status: HTTP status of the failure; 0: no answer, or an unusable one.
-        timed_out: the server sent nothing for the client's `timeout_s`.
+        timed_out: the server sent nothing for too long.
+        retry_after_s: how long the server asks for no requests; None: it does not say.
     """
 
-    def __init__(self, message: str, status: int = 0, timed_out: bool = False) -> None:
+    def __init__(
+        self, message: str, status: int = 0, timed_out: bool = False, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.timed_out = status, timed_out
+        self.status, self.timed_out, self.retry_after_s = status, timed_out, retry_after_s
 
 
 class RequestRejected(ServerError):
@@ -199,7 +204,9 @@ class _Answer:
             hint = f": {self._key_hint}" if response.status in (401, 403) else ""
             message = f"{self._url} rejects a request ({response.status}): {sentence}{hint}"
             raise RequestRejected(message, sentence, response.status)
-        raise TransientServerError(f"{self._url} failed ({response.status})", response.status)
+        wait_s = read_retry_after(response.headers.get("Retry-After"), time.time())
+        message = f"{self._url} failed ({response.status})"
+        raise TransientServerError(message, response.status, retry_after_s=wait_s)
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._response is None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
+from parse_infer.backends.circuit import Circuit
 from parse_infer.backends.client import Client, RequestRejected, TransientServerError
 
 log = logging.getLogger("parse_infer.backends")
@@ -23,6 +24,7 @@ class Server:
 
     Attributes:
         url: without "/v1".
+        circuit: whether its requests fail.
         busy: number of our answers and requests on this server.
         healthy: whether the server gets requests.
         last_error: why the server is unhealthy, or why its last request failed.
@@ -33,7 +35,8 @@ class Server:
         waits: timeouts of the requests that wait for this server; they expire when the server becomes unhealthy.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, circuit: Circuit | None = None) -> None:
+        self.circuit = circuit or Circuit()
         self.url = url.rstrip("/").removesuffix("/v1")
         self.busy = 0
         self.healthy = True
@@ -85,13 +88,20 @@ class HealthChecks:
         """Stop the checks and keep each server's state. `start` restarts them, also in another event loop."""
         for server in list(self._watching):
             self._stop_watching(server)
+            if server.check is not None:
+                with suppress(RuntimeError):  # its event loop has ended
+                    server.check.cancel()
         self._loop = None
 
     async def check(self, server: Server) -> None:
         """Check a server now. Concurrent calls share one check."""
+        await asyncio.shield(self.start_check(server))
+
+    def start_check(self, server: Server) -> asyncio.Task[None]:
+        """Check a server soon, without waiting for the result."""
         if server.check is None or server.check.done():
             server.check = asyncio.get_running_loop().create_task(self._check(server))
-        await asyncio.shield(server.check)
+        return server.check
 
     async def wait_for_recovery(self, seconds: float) -> None:
         """Wait until a check finds a healthy server, at most `seconds`."""
@@ -140,6 +150,7 @@ class HealthChecks:
             server.missed = 0
             if not server.healthy:
                 server.healthy = True
+                server.circuit.close()
                 log.info("the %s server %s is healthy again", self._role, server.url)
             self._back.set()
             self._back.clear()

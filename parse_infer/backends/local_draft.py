@@ -50,6 +50,13 @@ class _Job:
     wanted: bool = True
     sent: int = 0
 
+    async def next_piece(self, silence_s: float | None) -> list[int] | Exception | None:
+        try:
+            async with asyncio.timeout(silence_s):
+                return await self.pieces.get()
+        except TimeoutError as error:
+            raise Unavailable(f"the draft model wrote nothing for {silence_s:g} s") from error
+
     def put(self, piece: list[int] | Exception | None) -> None:
         with suppress(RuntimeError):  # its event loop has ended
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
@@ -71,12 +78,17 @@ class LocalDraft:
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def acquire(self, patience_s: float | None = None) -> Iterator[None]:
+    def acquire(self, optional: bool = False) -> Iterator[None]:
         """Do nothing; the counterpart of `ReplicaPool.acquire`."""
         yield
 
     async def written(
-        self, ids: Sequence[int], most: int, settings: Mapping[str, Any], place: object = None, watched: bool = True
+        self,
+        ids: Sequence[int],
+        most: int,
+        settings: Mapping[str, Any],
+        place: object = None,
+        silence_s: float | None = None,
     ) -> AsyncGenerator[list[int], None]:
         """Yield tokens as `ReplicaPool.written` does, without `stop`; the caller may close it. Raises Unavailable."""
         numbers = {name: settings[name] for name in ("temperature", "top_p", "top_k")}
@@ -88,7 +100,7 @@ class LocalDraft:
             self._thread.start()
         self._arrived.put(job)
         try:
-            while (piece := await job.pieces.get()) is not None:
+            while (piece := await job.next_piece(silence_s)) is not None:
                 if isinstance(piece, Exception):
                     raise Unavailable(f"the draft model failed: {piece}") from piece
                 yield piece

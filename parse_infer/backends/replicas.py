@@ -2,30 +2,36 @@
 
 Every request holds all of its state. A failed request is retried on another replica, or on the same one once it
 recovers; a partly written answer continues where it stopped. Only a health check marks a replica unhealthy
-(`HealthChecks`), never a failed request.
+(`HealthChecks`). Failed requests open its `Circuit`: it gets fewer requests, or with optional ones none for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
+from parse_infer.backends.balancer import Balancer
+from parse_infer.backends.circuit import FAILURES, Circuit
 from parse_infer.backends.client import Client, RequestRejected, TransientServerError
 from parse_infer.backends.handshake import Identity
 from parse_infer.backends.health import HealthChecks, Server
-from parse_infer.backends.retries import FailedAttempts, Failing, Lease, Unavailable
+from parse_infer.backends.retries import Attempt, FailedAttempts, Lease
 from parse_infer.errors import ServerError
 
+log = logging.getLogger("parse_infer.backends")
+
 PATIENCE_S = 120.0  # while no replica is healthy
-_PULSE_S = 0.5
 ATTEMPTS = 4  # per request
 BACK_OFF_S = 0.05
-_LONGEST_BACK_OFF_S = 30.0
 COMPLETIONS = "/v1/completions"
+_INVALID = (400, 413, 422)  # rejections that concern the request; others concern the server or its key
 
 
 async def _nothing_to_examine(server: Server) -> None:
@@ -44,11 +50,15 @@ class ReplicaPool:
         identity: takes the place of an `Identity` without model name.
         attempts: attempts per request.
         back_off_s: wait before the second attempt at the same replica; doubles with each further attempt.
+        clock: returns seconds, for circuits and patience.
+        choose: chooses among the least busy replicas.
 
     Attributes:
         identity: model and adapter of the replicas.
         fields: extra fields of every request.
         examine: checks a new or recovered replica thoroughly; raises ValueError if the replica must not be used.
+        outcomes: number of requests by address and outcome: "ok", "rejected" (as invalid), "refused" (other statuses
+            from 300 to 499), "rate_limited", "timed_out", "failed" or "cancelled".
     """
 
     def __init__(
@@ -61,19 +71,22 @@ class ReplicaPool:
         identity: Identity | None = None,
         attempts: int = ATTEMPTS,
         back_off_s: float = BACK_OFF_S,
+        clock: Callable[[], float] = time.monotonic,
+        choose: Callable[[Sequence[Server]], Server] = random.choice,
     ) -> None:
         if not urls:
             raise ServerError(f"the {role} needs the address of a server")
         self.role = role
-        self.members = [Server(url) for url in urls]
+        self.members = [Server(url, Circuit(clock)) for url in urls]
+        self.outcomes: Counter[tuple[str, str]] = Counter()
         self.identity = identity or Identity(role, client)
         self.fields: dict[str, Any] = {}
         self.patience_s = patience_s
         self.examine: Callable[[Server], Awaitable[None]] = _nothing_to_examine
         self._client = client
         self._attempts, self._back_off_s = attempts, back_off_s
-        self._failure = failure
         self._health = HealthChecks(role, self.members, client, self.identity.check, self._examine)
+        self._balancer = Balancer(role, self.members, self._health, failure, clock, choose)
 
     @property
     def model(self) -> str:
@@ -91,15 +104,14 @@ class ReplicaPool:
         await self.identity.handshake(self.members, self.examine)
 
     @contextmanager
-    def acquire(self, patience_s: float | None = None, home: int | None = None) -> Iterator[Lease]:
-        """Lease the least busy replica for all requests of one answer. See `Lease`.
+    def acquire(self, optional: bool = False, home: int | None = None) -> Iterator[Lease]:
+        """Lease the least busy replica for all requests of one answer.
 
         Args:
+            optional: see `Lease`.
             home: index of the replica, modulo their number. Answers with a common prefix share the index.
         """
-        healthy = [server for server in self.members if server.healthy] or self.members
-        at = _least_busy(healthy) if home is None else self.members[home % len(self.members)]
-        lease = Lease(at, patience_s)
+        lease = Lease(self._balancer.first(home), optional)
         try:
             yield lease
         finally:
@@ -140,10 +152,12 @@ class ReplicaPool:
         lease: Lease | None = None,
         watched: bool = True,
         confidences: list[float] | None = None,
+        silence_s: float | None = None,
     ) -> AsyncGenerator[list[int], None]:
         """Yield at most `most` tokens after `ids`: streamed if `watched`, else all at once, which costs less.
 
         Args:
+            silence_s: how long a streaming server may send nothing.
             confidences: takes the probability of each streamed token, if vLLM writes them.
 
         Raises as `ask` does.
@@ -153,7 +167,7 @@ class ReplicaPool:
             yield await self._with_retries(lambda url: self._client.whole(url, body), lease)
             return
         got: list[int] = []
-        tried = FailedAttempts(self._attempts)
+        tried = self._no_attempts(lease)
         while tried.left:
             server = await self._server(lease, tried)
             body = self._body([*ids, *got], most - len(got), settings, lease)
@@ -163,36 +177,45 @@ class ReplicaPool:
                 body["rid"] = uuid.uuid4().hex
             elif confidences is not None:
                 body["logprobs"] = 0  # that of the token itself
-            async with self._attempt(server, tried):
+            async with self._attempt(server, tried) as attempt:
                 url = f"{server.url}{COMPLETIONS}"
                 async with aclosing(self._client.written(url, body, confidences)) as pieces:
-                    while (piece := await self._next(server, pieces)) is not None:
+                    while (piece := await self._next(attempt, pieces, silence_s)) is not None:
+                        attempt.answered = True
                         got += piece
                         yield piece
                 return
             if len(got) >= most or (got and got[-1] in settings["stop_token_ids"]):
                 return  # the text is complete; only the end of the stream was lost
-        raise self._failing(tried)
+        raise self._balancer.failing(tried)
 
-    async def relayed(self, path: str, body: dict[str, Any], lease: Lease | None = None) -> AsyncGenerator[Any, None]:
-        """Pass a request through: yield the response object, or the objects of its stream.
+    async def relayed(
+        self,
+        path: str,
+        body: dict[str, Any],
+        lease: Lease | None = None,
+        silence_s: float | None = None,
+        read: Callable[[Any, str], Any] = lambda response, url: response,
+    ) -> AsyncGenerator[Any, None]:
+        """Pass a request through: yield the response object, or what `read` makes of the objects of its stream.
 
-        Raises as `ask` does. A stream that has begun is not retried.
+        `silence_s` is as in `written`, `read` as in `ask`. Raises as `ask` does, and retries no stream that has begun.
         """
         body = self._with_common_fields(body, lease)
         if not body.get("stream"):
             yield await self._with_retries(lambda url: self._client.post(url, body), lease, path)
             return
-        begun, tried = False, FailedAttempts(self._attempts)
+        begun, tried = False, self._no_attempts(lease)
         while tried.left and not begun:
             server = await self._server(lease, tried)
-            async with self._attempt(server, tried):
+            async with self._attempt(server, tried) as attempt:
                 async with aclosing(self._client.chunks(f"{server.url}{path}", body)) as chunks:
-                    while (chunk := await self._next(server, chunks)) is not None:
-                        begun = True
-                        yield chunk
+                    while (chunk := await self._next(attempt, chunks, silence_s)) is not None:
+                        piece = read(chunk, server.url)
+                        attempt.answered = begun = True
+                        yield piece
                 return
-        raise self._failing(tried)
+        raise self._balancer.failing(tried)
 
     async def aclose(self) -> None:
         """Stop the health checks and close the connections of this event loop. Requests may go on in another one."""
@@ -215,51 +238,70 @@ class ReplicaPool:
         lease: Lease | None,
         path: str = COMPLETIONS,
     ) -> Any:
-        tried = FailedAttempts(self._attempts)
+        tried = self._no_attempts(lease)
         while tried.left:
             server = await self._server(lease, tried)
             async with self._attempt(server, tried), self._waiting(server):
                 return await request(f"{server.url}{path}")
-        raise self._failing(tried)
+        raise self._balancer.failing(tried)
+
+    def _no_attempts(self, lease: Lease | None) -> FailedAttempts:
+        optional = lease is not None and lease.optional
+        return FailedAttempts(len(self.members) if optional else self._attempts, self._back_off_s, optional)
 
     async def _server(self, lease: Lease | None, tried: FailedAttempts) -> Server:
-        """Wait for the replica of the next attempt. Raises Unavailable if none gets healthy in time."""
         self._health.start()
-        end = time.monotonic() + (self.patience_s if lease is None or lease.patience_s is None else lease.patience_s)
-        while not (healthy := [server for server in self.members if server.healthy]):
-            left = end - time.monotonic()
-            reason = self._failure()
-            if reason is not None or left <= 0:
-                raise Unavailable(f"no {self.role} server answers: {reason or self.members[-1].last_error}")
-            await self._health.wait_for_recovery(min(left, _PULSE_S))
-        times = min(map(tried.failed.count, healthy))
-        able = [server for server in healthy if tried.failed.count(server) == times]
-        if times:
-            await asyncio.sleep(min(self._back_off_s * 2.0 ** min(times - 1, 30), _LONGEST_BACK_OFF_S))
-        if lease is None:
-            return _least_busy(able)
-        if lease.server not in able:
-            lease.move(_least_busy(able))
-        return lease.server
+        return await self._balancer.next(lease, tried, self.patience_s)
 
     @asynccontextmanager
-    async def _attempt(self, server: Server, tried: FailedAttempts) -> AsyncIterator[None]:
+    async def _attempt(self, server: Server, tried: FailedAttempts) -> AsyncIterator[Attempt]:
         """Run one attempt; suppress an error that a retry may avoid."""
         server.busy += 1
+        attempt = Attempt(server, tried.optional)
         try:
-            yield
+            yield attempt
+            self._end(attempt, "ok")
         except TransientServerError as error:
             tried.record(server, str(error), error.timed_out)
-            await self._health.check(server)
+            limited = "rate_limited" if error.status == 429 else "failed"
+            self._end(attempt, "timed_out" if error.timed_out else limited, error.retry_after_s)
+            await self._check(server, tried)
         except RequestRejected as error:
-            if error.status != 404:
+            self._end(attempt, "rejected" if error.status in _INVALID else "refused")
+            if error.status == 404:  # the server may serve another model now
+                await self._check(server, tried)
+            others = {other for other in self.members if other.healthy} - {server, *tried.failed}
+            if server.healthy and (error.status in _INVALID or not others):
                 raise
-            await self._health.check(server)  # the server may serve another model now
-            if server.healthy:
-                raise
-            tried.record(server, str(error))
+            tried.record(server, f"{server.url} rejects requests ({error.status})")
         finally:
             server.busy -= 1
+            self._end(attempt, "ok" if attempt.answered else "cancelled")
+
+    async def _check(self, server: Server, tried: FailedAttempts) -> None:
+        """Check a server's health; an optional request does not wait for the result."""
+        check = self._health.start_check(server)
+        if not tried.optional:
+            await asyncio.shield(check)
+
+    def _end(self, attempt: Attempt, outcome: str, rest_s: float | None = None) -> None:
+        """Count an attempt, once, and tell the server's circuit."""
+        if attempt.ended:
+            return
+        attempt.ended = True
+        server, circuit, was_open = attempt.server, attempt.server.circuit, attempt.server.circuit.is_open
+        self.outcomes[server.url, outcome] += 1
+        if outcome in ("ok", "rejected"):
+            circuit.succeed(attempt.begun)
+            if was_open and not circuit.is_open:
+                log.info("the %s server %s gets requests again", self.role, server.url)
+        elif outcome == "cancelled" or (outcome == "failed" and attempt.optional and attempt.answered):
+            circuit.leave(attempt.begun)  # the beginning of a draft is of use
+        elif circuit.fail(attempt.begun, 1 if attempt.optional else FAILURES, rest_s):
+            log.warning(
+                "the %s server %s is out for %.0f s after failed requests: %s",
+                *(self.role, server.url, circuit.pause_s, server.last_error),
+            )
 
     @asynccontextmanager
     async def _waiting(self, server: Server) -> AsyncIterator[None]:
@@ -276,14 +318,12 @@ class ReplicaPool:
                 raise
             raise TransientServerError(server.last_error) from error
 
-    async def _next(self, server: Server, pieces: AsyncGenerator[Any, None]) -> Any:
-        """The next piece of a stream, or None at its end."""
-        async with self._waiting(server):
-            return await anext(pieces, None)
-
-    def _failing(self, tried: FailedAttempts) -> Failing:
-        return Failing(f"the {self.role} servers failed {len(tried.failed)} times: {tried.last_error}")
-
-
-def _least_busy(servers: Sequence[Server]) -> Server:
-    return min(servers, key=lambda server: server.busy)
+    async def _next(self, attempt: Attempt, pieces: AsyncGenerator[Any, None], silence_s: float | None) -> Any:
+        """The next piece of a stream, or None at its end. Raises TransientServerError after `silence_s` of silence."""
+        limit_s = attempt.limit_s(silence_s)
+        try:
+            async with asyncio.timeout(limit_s), self._waiting(attempt.server):
+                return await anext(pieces, None)
+        except TimeoutError as error:
+            message = f"{attempt.server.url} sent nothing for {limit_s or 0:g} s"
+            raise TransientServerError(message, timed_out=True) from error

@@ -21,7 +21,7 @@ from parse_infer.backends.logprob_reads import LogprobScores
 from parse_infer.backends.replicas import ReplicaPool
 from parse_infer.backends.retries import Failing, Lease, Unavailable
 from parse_infer.backends.server_target import Scores, Target, server_settings
-from parse_infer.backends.text_draft import CHAT, TextDraft, TextStream
+from parse_infer.backends.text_draft import CHAT, TextDraft, TextStream, read_chunk
 from parse_infer.block_length import BlockLength
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStream
 from parse_infer.drafters.text import TextDrafter
@@ -31,7 +31,8 @@ from parse_infer.request import Request
 
 log = logging.getLogger("parse_infer.backends")
 
-DRAFT_SILENCE_S = 30.0  # without a draft token; then the target alone is faster
+DRAFT_SILENCE_S = 10.0  # without a draft token; then the target alone is faster
+_MEASURED_SILENCE_S = 600.0  # where drafts are measured, a silent server is an error
 PREFILL = 256  # prompt tokens from which a prefill request during drafting pays off
 
 Drafts = (
@@ -147,7 +148,7 @@ class ServerModelPair:
         except RequestRejected as error:
             return self._fall_back(error, "draft_refused")
         except Unavailable as error:
-            if not (isinstance(writing, TextStream) and writing.n):  # the beginning of a text is a draft too
+            if not writing.n:  # the beginning of a draft is a draft too
                 return self._fall_back(error, "no_draft")
         finally:
             request.stats.draft_forwards += writing.n
@@ -243,20 +244,22 @@ class ServerModelPair:
     async def _read_draft(self, drafts: Any, writing: DraftStream | TextStream, round: int) -> None:
         servers, source = drafts
         sampling, length = self._request.settings.draft_sampling, self._length
+        silence_s = DRAFT_SILENCE_S if self._falls_back else _MEASURED_SILENCE_S
         timed = self._draft = _Timed()
         if isinstance(writing, TextStream):
             timed.confidences, timed.text = writing.confidences, writing
             body = writing.body(sampling, round, logprobs=length is not None)
-            written = servers.relayed(source.api.path, body, self._draft_at)
+            written = servers.relayed(source.api.path, body, self._draft_at, silence_s, read_chunk)
         else:
             asked = server_settings(sampling, source.end_ids, "draft", round)
-            listed = {} if length is None else {"confidences": timed.confidences}
+            listed: dict[str, Any] = {"silence_s": silence_s}
+            listed |= {} if length is None else {"confidences": timed.confidences}
             written = servers.written(writing.context, writing.remaining_tokens, asked, self._draft_at, **listed)
         reads, unknown = self._target.reads, self._request.carried.usual is None
         least = reads.first_tokens if reads is not None and unknown else 0
         survival, seen = 1.0, 0
         async with aclosing(written) as pieces:
-            while (piece := await _next_piece(pieces, DRAFT_SILENCE_S if self._falls_back else None)) is not None:
+            async for piece in pieces:
                 writing.add(piece)
                 timed.note(writing.n)
                 if writing.is_finished:
@@ -279,12 +282,3 @@ class ServerModelPair:
     async def _read_prompt(self, context: list[int]) -> None:
         with suppress(ValueError, Unavailable):  # later requests report the error
             await self._target.prefill(context, self._at)
-
-
-async def _next_piece(pieces: AsyncGenerator[Any, None], limit_s: float | None) -> Any:
-    """The next piece, or None at the end. Raises Unavailable after `limit_s` without a piece."""
-    try:
-        async with asyncio.timeout(limit_s):
-            return await anext(pieces, None)
-    except TimeoutError as error:
-        raise Unavailable(f"the draft server sent no token for {limit_s:g} s") from error

@@ -13,7 +13,6 @@ from typing import Any
 from parse_infer.backends.client import RequestRejected, TransientServerError
 from parse_infer.backends.health import Server
 from parse_infer.backends.replicas import COMPLETIONS, ReplicaPool
-from parse_infer.backends.retries import Unavailable
 from parse_infer.drafters.cross_tokenizer import without_last_word
 from parse_infer.drafters.source import Draft
 from parse_infer.errors import ServerError
@@ -36,6 +35,8 @@ _LOGPROBS: dict[str, dict[str, Any]] = {COMPLETIONS: {"logprobs": 1}, CHAT: {"lo
 _PLAIN_TOKENS = 3  # of the prompt "1", at most; a chat template adds more
 _UNSUPPORTED = (500, 501)  # how some servers refuse a field
 _MALFORMED = (LookupError, TypeError, AttributeError, ValueError)
+Piece = tuple[str, list[tuple[int, float]], str | None]
+"""Text, place and probability of each of its tokens, and why the text ends; see `read_piece`."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ async def find_text_api(servers: ReplicaPool, server: Server, draft: TokenizerSp
     )
 
 
-def read_piece(response: Any) -> tuple[str, list[tuple[int, float]], str | None]:
+def read_piece(response: Any) -> Piece:
     """Read a response, or a chunk of a stream. Raises one of `_MALFORMED` for another format than OpenAI's.
 
     Returns:
@@ -115,6 +116,14 @@ def read_piece(response: Any) -> tuple[str, list[tuple[int, float]], str | None]
     except _MALFORMED:
         tokens = []
     return text, tokens, choice.get("finish_reason")
+
+
+def read_chunk(chunk: Any, url: str) -> Piece:
+    """Read a chunk of a stream as `read_piece` does. Raise TransientServerError for another format than OpenAI's."""
+    try:
+        return read_piece(chunk) if chunk["choices"] else ("", [], None)  # the last: usage
+    except _MALFORMED as error:
+        raise TransientServerError(f"{url} sent no completion") from error
 
 
 class TextDraft:
@@ -181,12 +190,9 @@ class TextStream:
         body |= _LOGPROBS[source.api.path] if logprobs else {}
         return body | (source.chat or {"prompt": source.prompt + self._answer})
 
-    def add(self, chunk: Any) -> None:
-        """Add a chunk of the server's stream. Raise Unavailable for another format than OpenAI's."""
-        try:
-            text, tokens, reason = read_piece(chunk) if chunk["choices"] else ("", [], None)  # the last: usage
-        except _MALFORMED as error:
-            raise Unavailable("the draft server sent no completion") from error
+    def add(self, piece: Piece) -> None:
+        """Add what `read_chunk` read."""
+        text, tokens, reason = piece
         self._places += [len(self._text) + place for place, _ in tokens]
         self.confidences += [probability for _, probability in tokens]
         self._text, self._reason = self._text + text, reason or self._reason

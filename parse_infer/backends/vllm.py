@@ -276,10 +276,9 @@ class VLLMBackend:
         # A wrapper may reuse parts of this answer under other settings. It needs one timing per target token.
         unwrapped = wrap is identity
         falls_back = self.falls_back and unwrapped
-        patience_s = 0.0 if falls_back else None
         with (
             self._target.servers.acquire() as at,
-            source[0].acquire(patience_s) if isinstance(source, tuple) else nullcontext() as draft_at,
+            source[0].acquire(falls_back) if isinstance(source, tuple) else nullcontext() as draft_at,
         ):
             watched = watched or not unwrapped
             no_judge = request.settings.mode == "exact"

@@ -107,6 +107,7 @@ def create_app(
     metrics.watch("parse_answers_running", "Answers in progress.", lambda: backend.running)
     metrics.watch("parse_answers_waiting", "Queued answers.", lambda: max(0, queue.answers - backend.running))
     metrics.watch("parse_parallel", "Largest number of concurrent answers.", lambda: backend.parallel)
+    metrics.watch_upstream(lambda: backend.upstream)
     for name, (text, value) in backend.gauges.items():
         metrics.watch(name, text, value)
     metrics.watch("parse_retry_after_seconds", "Retry-After of a full queue.", queue.retry_after)

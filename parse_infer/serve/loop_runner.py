@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from parse_infer.backends import client
 from parse_infer.backends.retries import Failing, Unavailable
@@ -47,6 +49,14 @@ class LoopRunner(Runner):
         for role, servers in self._engine.backend.servers.items():
             found[f"parse_{role}_servers_healthy"] = f"Healthy replicas of the {role} model.", servers.count
         return found
+
+    @property
+    def upstream(self) -> Mapping[tuple[str, str, str], int]:
+        return {
+            (role, _without_credentials(url), outcome): n
+            for role, servers in self._engine.backend.servers.items()
+            for (url, outcome), n in servers.outcomes.items()
+        }
 
     def check_calibration(self) -> None:
         self._engine.check_calibration()
@@ -105,6 +115,11 @@ def _server_errors() -> Iterator[None]:
         log.error("no answer: %s", error)
         failing = isinstance(error, Failing)
         reason = "this model's servers failed" if failing else "no server of this model is available"
-        message = f"{reason}: try again in {_RETRY_AFTER_S} s"
-        headers = {"Retry-After": str(_RETRY_AFTER_S)}
+        wait_s = max(_RETRY_AFTER_S, math.ceil(error.retry_after_s))
+        message = f"{reason}: try again in {wait_s} s"
+        headers = {"Retry-After": str(wait_s)}
         raise ApiError(503, message, "target_unavailable", headers=headers) from error
+
+
+def _without_credentials(url: str) -> str:
+    return urlsplit(url)._replace(netloc=urlsplit(url).netloc.rpartition("@")[2]).geturl()

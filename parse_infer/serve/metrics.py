@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from parse_infer.events import Done, Drafted, Verified
 from parse_infer.output import Generation
@@ -70,11 +72,27 @@ class Metrics:
         """Register a gauge whose value is read on each scrape."""
         Gauge(name, text, registry=self.registry).set_function(value)
 
+    def watch_upstream(self, counts: Callable[[], Mapping[tuple[str, str, str], int]]) -> None:
+        """Register `parse_upstream_requests_total`, read on each scrape, by role, server and outcome."""
+        self.registry.register(_UpstreamRequests(counts))
+
     def meter(self, choice: ChoiceState) -> Meter:
         return Meter(self, choice)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class _UpstreamRequests(Collector):
+    def __init__(self, counts: Callable[[], Mapping[tuple[str, str, str], int]]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("role", "server", "outcome")
+        family = CounterMetricFamily("parse_upstream_requests", "Requests to the models' servers.", labels=labels)
+        for values, n in self._counts().items():
+            family.add_metric(values, n)
+        yield family
 
 
 class Meter:

@@ -113,6 +113,11 @@ class Runner(ABC):
         """Extra metrics of this backend: name to description and value."""
         return {}
 
+    @property
+    def upstream(self) -> Mapping[tuple[str, str, str], int]:
+        """Number of requests to the models' servers by role, server and outcome."""
+        return {}
+
     @abstractmethod
     def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
         """Yield the events of the job's answer, `Done` last. Closing the generator cancels the job at once.

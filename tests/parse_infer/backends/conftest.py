@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from parse_infer.backends import health
 from parse_infer.backends.client import Client
+from parse_infer.backends.health import Server
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.logprob_reads import LogprobReads
 from parse_infer.backends.replicas import ReplicaPool
@@ -25,6 +27,13 @@ from tests.parse_infer.backends.fake_server import FakeServer, serving
 
 CUTS = CutPolicy("tokens", every=6)
 WAIT_S = 10.0
+
+
+def first(servers: Sequence[Server]) -> Server:
+    """Choice among equally busy replicas, so that a test knows it."""
+    return servers[0]
+
+
 Connect = Callable[..., tuple[ParseEngine, list[FakeServer], FakeServer]]
 
 
@@ -68,6 +77,7 @@ def connect() -> Iterator[Connect]:
             server_type: type[FakeServer] = FakeServer,
             draft: FakeServer | None = None,
             draft_known: bool = True,
+            clock: Callable[[], float] = time.monotonic,
             **options,
         ) -> tuple[ParseEngine, list[FakeServer], FakeServer]:
             targets, draft = [server_type(engine.target) for _ in range(n_targets)], draft or server_type(engine.draft)
@@ -83,12 +93,13 @@ def connect() -> Iterator[Connect]:
             else:
                 scorer = token_scorer(judge.config, judge.head, language.tokenizer, language.eos_ids)
                 requests = LogprobReads(judge.config, scorer, max_read_tokens)
-            servers = ReplicaPool("target", [s.url for s in targets], Client(keys[1]), patience_s=patience_s)
+            shared = {"patience_s": patience_s, "clock": clock, "choose": first}
+            servers = ReplicaPool("target", [server.url for server in targets], Client(keys[1]), **shared)
             drafts: ReplicaPool | LocalDraft
             if local_rows:
                 drafts = LocalDraft(engine.draft, rows=local_rows)
             else:
-                drafts = ReplicaPool("draft", [draft.url], Client(keys[1]), patience_s=patience_s)
+                drafts = ReplicaPool("draft", [draft.url], Client(keys[1]), **shared)
             backend = VLLMBackend(
                 Target(language, servers, requests, engine.backend.segmenter.policy),
                 (drafts, engine.draft if draft_known else None),

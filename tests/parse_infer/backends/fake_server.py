@@ -30,7 +30,7 @@ class FakeServer:
     Attributes:
         faults: what happens to the next requests: "500", "cut" (breaks off in the middle), "half" (of the JSON),
             "unended" (a stream without its mark at the end), "nonsense", "gone" (the connection is closed), "refused",
-            "hangs" (no answer ever), None.
+            "hangs" (no answer ever), a status with headers, None.
         bodies: of the requests so far.
         written: tokens that were sent in streams.
         pause: seconds before each piece of a stream.
@@ -59,7 +59,7 @@ class FakeServer:
     def __init__(self, lm: LanguageModel) -> None:
         self.lm = lm
         self.decoder = Decoder(lm.model, ())
-        self.faults: deque[str | None] = deque()
+        self.faults: deque[Any] = deque()
         self.bodies: list[dict[str, Any]] = []
         self.written = 0
         self.pause = 0.0
@@ -93,6 +93,8 @@ class FakeServer:
             return _error(404, f"The model `{body['model']}` does not exist.")
         if fault == "refused":
             return _error(400, "this is refused")
+        if isinstance(fault, tuple):
+            return _error(fault[0], "no", fault[1])
         if fault == "hangs":
             await asyncio.sleep(3600)
         prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
@@ -275,8 +277,8 @@ def _common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message}}, status=status)
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status, headers=headers)
 
 
 def _answer(choices: list[dict[str, Any]], fault: str | None) -> web.Response:

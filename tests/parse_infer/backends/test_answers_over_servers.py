@@ -213,10 +213,10 @@ def test_a_plain_server_is_asked_in_words(engine, connect):
 @pytest.mark.parametrize("fault", ["500", "cut", "gone", "half", "nonsense"])
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_server_that_fails_is_asked_again_and_no_token_comes_twice(engine, connect, fault, watched):
-    coordinator, targets, draft = connect(engine, n_targets=2)
+    coordinator, targets, _ = connect(engine, n_targets=2)
     settings = {"max_new_tokens": 60, "threshold": partial_threshold(engine), "block_tokens": 12}
     wanted = engine.generate(PROMPT, **WHOLE | settings)
-    for server in (*targets, draft):
+    for server in targets:
         server.faults.extend([None, fault, None, fault])
     if watched:
         *events, done = coordinator.stream(PROMPT, **settings)

@@ -51,8 +51,15 @@ class TextServer(FakeServer):
             return _error(400, f"Unrecognized request argument supplied: {unknown.pop()}")
         if fault == "500":
             return _error(500, "the engine is dead")
+        if fault == "hangs":
+            await asyncio.sleep(3600)
+        if fault == "gone":
+            request.transport.close()
+            raise asyncio.CancelledError
         if fault == "refused":
             return _error(400, "this is refused")
+        if isinstance(fault, tuple):
+            return _error(fault[0], "no", fault[1])
         if body.get("logprobs") and not self.lists:
             return _error(500, "logprobs is not supported")
         said = body.get("prompt", body.get("messages"))
