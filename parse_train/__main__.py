@@ -16,12 +16,15 @@ from parse_infer.errors import ParseError
 from parse_infer.optional_dependencies import missing_package
 from parse_train.recipe import load_recipe, recipes
 
+PLAN = "--plan"
 USAGE = f"""usage: accelerate launch RECIPE [--key value ...]
-       python -m parse_train RECIPE [--key value ...]
+       parse-train RECIPE [--key value ...]      (or python -m parse_train)
+       parse-train RECIPE --plan
 
 RECIPE is a YAML file whose key `recipe` is one of: {", ".join(recipes())}.
 Its other keys are the fields of that recipe's configuration. The option --key overrides the key of the same name.
-`python RECIPE --help` lists all keys. PARSE_TRACEBACK=1 prints the traceback of an error."""
+`python RECIPE --help` lists all keys. --plan prints memory and time and loads no weights; it takes a recipe of
+`parse-data build` too. PARSE_TRACEBACK=1 prints the traceback of an error."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not arguments or arguments[0].startswith("-"):
             raise ParseError("name a recipe first: accelerate launch recipes/train.yaml [--key value ...]")
+        if PLAN in arguments:
+            _print_plan(arguments[0], [argument for argument in arguments[1:] if argument != PLAN])
+            return 0
         _before_group()
         run, config = load_recipe(arguments[0], arguments[1:])
         run(config)
@@ -50,6 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted; the same command resumes the training", file=sys.stderr, flush=True)
         return 130
     return 0
+
+
+def _print_plan(recipe: str, overrides: Sequence[str]) -> None:
+    """Print memory and time of the recipe, in the first process only."""
+    from parse_train.plan import load_config_of, plan  # imported here to keep other commands fast
+
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(plan(load_config_of(recipe, overrides)).lines()))
 
 
 def _before_group() -> None:

@@ -41,6 +41,7 @@ RESUME_SAFE_FIELDS = (
     *("head_dtype", "adapter_dtype"),
     # devices and processes
     *("use_cpu", "local_rank", "ddp_", "torch_compile", "torch_compile_", "batch_size", "resume_from_checkpoint"),
+    *("activation_checkpointing", "gradient_checkpointing"),
     *("enable_jit_", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
     "dataloader_prefetch_factor",
 )

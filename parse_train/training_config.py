@@ -40,6 +40,7 @@ class TrainingConfig(TrainingArguments):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if self.save_only_model:
             raise ParseError("save_only_model is not supported: resuming needs the optimiser's state")
+        self.wants_bf16 = self.bf16  # on a GPU, which a plan is about
         if self.bf16 and self.use_cpu and not multiplies_in_16_bits(torch.device("cpu")):
             self.bf16 = False  # float32 takes at most a tenth of the time here
             if int(os.environ.get("RANK", 0)) == 0:

@@ -161,9 +161,8 @@ def surprise(
         tokens: int64 [T].
         logits: the output layer, [n, H] -> [n, V].
         part: reduced output layer; tokens outside it use the full one.
-        rows: chunk size of the output layer in tokens; default 512, on a CPU 128.
+        rows: chunk size in tokens; default 512, on a CPU 128 for the output layer and fewer for what reads its logits.
     """
-    rows = rows or (_ROWS_ON_CPU if hidden.device.type == "cpu" else _ROWS)
     if part is None:
         return _surprise(hidden, tokens, logits, rows)
     place = torch.searchsorted(part.tokens, tokens).clamp_max(len(part.tokens) - 1)
@@ -174,13 +173,14 @@ def surprise(
     return TokenSurprisal(features, None)
 
 
-def _surprise(hidden: Tensor, tokens: Tensor, logits: Callable[[Tensor], Tensor], rows: int) -> TokenSurprisal:
+def _surprise(hidden: Tensor, tokens: Tensor, logits: Callable[[Tensor], Tensor], rows: int | None) -> TokenSurprisal:
     if not len(tokens):
         return TokenSurprisal(hidden.new_zeros(0, TokenDoubt.SURPRISE, dtype=torch.float32), tokens == 0)
-    parts, chosen = [], []
-    for states, ids in zip(hidden.split(rows), tokens.split(rows), strict=True):
+    parts, chosen, on_cpu = [], [], hidden.device.type == "cpu"
+    many = rows or (_ROWS_ON_CPU if on_cpu else _ROWS)
+    for states, ids in zip(hidden.split(many), tokens.split(many), strict=True):
         scores = logits(states)
-        few = max(1, _CACHED_LOGITS // scores.shape[-1]) if scores.device.type == "cpu" else rows
+        few = max(1, _CACHED_LOGITS // scores.shape[-1]) if on_cpu and rows is None else many
         for some, id in zip(scores.split(few), ids.split(few), strict=True):
             x = some.float()
             top, best = x.max(-1)

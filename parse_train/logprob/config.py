@@ -65,7 +65,8 @@ class LogprobTrainingConfig(JudgeTrainingConfig):
         for key in ("text_size", "noise", "certain_share"):
             if getattr(self, key) < 0:
                 raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 0")
-
+        if self.activation_checkpointing:
+            raise ParseError("activation_checkpointing is set, but this recipe trains a small head and no layers")
         if self.sharpness < 1:
             raise ParseError(f"sharpness is {self.sharpness}; it must be at least 1")
         if self.certain_share > 1:

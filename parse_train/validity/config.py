@@ -14,7 +14,7 @@ from parse_train.training_config import TrackedTrainingConfig
 NOT_SUPPORTED = {
     "fp16": "use bf16, whose range needs no loss scaling",
     "torch_compile": "batches differ in shape from step to step",
-    "activation_checkpointing": "the context runs without gradient, so there is nothing to recompute",
+    "activation_checkpointing_kwargs": "activation_checkpointing: true runs every layer of the target again",
     "auto_find_batch_size": "a resumed run would see other batches",
     "push_to_hub": "the adapter folder is exported to adapter_dir; upload that",
     "label_smoothing_factor": "the head learns yes or no; uncertain labels weigh less instead",
@@ -226,6 +226,10 @@ class ValidityTrainingConfig(JudgeTrainingConfig):
         super().__post_init__()
         if not self.target:
             raise ParseError("the recipe needs the key target")
+        if self.activation_checkpointing and not self.probe_text:
+            raise ParseError(
+                "activation_checkpointing is set, but probe_text is empty: without a probe no layer has a gradient"
+            )
         if self.lora_rank < 1:
             raise ParseError(f"lora_rank is {self.lora_rank}; it must be at least 1")
         for key in ("token_rank", "surprise_vocab_size"):

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 from torch.nn.functional import embedding
-from transformers import DynamicCache, PreTrainedModel
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
 from parse_infer.judge.head import Probe, ReducedLMHead, TokenDoubt, ValidityHead, surprise
 from parse_infer.judge.logprob_head import NO_DOUBT
 from parse_infer.judge.packing import probe_mask, probe_positions, readout_index
-from parse_infer.models.architecture import layer_windows, output_layer
+from parse_infer.models.architecture import decoder_layers, layer_windows, output_layer
 from parse_infer.models.attention import enable_split_attention, layer_masks
 from parse_train.validity.activated_lora import ADAPTER, attach_activated_lora
+from parse_train.validity.context_cache import ContextCache
 from parse_train.validity.draft_states import DraftStates, StateStore
 
 _NO_TOKEN = -1e4  # outside the draft; finite: logcumsumexp has no gradient for a row of -inf
@@ -85,6 +88,9 @@ class ValidityModel(nn.Module):
         self.end_ids = sorted(end_ids)
         self.store = StateStore(int(state_store_gib * 2**30))
         self.adapter_dtype = torch.float32
+        self.surprise_rows: int | None = None  # as in `surprise`
+        self._recomputes = False
+        self._adapted = (0, 0)
         self._register_state_dict_hook(_drop_frozen)
         self.register_load_state_dict_post_hook(_ignore_missing_frozen)
 
@@ -137,7 +143,7 @@ class ValidityModel(nn.Module):
         """Select states of `drafted` tokens (bool [B, T - 1], tokens 1 to T - 1) from hidden states [B, T, H]."""
         before, ids = context[:, :-1][drafted], input_ids[:, 1:][drafted]
         with torch.autocast(context.device.type, enabled=False):
-            found = surprise(before, ids, self._output_layer, self._part)
+            found = surprise(before, ids, self._output_layer, self._part, self.surprise_rows)
             if self.probe.ids:
                 return DraftStates(before, found.features, torch.zeros_like(ids, dtype=torch.bool))
             return DraftStates(before, found.features, found.greedy_choices(before, ids, self._output_layer))
@@ -191,8 +197,8 @@ class ValidityModel(nn.Module):
         return self._prefill(input_ids)[0]
 
     @torch.no_grad()
-    def _prefill(self, input_ids: Tensor) -> tuple[Tensor, DynamicCache]:
-        cache = DynamicCache()  # every layer caches every token, as at inference: the masks apply windows
+    def _prefill(self, input_ids: Tensor) -> tuple[Tensor, ContextCache]:
+        cache = ContextCache()
         output = self.backbone(input_ids=input_ids, past_key_values=cache, use_cache=True)
         return output.last_hidden_state, cache
 
@@ -200,8 +206,10 @@ class ValidityModel(nn.Module):
         """Return hidden states of context [B, T, H], and of the last token of each probe [B, K, H], which runs against
         the cache."""
         context, cache = self._prefill(input_ids)
+        cache.fixed = self._recomputes
         (b, k), p, n_keys = visible.shape, len(self.probe.ids), input_ids.shape[1]
-        with self.adapted(b, k * p):
+        self._adapted = b, k * p
+        with self.adapted(*self._adapted):
             output = self.backbone(
                 input_ids=torch.tensor(self.probe.ids, device=visible.device).repeat(b, k),
                 position_ids=probe_positions(visible, p),
@@ -210,6 +218,23 @@ class ValidityModel(nn.Module):
                 use_cache=True,
             )
         return context, output.last_hidden_state[:, readout_index(k, p).to(visible.device)]
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: Any = None, every_n_layers: int = 1, offload: bool = False
+    ) -> None:
+        """Keep only the inputs of the target's layers for the backward pass, which runs each layer again.
+
+        transformers' own checkpointing drops the cache of the context, which the probes read.
+        """
+        assert not (activation_checkpointing_kwargs or offload) and every_n_layers == 1  # `NOT_SUPPORTED`
+        self._recomputes = True
+        for layer in decoder_layers(self.base):
+            forward = layer.forward
+            layer.forward = partial(checkpoint, forward, use_reentrant=False, context_fn=lambda: self._contexts())
+
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Contexts of a layer's forward, which is in `adapted` already, and of its second run."""
+        return nullcontext(), self.adapted(*self._adapted)
 
     def adapted(self, rows: int, n: int) -> AbstractContextManager[None]:
         """Apply the LoRA to the last `n` tokens of each of the `rows` within the `with` block.

@@ -123,6 +123,29 @@ def test_back_propagating_through_the_context_changes_no_gradient(
         torch.testing.assert_close(cached, packed, rtol=1e-3, atol=1e-5)
 
 
+def test_checkpointed_layers_change_no_gradient(model: PreTrainedModel, batch: dict[str, Tensor]) -> None:
+    """The second run of a layer reads the same context, with the same adapter and dropout, and keeps far less."""
+    validity = trained(model, lora_dropout=0.3).train()
+    gradients, saved = [], [0, 0]
+    for recomputes in (0, 1):
+        if recomputes:
+            validity.activation_checkpointing_enable()
+        validity.zero_grad()
+        torch.manual_seed(0)
+
+        def keep(tensor: Tensor, recomputes: int = recomputes) -> Tensor:
+            saved[recomputes] += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = loss_of(validity, batch)
+        loss.backward()
+        gradients.append([loss.detach()] + [p.grad.clone() for p in validity.parameters() if p.grad is not None])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        torch.testing.assert_close(checkpointed, plain)
+    assert saved[1] < saved[0] / 3
+
+
 def test_without_a_probe_the_target_runs_once_for_each_draft(
     model: PreTrainedModel, batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,20 @@ def test_the_run_lasts_until_the_promise_and_has_data_and_adapter(
     assert all(e.ref and not e.local_path for a in (data, adapter) for e in a.manifest.contents)
 
 
+def test_activation_checkpointing_trains_the_same_adapter(
+    training_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, found = str(training_folder / "recipe.yaml"), []
+    for name, options in (("plain", []), ("checkpointed", ["--activation_checkpointing", "true"])):
+        assert main([recipe, "--output_dir", str(tmp_path / name), "--max_steps", "2", *options]) == 0
+        found.append(load_file(tmp_path / name / "adapter" / "adapter_model.safetensors"))
+    for name, weight in found[0].items():
+        torch.testing.assert_close(found[1][name], weight, rtol=1e-4, atol=1e-6)
+    capsys.readouterr()
+    assert main([recipe, "--activation_checkpointing", "true", "--probe_text", ""]) == 2
+    assert "without a probe no layer has a gradient" in capsys.readouterr().err
+
+
 def test_without_a_probe_the_target_runs_in_the_first_epoch_only(
     training_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,0 +1,335 @@
+"""Memory and time of a recipe, computed from the models' configurations: `python -m parse_train RECIPE --plan`.
+
+No weights are loaded. All figures are those of one GPU and of a batch of the longest rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from data_tools.labels.build_config import BuildConfig
+from data_tools.labels.rows import read_rows
+from data_tools.recipe_parser import parse_recipe, read_recipe
+from parse_infer.errors import ParseError
+from parse_infer.files import first_sentence
+from parse_infer.judge.cuts import CutPolicy
+from parse_infer.judge.logprob_head import LogprobHead
+from parse_infer.judge.token_logprobs import TokenTexts
+from parse_infer.models.loading import load_config, load_served_model
+from parse_train.counting import Counted, EveryToken, count
+from parse_train.draft_model import DraftModelTrainingConfig
+from parse_train.heads import train_eagle, train_medusa
+from parse_train.heads.training import HeadTrainingConfig
+from parse_train.logprob.config import LogprobTrainingConfig
+from parse_train.logprob.model import LogprobModel
+from parse_train.recipe import load_recipe
+from parse_train.validity.build_info import read_build_info
+from parse_train.validity.config import ValidityTrainingConfig
+from parse_train.validity.train import build_model
+
+PROMPT_TOKENS = 256  # assumed length of a prompt that a model answers
+SPEED = 400e12  # assumed operations per second: 40 % of what an H100 does in bfloat16
+_ROWS = 512  # of a chunk of the output layer, as on a GPU
+_DEPTHS = 2, 4  # layers that are counted; more layers continue the line
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory (bytes) and operations of a recipe on one GPU.
+
+    Attributes:
+        batch: what one step reads.
+        weights: bytes of the frozen models.
+        trained: bytes of the trained parameters; AdamW keeps twice as many.
+        step: counts of one step; None for a build, which trains nothing.
+        rows: training rows of an epoch; None if unknown.
+        answering: peak bytes while the models write answers first; 0: they write none.
+    """
+
+    batch: str
+    weights: float
+    trained: float = 0
+    step: Counted | None = None
+    rows_per_step: int = 1
+    rows: int | None = None
+    epochs: float = 1
+    answering: float = 0
+
+    @property
+    def memory(self) -> float:
+        """Largest number of bytes at once; the GPU's runtime and fragmentation take more."""
+        training = self.weights + 3 * self.trained + self.step.peak if self.step else 0
+        return max(training, self.answering)
+
+    def lines(self) -> list[str]:
+        """The plan as text, largest memory last."""
+        rows = [("models, frozen", self.weights)]
+        if self.step is not None:
+            rows += [
+                ("trained parameters and AdamW", 3 * self.trained),
+                ("saved for the backward pass", self.step.saved),
+                ("cache and intermediate results", self.step.peak - self.step.saved),
+            ]
+        if self.answering:
+            rows.append(("answers, written first", self.answering))
+        rows.append(("memory of one GPU", self.memory))
+        return [self.batch, *(f"  {name:<32}{_gb(size):>10}" for name, size in rows), *self._time()]
+
+    def _time(self) -> list[str]:
+        if self.step is None:
+            return []
+        each = self.step.flops / self.rows_per_step
+        rows = 1000 if self.rows is None else self.rows
+        seconds = each * rows * self.epochs / SPEED
+        length = f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
+        known = f"{rows:,} rows" if self.rows is not None else "every 1,000 rows"
+        return [
+            f"  {self.step.flops / 1e12:.4g} TFLOP a step of {self.rows_per_step} rows; at {SPEED / 1e12:.0f} TFLOP/s "
+            f"{known} take {length} in {self.epochs:g} epochs on one GPU"
+        ]
+
+
+def load_config_of(path: str | Path, overrides: Sequence[str]) -> Any:
+    """Read the configuration of a training recipe, or of a recipe of `parse-data build`, which has no key `recipe`."""
+    if "recipe" in read_recipe(path):
+        return load_recipe(path, overrides)[1]
+    return parse_recipe(path, overrides, [BuildConfig], "parse-data build")[0]
+
+
+def plan(config: Any) -> Plan:
+    """Compute the plan of a recipe.
+
+    Raises:
+        ValueError: a kind of recipe or model without a plan.
+        OSError: a model's configuration or tokenizer cannot be loaded.
+    """
+    for kind, compute in _PLANS.items():
+        if isinstance(config, kind):
+            try:
+                return compute(config)
+            except RuntimeError as error:
+                raise ParseError(
+                    "the plan counts dense models only, and these layers choose their tokens by content, as a mixture "
+                    f"of experts does ({first_sentence(error)})"
+                ) from error
+    raise ParseError(f"--plan does not know the recipe's configuration {type(config).__name__}: train a few steps")
+
+
+def outline(name: str, dtype: str, layers: int | None = None) -> PreTrainedModel:
+    """Build a model without weights (device "meta") from its configuration, with all or the first `layers`."""
+    config = load_config(name)
+    text = config.get_text_config(decoder=True)
+    if layers is not None:
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+    kept = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=kept)
+    return model.requires_grad_(False)
+
+
+def size(tensors: Sequence[Tensor]) -> int:
+    """Bytes of tensors, tied ones once."""
+    return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+
+
+def cache_per_token(name: str, dtype: str) -> int:
+    """Bytes of a token's keys and values."""
+    text = load_config(name).get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kept = (load_config(name).dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    return 2 * int(text.num_hidden_layers * heads * head * kept.itemsize)
+
+
+def along_layers(n: int, measure: Callable[[int], Counted]) -> Counted:
+    """Return `measure(n)` for a model of n layers, from two shallow models if n is larger."""
+    few, more = _DEPTHS
+    if n <= more:
+        return measure(n)
+    return measure(few).extrapolated(measure(more), (n - few) / (more - few))
+
+
+def _validity(config: ValidityTrainingConfig) -> Plan:
+    spec = load_served_model(config.target, template_options=config.template_options)
+    policy = CutPolicy.from_dict(config.cut_policy or read_build_info(config.data).cut_policy)
+    b, t, k = config.per_device_train_batch_size, config.max_length, policy.max_cuts
+
+    def model_of(layers: int | None, recomputes: bool = False) -> Any:
+        lm: Any = SimpleNamespace(
+            model=outline(config.target, config.target_dtype, layers), tokenizer=spec.tokenizer, eos_ids=spec.eos_ids
+        )
+        vocabulary = torch.zeros(config.surprise_vocab_size, dtype=torch.long) if config.surprise_vocab_size else None
+        with torch.device("meta"):
+            model = build_model(config, lm, vocabulary).train()
+        model.surprise_rows = _ROWS
+        if recomputes:
+            model.activation_checkpointing_enable()
+            model._contexts = lambda: (nullcontext(), _second_run(model))
+        return model
+
+    def measure(layers: int, recomputes: bool = False) -> Counted:
+        model = model_of(layers, recomputes)
+
+        def step() -> Tensor:
+            ids, drafted = torch.zeros(b, t, dtype=torch.long), torch.ones(b, t - 1, dtype=torch.bool)
+            visible = torch.full((b, k), t)
+            hidden = None
+            if model.probe.ids:
+                context, hidden = model._context_and_probes(ids, visible)
+            else:
+                context = model.context_hidden(ids)
+            states = None if model.head.tokens is None else model._states(context, ids, drafted)
+            return model._read_out(hidden, states, ids, drafted, visible, visible).sum()
+
+        return count(model, step, config.wants_bf16)
+
+    whole = model_of(None)
+    learnt = [p for p in whole.parameters() if p.requires_grad]
+    frozen = [p for p in whole.parameters() if not p.requires_grad]
+    rows = sum(1 for _ in read_rows(config.data, config.layout)) if Path(config.data).exists() else None
+    depth = _depth(config.target)
+    counted = along_layers(depth, measure)
+    if config.activation_checkpointing:  # one layer at a time is run again, and the cache of the context is kept
+        again = along_layers(depth, partial(measure, recomputes=True))
+        other = counted.peak - counted.saved + b * t * cache_per_token(config.target, config.target_dtype)
+        counted = Counted(again.saved, again.saved + counted.saved / depth + other, again.flops)
+    return Plan(
+        f"{b} drafts a step, {t} tokens with their prompts, {k} probes of {len(whole.probe.ids)} tokens",
+        size(frozen),
+        size(learnt),
+        counted,
+        b,
+        rows,
+        config.num_train_epochs,
+    )
+
+
+@contextmanager
+def _second_run(model: Any) -> Iterator[None]:
+    """Context of a layer that the backward pass runs again, where torch has dropped `EveryToken`."""
+    with EveryToken(), model.adapted(*model._adapted):
+        yield
+
+
+def _logprob(config: LogprobTrainingConfig) -> Plan:
+    b, k = config.per_device_train_batch_size, config.k
+    model = LogprobModel(LogprobHead(config.head), TokenTexts(None, (0,), config.buckets), 0.0, 0.0).train()
+
+    def measure(t: int) -> Counted:
+        def step() -> Tensor:
+            ids, cuts = torch.zeros(b, t, dtype=torch.long), torch.full((b, 1), t)
+            return model(torch.zeros(b, t), torch.zeros(b, t, k), ids, ids, cuts)["logits"].sum()
+
+        return count(model, step, config.wants_bf16, content=True)
+
+    few, more, t = 64, 128, config.max_length
+    counted = measure(few).extrapolated(measure(more), (t - few) / (more - few))
+    rows = sum(1 for _ in read_rows(config.data)) if Path(config.data).exists() else None
+    what = f"{b} drafts a step, {t} tokens each; no model is loaded"
+    return Plan(what, 0, size([*model.parameters()]), counted, b, rows, config.num_train_epochs)
+
+
+def _head(config: HeadTrainingConfig) -> Plan:
+    spec = load_served_model(config.model, template_options=config.template_options)
+    lm: Any = SimpleNamespace(
+        model=outline(config.model, config.model_dtype),
+        tokenizer=spec.tokenizer,
+        name=config.model,
+        window=spec.window,
+    )
+    frozen = size([*lm.model.parameters()])
+    with torch.device("meta"):
+        if isinstance(config, train_eagle.EagleTrainingConfig):
+            head: Any = train_eagle.make_head(lm, config)
+            model: Any = train_eagle.EagleModel(lm, head, config.steps, config.step_decay, config.depth_share)
+        else:
+            assert isinstance(config, train_medusa.MedusaTrainingConfig)
+            model = train_medusa.MedusaModel(lm, train_medusa.make_head(lm, config), config.steps, config.step_decay)
+    b, t = config.per_device_train_batch_size, PROMPT_TOKENS + config.max_answer_tokens
+    both = nn.ModuleList([model, lm.model])  # the model is no part of the head's module
+
+    def step() -> Tensor:
+        ids = torch.zeros(b, t, dtype=torch.long)
+        return model(ids, ids)["loss"]  # type: ignore[no-any-return]
+
+    learnt = [p for p in model.parameters() if p.requires_grad]
+    trained = size(learnt)
+    counted = count(both, step, config.wants_bf16)
+    answering = frozen + config.batch_size * t * cache_per_token(config.model, config.model_dtype)
+    return Plan(_answers(b, t), frozen, trained, counted, b, config.n_problems, config.num_train_epochs, answering)
+
+
+def _draft_model(config: DraftModelTrainingConfig) -> Plan:
+    b, t = config.per_device_train_batch_size, PROMPT_TOKENS + config.max_answer_tokens
+
+    def model_of(layers: int | None) -> nn.Module:
+        modules: Any = config.lora_target_modules
+        lora = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            target_modules="all-linear" if modules == ["all-linear"] else modules,
+        )
+        with torch.device("meta"):
+            return get_peft_model(outline(config.draft, config.draft_dtype, layers), lora).train()
+
+    def measure(layers: int) -> Counted:
+        model = model_of(layers)
+
+        def step() -> Tensor:
+            ids = torch.zeros(b, t, dtype=torch.long)
+            return model(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
+
+        return count(model, step, config.wants_bf16)
+
+    whole = model_of(None)
+    frozen = size([p for p in whole.parameters() if not p.requires_grad])
+    learnt = size([p for p in whole.parameters() if p.requires_grad])
+    target = size([*outline(config.model, config.model_dtype).parameters()])
+    answering = frozen + target + config.batch_size * t * cache_per_token(config.model, config.model_dtype)
+    counted = along_layers(_depth(config.draft), measure)
+    return Plan(_answers(b, t), frozen, learnt, counted, b, config.n_problems, config.num_train_epochs, answering)
+
+
+def _build(config: BuildConfig) -> Plan:
+    """Weights of both models, and the target's keys and values of a full batch of rollouts or drafts."""
+    models = ((config.target, config.dtype), (config.draft, config.dtype))
+    weights = sum(size([*outline(*model).parameters()]) for model in models)
+    t = PROMPT_TOKENS + config.max_draft_tokens + (config.max_rollout_tokens if config.prefix_labels else 0)
+    cache = config.batch_size * t * max(cache_per_token(*model) for model in models)
+    what = f"{config.batch_size} answers at a time, {t} tokens with prompts of {PROMPT_TOKENS}"
+    return Plan(what, weights, answering=weights + cache)
+
+
+def _answers(b: int, t: int) -> str:
+    return f"{b} answers a step, {t} tokens with prompts of {PROMPT_TOKENS}"
+
+
+def _depth(name: str) -> int:
+    return int(load_config(name).get_text_config(decoder=True).num_hidden_layers)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB"
+
+
+_PLANS: dict[type, Callable[[Any], Plan]] = {
+    ValidityTrainingConfig: _validity,
+    LogprobTrainingConfig: _logprob,
+    HeadTrainingConfig: _head,
+    DraftModelTrainingConfig: _draft_model,
+    BuildConfig: _build,
+}

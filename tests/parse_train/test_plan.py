@@ -1,0 +1,106 @@
+"""A plan counts what a training really keeps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_tools.recipe_parser import read_recipe
+from parse_train.__main__ import main
+from parse_train.plan import load_config_of, plan
+from tests.parse_train.qwen3_outlines import qwen3_outlines
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def recipe(training_folder: Path, tmp_path: Path) -> list[str]:
+    return [str(training_folder / "recipe.yaml"), "--output_dir", str(tmp_path), "--max_length", "48"]
+
+
+def measured(config: Any) -> int:
+    from parse_train.validity.train import build_model, load_target
+
+    lm = load_target(config)
+    model = build_model(config, lm).train()
+    if config.activation_checkpointing:
+        model.activation_checkpointing_enable()
+    b, t = config.per_device_train_batch_size, config.max_length
+    numbers = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 250, (b, t), generator=numbers)
+    visible = torch.full((b, 32), t)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+    held = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            held.append(storage)  # no other tensor gets its address
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(ids, visible, visible - 1)["logits"].sum()
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--token_rank", "0"],
+        ["--lora_dropout", "0.1"],
+        ["--activation_checkpointing", "true"],
+        ["--probe_text", ""],
+    ],
+    ids=["both", "probe", "dropout", "checkpointing", "doubt"],
+)
+def test_the_plan_counts_what_the_forward_pass_keeps(recipe: list[str], options: list[str]) -> None:
+    config = load_config_of(recipe[0], [*recipe[1:], *options])
+    counted = plan(config).step
+    assert counted is not None
+    assert counted.saved == pytest.approx(measured(config), rel=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "recipes" / "real").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_recipes_of_the_real_pair_state_their_memory(path: Path, tmp_path: Path) -> None:
+    """The figure in the head of each recipe is the plan's."""
+    names, recipe = qwen3_outlines(tmp_path), read_recipe(path)
+    models = [key for key in ("target", "draft", "model") if key in recipe]
+    overrides = [part for key in models for part in (f"--{key}", names[recipe[key]])]
+    if "recipe" in recipe:
+        overrides += ["--use_cpu", "true", "--report_to", "none"]
+    stated = re.search(r"`--plan`: ([\d.]+) GB(?:, ([\d.]+) TFLOP a step)?", path.read_text())
+    assert stated is not None, "the recipe does not say what memory it needs"
+    found = plan(load_config_of(path, overrides))
+    assert float(stated[1]) == pytest.approx(found.memory / 1e9, abs=0.06)
+    if found.step is not None:
+        assert float(stated[2]) == pytest.approx(found.step.flops / 1e12, rel=0.01)
+
+
+def test_a_plan_is_printed_and_nothing_else_is_done(
+    recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("parse_infer.models.loading.load_language_model", lambda *_, **__: pytest.fail("weights"))
+    assert main([*recipe, "--plan"]) == 0
+    printed = capsys.readouterr().out
+    assert "memory of one GPU" in printed and "4 drafts a step, 48 tokens" in printed and "48 rows take" in printed
+    assert not any(tmp_path.iterdir())
+
+
+def test_experts_are_not_planned(
+    recipe: list[str], make_model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model("mixtral").save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    capsys.readouterr()
+    options = ["--target", str(tmp_path / "target"), "--lora_target_modules", "q_proj", "v_proj", "--plan"]
+    assert main([*recipe, *options]) == 2
+    error = capsys.readouterr().err
+    assert "the plan counts dense models only" in error and error.count("\n") == 1
