@@ -41,8 +41,10 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 _INNER_TEXT = re.compile(rf"{_TEXT}\s*\{{([^{{}}]*)\}}")
 _EMPHASIS = re.compile(r"(?<![\w*_`])(\*{1,3}|_{1,3}|`{1,3})(?=\S)(.+?)(?<=\S)\1(?![\w*_`])")
 _THOUSANDS = re.compile(
-    r"(?<![\d.,])(?<![(\[{]\s)(?<![(\[{])(\d{1,3})(?:(?:,\d{3})+|(?: \d{3})+|(?:'\d{3})+)(?![\d]|,\d)"
+    r"(?<![\d.,])(?<![(\[{]\s)(?<![(\[{])(\d{1,3})(?:(?:,\d{3})+|(?: \d{3})+|(?:'\d{3})+|(?:_\d{3})+)(?![\d]|,\d)"
 )
+_CONTINENTAL = re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3})+,\d+(?![\d.,])")
+_TAG = re.compile(r"</?(?:b|i|u|p|em|strong|answer|final_answer)>")
 _EDGE = " *_`\"'"
 
 
@@ -54,7 +56,8 @@ def clean(answer: str, sentence: bool = False) -> str:
     Args:
         sentence: the answer is the end of a sentence, whose exclamation mark is no factorial.
     """
-    text = answer.translate(_SIGNS)
+    text = _TAG.sub(" ", answer.translate(_SIGNS))
+    text = _CONTINENTAL.sub(lambda found: found[0].replace(".", "").replace(",", "."), text)
     sentence = sentence and not re.search(r"!\s*(?:\$|\\[)\]])", text)
     text = _FRACTION.sub(lambda found: f"{found[1]} {_FRACTIONS[found[2]]}".lstrip(), text)
     text = re.sub(r"(\d)⁄(\d)", r"\1/\2", text)
@@ -67,7 +70,7 @@ def clean(answer: str, sentence: bool = False) -> str:
     for _ in range(3):
         text = _EMPHASIS.sub(r"\2", text)
     text = _without_end(text, sentence)
-    return _THOUSANDS.sub(lambda found: re.sub(r"[ ,']", "", found[0]), text)
+    return _THOUSANDS.sub(lambda found: re.sub(r"[ ,'_]", "", found[0]), text)
 
 
 def _without_delimiters(text: str) -> str:

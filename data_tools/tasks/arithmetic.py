@@ -15,8 +15,19 @@ _OPEN = r"(?:[-+(]\s*)*"
 TERM = re.compile(rf"{_OPEN}{_NUMBER}(?:\s*\))*(?:\s*(?:\*\*?|[-+/^])\s*{_OPEN}{_NUMBER}(?:\s*\))*)*")
 FUNCTION = r"(?:sqrt|cbrt|log|ln|lg|exp|sin|cos|tan|cot|sec|csc|arc[a-z]+|pi|theta|choose|mod)"
 
-_SCALES = {"hundred": 2, "thousand": 3, "lakh": 5, "million": 6, "mio": 6, "crore": 7, "billion": 9, "trillion": 12}
-_SCALE_LETTERS = {"k": 3, "K": 3, "M": 6, "mn": 6, "B": 9, "bn": 9}
+_SCALES = {
+    "hundred": 2,
+    "thousand": 3,
+    "lakh": 5,
+    "million": 6,
+    "mio": 6,
+    "crore": 7,
+    "billion": 9,
+    "bn": 9,
+    "mn": 6,
+    "trillion": 12,
+}
+_SCALE_LETTERS = {"k": 3, "K": 3, "M": 6, "B": 9}
 _SCALED = re.compile(rf"(?<=[\d)])(?:\s*((?i:{'|'.join(_SCALES)}))s?|({'|'.join(_SCALE_LETTERS)}))\b")
 _SUPERSCRIPTS = re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _DIGITS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
@@ -25,7 +36,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), plain)
     for pattern, plain in (
         (r"\^\s*\{?\s*\\(?:circ|degree)(?![a-z])\s*\}?|\\degree(?![a-z])|°", " degrees "),
-        (r"(?<![\d./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"(\1+\2/\3)"),  # mixed numbers
+        (r"(?<![\d./])(\d+)\s+(?:and\s+)?(\d+)\s*/\s*(\d+)(?![\d.])", r"(\1+\2/\3)"),  # mixed numbers
         (r"(?<![\d.])(\d+)\s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}", r"(\1+\2/\3)"),
         (r"\\(?:times|cdot|ast)(?![a-z])|[×·⋅∗]|(?<=\d)\s+(?:times|multiplied by)\s+(?=\d)", "*"),
         (r"\\div(?![a-z])|÷|(?<=\d)\s+divided by\s+(?=\d)", "/"),
@@ -43,7 +54,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\b(?:[Nn]egative|[Mm]inus)\s+(?=[$€£¥₹\d.(])", "-"),
         (r"(?:\b(?:US|A|C|NZ))?[$€£¥₹]\s*", ""),
         (r"\b(?:USD|EUR|GBP|INR|Rs)\.?\s*(?=[-\d.])", ""),
-        (r"\s*%(?!\s*\d)|\bper ?cent\b|\bpct\b", " percent"),
+        (r"\s*%(?!\s*\d|[A-Za-z])|\bper ?cent\b|\bpct\b", " percent"),
         # The power of a unit is no number of its own.
         (rf"(\b(?!{FUNCTION}\b)(?:[A-Za-z]{{2,}}|m))\s*\^\(?-?\d\)?", r"\1"),
     )

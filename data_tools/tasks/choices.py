@@ -11,19 +11,19 @@ _MARKS = r"[\"'“”*_`]*"
 _NOUN = r"(?:(?:the\s+)?(?:(?:correct|right|best|final|only)\s+)*(?:option|choice|letter|answer|statement)\b:?\s*)"
 _LETTER = re.compile(
     rf"{_NOUN}?{_MARKS}(?:[(\[{{<]{{1,2}}\s*{_MARKS}(?P<inside>[A-Ja-j]){_MARKS}\s*[)\]}}>]{{1,2}}"
-    r"|(?P<bare>[A-Ja-j])(?![\w'’*^(#]|\+\+|\s*=(?!>)|\s*\^|\.\w|-[A-Za-z]{2}))",
+    r"|[(\[]?(?P<bare>[A-Ja-j])(?![\w'’*^(#]|\+\+|\s*=(?!>)|\s*\^|\.\w|-[A-Za-z]{2}))",
     re.IGNORECASE,
 )
 # What follows a letter without brackets that is an answer, not a word or a name.
 _FOLLOWS = re.compile(
-    rf"{_MARKS}(?:\s*$|\s*[.):\],;!?}}>—/&+|]|\s*\n|\s+[-–=(\[]|[-–]|\s+(?:because|since|as|due|given|based|according|rather|instead"
-    r"|not|but|and|or|over|is\s+(?:the\s+)?(?:my\s+)?(?:correct|right|best|answer|true|most))\b)",
+    rf"{_MARKS}(?:\s*$|\s*[.):\],;!?}}>—/&+|]|\s*\n|\s+[-–=→⇒(\[]|[-–]|\s+(?:because|since|as|due|given|based|according|rather|instead"
+    r"|not|but|and|or|over|it\s+is|is\s+what|is\s+(?:the\s+)?(?:my\s+)?(?:correct|right|best|answer|true|most))\b)",
     re.IGNORECASE,
 )
 _FORM = re.compile(rf"{_MARKS}(?:\s*[.):\]}}]|\s*$)")
 _TITLE_FOLLOWS = re.compile(r"\s+(?:[A-Z][a-z]|\d)")  # "B Vitamin A"; "A" and "I" are words, too
 _JOIN = r"(?:,?\s*\b(?:and/or|and|or|nor|to|through|versus|vs\.?)\b|[,/&+;]|-|–)"
-_ALSO = r"(?:(?:maybe|possibly|perhaps|also|both|option|choice|answer)\s+)*"
+_ALSO = r"(?:(?:maybe|possibly|perhaps|also|option|choice|answer)\s+)*"
 _OTHER = r"(?P<{0}>[A-Ja-j])(?![\w'’])"
 _RIVAL = re.compile(
     rf"{_MARKS}(?:[)\]}}>.]*{_MARKS}\s*{_JOIN}\s*{_ALSO}{_MARKS}(?:[(\[{{]{_OTHER.format('joined')}[)\]}}]"
@@ -32,7 +32,8 @@ _RIVAL = re.compile(
     rf"|\s*[(\[]{_OTHER.format('beside')}[)\]]|\s+(?P<alone>[A-J])\s*(?:$|[.,)]))"
 )
 _NOT_BUT = re.compile(
-    r"\W*(?:(?:definitely|certainly)\s+)?(?:not|neither)\b[^\n]{0,60}?(?:\bbut\b(?:\s+rather)?|[,;.]\s+it\s+is|[,;.]\s+it's)\s*"
+    r"\W*(?:(?:definitely|certainly)\s+)?(?:not|neither)\b[^\n]{0,60}?(?:\bbut\b(?:\s+rather)?|[,;.]\s+it\s+is|[,;.]\s+it's)\s*",
+    re.IGNORECASE,
 )
 _SAYS = r"(?:'s|is|was|would\s+be|should\s+be|must\s+be|will\s+be|has\s+to\s+be|(?:seems|appears)\s+to\s+be|[:=→–—-])"
 _HEDGE = (
@@ -53,11 +54,10 @@ _VERDICT = re.compile(
 _DOUBT = re.compile(r"\b(?:not|if|whether|[A-J][)\]]?,?\s+(?:and|or|nor))\s+(?:option\s+)?$")
 _WEAK = re.compile(
     r"(?:\b(?:choose|chose|chosen|pick|picked|selects?|selected|choosing|picking|selecting|going\s+with|go\s+with|opt(?:ing)?\s+for|say|guess|think|believe"
-    r"|conclude|mark|matches|corresponds\s+to|points?\s+to|leads?\s+to|supports|namely|therefore|thus|hence|so|only|is|it's|that's|must\s+be|leaves)\b"
+    r"|conclude|mark|matches|corresponds\s+to|points?\s+to|leads?\s+to|supports|namely|answer|yes|be|therefore|thus|hence|so|only|is|it's|that's|must\s+be|leaves)\b"
     rf"|∴|=+>|→|👉|✅)[\s,:*_]*(?:us\s+)?{_HEDGE}",
     re.IGNORECASE,
 )
-_TAG = re.compile(r"</?(?:b|i|u|p|em|strong|answer|final_answer)>")
 _SHORT = 6  # words of a line that is a statement rather than a step
 
 
@@ -92,7 +92,7 @@ def _single(letters: str) -> str | None:
 
 def _text(answer: str) -> str:
     """Clean an answer line by line, as the end of a line separates a letter from what follows."""
-    return "\n".join(clean(_TAG.sub(" ", line), sentence=True) for line in answer.strip().split("\n"))
+    return "\n".join(clean(line, sentence=True) for line in answer.strip().split("\n"))
 
 
 def _leading(text: str) -> str:

@@ -14,7 +14,7 @@ from threading import Lock
 
 from data_tools.tasks.answer_text import clean
 from data_tools.tasks.final_answer import FinalAnswer, final_answer, first_clause
-from data_tools.tasks.quantities import equal_numbers
+from data_tools.tasks.quantities import same_quantity
 from data_tools.tasks.stated_numbers import read_quantity, stated_quantity
 from parse_infer.errors import ParseError
 from parse_infer.optional_dependencies import missing_package
@@ -50,7 +50,8 @@ _LATEX: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 _SUPERSCRIPTS = re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _DIGITS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _UNIT = re.compile(
-    r"(?<=[\d})])\s*(?!(?:sqrt|log|ln|sin|cos|tan|exp|pi)\b)[A-Za-z]{3,}(?:\s+[A-Za-z]{2,})*(?:\s*\^\s*\{?\d\}?)?$"
+    r"(?:(?<=[\d})])\s*|(?<=\\pi)\s+)(?:(?!(?:sqrt|log|ln|sin|cos|tan|exp|pi)\b)(?:[A-Za-z]{3,}(?:\s+[A-Za-z]{2,})*|[kcm]m|kg|ft|mi)"
+    r"(?:\s*\^\s*\{?\d\}?)?|m\s*\^\s*\{?[23]\}?)$"
 )
 
 
@@ -70,9 +71,12 @@ def same_expression(reference: str, completion: str) -> bool:
     first = read_quantity(wanted)
     second = stated_quantity(completion) if answer.mark == "none" else read_quantity(answer)
     if first and second and first.value is not None and second.value is not None:
-        return equal_numbers(first.value, second.value)
-    if _words(one) or _words(other):
+        return same_quantity(first, second)
+    if _are_words(wanted.text, one) or _are_words(answer.text, other):
         return one.casefold() == other.casefold()
+    bases = [re.search(r"(?<=\d)_\{?(\d+)\}?$", text) for text in (one, other)]
+    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:  # math-verify ignores them
+        return False
     return _COMPARISONS.equal(_latex(one), _latex(other))
 
 
@@ -92,9 +96,12 @@ def _stated(completion: str) -> FinalAnswer:
     return FinalAnswer(_TAIL.sub("", text), "none") if _PROSE.search(text) else FinalAnswer(text, "box")
 
 
-def _words(text: str) -> bool:
+def _are_words(written: str, cleaned: str) -> bool:
     """Whether an answer is made of words alone, which the parser would read as products of letters."""
-    return re.fullmatch(r"[^\W\d_]{3,}(?:[\s,'-]+[^\W\d_]+)*|[^\W\d_]+(?:[\s,'-]+[^\W\d_]{2,})+", text) is not None
+    if re.fullmatch(r"\W*\\(?:text|mbox)[a-z]*\{[^{}\d\\]{2,}\}\W*", written):
+        return True
+    words = r"[^\W\d_]{3,}(?:[\s,'-]+[^\W\d_]+)*|[^\W\d_]+(?:[\s,'-]+[^\W\d_]{2,})+"
+    return re.fullmatch(words, cleaned) is not None
 
 
 def _latex(text: str) -> str:

@@ -123,5 +123,6 @@ def _closing_braces(text: str) -> dict[int, int]:
 def _cue(text: str) -> str | None:
     """Return the rest of the line after the last cue that has one."""
     ends = sorted((found.end() for cue in (_CUE, _TITLE) for found in cue.finditer(text)), reverse=True)
-    said = (text[end:].partition("\n")[0].strip() for end in ends)
-    return next((_LEAD.sub("", line, count=1) for line in said if line.strip("*_.")), None)
+    said = ((text[:end], text[end:].partition("\n")[0].strip()) for end in ends)
+    lines = (re.sub(r"^[-•+]\s+", "", line) if "\n" in before[-3:] else line for before, line in said)  # no minus
+    return next((_LEAD.sub("", line, count=1) for line in lines if line.strip("*_.")), None)

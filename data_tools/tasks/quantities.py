@@ -11,7 +11,7 @@ from data_tools.tasks.arithmetic import FUNCTION, TERM, term_value
 
 _BOUND = re.compile(
     r"(?:[<±|]|\b(?:(?:more|less|greater|fewer|bigger|smaller|higher|lower|larger) than(?: or equal to)?|over"
-    r"|under|above|below|up to|not|never|n't|between|minimum of|maximum of))$",
+    r"|under|above|below|up to|(?:not|never)(?:\s+(?!but\b)[a-z]+){0,2}|between|minimum of|maximum of))$",
     re.IGNORECASE,
 )
 _OPEN_ENDED = re.compile(
@@ -21,7 +21,7 @@ _OPEN_ENDED = re.compile(
 # Letters after a number: a unit, or a variable.
 _GLUED_UNIT = re.compile(
     r"(?:[kcdmμµn]?m|[kmμµ]?g|[mcdk]?[lL]|[hsdNVAKCFJW]|hrs?|mins?|secs?|ms|ft|in|lbs?|oz|yds?|mi|[km]?ph|[KMGT]i?[bB]"
-    r"|[kMG]?Hz|k[WJNPV]a?|[MGk]W|mol|am|pm|a\.m|p\.m|st|nd|rd|th|px|percent|degrees|[A-Za-z]{4,})(?![A-Za-z])"
+    r"|[kMG]?Hz|k[WJNPV]a?|[MGk]W|mol|am|pm|a\.m|p\.m|st|nd|rd|th|px|percent|degrees|[A-Za-z]{4,})(?![A-Za-z\d])"
 )
 _VARIABLE = re.compile(
     rf"\s*(?:\*\s*)?(?:{FUNCTION}(?![a-z])|\\|[(\[{{|√∞]|(?![mgshlLdNVAKCFJW]|[aI]\s+[a-z])[A-Za-z](?![A-Za-z.']))"
@@ -102,7 +102,8 @@ def _plain_before(before: str) -> bool:
     return not (
         _BOUND.search(before)
         or re.search(
-            rf"[*/^_√]$|\b{FUNCTION}$|\\[A-Za-z]+$|[A-Za-z]_\w$|(?:^|[^A-Za-z])[A-Za-z]\s*\+$|\d[.:]$", before
+            rf"[*/^_√]$|\b{FUNCTION}$|\\[A-Za-z]+$|[A-Za-z]_\w$|(?:^|[^A-Za-z])[A-Za-z]\s*\+$|\d[.:]$|(?:\\infty|∞|(?:^|[^\w'])[b-hj-z])\s*[,;]$",
+            before,
         )
     )
 
@@ -110,7 +111,10 @@ def _plain_before(before: str) -> bool:
 def _plain_after(after: str) -> bool:
     if re.match(r"[A-Za-z]", after):
         return _GLUED_UNIT.match(after) is not None and not re.match(rf"{FUNCTION}(?![a-z])", after)
-    if re.match(r"[.,:]\d|%|\.?\\|_|\s*:\s*\d|\s*\)?\s*[-+*/^]?\s*\\", after) or _OPEN_ENDED.match(after):
+    if re.match(
+        r"[.,:']\d|\s*(?:\.{2,}|…)\s*\d|\s*[∪∩]|\s+in\s+\d+\W*$|\s*[,;]\s*-?(?:\\[a-z]|∞|[b-hj-z](?![\w']))|%|\.?\\|_|\s*:\s*\d|\s*\)?\s*[-+*/^]?\s*\\",
+        after,
+    ) or _OPEN_ENDED.match(after):
         return False
     return not (_VARIABLE.match(after) or _OPERATOR_THEN_VARIABLE.match(after.lstrip(") ")))
 

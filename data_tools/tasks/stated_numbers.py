@@ -80,7 +80,7 @@ def read_quantity(answer: FinalAnswer) -> Quantity | None:
     if answer.mark == "none" and not _leads(terms, found[0]):
         equal = terms.rfind("=")
         right = [one for one in found if one.start > equal] if equal >= 0 else []
-        return _linked(terms, right[:1] or found, prose=True)
+        return _linked(terms, right or found[::-1], prose=True)
     start = _after_equals(terms, found)
     return _linked(terms, found[start:], prose=False)
 
@@ -105,11 +105,10 @@ def _after_equals(text: str, found: list[Quantity]) -> int:
 
 
 def _linked(text: str, found: list[Quantity], prose: bool) -> Quantity:
-    """Return the number that a chain of linked numbers states, from the first one on; in prose up to the last one."""
+    """Return the number that the first of `found` states together with the numbers that are linked to it."""
     same, rival = _LINKS[prose]
-    chain = found[::-1] if prose else found
-    stated, last = chain[0], chain[0]
-    for other in chain[1:]:
+    stated, last = found[0], found[0]
+    for other in found[1:]:
         left, right = sorted((last, other), key=lambda one: one.start)
         gap = text[left.end : right.start]
         if same.fullmatch(gap):
