@@ -1,13 +1,13 @@
 """Answer one question: the draft model writes, and the target verifies every prefix in one forward pass.
 
-python examples/generate.py "A box holds 12 pens. How many pens are in 7 boxes?"
+python examples/generate.py "A boy has 6 stickers. His brother has 3 fewer. How many do they have together?"
 """
 
 import argparse
 
 from parse_infer import ParseEngine
 
-QUESTION = "A boy has 11 pencils. His brother has 4 fewer pencils than he has. How many pencils do they have together?"
+QUESTION = "A boy has 6 stickers. His brother has 3 fewer. How many do they have together?"
 
 
 def main() -> None:

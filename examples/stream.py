@@ -6,7 +6,7 @@ python examples/stream.py
 from parse_infer import ParseEngine
 from parse_infer.events import Accepted, Done, Drafted, Resumed, Verified
 
-QUESTION = "A boy has 11 pencils. His brother has 4 fewer pencils than he has. How many pencils do they have together?"
+QUESTION = "A boy has 6 stickers. His brother has 3 fewer. How many do they have together?"
 
 
 def main() -> None:

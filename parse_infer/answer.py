@@ -163,6 +163,11 @@ class Answer:
         self._whole = self._detokenizer.text if self._whole is None else self._whole
         self._detokenizer.flush()
 
+    def forget_validity(self) -> None:
+        """Remove the validities of all spans, because the judge that gave them knows no such drafts."""
+        for piece in self._pieces:
+            piece.validity = None
+
     def _note_author(self, n_tokens: int, source: Source, validity: float | None, joins: bool) -> None:
         last = self._pieces[-1] if self._pieces else None
         if last is not None and last.source == source and (joins or source == "target"):

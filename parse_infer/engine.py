@@ -44,7 +44,7 @@ class ParseEngine:
     """Generates answers that a draft model writes and a target model verifies. Build one with `from_pretrained`.
 
     with ParseEngine.from_pretrained("zoo:target", "zoo:draft", "zoo:adapter") as engine:
-        print(engine.generate("A box holds 12 pens. How many pens are in 7 boxes?").text)
+        print(engine.generate("A boy has 6 stickers. His brother has 3 fewer. How many do they have together?").text)
 
     Backend "local" answers one request at a time; other threads wait. Consecutive prompts with a common prefix prefill
     it once. With backend "vllm" the prompts of one call share the servers, as do the `events` of one event loop.
@@ -303,7 +303,7 @@ class ParseEngine:
         return self._answer(request, events, self.backend.alone(request, True, watched) if chooses else None)
 
     def check(self, prompt: Prompt, settings: GenerationSettings, draft_text: str | None = None) -> None:
-        """Raise the ValueError that `events` would raise."""
+        """Raise the ValueError that `events` would raise. No answer in progress notices."""
         self.backend.draft_source(self._request(prompt, settings, draft_text is not None), draft_text)
 
     def collect(self, prepared: Iterable[AsyncGenerator[Event, None]]) -> Iterator[Generation]:
@@ -350,6 +350,8 @@ class ParseEngine:
             cut_policy: where to cut the response; None takes the policy for drafts.
             finished: the response is a whole answer, so the judge reads its last segment with an end token.
 
+        A response unlike the drafts that the judge was trained on gets no validity (`Score.unusual`).
+
         Raises ValueError for an empty prompt or response, and for more tokens than the context window holds.
         """
         self.backend.require_judge()
@@ -370,7 +372,8 @@ class ParseEngine:
         with self.backend.turn():
             verdict = self.backend.run(self.backend.judge_text(prompt_ids, draft, cuts))
         answer = Answer(target.tokenizer, target.eos_ids, (), sys.maxsize, left_context(prompt, prompt_ids))
-        return Score(segments_of(answer, draft, verdict, range(len(verdict.cuts))), self.threshold)
+        segments = segments_of(answer, draft, verdict, range(len(verdict.cuts)))
+        return Score(segments, self.threshold, verdict.unusual)
 
     def close(self) -> None:
         """Stop everything that the backend has started, such as servers."""

@@ -115,6 +115,7 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
             verdict = await pair.verify(draft)
         if verdict.unusual and request.fallback is None:
             request.fallback = "unusual_draft"
+            answer.forget_validity()  # of a first block that was too short to tell
             log.info("the judge knows no drafts like this one: the rest of the answer is the target's own")
 
         # select: the maximal valid prefix, then the tokens that equal the target's greedy choice
@@ -156,11 +157,15 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
 
 
 def segments_of(answer: Answer, draft: Sequence[int], verdict: Verdict, shown: Sequence[int]) -> list[Segment]:
-    """The segments of a draft that continues `answer`, up to the verdict's cuts of the indices `shown`."""
+    """The segments of a draft that continues `answer`, up to the verdict's cuts of the indices `shown`.
+
+    Those of an unusual draft have no validity.
+    """
+    validity = [None if verdict.unusual else verdict.validity[i] for i in shown]
     cuts = [verdict.cuts[i] for i in shown]
     texts = answer.preview(draft, cuts)
     sizes = [end - start for start, end in zip([0, *cuts], cuts, strict=False)]
-    return [Segment(t, n, verdict.validity[i]) for t, n, i in zip(texts, sizes, shown, strict=True)]
+    return [Segment(*parts) for parts in zip(texts, sizes, validity, strict=True)]
 
 
 def _shown(draft: Sequence[int], verdict: Verdict, kept: int) -> list[int]:

@@ -10,13 +10,19 @@ Source = Literal["draft", "target"]
 Fallback = Literal["no_draft", "draft_refused", "judge_failed", "unusual_draft"]
 """Why the target answered without a draft: no draft server responds; the draft model or its server refuses; the judge
 failed on the draft; the judge knows no such drafts, and accepts only what the target would write itself."""
+FALLBACKS: dict[Fallback, str] = {
+    "no_draft": "no draft server responds",
+    "draft_refused": "the draft model refuses the prompt",
+    "judge_failed": "the judge failed on the draft",
+    "unusual_draft": "the judge knows no drafts like this one",
+}
 
 
 @dataclass(frozen=True)
 class Span:
     """Text from one source. A draft span is one accepted segment, with the validity of its cut; of blocks judged token
     by token, all accepted tokens up to the next correction. `validity` is None for
-    the greedy match, for mode "exact" and for the target's text."""
+    the greedy match, for mode "exact", for an unusual draft and for the target's text."""
 
     text: str
     source: Source
@@ -26,11 +32,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Segment:
-    """One segment of a draft or of a scored response, with the validity of the prefix that ends with it."""
+    """One segment of a draft or of a scored response, with the validity of the prefix that ends with it; None if the
+    judge knows no such drafts."""
 
     text: str
     n_tokens: int
-    validity: float
+    validity: float | None
 
 
 @dataclass
@@ -90,17 +97,23 @@ class Generation:
 
 @dataclass(frozen=True)
 class Score:
-    """Validity of a response, segment by segment. The segments' texts concatenate to the response."""
+    """Validity of a response, segment by segment. The segments' texts concatenate to the response.
+
+    Attributes:
+        unusual: the judge was trained on no drafts like this response, so no segment has a validity.
+    """
 
     segments: list[Segment]
     threshold: float
+    unusual: bool = False
 
     @property
-    def validity(self) -> float:
-        """Validity of the whole response."""
+    def validity(self) -> float | None:
+        """Validity of the whole response; None if it is unusual."""
         return self.segments[-1].validity
 
     @property
     def first_error(self) -> int | None:
-        """Index of the first segment whose prefix is below the threshold; None if no prefix is."""
-        return next((i for i, s in enumerate(self.segments) if s.validity < self.threshold), None)
+        """Index of the first segment whose prefix is below the threshold; None if no prefix is, or if unusual."""
+        below = (i for i, s in enumerate(self.segments) if s.validity is not None and s.validity < self.threshold)
+        return next(below, None)

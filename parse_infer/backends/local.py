@@ -22,7 +22,6 @@ from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import ChatTemplateError, SettingsError
 from parse_infer.events import Event, Interrupted, Resumed
 from parse_infer.judge.adapter import ValidityAdapter
-from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.judge.min_p import MinPJudge, check_one_judge
 from parse_infer.judge.verifier import Judge, Verification, Verifier
@@ -233,9 +232,8 @@ class LocalBackend:
             draft_text = TextDrafter(draft_text, self.target, request.prompt)
         drafter = self.drafter if draft_text is None else draft_text
         assert drafter is not None
-        self._current = None  # the drafter changes its prompt, so an open stream must end
         try:
-            drafter.reset(request.prompt, request.settings.draft_sampling, request.settings.stop)
+            drafter.check(request.prompt)
         except ChatTemplateError as error:  # the target has rendered the prompt
             return error
         return drafter
@@ -282,7 +280,7 @@ class LocalBackend:
         self._current = None  # the context changes, so an open stream must end
         self.target.decoder.seek(context)
         cuts = self.segmenter.cuts(draft) if cuts is None else cuts
-        return self.verifier.verify(draft, cuts, Carried(usual=True))  # a score is wanted of any text
+        return self.verifier.verify(draft, cuts)
 
     def clear_caches(self) -> None:
         with self._turn:

@@ -315,7 +315,7 @@ class VLLMBackend:
                         f"prompt and response have {n} tokens, but one read of log-probabilities has at most "
                         f"{self._target.reads.max_tokens}: shorten the response"
                     )
-                return await self._target.read(context, draft, cuts, Carried(usual=True), (), at)
+                return await self._target.read(context, draft, cuts, Carried(), (), at)
             return await self._target.ask(context, draft, cuts, at)
 
     async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:

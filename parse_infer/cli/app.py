@@ -27,7 +27,7 @@ Examples:
 
 \b
   parse-infer demo
-  parse-infer generate "A box holds 12 pens. How many pens are in 7 boxes?"
+  parse-infer generate "A boy has 6 stickers. His brother has 3 fewer. How many do they have together?"
   parse-infer serve --port 8000
   parse-infer bench --limit 50 --out runs/bench
   parse-infer eval --tasks gsm8k --num-fewshot 0 --limit 50

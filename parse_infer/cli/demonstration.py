@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from parse_infer.cli.output import report_fallback
 from parse_infer.cli.rich_view import AnswerView, legend
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.modes import BenchProblem, make_modes, problems_digest, timed
@@ -53,6 +54,7 @@ def run_demo(
         console.print()
         console.print(Text(f"{number}/{len(problems)}  {_question(problem.prompt)}", "bold"))
         answers = {"parse": watch(engine, problem.prompt, settings, console)}
+        report_fallback(answers["parse"][0], settings)
         answers |= {mode.name: timed(engine, mode, problem.prompt) for mode in modes}
         for name, (generation, seconds) in answers.items():
             own = {"problem_id": problem.id, "digest": problems_digest([problem]), "mode": name, "repeat": 0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from parse_infer.cli.prompt_rows import PromptRow
 from parse_infer.cli.rich_view import STYLES, coloured_spans
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Accepted, Done, Event, Resumed
-from parse_infer.output import Generation
+from parse_infer.output import FALLBACKS, Generation
 from parse_infer.record_runner import run_missing
 from parse_infer.record_store import RecordStore
 from parse_infer.settings import GenerationSettings
@@ -43,11 +44,12 @@ def print_answers(engine: ParseEngine, rows: Sequence[PromptRow], settings: Gene
     for number, (row, generation) in enumerate(zip(rows, _generations(engine, rows, settings), strict=True)):
         if as_json:
             print_json({**row.labels, **_as_json(generation)})
-            continue
-        if number:
-            out.print()
-        out.print(coloured_spans(generation.spans))
-        _print_cost(generation)
+        else:
+            if number:
+                out.print()
+            out.print(coloured_spans(generation.spans))
+            _print_cost(generation)
+        report_fallback(generation, settings, row.place)
 
 
 def stream_answers(
@@ -68,6 +70,8 @@ def stream_answers(
             elif done is not None:
                 out.print()
                 _print_cost(done)
+            if done is not None:
+                report_fallback(done, settings, row.place)
 
 
 def answer_file(engine: ParseEngine, rows: Sequence[PromptRow], settings: GenerationSettings, folder: str) -> None:
@@ -87,6 +91,7 @@ def answer_file(engine: ParseEngine, rows: Sequence[PromptRow], settings: Genera
     def measure(pending: list[tuple[int, PromptRow]]) -> Iterator[AnswerRecord]:
         generations = _generations(engine, [row for _, row in pending], settings)
         for (number, row), generation in zip(pending, generations, strict=True):
+            report_fallback(generation, settings, row.place)
             yield AnswerRecord(number, row.id, _as_json(generation))
 
     run_missing(store, {number: (number, row) for number, row in enumerate(rows)}, measure, "answers")
@@ -111,6 +116,17 @@ def _generations(engine: ParseEngine, rows: Sequence[PromptRow], settings: Gener
 def _events(engine: ParseEngine, row: PromptRow, settings: GenerationSettings) -> Iterator[Event]:
     with row.located():
         return engine.stream(row.prompt, settings, row.draft)
+
+
+def report_fallback(generation: Generation, settings: GenerationSettings, place: str = "") -> None:
+    """Print a line on standard error if the target answered without the requested draft."""
+    reason = generation.fallback
+    if reason is None:
+        return
+    where = f"{place}: " if place else ""
+    promise = "" if settings.risk is None else f"; the promise of --risk {settings.risk:g} does not hold for it"
+    line = f"note: {where}{FALLBACKS[reason]}, so the answer is the target's own ({reason}){promise}"
+    print(line, file=sys.stderr, flush=True)
 
 
 def _as_json(generation: Generation) -> dict[str, Any]:

@@ -146,7 +146,9 @@ def coloured_spans(spans: Sequence[Span]) -> Text:
 
 def score_table(score: Score) -> Table:
     """Build the table of a scored response's segments; it marks the first segment below the threshold."""
-    holds = [s.validity >= score.threshold for s in score.segments]
+    if score.unusual:
+        return _grid([Row("pending", s.text) for s in score.segments], ["?"] * len(score.segments))
+    holds = [s.validity is not None and s.validity >= score.threshold for s in score.segments]
     rows = [
         Row("accepted" if ok else "rejected", s.text, s.validity) for s, ok in zip(score.segments, holds, strict=True)
     ]

@@ -55,6 +55,9 @@ class ModelDrafter:
     def forwards(self) -> int:
         return self.draft.decoder.forwards
 
+    def check(self, prompt: Prompt) -> None:
+        CrossTokenizerDraft(self.draft, self.target, self.shares_tokens, prompt)
+
     def reset(self, prompt: Prompt, sampling: Sampling, stop: Sequence[str] = ()) -> None:
         self._translation = CrossTokenizerDraft(self.draft, self.target, self.shares_tokens, prompt, stop)
         self._sampling, self._round, self._written = sampling, 0, []

@@ -46,10 +46,12 @@ class DraftSource(Protocol):
         """Model forwards so far, over all answers; 0 without a model."""
         ...
 
-    def reset(self, prompt: Prompt, sampling: Sampling, stop: Sequence[str] = ()) -> None:
-        """Begin a new answer to `prompt` without running a model. Raise ValueError for an unreadable prompt.
+    def check(self, prompt: Prompt) -> None:
+        """Raise ValueError for a prompt that this source cannot read, without effect on the answer in progress."""
+        ...
 
-        The engine calls this twice per request, with a `RenderedPrompt`.
+    def reset(self, prompt: Prompt, sampling: Sampling, stop: Sequence[str] = ()) -> None:
+        """Begin a new answer to a `prompt` that `check` accepts, without running a model.
 
         A draft may end at the first of the `stop` strings; the engine truncates it there in any case.
         """

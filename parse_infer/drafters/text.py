@@ -31,6 +31,9 @@ class TextDrafter:
         end = target.end_token if finished else None
         self._draft = Draft(ids) if end is None else Draft([*ids, end], finished=True)
 
+    def check(self, prompt: Prompt) -> None:
+        pass
+
     def reset(self, prompt: Prompt, sampling: Sampling, stop: Sequence[str] = ()) -> None:
         pass
 

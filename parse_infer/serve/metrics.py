@@ -113,7 +113,8 @@ class Meter:
             if self._drafted_at is not None:
                 metrics.pass_s.observe(moment.at - self._drafted_at)
             for segment in event.segments:
-                metrics.validity.observe(segment.validity)
+                if segment.validity is not None:
+                    metrics.validity.observe(segment.validity)
         elif isinstance(event, Done):
             self._complete = True
             self._count(event.generation)

@@ -681,19 +681,37 @@ def test_another_request_ends_an_open_stream(engine):
 @pytest.mark.parametrize("kind", [Drafted, Verified, Accepted, Resumed])
 @pytest.mark.parametrize("other", ["generate", "stream", "score"])
 def test_another_request_ends_an_open_stream_wherever_it_stands(engine, kind, other):
-    """Also one that was only prepared, or a batch in which a later prompt is refused."""
     settings = GenerationSettings(20, threshold=partial_threshold(engine), block_tokens=6, keep_greedy_match=False)
     stream = engine.stream(PROMPT, settings)
     next(event for event in stream if isinstance(event, kind))
     if other == "generate":
-        with pytest.raises(ValueError, match="context window"):
-            engine.generate(["Other.", "x" * 3000])
+        engine.generate("Other.", max_new_tokens=2)
     elif other == "stream":
-        engine.stream("Other.")
+        next(engine.stream("Other."))
     else:
         engine.score("Other.", "It is 1.")
     with pytest.raises(RuntimeError, match="another request"):
         list(stream)
+
+
+@pytest.mark.parametrize("kind", [Drafted, Verified, Accepted, Resumed])
+def test_what_runs_no_model_leaves_an_open_stream_alone(engine, kind):
+    """A check, a request that was only prepared, and requests that are refused."""
+    settings = GenerationSettings(20, threshold=partial_threshold(engine), block_tokens=6, keep_greedy_match=False)
+    expected = engine.generate(PROMPT, settings)
+    stream = engine.stream(PROMPT, settings)
+    next(event for event in stream if isinstance(event, kind))
+    engine.check("Other.", settings)
+    engine.check("Other.", settings, "A draft.")
+    prepared = engine.stream("Other.", settings)
+    with pytest.raises(ValueError, match="context window"):
+        engine.generate(["Other.", "x" * 3000])
+    with pytest.raises(ValueError, match="context window"):
+        engine.score(PROMPT, "x" * 3000)
+    *_, done = stream
+    assert (done.generation.text, done.generation.spans) == (expected.text, expected.spans)
+    *_, done = prepared
+    assert done.generation.text == engine.generate("Other.", settings).text
 
 
 def test_the_forwards_of_the_draft_model_count_whatever_it_does(engine):

@@ -38,7 +38,7 @@ def generate(
 
     \b
     Examples:
-      parse-infer generate "A box holds 12 pens. How many pens are in 7 boxes?" --stream
+      parse-infer generate "A boy has 6 stickers. His brother has 3 fewer. How many do they have together?" --stream
       parse-infer generate "…" --adapter runs/validity/adapter --risk 0.05
       parse-infer generate --file prompts.jsonl --json > answers.jsonl
       parse-infer generate --file prompts.jsonl --backend vllm --out runs/answers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,7 +32,8 @@ def score(
 
     \b
     Examples:
-      parse-infer score "A box holds 12 pens. How many pens are in 7 boxes?" "12 x 7 = 74 pens"
+      parse-infer score "A boy has 6 stickers. His brother has 3 fewer. How many do they have together?" \\
+          "His brother has 6 - 3 = 4 stickers."
       parse-infer score --file answers.jsonl --json
     """
     from parse_infer.cli.prompt_rows import check_prompts
@@ -49,6 +51,10 @@ def score(
             print_json({**row.labels, **figures, **asdict(result)})
         else:
             out.print(score_table(result))
+        if result.unusual:
+            where = f"{row.place}: " if row.place else ""
+            sentence = f"note: {where}the judge knows no responses like this one, so it has no validity"
+            print(sentence, file=sys.stderr, flush=True)
 
 
 def _response_rows(prompt: str | None, response: str | None, file: str | None) -> list[PromptRow]:

@@ -439,6 +439,30 @@ def test_generate_has_the_settings_of_the_server(monkeypatch):
     assert main(["generate", "Hi", "--block-tokens", "0"]) == 2 and len(seen) == 1
 
 
+UNUSUAL = "A box holds 12 pens. How many pens are in 7 boxes?"  # for the judge of the embedded pair
+
+
+@pytest.mark.parametrize("how", [[], ["--stream"], ["--json"], ["--stream", "--json"], ["--out"]], ids=str)
+def test_generate_reports_every_fallback_and_that_no_promise_holds(tmp_path, capsys, how):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": UNUSUAL}) + "\n")
+    how = [*how, str(tmp_path / "answers")] if how == ["--out"] else how
+    assert main(["generate", "--file", str(tmp_path / "rows.jsonl"), "--risk", "0.05", *how]) == 0
+    captured = capsys.readouterr()
+    (note,) = [line for line in captured.err.splitlines() if line.startswith("note: ")]
+    assert "unusual_draft" in note and "line 1" in note and "the promise of --risk 0.05 does not hold" in note
+    assert "note:" not in captured.out
+
+
+def test_score_reports_a_response_that_the_judge_does_not_know(capsys):
+    response = "7 boxes hold 7 x 12 = 84 pens."
+    assert main(["score", UNUSUAL, response, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["unusual"] and json.loads(captured.out)["validity"] is None
+    assert captured.err.splitlines()[-1].startswith("note: the judge knows no responses like this one")
+    assert main(["score", UNUSUAL, response]) == 0
+    assert capsys.readouterr().out == f"? {response}\n".replace("? ", "?      ")
+
+
 def test_option_values_are_json_or_pythons_constants_or_text():
     pairs = ["a=false", "b=False", "c=True", "d=None", "e=0.5", "f=falsch", 'g="False"']
     values = {"a": False, "b": False, "c": True, "d": None, "e": 0.5, "f": "falsch", "g": "False"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parse_infer.engine import ParseEngine
-from parse_infer.events import Accepted
+from parse_infer.events import Accepted, Verified
 from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.judge.usual_drafts import SIZES, UsualDrafts
 from parse_infer.sampling import Sampling
@@ -75,6 +75,32 @@ def test_of_an_unusual_draft_only_the_targets_own_tokens_are_kept(
     assert found.token_ids == engine.generate_target(PROMPT, max_new_tokens=N).token_ids
     assert found.fallback == "unusual_draft"
     assert found.stats.accepted_tokens, "tokens equal to the target's are still worth drafting"
+
+
+@pytest.mark.parametrize("block_tokens", ["auto", 3, 20, "whole"])
+def test_an_unusual_draft_has_no_validity(make_engine, random_adapter, block_tokens):
+    """Nor do the first blocks of such a draft, which are too short to tell."""
+    engine = make_engine()
+    judge = random_adapter(engine.target.model, logprobs=True)
+    judge.config.logprobs["usual"] = NOTHING
+    engine = ParseEngine.from_models(engine.target, engine.draft, judge)
+    *events, done = engine.stream(PROMPT, max_new_tokens=N, threshold=0.02, block_tokens=block_tokens)
+    assert done.generation.fallback == "unusual_draft" and done.generation.stats.accepted_tokens
+    assert {span.validity for span in done.generation.spans} == {None}
+    verified = [event for event in events if isinstance(event, Verified) and event.segments]
+    assert {segment.validity for segment in verified[-1].segments} == {None}
+
+
+@pytest.mark.parametrize("usual", [None, NOTHING])
+def test_a_score_says_that_the_judge_knows_no_such_responses(make_engine, random_adapter, usual):
+    engine = make_engine()
+    judge = random_adapter(engine.target.model, logprobs=True)
+    judge.config.logprobs["usual"] = usual
+    score = ParseEngine.from_models(engine.target, engine.draft, judge).score(PROMPT, "He has 5 apples.\nSo it is 5.")
+    assert score.unusual == (usual is not None)
+    assert all((segment.validity is None) == score.unusual for segment in score.segments)
+    assert (score.validity is None) == score.unusual
+    assert score.first_error is None or not score.unusual
 
 
 def test_a_block_of_which_nothing_is_kept_decides_too(make_engine, random_adapter, monkeypatch):

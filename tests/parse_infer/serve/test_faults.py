@@ -245,6 +245,9 @@ class Breaking:
     def __init__(self, nth: int) -> None:
         self._nth, self._asked = nth, 0
 
+    def check(self, prompt: Any) -> None:
+        pass
+
     def reset(self, prompt: Any, sampling: Any, stop: Any = ()) -> None:
         self._asked = 0
 
