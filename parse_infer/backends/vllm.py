@@ -34,6 +34,7 @@ from parse_infer.events import Event, Resumed
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.loop import PairWrapper, identity, speculate
+from parse_infer.models.detokenizer import without_special_tokens
 from parse_infer.models.environment import describe_machine
 from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_infer.request import Request
@@ -203,6 +204,7 @@ class VLLMBackend:
                 raise ServerError(f"the draft server {server.url} takes prompts unlike the others: use one kind")
             self._text_api = found
             if found is not None:
+                without_special_tokens(self.target.tokenizer)  # now, not during the first answer
                 return
         assert language is not None
         await servers.identity.check_tokens(language.name, language.tokenizer, server)

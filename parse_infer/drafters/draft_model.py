@@ -13,6 +13,7 @@ from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStrea
 from parse_infer.drafters.source import Block, Draft
 from parse_infer.errors import PromptError
 from parse_infer.judge.cuts import CutPolicy, Segmenter
+from parse_infer.models.detokenizer import without_special_tokens
 from parse_infer.models.loading import LanguageModel, same_tokenizer
 from parse_infer.models.prompts import Prompt
 from parse_infer.models.sampling import distribution, draw, random_generator
@@ -174,4 +175,6 @@ def share_tokens(draft: TokenizerSpec, target: TokenizerSpec) -> bool:
     shared = same_tokenizer(draft.tokenizer, target.tokenizer)
     if shared and draft.tokenizer.chat_template is None:
         draft.tokenizer.chat_template = target.tokenizer.chat_template
+    for language in () if shared else (draft, target):  # now, not during the first answer
+        without_special_tokens(language.tokenizer)
     return shared

@@ -104,7 +104,7 @@ def encode_continuation(tokenizer: PreTrainedTokenizerBase, before: str, text: s
 
     Text that spells a special token stays plain text: a draft that quotes an end token does not end there.
     """
-    plain = _without_special_tokens(tokenizer)
+    plain = without_special_tokens(tokenizer)
 
     def encode(text: str) -> list[int]:
         return plain.encode(text, add_special_tokens=False, split_special_tokens=True)
@@ -120,8 +120,8 @@ _copies: WeakKeyDictionary[PreTrainedTokenizerBase, PreTrainedTokenizerBase] = W
 _copying = threading.Lock()
 
 
-def _without_special_tokens(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return the copy of a tokenizer that reads special tokens as plain text.
+def without_special_tokens(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return the copy of a tokenizer that reads special tokens as plain text; the first call takes seconds.
 
     `split_special_tokens` is a state of the Rust tokenizer, which other threads use at the same time.
     """
