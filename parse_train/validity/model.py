@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -236,13 +236,19 @@ class ValidityModel(nn.Module):
         """Contexts of a layer's forward, which is in `adapted` already, and of its second run."""
         return nullcontext(), self.adapted(*self._adapted)
 
-    def adapted(self, rows: int, n: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def adapted(self, rows: int, n: int) -> Iterator[None]:
         """Apply the LoRA to the last `n` tokens of each of the `rows` within the `with` block.
 
         peft's own way through its wrapper would also run the output layer on every token.
         """
         assert self.peft_model is not None
-        return cast(Any, self.peft_model.base_model)._enable_peft_forward_hooks(alora_offsets=[n] * rows)
+        hooks = cast(Any, self.peft_model.base_model)._enable_peft_forward_hooks(alora_offsets=[n] * rows)
+        hooks.__enter__()
+        try:
+            yield
+        finally:  # peft would leave its hooks after an exception, with which a checkpointed layer's second run ends
+            hooks.__exit__(None, None, None)
 
     def exported(self, facts: ValidityConfig, train_problems: Collection[str] = ()) -> ValidityAdapter:
         """Return the adapter as trained, without threshold and metrics.

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from parse_infer.held_out import prompt_hash
-from parse_infer.judge.adapter_files import PROBLEMS
+from parse_infer.models.train_problems import TRAIN_PROBLEMS
 from parse_train import tracking
 from parse_train.__main__ import main
 from parse_train.validity import train
@@ -97,7 +97,7 @@ def test_without_a_probe_the_target_runs_in_the_first_epoch_only(
     assert provenance["token_dropout"] == 0.5
     assert not (tmp_path / "adapter" / "adapter_model.safetensors").exists()
     # The adapter names its training problems by their prompts: 12 of 16, and none that was held out.
-    learnt = (tmp_path / "adapter" / PROBLEMS).read_text().split()
+    learnt = (tmp_path / "adapter" / TRAIN_PROBLEMS).read_text().split()
     assert learnt == sorted(learnt) and len(learnt) == provenance["train_problems"] == 12
     assert provenance["epochs"] == 3 and provenance["steps"] > 0
     assert set(learnt) < {prompt_hash(f"Sum {n}?") for n in range(16)}
