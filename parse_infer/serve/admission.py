@@ -23,6 +23,8 @@ class Limits:
     grace_s: float = 30.0
     """Seconds that accepted requests have after a stop signal."""
     body_bytes: int = 4 << 20
+    send_s: float = 60.0
+    """Seconds in which a client must send a whole request."""
 
 
 class AdmissionQueue:

@@ -28,7 +28,6 @@ from parse_infer.serve.protocol.tokens import (
     TokenizeAnswer,
     TokenizeBody,
 )
-from parse_infer.serve.response import warning_header
 from parse_infer.serve.risk_monitor import Audit, RiskMonitor
 from parse_infer.serve.runner import Runner
 
@@ -136,26 +135,13 @@ def create_app(
         handler.check_model(name)
         return card
 
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody, response: Response) -> TokenizeAnswer:
-        handler.check_model(body.model)
-        response.headers.update(warning_header(handler.warnings(body)))
-        async with queue.place(0):  # takes no place in the queue, but has the time limit
-            with errors.value_errors_as_400():
-                if body.chat is not None:
-                    _, ids = await backend.render(body.chat)
-                else:
-                    ids = await backend.encode(body.prompt or "", body.add_special_tokens is not False)
-                texts = await backend.token_texts(ids) if body.return_token_strs else None
-        return TokenizeAnswer(count=len(ids), max_model_len=backend.window, tokens=ids, token_strs=texts)
+    @app.post("/tokenize", response_model=TokenizeAnswer)
+    async def tokenize(body: TokenizeBody) -> Response:
+        return handler.tokenize(body)
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody, response: Response) -> DetokenizeAnswer:
-        handler.check_model(body.model)
-        response.headers.update(warning_header(handler.warnings(body)))
-        async with queue.place(0):
-            with errors.value_errors_as_400("tokens"):
-                return DetokenizeAnswer(prompt=await backend.decode(body.tokens))
+    @app.post("/detokenize", response_model=DetokenizeAnswer)
+    async def detokenize(body: DetokenizeBody) -> Response:
+        return handler.detokenize(body)
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
@@ -166,6 +152,8 @@ def create_app(
         if queue.closing:
             raise ApiError(503, "the server is stopping", "stopping")
         return {"status": "ok"}
+
+    app.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def prometheus() -> Response:

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from itertools import islice
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.types import Send
 
 from parse_infer.calibration.schema import promised
 from parse_infer.models.prompts import changed_option
 from parse_infer.sampling import Sampling
 from parse_infer.serve.admission import AdmissionQueue
-from parse_infer.serve.errors import ApiError, unknown_field
+from parse_infer.serve.errors import ApiError, unknown_field, value_errors_as_400
 from parse_infer.serve.event_stream import RequestedAnswers, answers
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.passthrough import relayed
 from parse_infer.serve.protocol.chat import ChatBody
 from parse_infer.serve.protocol.completion import CompletionBody
 from parse_infer.serve.protocol.fields import MOST_UNKNOWN, Body
+from parse_infer.serve.protocol.tokens import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
 from parse_infer.serve.response import AnswerWriter, CancellableResponse, Shape, event_line, write_events, write_whole
 from parse_infer.serve.risk_monitor import Audit
-from parse_infer.serve.runner import Runner
+from parse_infer.serve.runner import Runner, size_of
 from parse_infer.settings import GenerationSettings
+
+LONGEST_TOKENIZED = 1 << 18  # characters; a second of work
 
 
 class RequestHandler:
@@ -88,6 +92,47 @@ class RequestHandler:
         return CancellableResponse(
             lambda send: writer.stream(events, send) if body.stream else writer.whole(events, send)
         )
+
+    def tokenize(self, body: TokenizeBody) -> CancellableResponse:
+        """The response to `/tokenize`, which has a seat in the queue and ends with its client."""
+        size = len(body.prompt or "") if body.chat is None else size_of(body.chat)
+        if size > LONGEST_TOKENIZED:
+            raise ApiError(400, f"the text has {size} characters; /tokenize takes at most {LONGEST_TOKENIZED}")
+
+        async def answer() -> TokenizeAnswer:
+            if body.chat is not None:
+                _, ids = await self.backend.render(body.chat)
+            else:
+                ids = await self.backend.encode(body.prompt or "", body.add_special_tokens is not False)
+            texts = await self.backend.token_texts(ids) if body.return_token_strs else None
+            return TokenizeAnswer(count=len(ids), max_model_len=self.backend.window, tokens=ids, token_strs=texts)
+
+        return self._seated(body, answer)
+
+    def detokenize(self, body: DetokenizeBody) -> CancellableResponse:
+        """The response to `/detokenize`, as for `tokenize`."""
+
+        async def answer() -> DetokenizeAnswer:
+            return DetokenizeAnswer(prompt=await self.backend.decode(body.tokens))
+
+        return self._seated(body, answer, "tokens")
+
+    def _seated(
+        self,
+        body: TokenizeBody | DetokenizeBody,
+        answer: Callable[[], Awaitable[BaseModel]],
+        field: str | None = None,
+    ) -> CancellableResponse:
+        self.check_model(body.model)
+        warnings = self.warnings(body)
+
+        async def work(send: Send) -> None:
+            async with self.queue.place(1):
+                with value_errors_as_400(field):
+                    written = await answer()
+            await write_whole(send, written.model_dump_json().encode(), warnings)
+
+        return CancellableResponse(work)
 
     def relay(self, body: ChatBody) -> CancellableResponse:
         """Pass a request through to the target's server, without a draft."""

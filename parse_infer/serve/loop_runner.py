@@ -64,7 +64,7 @@ class LoopRunner(Runner):
     async def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
         draft = None
         if (text := job.draft_text) is not None:
-            draft = await self.ask(lambda own: TextDrafter(text, own, job.prompt))
+            draft = await self.ask(lambda own: TextDrafter(text, own, job.prompt), len(text))
         try:
             events = self._engine.events(job.prompt, job.settings, draft, alone=job.alone, watched=job.watched)
         except ValueError as error:

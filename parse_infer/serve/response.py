@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
 from pydantic import BaseModel
@@ -23,6 +23,8 @@ from parse_infer.serve.protocol.fields import AnswerBody
 
 log = logging.getLogger("parse_infer.serve")
 Answers = AsyncGenerator[Told, None]
+_LINE_ENDS = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
+LAST_WRITE_S = 5.0
 GONE = 499  # nginx's status for a client that disconnected, for logs and metrics
 
 
@@ -191,8 +193,9 @@ class AnswerWriter:
 
 
 def event_line(value: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """One server-sent event. Readers of lines also split at the characters of `_LINE_ENDS`, so these are escaped."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text.translate(_LINE_ENDS)}\n\n".encode()
 
 
 async def write_whole(send: Send, body: bytes, warnings: Sequence[str] = ()) -> None:
@@ -212,6 +215,13 @@ async def write_events(send: Send, events: AsyncGenerator[bytes, None], warnings
                 if sent:
                     await _write(send, sent)
         await _write(send, b"data: [DONE]\n\n", more=False)
+    except asyncio.CancelledError:
+        # The time limit can end a write to a reader that has stopped. It gets the reason if it soon goes on.
+        if begun:
+            ended = ApiError(504, "the answer was not read within the time limit of the request", "timeout")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(_write(send, event_line(ended.body), more=False), LAST_WRITE_S)
+        raise
     except Exception as error:
         if not begun:
             raise

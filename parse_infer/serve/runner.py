@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,11 +12,13 @@ from parse_infer.calibration.schema import Calibration
 from parse_infer.errors import ParseError, PromptError
 from parse_infer.events import Event
 from parse_infer.models.loading import same_tokenizer
-from parse_infer.models.prompts import Prompt, RenderedPrompt, Verbatim
+from parse_infer.models.prompts import Chat, Prompt, RenderedPrompt, Verbatim
 from parse_infer.models.tokenizer_spec import TokenizerSpec, reads_alike
+from parse_infer.serve.tokenizer_thread import TokenizerThread
 from parse_infer.settings import GenerationSettings
 
 Result = TypeVar("Result")
+LONG_TEXT = 1 << 16  # characters
 _NO_FORMS = (
     "the local backend does not support tools and structured output: use `parse-infer serve --backend vllm`, which "
     "passes them to vLLM"
@@ -66,8 +65,7 @@ class InvalidRequest(ParseError):
 class Runner(ABC):
     """Answers jobs with one engine. Call its methods only from the event loop's thread.
 
-    It tokenizes in a thread of its own, so that long texts block neither the event loop nor the engine, with copies of
-    the tokenizers, which are not thread-safe.
+    It tokenizes long texts in another thread than short ones, which so never wait for them.
 
     Args:
         target: the target, for its tokens and limits.
@@ -93,11 +91,11 @@ class Runner(ABC):
         self.template_options = target.template_options
         self.default_sampling = target.default_sampling
         self._target = target
-        self._own = _own_copy(target)
         self._draft = draft
-        self._own_draft = None if draft is None else _own_copy(draft)
         self._shares_tokens = draft is not None and same_tokenizer(draft.tokenizer, target.tokenizer)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse-tokenizer")
+        self._short, self._long = (TokenizerThread(target, draft) for _ in range(2))
+        longest_token = max(map(len, target.tokenizer.get_vocab()))
+        self._longest_prompt = self.window * longest_token  # characters
 
     @abstractmethod
     def check_calibration(self) -> None:
@@ -126,7 +124,7 @@ class Runner(ABC):
         """
 
     async def encode(self, text: str, special_tokens: bool) -> list[int]:
-        return await self.ask(lambda own: own.tokenizer.encode(text, add_special_tokens=special_tokens))
+        return await self.ask(lambda own: own.tokenizer.encode(text, add_special_tokens=special_tokens), len(text))
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Raises InvalidRequest for ids outside the vocabulary."""
@@ -135,17 +133,22 @@ class Runner(ABC):
             own.check_tokens(ids)
             return str(own.tokenizer.decode(list(ids)))
 
-        return await self.ask(decoded)
+        return await self.ask(decoded, len(ids))
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]:
-        return await self.ask(lambda own: [str(own.tokenizer.convert_ids_to_tokens(i)) for i in ids])
+        return await self.ask(lambda own: [str(own.tokenizer.convert_ids_to_tokens(i)) for i in ids], len(ids))
 
     async def render(self, prompt: Prompt | TokenPrompt, drafted: bool = False) -> tuple[RenderedPrompt, list[int]]:
         """Render a prompt; return it with the target's token ids. `drafted`: also tokenize for the draft model.
 
         Raises InvalidRequest if the prompt is empty, too long, outside the vocabulary or invalid for the template.
         """
-        return await self.ask(lambda own: self._rendered(own, prompt, drafted))
+        size = size_of(prompt)
+        if size > self._longest_prompt:  # before the work of tokenizing it
+            raise InvalidRequest(
+                f"the prompt has {size} characters, which cannot fit the context window of {self.window} tokens"
+            )
+        return await self._call(lambda thread: self._rendered(thread, prompt, drafted), size)
 
     def tokenizer_info(self) -> dict[str, Any]:
         tokenizer = self._target.tokenizer
@@ -170,25 +173,34 @@ class Runner(ABC):
 
     def close(self) -> None:
         """Stop the runner after its last job."""
-        self._thread.shutdown(wait=False)
+        self._short.close()
+        self._long.close()
 
-    async def ask(self, question: Callable[[TokenizerSpec], Result]) -> Result:
-        """Call `question` with the target's copy in the tokenizer thread. A ValueError becomes InvalidRequest."""
+    async def ask(self, question: Callable[[TokenizerSpec], Result], size: int) -> Result:
+        """Call `question` with a copy of the target's tokenizer in a thread. A ValueError becomes InvalidRequest.
+
+        Args:
+            size: characters or tokens that the question is about.
+        """
+        return await self._call(lambda thread: question(thread.target), size)
+
+    async def _call(self, question: Callable[[TokenizerThread], Result], size: int) -> Result:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, question, self._own)
+            return await (self._short if size <= LONG_TEXT else self._long).call(question)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
 
     def _rendered(
-        self, own: TokenizerSpec, asked: Prompt | TokenPrompt, drafted: bool
+        self, thread: TokenizerThread, asked: Prompt | TokenPrompt, drafted: bool
     ) -> tuple[RenderedPrompt, list[int]]:
+        own = thread.target
         if isinstance(asked, TokenPrompt):
             own.check_tokens(asked.ids)
             asked = Verbatim.of_tokens(asked.ids, own.tokenizer)
         rendered = RenderedPrompt.of(asked)
         ids = own.render(rendered.prompt)
         rendered.remember(self._target, ids)
-        draft = self._own_draft if drafted else None
+        draft = thread.draft if drafted else None
         if draft is None or (self._shares_tokens and reads_alike(draft, own, rendered)):
             return rendered, ids  # the draft model takes the same tokens
         theirs = rendered if self._shares_tokens else rendered.as_text
@@ -197,7 +209,10 @@ class Runner(ABC):
         return rendered, ids
 
 
-def _own_copy(language: TokenizerSpec) -> TokenizerSpec:
-    own = copy.copy(language)
-    own.tokenizer = copy.deepcopy(language.tokenizer)
-    return own
+def size_of(prompt: Prompt | TokenPrompt) -> int:
+    """Return the number of a prompt's characters, without its template, or of its tokens."""
+    if isinstance(prompt, TokenPrompt):
+        return len(prompt.ids)
+    if isinstance(prompt, Chat):
+        return sum(len(str(message.get("content", ""))) for message in prompt.messages)
+    return len(prompt.text) if isinstance(prompt, Verbatim) else len(str(prompt))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import math
+import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -15,6 +18,8 @@ from fastapi import FastAPI
 from parse_infer.errors import ParseError
 from parse_infer.serve.admission import Limits
 from parse_infer.serve.logs import log_settings
+
+_DESCRIPTORS = 65_536
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -34,6 +39,42 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
+def _connections() -> int:
+    """Raise the soft limit of file descriptors, and return the number of connections that it leaves room for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return max(64, (_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft) * 3 // 4)
+
+
+async def close_half_sent(connections: Collection[Any], seconds: float) -> None:
+    """Close connections that have not sent a whole request after so many seconds, until cancelled.
+
+    uvicorn's time limit counts only after a response.
+
+    Args:
+        connections: uvicorn's protocols.
+    """
+    loop, since = asyncio.get_running_loop(), dict[Any, float]()
+    while True:
+        await asyncio.sleep(seconds / 10)
+        sending = [each for each in connections if _is_sending(each)]
+        since = {each: since.get(each, loop.time()) for each in sending}
+        for each, start in since.items():
+            if loop.time() - start > seconds and each.transport is not None:
+                each.transport.abort()
+
+
+def _is_sending(connection: Any) -> bool:
+    """Whether a connection is still to send a request, or the rest of one."""
+    cycle = connection.cycle
+    if cycle is None:
+        return True
+    return connection.timeout_keep_alive_task is None if cycle.response_complete else bool(cycle.more_body)
+
+
 class Server(uvicorn.Server):
     """Serves `app` until a signal. Accepted requests then complete, or get an error after the grace period."""
 
@@ -46,6 +87,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 ws="none",
                 server_header=False,
+                limit_concurrency=_connections(),
                 timeout_keep_alive=75,  # proxies reuse idle connections for 60 s; a request into a closed one fails
                 timeout_graceful_shutdown=math.ceil(limits.grace_s) + 2,  # later than our own limit
             )
@@ -60,8 +102,17 @@ class Server(uvicorn.Server):
             yield
             self._captured_signals.clear()
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # Later collections leave out what exists now: walking the models' objects stops the event loop for seconds.
+        gc.collect()
+        gc.freeze()
+        self._watching = asyncio.create_task(close_half_sent(self.server_state.connections, self._limits.send_s))
+        await super().startup(sockets)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._line.close()
+        self._watching.cancel()
+        gc.unfreeze()
         end = asyncio.get_running_loop().call_later(self._limits.grace_s, self._line.abort)
         try:
             await super().shutdown(sockets)

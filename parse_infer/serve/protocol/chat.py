@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from parse_infer.models.prompts import Chat
 from parse_infer.sampling import Sampling
 from parse_infer.serve.choice_state import ChoiceState, ParseStatistics, Usage
-from parse_infer.serve.protocol.fields import AnswerBody, AtMost1024, AtMost4096, Body, Text, ignored, neutral
+from parse_infer.serve.protocol.fields import AnswerBody, AtMost1024, AtMost4096, Body, Nested, Text, ignored, neutral
 
 _OLD_TOOLS = "OpenAI's deprecated form of tools is not supported: use tools"
 _FORM = "The target answers alone; needs the vllm backend."
@@ -39,7 +39,7 @@ class ChatMessage(Body):
     content: Text | AtMost1024[TextPart] | None = None
     reasoning_content: Text | None = Field(None, description="The assistant's reasoning, for the chat template.")
     reasoning: Text | None = Field(None, description="vLLM's newer name of reasoning_content.")
-    tool_calls: AtMost1024[dict[str, Any]] | None = Field(None, description=_FORM)
+    tool_calls: AtMost1024[Nested] | None = Field(None, description=_FORM)
     tool_call_id: Text | None = None
     cache_control: Any = ignored()
     name: Any = ignored()
@@ -85,7 +85,7 @@ class Prediction(Body):
 
 class ChatBody(AnswerBody):
     messages: AtMost4096[ChatMessage] = Field(min_length=1)
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: Nested | None = Field(
         None, description="Variables of the chat template, such as enable_thinking."
     )
     add_special_tokens: bool | None = Field(
@@ -97,10 +97,10 @@ class ChatBody(AnswerBody):
     )
     prediction: Prediction | None = Field(None, description="A draft that replaces the draft model's.")
 
-    tools: AtMost1024[dict[str, Any]] | None = Field(None, description=_FORM)
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = Field(None, description=_FORM)
+    tools: AtMost1024[Nested] | None = Field(None, description=_FORM)
+    tool_choice: Literal["none", "auto", "required"] | Nested | None = Field(None, description=_FORM)
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = Field(None, description=_FORM)
+    response_format: Nested | None = Field(None, description=_FORM)
     functions: Any = neutral(_OLD_TOOLS, [])
     function_call: Any = neutral(_OLD_TOOLS, "none", "auto")
     logprobs: Any = neutral(

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
@@ -46,6 +47,34 @@ def _unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_unicode)]
+
+
+def _at_most_16(stop: Any) -> Any:
+    if isinstance(stop, list) and len(stop) > 16:
+        raise PydanticCustomError("sentence", "stop: give at most 16 texts, not {n}", {"n": len(stop)})
+    return stop
+
+
+Stop = Annotated[Text | list[Text], BeforeValidator(_at_most_16), Field(json_schema_extra={"maxItems": 16})]
+DEEPEST = 32  # levels of a nested object, which templates and our own code walk recursively
+
+
+def _shallow(value: Any) -> Any:
+    level, depth = [value], 0
+    while level:
+        level = [
+            child
+            for each in level
+            if isinstance(each, dict | list)
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
+        depth += 1
+        if depth > DEEPEST:
+            raise PydanticCustomError("sentence", "an object is nested deeper than {n} levels", {"n": DEEPEST})
+    return value
+
+
+Nested = Annotated[dict[str, Any], AfterValidator(_shallow)]
 
 
 def neutral(why: str, *values: Any) -> Any:
@@ -148,7 +177,7 @@ class AnswerBody(Body):
     top_p: float | None = Field(None, ge=0.001, le=1)
     top_k: int | None = Field(None, ge=-1, le=1 << 31, description="0 and -1 keep all tokens.")
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
-    stop: Text | AtMost16[Text] | None = Field(None, description="The answer ends before the first of these texts.")
+    stop: Stop | None = Field(None, description="The answer ends before the first of these texts.")
     stop_token_ids: AtMost1024[StrictInt] | None = Field(None, description=SETTINGS["stop_token_ids"].help)
     ignore_eos: bool | None = Field(None, description=SETTINGS["ignore_eos"].help)
     min_tokens: int | None = Field(None, ge=0, le=1 << 31, description=SETTINGS["min_tokens"].help)
@@ -227,7 +256,7 @@ class AnswerBody(Body):
             defaults.temperature if self.temperature is None else self.temperature,
             defaults.top_p if self.top_p is None else self.top_p,
             defaults.top_k if self.top_k is None else max(0, self.top_k),
-            self.seed,
+            None if self.seed == -1 else self.seed,  # vLLM's sign for a random one
         )
 
     def settings(self, max_new_tokens: int, choice: int, defaults: Sampling) -> GenerationSettings:
@@ -238,8 +267,8 @@ class AnswerBody(Body):
         """
         options = self.parse or ParseOptions.model_validate({})
         sampling = self.sampling(defaults)
-        if self.seed is not None and choice:
-            sampling = replace(sampling, seed=seed_of(self.seed, choice))
+        if sampling.seed is not None and choice:
+            sampling = replace(sampling, seed=seed_of(sampling.seed, choice))
         drafts = sampling.temperature if options.draft_temperature is None else options.draft_temperature
         offered = (name for name in SETTINGS if name not in OUTSIDE_PARSE)
         given = {name: value for name in offered if (value := getattr(options, name)) not in (None, ALONE)}

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from parse_infer.models.prompts import Chat
 from parse_infer.serve.protocol.chat import ChatMessage
-from parse_infer.serve.protocol.fields import AtMost4096, Body, Text, Tokens
+from parse_infer.serve.protocol.fields import AtMost4096, Body, Nested, Text, Tokens
 
 
 class TokenizeBody(Body):
@@ -18,7 +18,7 @@ class TokenizeBody(Body):
     messages: AtMost4096[ChatMessage] | None = Field(
         None, min_length=1, description="Instead of prompt; rendered with the chat template."
     )
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Nested | None = None
     add_special_tokens: bool | None = Field(None, description="Default: true for prompt, false for messages.")
     return_token_strs: bool | None = None
 

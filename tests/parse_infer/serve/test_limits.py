@@ -1,0 +1,197 @@
+"""One client with cheap requests cannot stop the server for others."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import resource
+import socket
+import time
+from contextlib import suppress
+from threading import Event
+
+import httpx
+import pytest
+
+from parse_infer.models.prompts import Chat, Verbatim
+from parse_infer.serve import handlers, response, runner
+from parse_infer.serve.admission import Limits
+from parse_infer.serve.runner import TokenPrompt, size_of
+from parse_infer.serve.server import _connections
+from tests.parse_infer.serve.conftest import Running, running
+
+USER = {"role": "user", "content": "Tom has 5 apples."}
+CHAT = "/v1/chat/completions"
+
+
+def raw(served: Running, data: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), timeout=30)
+    connection.sendall(data)
+    return connection
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(served, monkeypatch):
+    monkeypatch.setattr(served.backend, "_call", lambda *_: pytest.fail("tokenized"))
+    size = served.backend._longest_prompt + 1
+    for path, body in (
+        (CHAT, {"messages": [{**USER, "content": "x" * size}]}),
+        ("/v1/completions", {"prompt": "x" * size}),
+    ):
+        refused = served.post(path, body)
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+        assert f"{size} characters" in refused.json()["error"]["message"]
+
+
+def test_a_prompt_that_may_fit_is_tokenized(served):
+    """The limit is that of the longest token: no prompt that fits is refused by its length."""
+    tokenizer, window = served.engine.target.tokenizer, served.backend.window
+    longest = max(tokenizer.get_vocab(), key=len)
+    assert len(tokenizer.decode(tokenizer.convert_tokens_to_ids([longest] * window))) <= served.backend._longest_prompt
+
+
+@pytest.mark.parametrize(
+    "prompt", [Chat([{**USER, "content": "abc"}] * 2, {}), Verbatim("abcdef"), TokenPrompt([5] * 6), "abcdef"]
+)
+def test_sizes(prompt):
+    assert size_of(prompt) == 6
+
+
+def test_tokenize_takes_little_text_and_a_seat(served, monkeypatch):
+    monkeypatch.setattr(handlers, "LONGEST_TOKENIZED", 10)
+    assert served.post("/tokenize", {"prompt": "x" * 10}).status_code == 200
+    refused = served.post("/tokenize", {"prompt": "x" * 11})
+    assert refused.status_code == 400 and "at most 10" in refused.json()["error"]["message"]
+    chat = served.post("/tokenize", {"messages": [{**USER, "content": "x" * 11}]})
+    assert chat.status_code == 400
+    monkeypatch.setattr(served.line, "_capacity", 0)
+    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [65]})):
+        assert served.post(path, body).status_code in (400, 429)
+
+
+def test_short_texts_do_not_wait_for_long_ones(served, monkeypatch):
+    monkeypatch.setattr(runner, "LONG_TEXT", 8)
+    free, began = Event(), Event()
+
+    def block(thread):
+        began.set()
+        free.wait(30)
+
+    served.backend._long._executor.submit(block, None)
+    try:
+        assert began.wait(30)
+        assert served.post("/tokenize", {"prompt": "3 apples"}).status_code == 200
+        hung_up = raw(served, _request("/tokenize", {"prompt": "a longer text"}))
+        while served.line.answers == 0:
+            time.sleep(0.01)
+        hung_up.close()
+        assert served.becomes_idle(10), "the seat of a client that hung up is free"
+        assert served.backend._long._executor._work_queue.qsize() <= 1  # cancelled, so it will not run
+    finally:
+        free.set()
+
+
+def _request(path: str, body: object) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    return head.encode() + b"\r\n\r\n" + data
+
+
+def test_collections_leave_out_what_was_loaded(served):
+    assert gc.get_freeze_count() > 10_000
+
+
+def test_many_connections_fit():
+    room = _connections()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert 64 <= room < soft <= hard or soft == resource.RLIM_INFINITY
+
+
+@pytest.fixture
+def hasty(make_engine) -> Running:
+    from parse_infer.serve.thread_runner import ThreadRunner
+
+    engine = make_engine()
+    with running(ThreadRunner(engine), engine, Limits(send_s=0.3)) as served:
+        yield served
+
+
+HALF = _request("/tokenize", {"prompt": "3 apples"})
+
+
+def test_half_sent_requests_are_closed(hasty):
+    connections = {part: raw(hasty, part) for part in (b"", b"POST /tokenize HT", HALF[:40], HALF[:-3])}
+    second = raw(hasty, HALF)
+    assert second.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    second.sendall(HALF[:20])
+    for part, connection in {**connections, HALF[:20]: second}.items():
+        with suppress(ConnectionResetError):
+            assert not connection.recv(1 << 16).startswith(b"HTTP/1.1 2"), part
+
+
+def test_an_answer_in_progress_is_not_closed(hasty):
+    with httpx.Client(timeout=60) as client:
+        for _ in range(2):  # and the connection between two requests
+            body = {"messages": [USER], "max_tokens": 64, "ignore_eos": True}
+            assert client.post(hasty.url + CHAT, json=body).status_code == 200
+            time.sleep(0.5)
+
+
+def test_a_reader_that_stops_gets_the_reason_when_it_reads_on():
+    sent, stopped, reads_on = [], asyncio.Event(), asyncio.Event()
+
+    async def send(message):
+        if len(sent) == 2 and not reads_on.is_set():
+            stopped.set()
+            await reads_on.wait()
+        sent.append(message)
+
+    async def events():
+        for number in range(3):
+            yield response.event_line(number)
+
+    async def main():
+        task = asyncio.create_task(response.write_events(send, events()))
+        await stopped.wait()
+        task.cancel()  # as the time limit does
+        await asyncio.sleep(0)
+        reads_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert b'"code":"timeout"' in sent[-1]["body"] and sent[-1]["more_body"] is False
+
+
+def test_events_have_no_characters_at_which_readers_of_lines_split():
+    text = "a\u2028b\u2029c\x85d\re"
+    line = response.event_line({"text": text}).decode()
+    assert len(line.removesuffix("\n\n").splitlines()) == 1 and json.loads(line.removeprefix("data: ")) == {
+        "text": text
+    }
+
+
+def test_a_seed_of_minus_one_is_random(served):
+    def text(seed: int) -> str:
+        return served.chat(seed=seed, temperature=1.0, max_tokens=24).json()["choices"][0]["message"]["content"]
+
+    assert text(5) == text(5) and len({text(-1) for _ in range(4)}) > 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop": ["x"] * 17}, "stop: give at most 16 texts, not 17"),
+        ({"stop": [5]}, "stop"),
+        ({"chat_template_kwargs": json.loads('{"a":' * 900 + "1" + "}" * 900)}, "nested deeper than 32 levels"),
+        ({"tools": [json.loads('{"a":' * 90 + "1" + "}" * 90)]}, "nested deeper than 32 levels"),
+    ],
+)
+def test_odd_fields_are_one_sentence(served, fields, message):
+    refused = served.chat(**fields)
+    assert refused.status_code == 400 and message in refused.json()["error"]["message"]
+
+
+def test_health_answers_head_and_metrics_have_the_process(served):
+    assert httpx.head(f"{served.url}/health").status_code == 200
+    assert "process_resident_memory_bytes" in served.metrics and "process_open_fds" in served.metrics
