@@ -112,7 +112,6 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._line.close()
         self._watching.cancel()
-        gc.unfreeze()
         end = asyncio.get_running_loop().call_later(self._limits.grace_s, self._line.abort)
         try:
             await super().shutdown(sockets)
