@@ -5,42 +5,30 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from random import Random
-from typing import Any, cast
+from typing import cast
 
 import torch
 
-from data_tools.labels.backends import LocalWriter, Writer, load_writer
+from data_tools.labels.backends import Writer, load_writer
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.card import write_card
-from data_tools.labels.drafts import AnswerSampler, DraftSampler, SampledDraft, readable, segment_texts
-from data_tools.labels.own_answers import OwnAnswers
-from data_tools.labels.prefix_search import PrefixSearch
+from data_tools.labels.labeller import Labeller
 from data_tools.labels.progress import BuildProgress
-from data_tools.labels.rollout_counts import NO_ROLLOUTS, RolloutCounts
-from data_tools.labels.rollouts import Place, PrefixRollouts, is_right
 from data_tools.labels.rows import read_rows
-from data_tools.labels.sequential_test import LabelRule, Tally
 from data_tools.labels.shards import GroupFolder, rollout_counts
 from data_tools.labels.summary import Summary, summarise
 from data_tools.tasks.exclude import WithoutPrompts
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem, Split, Task
-from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
-from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.adapter_files import read_adapter
-from parse_infer.judge.cuts import Segmenter
 from parse_infer.loop import run_sync
-from parse_infer.models.loading import LanguageModel
 from parse_infer.models.names import resolve
 from parse_infer.models.train_problems import train_problems_of
-from parse_infer.sampling import seed_of
 
-__all__ = ["BuildConfig", "Labeller", "build"]
+__all__ = ["BuildConfig", "build"]
 
 
 def build(config: BuildConfig) -> Summary:
@@ -87,7 +75,8 @@ def build(config: BuildConfig) -> Summary:
         summary = summarise(read_rows(groups.folder))
         summary.rollouts, summary.left_out = rollout_counts(groups.folder), source.left_out
         write_card(groups.folder, config, summary, groups.n_problems)
-    if warning := summary.rollouts.warning(config.max_rollout_tokens):
+    warning = summary.rollouts.warning(config.max_rollout_tokens)
+    if warning and not (labeller and labeller.warned):
         print(warning, file=sys.stderr)
     return summary
 
@@ -99,216 +88,6 @@ def _no_problem(config: BuildConfig, left_out: int) -> str:
             "problems of the draft model or the target: choose other problems, or align the draft model on fewer"
         )
     return f"task {config.task} has no problem in its split {config.split}"
-
-
-@dataclass
-class _Case:
-    """One draft and its label search; `by_token` continues the search inside the first wrong segment.
-
-    Attributes:
-        refined: whether `by_token` is wanted.
-        start: offset of the first wrong segment. Prefix k of `by_token` has start + k + 1 tokens.
-    """
-
-    problem: int
-    draft: SampledDraft
-    cuts: list[int]
-    search: PrefixSearch
-    refined: bool = False
-    by_token: PrefixSearch | None = None
-    start: int = 0
-
-    @property
-    def needs_rollouts(self) -> bool:
-        return bool(self.search.pending()) or (self.refined and not self.search.foregone)
-
-    @property
-    def open_ids(self) -> list[int]:
-        """The draft tokens up to the last prefix that may need rollouts."""
-        return self.draft.ids if self.refined else self.draft.ids[: self.cuts[self.search.n_open - 1]]
-
-    def refine(self, rule: LabelRule) -> None:
-        """Begin the search by tokens, if a segment is wrong and the prefix before it is labelled."""
-        labels = self.search.result().labels
-        if not self.refined or False not in labels or None in labels[: labels.index(False)]:
-            return
-        wrong = labels.index(False)
-        self.start = self.cuts[wrong - 1] if wrong else 0
-        if (n := self.cuts[wrong] - self.start - 1) > 0:
-            self.by_token = PrefixSearch(n, rule, own_answer=None)
-
-    def labelled(self) -> list[tuple[int, bool, float | None, float]]:
-        """Return (cut, label, value, confidence) of each labelled prefix, in order."""
-        result = self.search.result()
-        found = [
-            (cut, label, value, confidence)
-            for cut, label, value, confidence in zip(
-                self.cuts, result.labels, result.values, result.confidence, strict=True
-            )
-            if label is not None
-        ]
-        if self.by_token is not None:
-            finer = self.by_token.result()
-            last_valid = max((k for k, label in enumerate(finer.labels) if label), default=None)
-            first_wrong = min((k for k, label in enumerate(finer.labels) if label is False), default=None)
-            for k in (last_valid, first_wrong):
-                if k is not None:
-                    found.append((self.start + k + 1, bool(finer.labels[k]), finer.values[k], finer.confidence[k]))
-        return sorted(found)
-
-
-class Labeller:
-    """Turns groups of problems into labelled rows.
-
-    Args:
-        config: the configuration of the build.
-        task: checks answers, unless `config.check_with` is "own_answer".
-        target, draft: the two models, local or served.
-        activity: called with the name of the current step.
-        note: called with each message for the user.
-
-    Attributes:
-        counts: the target's rollouts so far, and those cut off.
-        begun: whether problems have been labelled before. Until then a group without a readable prompt is an error.
-    """
-
-    def __init__(
-        self,
-        config: BuildConfig,
-        task: Task,
-        target: Writer,
-        draft: Writer,
-        activity: Callable[[str], None] = lambda text: None,
-        note: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.config, self.activity, self.note = config, activity, note
-        self.task: Task = OwnAnswers(task) if config.check_with == "own_answer" else task
-        self.writers, self.target = {"target": target, "draft": draft}, target.model
-        self.counts, self.begun = NO_ROLLOUTS, False
-        self.segmenter = Segmenter(self.target.tokenizer, config.policy)
-        self.decoder = target.decoder(self.target.eos_ids)
-        self.sampler: DraftSampler | AnswerSampler = (
-            _answers_of_parse(config, cast(LocalWriter, target).model, cast(LocalWriter, draft).model)
-            if config.adapter
-            else DraftSampler(draft, self.target, config.draft_sampling, config.max_draft_tokens, config.seed)
-        )
-
-    @classmethod
-    def load(
-        cls, config: BuildConfig, task: Task, activity: Callable[[str], None], note: Callable[[str], None]
-    ) -> Labeller:
-        """Load the models that `config` names."""
-        activity("loading the target")
-        target = load_writer(config, "target")
-        activity("loading the draft model")
-        return cls(config, task, target, load_writer(config, "draft"), activity, note)
-
-    def describe_models(self) -> dict[str, dict[str, Any]]:
-        return {role: writer.describe() for role, writer in self.writers.items()}
-
-    async def label(self, problems: Sequence[Problem]) -> tuple[list[dict[str, Any]], RolloutCounts]:
-        """Return one row per draft, in the order of the problems, and the counts of rollouts.
-
-        A skipped problem has no rows."""
-        config = self.config
-        models = [writer.model for writer in self.writers.values()]
-        problems = readable(problems, models, self.note, some=not self.begun)
-        self.begun = True
-        prompts = [Tally(0, 0)] * len(problems)
-        rollouts: PrefixRollouts | None = None
-        if config.asks_target:
-            self.activity("target value")
-            rollouts = PrefixRollouts(
-                self.target,
-                self.decoder,
-                self.task,
-                problems,
-                sampling=config.rollout_sampling,
-                from_prompt=config.max_rollouts,  # every prefix of every draft is compared with these rollouts
-                max_new_tokens=config.max_rollout_tokens,
-                seed=config.seed,
-            )
-            await rollouts.begin()
-            problems, prompts = rollouts.problems, rollouts.prompts
-        kept = [i for i, tally in enumerate(prompts) if tally.right or not config.drop_unsolved]
-        if isinstance(self.task, OwnAnswers):  # without an answer of the target nothing is known
-            kept = [i for i in kept if problems[i].reference]
-
-        self.activity("drafts")
-        drafts = await self.sampler.sample([problems[i] for i in kept])
-        cases = [
-            self._case(i, problems[i], draft, prompts[i])
-            for i, of_problem in zip(kept, drafts, strict=True)
-            for draft in of_problem
-        ]
-        counts = NO_ROLLOUTS
-        if rollouts is not None:
-            await self._search([case for case in cases if case.needs_rollouts], rollouts)
-            counts = rollouts.counts
-            self.counts += counts
-        return [self._row(case, problems[case.problem], prompts[case.problem]) for case in cases], counts
-
-    async def _search(self, open_cases: Sequence[_Case], rollouts: PrefixRollouts) -> None:
-        rollouts.add_drafts([(case.problem, case.open_ids) for case in open_cases])
-        while wanted := [(i, *each) for i, case in enumerate(open_cases) for each in case.search.pending()]:
-            self.activity(f"{len(wanted)} prefixes")
-            found = await rollouts.tallies([Place(i, open_cases[i].cuts[k], total) for i, k, total in wanted])
-            for (i, k, _), tally in zip(wanted, found, strict=True):
-                open_cases[i].search.record(k, tally)
-        await self._search_by_token(open_cases, rollouts)
-
-    async def _search_by_token(self, cases: Sequence[_Case], rollouts: PrefixRollouts) -> None:
-        for case in cases:
-            case.refine(self.config.label_rule(rollouts.prompts[case.problem]))
-        searches = [(i, case, case.by_token) for i, case in enumerate(cases) if case.by_token is not None]
-        while wanted := [(i, case, search, *each) for i, case, search in searches for each in search.pending()]:
-            self.activity(f"{len(wanted)} tokens")
-            places = [Place(i, case.start + k + 1, total) for i, case, _, k, total in wanted]
-            for (_, _, search, k, _), tally in zip(wanted, await rollouts.tallies(places), strict=True):
-                search.record(k, tally)
-
-    def _case(self, index: int, problem: Problem, draft: SampledDraft, prompt: Tally) -> _Case:
-        cuts = self.segmenter.cuts(draft.ids)  # the last one is the whole draft
-        cuts = self.config.policy.even_subset(cuts) if self.config.prefix_labels else cuts[-1:]
-        own_answer = is_right(self.target, self.task, problem, draft.ids) if draft.finished else None
-        search = PrefixSearch(len(cuts), self.config.label_rule(prompt), own_answer, self.config.exhaustive)
-        chosen = Random(seed_of(self.config.seed, problem.id, "token labels")).random() < self.config.token_labels
-        return _Case(index, draft, cuts, search, refined=chosen)
-
-    def _row(self, case: _Case, problem: Problem, prompt: Tally) -> dict[str, Any]:
-        draft, labelled, facts = case.draft, case.labelled(), problem.metadata
-        # A prefix without a label has no cut: its segment joins the next segment, or is dropped at the draft's end.
-        cuts = [cut for cut, _, _, _ in labelled]
-        ids = draft.ids[: cuts[-1]] if cuts else []
-        row = {
-            "prompt": problem.prompt,
-            "completions": segment_texts(self.target, ids, cuts),
-            "labels": [label for _, label, _, _ in labelled],
-            "values": [value for _, _, value, _ in labelled],
-            "confidence": [round(confidence, 4) for _, _, _, confidence in labelled],
-            "undecided": case.search.result().labels.count(None),
-            "target_value": prompt.share,
-            "n_rollouts": prompt.rollouts,
-            "draft_ids": ids,
-            "cuts": cuts,
-            "finished": draft.finished,
-            "draft_correct": bool(case.search.own_answer),
-            "task": self.task.name,
-            "domain": str(next((facts[key] for key in ("domain", "category") if key in facts), self.task.name)),
-            "problem_id": problem.id,
-            "reference": problem.reference,
-            "target": self.config.target,
-            "draft": self.config.draft,
-            "temperature": draft.sampling.temperature,
-            "seed": draft.sampling.seed,
-        }
-        return row if self.config.check_with == "task" else row | {"checked_with": self.config.check_with}
-
-
-def _answers_of_parse(config: BuildConfig, target: LanguageModel, draft: LanguageModel) -> AnswerSampler:
-    judge = ValidityAdapter.from_pretrained(resolve(config.adapter), target.model)
-    engine = ParseEngine.from_models(target, draft, judge)
-    return AnswerSampler(engine, config.thresholds, config.max_draft_tokens)
 
 
 def _groups(problems: Iterator[Problem], size: int) -> Iterator[tuple[range, list[Problem]]]:

@@ -116,11 +116,11 @@ class Summary:
             ("unfinished drafts", _share(self.unfinished, self.rows)),
         ]
         if self.rollouts.rollouts:
-            table.append(("rollouts cut off, which decide nothing", _share(self.rollouts.cut, self.rollouts.rollouts)))
+            table.append(("cut-off rollouts, left out", _share(self.rollouts.cut, self.rollouts.rollouts)))
         if self.rollouts.unanswered:
-            table.append(("problems whose rollouts were all cut off", f"{self.rollouts.unanswered:,}"))
+            table.append(("problems without a finished rollout", f"{self.rollouts.unanswered:,}"))
         if self.left_out:
-            table.append(("problems left out as training problems or by exclude", f"{self.left_out:,}"))
+            table.append(("excluded problems, left out", f"{self.left_out:,}"))
         if self.without_label:
             table.append(("drafts without any label, left out", f"{self.without_label:,}"))
         if self.target_value is not None:

@@ -31,9 +31,10 @@ class WithoutPrompts:
     """
 
     def __init__(self, task: Task, excluded: Collection[str]) -> None:
-        if isinstance(task, WithoutPrompts):
-            task, excluded = task.task, {*task.excluded, *excluded}
-        self.task, self.excluded, self.name = task, frozenset(excluded), task.name
+        inner = task if isinstance(task, WithoutPrompts) else None
+        self.task: Task = inner.task if inner else task
+        self.excluded: frozenset[str] = frozenset(excluded) | (inner.excluded if inner else frozenset())
+        self.name = task.name
         self.left_out = 0
 
     @property

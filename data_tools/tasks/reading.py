@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import TypeVar
 
 from rich.console import Console
@@ -15,7 +15,9 @@ LINE_EVERY_S = 30.0  # without a terminal
 T = TypeVar("T")
 
 
-def reading(items: Iterable[T], what: str, total: int | None = None, console: Console | None = None) -> Iterator[T]:
+def reading(
+    items: Iterable[T], what: str, total: int | None = None, console: Console | None = None
+) -> Generator[T, None, None]:
     """Yield the items. After two seconds, show on standard error how many were read: a bar, or lines off a terminal.
 
     Args:

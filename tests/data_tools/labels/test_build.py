@@ -23,9 +23,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from data_tools.cli import main
 from data_tools.labels.backends import LocalWriter
-from data_tools.labels.build import Labeller, build
+from data_tools.labels.build import build
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.card import write_card
+from data_tools.labels.labeller import Labeller
 from data_tools.labels.progress import BuildProgress
 from data_tools.labels.rows import read_rows
 from data_tools.labels.sequential_test import SequentialTest, Tally

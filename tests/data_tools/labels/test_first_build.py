@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def test_prompts_that_the_draft_model_learnt_are_left_out(
     labelled = {row.prompt for row in read_rows(config.output_dir)}
     assert len(labelled) == 10 and not {prompt_hash(prompt) for prompt in labelled} & (learnt | {extra})
     assert problems[45].prompt not in labelled and summary.left_out == 42
-    line = ("problems left out as training problems or by exclude", "42")
+    line = ("excluded problems, left out", "42")
     assert line in summary.lines() and f"| {line[0]} | 42 |" in Path(config.output_dir, "README.md").read_text()
 
 
@@ -125,7 +126,7 @@ def test_rollouts_that_were_cut_off_are_counted_and_no_wrong_answers(
     short, long = (make_config(name, exhaustive=True, max_rollout_tokens=n) for name, n in (("a", 8), ("b", 100)))
     cut, whole = build(short), build(long)
     said = capsys.readouterr().err
-    assert f"warning: {cut.rollouts.cut} of {cut.rollouts.rollouts} rollouts" in said
+    assert said.count("warning: ") == 2 and re.search(r"warning: \d+ of \d+ rollouts \(\d+\.\d%\) were cut off", said)
     assert "were cut off at max_rollout_tokens, 8, and decide nothing: raise max_rollout_tokens" in said
     assert 0 < cut.rollouts.unanswered < 12 and cut.rollouts.cut > whole.rollouts.cut
     assert None in cut.target_values.values()
@@ -135,7 +136,7 @@ def test_rollouts_that_were_cut_off_are_counted_and_no_wrong_answers(
         known = dict(zip(full.cuts or (), full.values, strict=True))
         for at, value in zip(some.cuts or (), some.values, strict=True):
             assert value in (None, known.get(at))
-    assert "rollouts cut off, which decide nothing" in dict(cut.lines())
+    assert "cut-off rollouts, left out" in dict(cut.lines())
     assert inspect_folder(short.output_dir, 0).rollouts == cut.rollouts
     build(short)  # a finished build warns again
     assert "were cut off at max_rollout_tokens" in capsys.readouterr().err
