@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from parse_infer.backends.response_head import ResponseHead
 from parse_infer.backends.retry_after import read_retry_after
 from parse_infer.backends.server_sent_events import event_data
 from parse_infer.errors import ServerError
@@ -154,6 +155,26 @@ class Client:
                 yield chunk
         raise TransientServerError(f"{url} closed the connection in the middle of an answer")
 
+    async def passed(self, url: str, body: bytes, whole: bool) -> AsyncGenerator[ResponseHead | bytes, None]:
+        """Send a JSON body as it is; yield the head of the response, then the pieces of its body unchanged.
+
+        A rejection of the request is a response too. Raises TransientServerError for failures of the server, and
+        RequestRejected where the server rejects our key or address.
+
+        Args:
+            whole: read the whole body before the head is yielded, so that a response cut off can be retried.
+        """
+        async with self._answer("POST", url, body) as response:
+            head = ResponseHead.of(response.status, response.raw_headers)
+            if whole:
+                content = await response.read()
+                yield head
+                yield content
+                return
+            yield head
+            async for piece in response.content.iter_any():
+                yield piece
+
     async def close(self) -> None:
         session, self._session = self._session, None
         if session is not None and self._loop is asyncio.get_running_loop():
@@ -163,7 +184,7 @@ class Client:
                 await session.connector.close()
             session.detach()
 
-    def _answer(self, method: str, url: str, body: dict[str, Any] | None = None) -> _Answer:
+    def _answer(self, method: str, url: str, body: dict[str, Any] | bytes | None = None) -> _Answer:
         loop = asyncio.get_running_loop()
         if self._session is None or self._loop is not loop:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._timeout_s)
@@ -176,12 +197,21 @@ class Client:
 
 
 class _Answer:
-    """`async with` context of a successful response; connection errors become `TransientServerError`."""
+    """`async with` context of a response; connection errors become `TransientServerError`.
+
+    The response is successful, or rejects the request itself if the body is given as bytes.
+    """
 
     def __init__(
-        self, session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None, key_hint: str
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        url: str,
+        body: dict[str, Any] | bytes | None,
+        key_hint: str,
     ) -> None:
-        data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
+        data = json.dumps(body, separators=(",", ":")).encode() if isinstance(body, dict) else body
+        self._passed = isinstance(body, bytes)
         headers = {} if body is None else {"Content-Type": "application/json"}
         self._request = session.request(method, url, data=data, headers=headers, allow_redirects=False)
         self._url, self._key_hint = url, key_hint
@@ -190,7 +220,7 @@ class _Answer:
     async def __aenter__(self) -> aiohttp.ClientResponse:
         try:
             self._response = response = await self._request
-            if 200 <= response.status < 300:
+            if 200 <= response.status < 300 or (self._passed and _concerns_request(response.status)):
                 return response
             said = (await response.read()).decode(errors="replace")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -221,6 +251,11 @@ class _Answer:
     def _broken(self, what: str, error: Exception) -> TransientServerError:
         message = f"{self._url} {what}: {error or type(error).__name__}"
         return TransientServerError(message, timed_out=isinstance(error, aiohttp.SocketTimeoutError))
+
+
+def _concerns_request(status: int) -> bool:
+    """Whether a rejection concerns the request, not our key or address (401, 403, 404) or the server's load."""
+    return 400 <= status < 500 and status not in (401, 403, 404, 408, 429)
 
 
 def _parsed(content: bytes, url: str) -> Any:

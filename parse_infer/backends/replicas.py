@@ -22,6 +22,7 @@ from parse_infer.backends.circuit import FAILURES, Circuit
 from parse_infer.backends.client import Client, RequestRejected, TransientServerError
 from parse_infer.backends.handshake import Identity
 from parse_infer.backends.health import HealthChecks, Server
+from parse_infer.backends.response_head import ResponseHead
 from parse_infer.backends.retries import Attempt, FailedAttempts, Lease
 from parse_infer.errors import ServerError
 
@@ -197,14 +198,11 @@ class ReplicaPool:
         silence_s: float | None = None,
         read: Callable[[Any, str], Any] = lambda response, url: response,
     ) -> AsyncGenerator[Any, None]:
-        """Pass a request through: yield the response object, or what `read` makes of the objects of its stream.
+        """Stream a request: yield what `read` makes of the objects of its response.
 
         `silence_s` is as in `written`, `read` as in `ask`. Raises as `ask` does, and retries no stream that has begun.
         """
         body = self._with_common_fields(body, lease)
-        if not body.get("stream"):
-            yield await self._with_retries(lambda url: self._client.post(url, body), lease, path)
-            return
         begun, tried = False, self._no_attempts(lease)
         while tried.left and not begun:
             server = await self._server(lease, tried)
@@ -213,6 +211,24 @@ class ReplicaPool:
                     while (chunk := await self._next(attempt, chunks, silence_s)) is not None:
                         piece = read(chunk, server.url)
                         attempt.answered = begun = True
+                        yield piece
+                return
+        raise self._balancer.failing(tried)
+
+    async def passed(self, path: str, body: bytes, whole: bool) -> AsyncGenerator[ResponseHead | bytes, None]:
+        """Pass a request on unchanged: yield the head of the response, then its body. See `Client.passed`.
+
+        Raises as `ask` does. A response that has begun is not retried.
+        """
+        begun, tried = False, self._no_attempts(None)
+        while tried.left and not begun:
+            server = await self._server(None, tried)
+            async with self._attempt(server, tried) as attempt:
+                async with aclosing(self._client.passed(f"{server.url}{path}", body, whole)) as pieces:
+                    while (piece := await self._next(attempt, pieces, None)) is not None:
+                        attempt.answered = begun = True
+                        if isinstance(piece, ResponseHead) and piece.status >= 400:
+                            self._end(attempt, "rejected")
                         yield piece
                 return
         raise self._balancer.failing(tried)

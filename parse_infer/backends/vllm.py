@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import uuid
 from collections import defaultdict
@@ -15,11 +16,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from parse_infer.backends.client import RequestRejected
 from parse_infer.backends.factory import Urls, check_servable, find_parts
 from parse_infer.backends.health import Server
 from parse_infer.backends.local_draft import LocalDraft
 from parse_infer.backends.logprob_reads import MAX_READ_TOKENS, LogprobScores
 from parse_infer.backends.replicas import ReplicaPool
+from parse_infer.backends.response_head import ResponseHead
 from parse_infer.backends.server_pair import Drafts, ServerModelPair
 from parse_infer.backends.server_target import Scores, Target
 from parse_infer.backends.supervisor import Supervisor
@@ -320,17 +323,29 @@ class VLLMBackend:
                 return await self._target.read(context, draft, cuts, Carried(), (), at)
             return await self._target.ask(context, draft, cuts, at)
 
-    async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """Pass a chat request through to a target server: its completion, or with `stream` its chunks.
+    def relay(
+        self, path: str, body: bytes, fields: Mapping[str, Any], whole: bool
+    ) -> AsyncGenerator[ResponseHead | bytes, None]:
+        """Pass a request on to a target server; yield the head of its response, then the body, all unchanged.
 
-        Raises OSError if no server answers, and ValueError if the server rejects the request.
+        The body's bytes are changed only where the target's server must find another model name, no `parse`, or
+        this engine's options of the chat template.
+
+        Args:
+            fields: the JSON object in `body`.
+            whole: read the response before the head is yielded, so that it can be retried.
+
+        Raises OSError if no server answers, and ValueError if the server rejects our key or address.
         """
-        switches = {**self.target.template_options, **fields.get("chat_template_kwargs", {})}
-        if switches:
-            fields = fields | {"chat_template_kwargs": switches}
-        async with aclosing(self._target.servers.relayed("/v1/chat/completions", fields)) as pieces:
-            async for piece in pieces:
-                yield piece
+        servers = self._target.servers
+        sent = {name: value for name, value in fields.items() if name != "parse"} | {"model": servers.model}
+        own = fields.get("chat_template_kwargs") or {}
+        if self.target.template_options and "messages" in fields and isinstance(own, Mapping):
+            sent["chat_template_kwargs"] = {**self.target.template_options, **own}
+        try:
+            return servers.passed(path, body if sent == fields else json.dumps(sent).encode(), whole)
+        except RecursionError as error:
+            raise RequestRejected("the body is nested too deeply", status=400) from error
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on this backend's event loop. Other threads wait.

@@ -18,6 +18,7 @@ from parse_infer.serve.handlers import RequestHandler
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.middleware import RequestMiddleware
 from parse_infer.serve.page import page_file
+from parse_infer.serve.passthrough import passing_route
 from parse_infer.serve.protocol.chat import ChatBody, ChatCompletion, ChatShape
 from parse_infer.serve.protocol.completion import Completion, CompletionBody, CompletionShape
 from parse_infer.serve.protocol.tokens import (
@@ -111,9 +112,12 @@ def create_app(
         metrics.watch(name, text, value)
     metrics.watch("parse_retry_after_seconds", "Retry-After of a full queue.", queue.retry_after)
 
+    if backend.relays:
+        app.router.route_class = passing_route(handler.relay)
+
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_streams(ChatCompletion))
     async def chat(body: ChatBody) -> Response:
-        return handler.answer(ChatShape(), body) if body.form is None else handler.relay(body)
+        return handler.answer(ChatShape(), body)
 
     @app.post("/v1/completions", response_model=Completion, responses=_streams(Completion))
     async def complete(body: CompletionBody) -> Response:

@@ -97,19 +97,31 @@ def unknown_field(name: str) -> ApiError:
     return ApiError(400, f"unknown field {name}: leave it out", "unknown_field", name)
 
 
+def unsupported_field(problems: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first field with a value that is valid, but not supported here; None: there is none."""
+    return next((".".join(_place(problem)) for problem in problems if problem["type"] == "unsupported"), None)
+
+
+def _place(problem: Mapping[str, Any]) -> list[str]:
+    place = [str(part)[:60] for part in problem["loc"][1:]]
+    if problem["type"] == "extra_forbidden":
+        return place
+    # Drop the names of union types ("str", "list[int]") between the fields.
+    return [part for part in place if part != "str" and "[" not in part]
+
+
 def invalid_body(problems: Sequence[Mapping[str, Any]], is_json: bool = True) -> ApiError:
     """One sentence on the most deeply nested problem: of a union's types, that is the type meant."""
     first = max(problems, key=lambda problem: len(problem["loc"]))
-    place = [str(part)[:60] for part in first["loc"][1:]]
-    if first["type"] != "extra_forbidden":  # drop the names of union types ("str", "list[int]") between the fields
-        place = [part for part in place if part != "str" and "[" not in part]
+    place = _place(first)
     kind, text = first["type"], str(first["msg"])
     if kind == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", "invalid_json")
-    if kind in ("sentence", "unsupported"):  # the message begins with the field's name
+    if kind == "unsupported":
+        return ApiError(400, f"{'.'.join(place)}: {text}", "unsupported_value", ".".join(place))
+    if kind == "sentence":  # the message begins with the field's name
         field = ".".join([*place, text.partition(":")[0]])
-        message, code = ".".join([*place, text]), "unsupported_value" if kind == "unsupported" else "invalid_value"
-        return ApiError(400, message, code, field)
+        return ApiError(400, ".".join([*place, text]), "invalid_value", field)
     if kind == "string_unicode":
         where = ".".join(place) or "the name of a field"
         return ApiError(400, f"{where} is not Unicode: it has half of a surrogate pair", "invalid_value", where)

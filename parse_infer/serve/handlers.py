@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -18,12 +16,12 @@ from parse_infer.serve.admission import AdmissionQueue
 from parse_infer.serve.errors import ApiError, unknown_field, value_errors_as_400
 from parse_infer.serve.event_stream import RequestedAnswers, answers
 from parse_infer.serve.metrics import Metrics
-from parse_infer.serve.passthrough import relayed
+from parse_infer.serve.passthrough import PassedRequest, pass_through
 from parse_infer.serve.protocol.chat import ChatBody
 from parse_infer.serve.protocol.completion import CompletionBody
 from parse_infer.serve.protocol.fields import MOST_UNKNOWN, Body
 from parse_infer.serve.protocol.tokens import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
-from parse_infer.serve.response import AnswerWriter, CancellableResponse, Shape, event_line, write_events, write_whole
+from parse_infer.serve.response import AnswerWriter, CancellableResponse, Shape, write_whole
 from parse_infer.serve.risk_monitor import Audit
 from parse_infer.serve.runner import Runner, size_of
 from parse_infer.settings import GenerationSettings
@@ -134,24 +132,12 @@ class RequestHandler:
 
         return CancellableResponse(work)
 
-    def relay(self, body: ChatBody) -> CancellableResponse:
+    def relay(self, request: PassedRequest) -> CancellableResponse:
         """Pass a request through to the target's server, without a draft."""
-        self.check_model(body.model)
-        warnings = self.warnings(body)
-        fields = body.relayed(self._sampling)
-        pieces = relayed(self.backend, self.queue, self.metrics, body, fields, self.model, self._note)
-
-        async def whole(send: Send) -> None:
-            async with aclosing(pieces):
-                (answer,) = [piece async for piece in pieces]
-            await write_whole(send, json.dumps(answer, ensure_ascii=False).encode(), warnings)
-
-        async def chunks() -> AsyncGenerator[bytes, None]:
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    yield event_line(piece)
-
-        return CancellableResponse(lambda send: write_events(send, chunks(), warnings) if body.stream else whole(send))
+        self.check_model(request.fields.get("model"))
+        return CancellableResponse(
+            lambda send: pass_through(self.backend, self.queue, self.metrics, request, self._note, send)
+        )
 
     def _settings(self, body: ChatBody | CompletionBody) -> tuple[Sequence[GenerationSettings], str | None]:
         """Settings of a prompt's `n` answers, and why the server's promise does not cover them (None: it does)."""

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from parse_infer.backends import client
+from parse_infer.backends.response_head import ResponseHead
 from parse_infer.backends.retries import Failing, Unavailable
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.engine import ParseEngine
@@ -27,6 +28,8 @@ _INVALID = (400, 413, 422)  # a rejection is the client's mistake; others concer
 
 class LoopRunner(Runner):
     """Has exclusive use of one `ParseEngine` over vLLM servers."""
+
+    relays = True
 
     def __init__(self, engine: ParseEngine) -> None:
         super().__init__(engine.target, engine.draft)
@@ -78,9 +81,11 @@ class LoopRunner(Runner):
                 finally:
                     self._audits -= job.audit
 
-    async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
+    async def relay(
+        self, path: str, body: bytes, fields: Mapping[str, Any], whole: bool
+    ) -> AsyncGenerator[ResponseHead | bytes, None]:
         with _server_errors():
-            async with self._room, aclosing(self._engine.backend.relay(fields)) as pieces:
+            async with self._room, aclosing(self._engine.backend.relay(path, body, fields, whole)) as pieces:
                 self._engine.running += 1
                 try:
                     async for piece in pieces:

@@ -31,7 +31,7 @@ class Metrics:
         self.answers = Counter("parse_answers", "Complete answers.", ["finish_reason"], registry=registry)
         self.broken = Counter("parse_answers_broken", "Cancelled or failed answers.", registry=registry)
         self.relayed = Counter(
-            "parse_answers_relayed", "Answers passed through: tools, structured output.", registry=registry
+            "parse_answers_relayed", "Answers of the target's own server, passed through.", registry=registry
         )
         self.prompt_tokens = Counter("parse_prompt_tokens", "Prompt tokens.", registry=registry)
         self.tokens = Counter("parse_tokens", "Answer tokens, by author.", ["author"], registry=registry)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from parse_infer.backends.response_head import ResponseHead
 from parse_infer.calibration.schema import Calibration
 from parse_infer.errors import ParseError, PromptError
 from parse_infer.events import Event
@@ -19,10 +20,6 @@ from parse_infer.settings import GenerationSettings
 
 Result = TypeVar("Result")
 LONG_TEXT = 1 << 16  # characters
-_NO_FORMS = (
-    "the local backend does not support tools and structured output: use `parse-infer serve --backend vllm`, which "
-    "passes them to vLLM"
-)
 
 
 @dataclass(frozen=True)
@@ -79,8 +76,10 @@ class Runner(ABC):
         parallel: number of concurrent answers.
         threshold: default threshold.
         calibration: source of the settings for a `risk`.
+        relays: the target has a server, which answers requests that a draft cannot speed up.
     """
 
+    relays = False
     parallel: int
     threshold: float
     calibration: Calibration | None
@@ -163,13 +162,14 @@ class Runner(ABC):
             **{name: None if token is None else str(token) for name, token in special.items()},
         }
 
-    async def relay(self, fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """Pass a chat request through to the target's server; yield its completion or chunks.
+    def relay(
+        self, path: str, body: bytes, fields: Mapping[str, Any], whole: bool
+    ) -> AsyncGenerator[ResponseHead | bytes, None]:
+        """Pass a request on to the target's server, if the runner `relays`.
 
-        Raises InvalidRequest before the first item.
+        See `VLLMBackend.relay`. Raises ApiError, also in the middle of a response.
         """
-        raise InvalidRequest(_NO_FORMS)
-        yield  # makes this an asynchronous generator
+        raise NotImplementedError("this runner has no server")
 
     def close(self) -> None:
         """Stop the runner after its last job."""

@@ -9,25 +9,26 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from parse_infer.models.prompts import Chat
-from parse_infer.sampling import Sampling
 from parse_infer.serve.choice_state import ChoiceState, ParseStatistics, Usage
-from parse_infer.serve.protocol.fields import AnswerBody, AtMost1024, AtMost4096, Body, Nested, Text, ignored, neutral
+from parse_infer.serve.protocol.fields import (
+    AnswerBody,
+    AtMost1024,
+    AtMost4096,
+    Body,
+    Nested,
+    Text,
+    ignored,
+    neutral,
+    only,
+)
 
-_OLD_TOOLS = "OpenAI's deprecated form of tools is not supported: use tools"
-_FORM = "The target answers alone; needs the vllm backend."
 REST_OF_WINDOW = 1 << 31  # tokens; more than any window, so the window ends the answer
 
-# Fields that are passed through with tools and structured output.
-_RELAYED = {
-    *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template_kwargs"),
-    *("n", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "seed", "stream", "stream_options"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "add_special_tokens"),
-}
 _ROLES = {"developer": "system"}  # OpenAI's newer name; chat templates use the older one
 
 
 class TextPart(Body):
-    type: Literal["text"]
+    type: Text = only("text")
     text: Text
     cache_control: Any = ignored()
 
@@ -35,29 +36,24 @@ class TextPart(Body):
 class ChatMessage(Body):
     """A text message of the conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Text = only("system", "developer", "user", "assistant")
     content: Text | AtMost1024[TextPart] | None = None
     reasoning_content: Text | None = Field(None, description="The assistant's reasoning, for the chat template.")
     reasoning: Text | None = Field(None, description="vLLM's newer name of reasoning_content.")
-    tool_calls: AtMost1024[Nested] | None = Field(None, description=_FORM)
-    tool_call_id: Text | None = None
+    tool_calls: Any = neutral([])
+    tool_call_id: Any = ignored()
     cache_control: Any = ignored()
     name: Any = ignored()
     refusal: Any = ignored()
     annotations: Any = ignored()
-    audio: Any = neutral("only text")
-    function_call: Any = neutral(_OLD_TOOLS)
+    audio: Any = neutral()
+    function_call: Any = neutral()
 
     @model_validator(mode="after")
     def _check_message(self) -> ChatMessage:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role != "assistant":  # a reply may consist of reasoning only
             raise PydanticCustomError("sentence", "content is missing")
         return self
-
-    @property
-    def of_tools(self) -> str | None:
-        """The field that marks a tool message, if any."""
-        return "role" if self.role == "tool" else "tool_calls" if self.tool_calls else None
 
     @property
     def text(self) -> str:
@@ -97,22 +93,19 @@ class ChatBody(AnswerBody):
     )
     prediction: Prediction | None = Field(None, description="A draft that replaces the draft model's.")
 
-    tools: AtMost1024[Nested] | None = Field(None, description=_FORM)
-    tool_choice: Literal["none", "auto", "required"] | Nested | None = Field(None, description=_FORM)
-    parallel_tool_calls: bool | None = None
-    response_format: Nested | None = Field(None, description=_FORM)
-    functions: Any = neutral(_OLD_TOOLS, [])
-    function_call: Any = neutral(_OLD_TOOLS, "none", "auto")
-    logprobs: Any = neutral(
-        "not supported: an answer has tokens of two models, and accepted draft tokens have no logprobs of the target",
-        False,
-    )
-    top_logprobs: Any = neutral("logprobs are not supported", 0)
-    modalities: Any = neutral("only text", ["text"])
-    audio: Any = neutral("only text")
-    reasoning_effort: Any = neutral("not supported")
-    verbosity: Any = neutral("not supported", "medium")
-    web_search_options: Any = neutral("not supported")
+    tools: Any = neutral([])
+    tool_choice: Any = neutral("none", "auto")
+    parallel_tool_calls: Any = ignored()
+    response_format: Any = neutral({"type": "text"})
+    functions: Any = neutral([])
+    function_call: Any = neutral("none", "auto")
+    logprobs: Any = neutral(False)
+    top_logprobs: Any = neutral(0)
+    modalities: Any = neutral(["text"])
+    audio: Any = neutral()
+    reasoning_effort: Any = neutral()
+    verbosity: Any = neutral("medium")
+    web_search_options: Any = neutral()
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatBody:
@@ -131,30 +124,6 @@ class ChatBody(AnswerBody):
         if self.prediction is not None and not self.prediction.text.strip():
             raise PydanticCustomError("sentence", "prediction: give some text")
         return self
-
-    @property
-    def form(self) -> str | None:
-        """The field that requests tools or structured output, if any."""
-        if self.tools:
-            return "tools"
-        if self.tool_choice not in (None, "none", "auto"):
-            return "tool_choice"
-        if self.response_format not in (None, {"type": "text"}):
-            return "response_format"
-        return next((f"messages.{i}.{m.of_tools}" for i, m in enumerate(self.messages) if m.of_tools), None)
-
-    def relayed(self, defaults: Sampling) -> dict[str, Any]:
-        """Request body for the target's server, without PARSE's fields and with our sampling defaults."""
-        fields = self.model_dump(include=_RELAYED, exclude_none=True)
-        messages = fields["messages"]
-        fields["messages"] = [message | {"role": _ROLES.get(message["role"], message["role"])} for message in messages]
-        sampling = self.sampling(defaults)
-        fields |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1}
-        if (asked := self.max_completion_tokens or self.max_tokens) is not None:
-            fields["max_tokens"] = asked  # default: the rest of the server's window
-        if self.messages[-1].role == "assistant":
-            fields |= {"continue_final_message": True, "add_generation_prompt": False}
-        return fields
 
     @property
     def prompts(self) -> list[Chat]:
@@ -176,21 +145,8 @@ class ChatBody(AnswerBody):
 class Reply(BaseModel):
     model_config = ConfigDict(extra="forbid")
     role: Literal["assistant"] = "assistant"
-    content: str | None
+    content: str
     refusal: None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    reasoning: str | None = None
-    """Parsed by the target's server; only in passed-through answers."""
-    reasoning_content: str | None = None
-    """An older name of `reasoning`."""
-
-
-class TargetAlone(BaseModel):
-    """`parse` field of a passed-through answer: no draft was used."""
-
-    model_config = ConfigDict(extra="forbid")
-    mode: Literal["target"] = "target"
-    because: str = Field(description="The request field that needs tools or structured output.")
 
 
 class ChatChoice(BaseModel):
@@ -198,8 +154,8 @@ class ChatChoice(BaseModel):
     index: int
     message: Reply
     logprobs: None = None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-    parse: ParseStatistics | TargetAlone
+    finish_reason: Literal["stop", "length"]
+    parse: ParseStatistics
 
 
 class ChatCompletion(BaseModel):

@@ -40,12 +40,10 @@ class CompletionBody(AnswerBody):
     add_special_tokens: bool | None = Field(
         None, description="false: no BOS token before a text. A text that begins with it gets no second one."
     )
-    best_of: Any = neutral("not supported; only 1", 1)
-    echo: Any = neutral("not supported", False)
-    suffix: Any = neutral("not supported", "")
-    logprobs: Any = neutral(
-        "not supported: an answer has tokens of two models, and accepted draft tokens have no logprobs of the target"
-    )
+    best_of: Any = neutral(1)
+    echo: Any = neutral(False)
+    suffix: Any = neutral("")
+    logprobs: Any = neutral()
 
     @property
     def prompts(self) -> list[Verbatim | TokenPrompt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -16,7 +17,9 @@ from pydantic import (
     ModelWrapValidatorHandler,
     PrivateAttr,
     StrictInt,
+    ValidationInfo,
     create_model,
+    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -51,7 +54,7 @@ Text = Annotated[str, AfterValidator(_unicode)]
 
 def _at_most_16(stop: Any) -> Any:
     if isinstance(stop, list) and len(stop) > 16:
-        raise PydanticCustomError("sentence", "stop: give at most 16 texts, not {n}", {"n": len(stop)})
+        raise PydanticCustomError("too_many", "give at most 16 texts, not {n}", {"n": len(stop)})
     return stop
 
 
@@ -70,16 +73,24 @@ def _shallow(value: Any) -> Any:
         ]
         depth += 1
         if depth > DEEPEST:
-            raise PydanticCustomError("sentence", "an object is nested deeper than {n} levels", {"n": DEEPEST})
+            raise PydanticCustomError("too_deep", "the object is nested deeper than {n} levels", {"n": DEEPEST})
     return value
 
 
 Nested = Annotated[dict[str, Any], AfterValidator(_shallow)]
 
 
-def neutral(why: str, *values: Any) -> Any:
-    """An OpenAI field that is supported only with neutral values: null or one of `values`."""
-    return Field(default=None, description=why, json_schema_extra={"enum": [None, *values]})
+_ONLY = "Other values are passed to the target's own server, with the vllm backend."
+
+
+def neutral(*values: Any) -> Any:
+    """A field that is supported here only with neutral values: null or one of `values`."""
+    return Field(default=None, description=_ONLY, json_schema_extra={"enum": [None, *values]})
+
+
+def only(*values: Any) -> Any:
+    """A required field that is supported here only with these values."""
+    return Field(description=_ONLY, json_schema_extra={"enum": list(values)})
 
 
 def ignored() -> Any:
@@ -113,13 +124,20 @@ class Body(BaseModel):
                 for i, item in enumerate(value):
                     yield from item.unknown(f"{at}{name}.{i}.")
 
-    @model_validator(mode="after")
-    def _ask_for_nothing_else(self) -> Body:
-        for name, field in type(self).model_fields.items():
-            extra = field.json_schema_extra
-            if isinstance(extra, dict) and "enum" in extra and getattr(self, name) not in extra["enum"]:  # type: ignore[operator]
-                raise PydanticCustomError("unsupported", "{why}", {"why": f"{name}: {field.description}"})
-        return self
+    @field_validator("*", mode="after")
+    @classmethod
+    def _support_only(cls, value: Any, field: ValidationInfo) -> Any:
+        """Report each value that `neutral` and `only` leave out as `unsupported`, beside all other errors."""
+        extra = cls.model_fields[field.field_name or ""].json_schema_extra
+        if isinstance(extra, dict) and "enum" in extra and value not in extra["enum"]:  # type: ignore[operator]
+            values = " or ".join(json.dumps(value) for value in extra["enum"])  # type: ignore[union-attr]
+            raise PydanticCustomError(
+                "unsupported",
+                "the local backend takes only {values}; `parse-infer serve --backend vllm` passes other values to the "
+                "target's own server",
+                {"values": values},
+            )
+        return value
 
 
 class StreamOptions(Body):
@@ -186,18 +204,18 @@ class AnswerBody(Body):
     stream_options: StreamOptions | None = None
     parse: ParseOptions | None = None
 
-    frequency_penalty: Any = neutral("penalties are not supported; only 0", 0)
-    presence_penalty: Any = neutral("penalties are not supported; only 0", 0)
-    repetition_penalty: Any = neutral("penalties are not supported; only 1", 1)
-    min_p: Any = neutral("not supported; only 0", 0)
-    logit_bias: Any = neutral("not supported", {})
-    bad_words: Any = neutral("not supported", [])
-    allowed_token_ids: Any = neutral("not supported")
-    structured_outputs: Any = neutral("not supported: use response_format")
-    include_stop_str_in_output: Any = neutral("not supported", False)
-    skip_special_tokens: Any = neutral("special tokens are always skipped", True)
-    use_beam_search: Any = neutral("not supported", False)
-    prompt_logprobs: Any = neutral("not supported")
+    frequency_penalty: Any = neutral(0)
+    presence_penalty: Any = neutral(0)
+    repetition_penalty: Any = neutral(1)
+    min_p: Any = neutral(0)
+    logit_bias: Any = neutral({})
+    bad_words: Any = neutral([])
+    allowed_token_ids: Any = neutral()
+    structured_outputs: Any = neutral()
+    include_stop_str_in_output: Any = neutral(False)
+    skip_special_tokens: Any = neutral(True)
+    use_beam_search: Any = neutral(False)
+    prompt_logprobs: Any = neutral()
 
     user: Any = ignored()
     metadata: Any = ignored()

@@ -26,8 +26,6 @@ class TokenizeBody(Body):
     def _check_one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("sentence", "prompt: give either prompt or messages")
-        if any(message.of_tools for message in self.messages or ()):
-            raise PydanticCustomError("sentence", "messages: tool messages are not supported")
         return self
 
     @property

@@ -54,6 +54,8 @@ class FakeServer:
         health: the text of /health.
         clients: the ports from which requests came, in order.
         given_keys: the `Authorization` of each request, or None.
+        canned: response to every POST: status, headers, and pieces of the body; the connection breaks at None.
+        received: bodies of the requests with such a response.
     """
 
     def __init__(self, lm: LanguageModel) -> None:
@@ -82,6 +84,8 @@ class FakeServer:
         self.health = ""
         self.clients: list[int] = []
         self.given_keys: list[str | None] = []
+        self.canned: tuple[int, dict[str, str], list[bytes | None]] | None = None
+        self.received: list[bytes] = []
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -162,6 +166,20 @@ class FakeServer:
             entries = _damaged(entries, fault, 1 if self.model_runner == 2 else cached + 1)
         usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": cached}}
         return web.json_response({"choices": [{"index": 0}], "prompt_logprobs": entries, "usage": usage})
+
+    async def send_canned(
+        self, request: web.Request, status: int, headers: dict[str, str], pieces: list[bytes | None]
+    ) -> web.StreamResponse:
+        self.received.append(await request.read())
+        response = web.StreamResponse(status=status, headers=headers)
+        await response.prepare(request)
+        for piece in pieces:
+            if piece is None:
+                request.transport.close()
+                break
+            await response.write(piece)
+            await asyncio.sleep(self.pause)
+        return response
 
     def more_routes(self) -> list[web.RouteDef]:
         return []
@@ -315,6 +333,8 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
         server.given_keys.append(given)
         if request.path.startswith("/v1/") and server.key and given != f"Bearer {server.key}":
             return web.json_response({"error": "Unauthorized"}, status=server.refusal)  # as vLLM says it
+        if server.canned is not None and request.method == "POST":
+            return await server.send_canned(request, *server.canned)
         return await handler(request)
 
     routes = [

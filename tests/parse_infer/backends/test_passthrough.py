@@ -1,18 +1,24 @@
-"""Tools and structured output, which the target's own server answers."""
+"""Requests that a draft cannot speed up go to the target's own server, and its response to the client, as bytes."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import httpx
 import openai
 import pytest
 
-from parse_infer.sampling import Sampling
+from parse_infer.serve.admission import Limits
 from parse_infer.serve.loop_runner import LoopRunner
 from tests.parse_infer.serve.conftest import running
 
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "How heavy are 5 apples?"}]
 TOOLS = [{"type": "function", "function": {"name": "weigh", "parameters": {"type": "object"}}}]
+CALL = {"id": "call-1", "type": "function", "function": {"name": "weigh", "arguments": "{}"}}
+KIND = {"Content-Type": "application/json"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 
 
 @pytest.fixture
@@ -22,14 +28,32 @@ def relaying(engine, connect):
         yield served, targets
 
 
+@pytest.fixture
+def canned(relaying):
+    """A coordinator over servers that send `canned`, and their requests' bodies."""
+    served, targets = relaying
+
+    def answer(status: int, headers: dict[str, str], *pieces: bytes | None, pause: float = 0) -> None:
+        for target in targets:
+            target.canned, target.pause = (status, headers, list(pieces)), pause
+            target.received = targets[0].received
+
+    answer(200, KIND, b'{"choices": []}')
+    return served, answer, targets[0].received
+
+
 def asked(targets) -> list[dict]:
     return [body for target in targets for body in target.bodies]
+
+
+def send(served, path: str, content: bytes) -> httpx.Response:
+    return httpx.post(served.url + path, content=content, headers=KIND, timeout=60)
 
 
 def test_a_call_of_a_tool_is_the_targets_own_and_says_so(relaying):
     served, targets = relaying
     with served.client as client:
-        answer = client.chat.completions.create(
+        raw = client.chat.completions.with_raw_response.create(
             model=served.backend.name,
             messages=USER,
             tools=TOOLS,
@@ -37,67 +61,69 @@ def test_a_call_of_a_tool_is_the_targets_own_and_says_so(relaying):
             user="me",
             extra_body={"parse": {"threshold": 0.5}},
         )
+    answer: Any = raw.parse()
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls" and choice.message.tool_calls[0].function.arguments == '{"n": 5}'
-    assert choice.message.reasoning == "by weight" and choice.message.reasoning_content is None
-    assert choice.parse == {"mode": "target", "because": "tools"}
-    assert answer.usage.completion_tokens == 6 and answer.model == served.backend.name
+    assert choice.message.reasoning == "by weight"
+    assert raw.headers["x-parse-because"] == "tools" and answer.usage.completion_tokens == 6
     (body,) = asked(targets)
-    assert body["messages"] == USER and body["tools"] == TOOLS and body["temperature"] == 0
-    assert "max_tokens" not in body, "the server knows how much room is left"
-    assert not {"parse", "user"} & body.keys(), "only what the server needs is passed on"
+    own = {"model": targets[0].names[0], "messages": USER, "tools": TOOLS, "tool_choice": "required", "user": "me"}
+    assert body == own, "all of the request but PARSE's own field"
     assert "parse_answers_relayed_total 1.0" in served.metrics
 
 
-def test_relayed_requests_are_sampled_like_all_others(relaying, monkeypatch, capfd):
-    served, targets = relaying
-    monkeypatch.setattr(served.backend, "default_sampling", Sampling(0.7, 0.8, 20))
-    with running(served.backend, served.engine) as sampling:
-        given = {"temperature": 0, "seed": 3, "stop_token_ids": [65], "min_tokens": 2, "repetition_penalty": 1}
-        for fields in ({}, given):
-            response = sampling.chat(tools=TOOLS, chat_template_kwargs={"think": True}, **fields)
-            assert response.status_code == 200
-    first, second = asked(targets)
-    assert (first["temperature"], first["top_p"], first["top_k"]) == (0.7, 0.8, 20)
-    assert second | given == second and (second["top_p"], second["top_k"]) == (0.8, 20)
-    assert first["chat_template_kwargs"] == {"think": True}
-    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if '"answered"' in line]
-    told = [(line["mode"], line["because"], line["completion_tokens"]) for line in lines]
-    assert told == [("target", "tools", 6)] * 2
-    assert lines[-1]["id"] == response.headers["x-request-id"] and lines[-1]["seconds"] > 0
+LEFT_OUT: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"tools": TOOLS}, "tools"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"logprobs": True, "top_logprobs": 3}, "logprobs"),
+    (CHAT, {"frequency_penalty": 0.5}, "frequency_penalty"),
+    (CHAT, {"presence_penalty": -0.5}, "presence_penalty"),
+    (CHAT, {"repetition_penalty": 1.1}, "repetition_penalty"),
+    (CHAT, {"min_p": 0.1}, "min_p"),
+    (CHAT, {"logit_bias": {"5": 1}}, "logit_bias"),
+    (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
+    (CHAT, {"verbosity": "low"}, "verbosity"),
+    (CHAT, {"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+    (CHAT, {"functions": [{"name": "f"}]}, "functions"),
+    (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type"),
+    (CHAT, {"messages": [*USER, {"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages.1.role"),
+    (CHAT, {"messages": [*USER, {"role": "assistant", "tool_calls": [CALL]}]}, "messages.1.tool_calls"),
+    (CHAT, {"messages": [{"role": "critic", "content": "x"}]}, "messages.0.role"),
+    (CHAT, {"tools": TOOLS, "temperature": 9, "stop": ["x"] * 40}, "tools"),  # of which the server judges the rest
+    (PLAIN, {"prompt": "a", "logprobs": 0}, "logprobs"),
+    (PLAIN, {"prompt": "a", "echo": True}, "echo"),
+    (PLAIN, {"prompt": "a", "best_of": 3}, "best_of"),
+    (PLAIN, {"prompt": "a", "suffix": "b"}, "suffix"),
+    (PLAIN, {"prompt": [1, 2], "prompt_logprobs": 1}, "prompt_logprobs"),
+    ("/tokenize", {"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages.1.role"),
+]  # fmt: skip
 
 
-def test_a_conversation_with_tools_is_streamed(relaying):
-    served, targets = relaying
-    call = {"id": "call-1", "type": "function", "function": {"name": "weigh", "arguments": "{}"}}
-    messages = [
-        {"role": "developer", "content": "Be brief."},
-        *USER,
-        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "apples", "refusal": None},
-        {"role": "tool", "tool_call_id": "call-1", "content": "800 g", "name": "weigh", "cache_control": {}},
-    ]
-    with served.client as client:
-        stream = client.chat.completions.create(model=served.backend.name, messages=messages, stream=True)
-        told = list(stream)
-    assert {chunk.model for chunk in told} == {served.backend.name}
-    chunks = [chunk.choices[0] for chunk in told]
-    assert chunks[0].delta.tool_calls[0].function.name == "weigh"
-    assert chunks[-1].finish_reason == "tool_calls" and chunks[-1].parse["because"] == "messages.2.tool_calls"
-    (body,) = asked(targets)
-    assert body["messages"][0] == messages[0] | {"role": "system"}, "which every chat template knows"
-    assert body["messages"][2] == {"role": "assistant", "tool_calls": [call], "reasoning_content": "apples"}
-    assert body["messages"][3] == {"role": "tool", "tool_call_id": "call-1", "content": "800 g"}
+@pytest.mark.parametrize(("path", "fields", "because"), LEFT_OUT, ids=[f"{f}"[:50] for _, f, _ in LEFT_OUT])
+def test_a_request_that_a_draft_cannot_answer_reaches_the_target_unchanged(canned, path, fields, because):
+    served, _, received = canned
+    messages = {} if path == PLAIN or "messages" in fields else {"messages": USER}
+    body = json.dumps(
+        {"mood": "gr\u00fc\u00df", "model": served.backend.name, **messages, **fields}, indent=1
+    ).encode()
+    response = send(served, path, body)
+    assert (response.status_code, response.content) == (200, b'{"choices": []}')
+    assert response.headers["x-parse-because"] == because
+    assert [json.loads(got) for got in received] == [json.loads(body)]
+    assert received == [body], "the very bytes"
 
 
-def test_structured_output_continues_a_message_that_has_begun(relaying):
-    served, targets = relaying
-    form = {"type": "json_schema", "json_schema": {"name": "weight", "schema": {"type": "object"}}}
-    begun = [*USER, {"role": "assistant", "content": '{"kg"'}]
-    answer = served.post("/v1/chat/completions", {"messages": begun, "response_format": form, "max_tokens": 7})
-    assert answer.json()["choices"][0]["parse"]["because"] == "response_format"
-    (body,) = asked(targets)
-    assert body["response_format"] == form and body["max_tokens"] == 7
-    assert body["continue_final_message"] is True and body["add_generation_prompt"] is False
+def test_only_the_models_name_is_changed_for_the_target(engine, connect):
+    coordinator, (target,), _ = connect(engine)
+    target.canned = 200, KIND, [b"{}"]
+    with running(LoopRunner(coordinator), engine, model="public-name") as served:
+        body = {"messages": USER, "tools": TOOLS, "top_p": 0.25, "seed": 1 << 62, "parse": {"risk": 0.1}}
+        for named in ({}, {"model": "public-name"}, {"model": None}):
+            assert served.post(CHAT, body | named).status_code == 200
+        expected = {name: value for name, value in body.items() if name != "parse"} | {"model": target.names[0]}
+        assert [json.loads(got) for got in target.received] == [expected] * 3
+        assert served.post(CHAT, body | {"model": "another"}).status_code == 404 and len(target.received) == 3
 
 
 def test_switches_of_the_chat_template_are_passed_on(engine, connect, monkeypatch):
@@ -110,11 +136,73 @@ def test_switches_of_the_chat_template_are_passed_on(engine, connect, monkeypatc
         assert target.bodies[-1]["chat_template_kwargs"] == {"enable_thinking": False, "brief": True}
 
 
-def test_what_the_targets_server_refuses_is_told_in_its_words(relaying):
-    served, _targets = relaying
-    with served.client as client, pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model=served.backend.name, messages=USER, tools=TOOLS, tool_choice="auto")
-    assert refused.value.body["message"] == '"auto" tool choice requires --enable-auto-tool-choice'
+@pytest.mark.parametrize("reason", ["abort", "error", "repetition", "content_filter", None, 7])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_is_the_servers_own_bytes(canned, reason, stream):
+    served, answer, _ = canned
+    choice = {
+        "index": 0,
+        "finish_reason": reason,
+        "delta" if stream else "message": {"content": "\u2028gr\u00fc\u00df"},
+    }
+    raw = json.dumps({"odd": [None, 1.50, "x"], "choices": [choice]}, ensure_ascii=False).encode()
+    kind = {"Content-Type": "text/event-stream"} if stream else KIND
+    raw = b": note\r\nevent: x\ndata:" + raw + b"\n\ndata: [DONE]" if stream else raw + b"\n"
+    headers = {**kind, "X-Odd": "1", "Connection": "keep-alive, X-Hop", "X-Hop": "2"}
+    answer(200, headers, raw[:9], raw[9:-3], raw[-3:])
+    response = served.chat(tools=TOOLS, stream=stream)
+    assert response.content == raw and response.headers["content-type"].startswith(kind["Content-Type"])
+    assert response.headers["x-odd"] == "1" and "x-hop" not in response.headers
+    assert response.headers["x-parse-because"] == "tools"
+
+
+@pytest.mark.parametrize("status", [400, 402, 409, 413, 415, 422, 451])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_rejection_is_the_servers_own(canned, status, stream):
+    served, answer, received = canned
+    answer(status, {"Content-Type": "text/plain", "X-Why": "no"}, b"not like", b" this")
+    response = served.chat(tools=TOOLS, stream=stream)
+    assert (response.status_code, response.content, response.headers["x-why"]) == (status, b"not like this", "no")
+    assert len(received) == 1, "no other server would take it"
+
+
+def test_a_stream_comes_as_it_is_written(canned):
+    served, answer, _ = canned
+    answer(200, {"Content-Type": "text/event-stream"}, *[b"data: {}\n\n"] * 1000, pause=0.05)
+    with httpx.stream("POST", served.url + CHAT, json={"messages": USER, "tools": TOOLS, "stream": True}) as response:
+        pieces = response.iter_raw()
+        assert next(pieces).startswith(b"data: {}") and served.line.answers == 1
+    assert served.becomes_idle(5), "a client that leaves frees the seat"
+
+
+@pytest.mark.parametrize("cut", [b'data: {"cho', b"data: {}\n\n", b"data: {}\r\n\r\ndata: {"])
+def test_a_stream_that_breaks_off_ends_with_an_error(canned, cut):
+    served, answer, received = canned
+    answer(200, {"Content-Type": "text/event-stream"}, b"data: {}\n\n", cut, None)
+    events = served.chat(tools=TOOLS, stream=True).text.replace("\r\n", "\n").strip().split("\n\n")
+    *sent, last = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert sent in ([{}], [{}, {}]) and last["error"]["code"] == "target_unavailable"
+    assert len(received) == 1, "what has begun is not begun again"
+    assert served.becomes_idle(5)
+
+
+def test_a_body_that_breaks_off_is_asked_for_again(canned):
+    served, answer, received = canned
+    answer(200, {**KIND, "Content-Length": "100"}, b'{"choi', None)
+    failed = served.chat(tools=TOOLS)
+    assert failed.status_code == 503 and len(received) > 1
+
+
+def test_a_slow_stream_ends_with_an_error_at_the_time_limit(engine, connect):
+    coordinator, (target,), _ = connect(engine)
+    target.canned = 200, {"Content-Type": "text/event-stream"}, [b"data: {}\n\n"] * 100
+    target.pause = 0.1
+    with running(LoopRunner(coordinator), engine, Limits(request_s=0.3)) as served:
+        text = served.chat(tools=TOOLS, stream=True).text
+        assert text.startswith("data: {}\n\n") and '"code":"timeout"' in text
+        target.canned = 200, KIND, [b"1"] * 100
+        assert served.chat(tools=TOOLS).status_code == 504
+        assert served.becomes_idle(5)
 
 
 def test_a_key_that_the_targets_server_refuses_is_no_mistake_of_the_client(relaying, capfd):
@@ -136,17 +224,6 @@ def test_another_server_is_asked_where_one_fails(relaying):
     assert len(asked(targets)) == 3
 
 
-@pytest.mark.parametrize("fault", ["cut", "unended"])
-def test_a_stream_that_breaks_off_ends_with_an_error(relaying, fault):
-    served, targets = relaying
-    for target in targets:
-        target.faults.append(fault)
-    text = served.chat(tools=TOOLS, stream=True).text
-    assert '"tool_calls":[{' in text and '"error"' in text and "[DONE]" not in text
-    assert len(asked(targets)) == 1, "what has begun is not begun again"
-    assert served.becomes_idle(5)
-
-
 def test_servers_that_fail_again_and_again_are_503(relaying, capfd):
     served, targets = relaying
     for target in targets:
@@ -157,3 +234,54 @@ def test_servers_that_fail_again_and_again_are_503(relaying, capfd):
     assert failed.json()["error"]["message"] == "this model's servers failed: try again in 5 s"
     log = capfd.readouterr().err
     assert "no answer: the target servers failed 4 times" in log and '"errors"' not in log
+
+
+def test_passed_answers_are_logged_and_count_with_n(relaying, capfd):
+    served, targets = relaying
+    with running(served.backend, served.engine) as server:
+        assert server.chat(tools=TOOLS, n=3).status_code == 200 and asked(targets)[0]["n"] == 3
+        assert "parse_answers_relayed_total 3.0" in server.metrics
+        assert server.chat(tools=TOOLS, n=10**9).status_code == 400, "more seats than there are"
+    line = next(json.loads(line) for line in capfd.readouterr().err.splitlines() if '"answered"' in line)
+    assert (line["mode"], line["because"], line["answers"]) == ("target", "tools", 3)
+
+
+def test_what_no_server_can_answer_is_refused_in_one_sentence(canned):
+    served, _, received = canned
+    deep = "[" * 900 + "]" * 900
+    for body, told in (
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": [1], "model": 3}', "model"),
+        (f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": {deep}}}', "nested too deeply"),
+        ('{"messages": [{"role": "user", "content": "x"}], "temperature": 9}', "temperature"),
+    ):
+        response = send(served, CHAT, body.encode())
+        assert response.status_code in (200, 400), response.text
+        assert response.status_code == 200 or told in response.json()["error"]["message"]
+    assert len(received) <= 1
+
+
+def test_our_own_replies_are_history(relaying):
+    """Also those with reasoning only, whose content is null; the draft and target then answer together."""
+    served, _ = relaying
+    own = served.chat(max_tokens=4).json()["choices"][0]["message"]
+    for reply in (own, {**own, "content": None}, {"role": "assistant", "content": None, "tool_calls": None}):
+        body = {"messages": [*USER, reply, *USER], "max_tokens": 4}
+        response = served.post(CHAT, body)
+        assert response.status_code == 200 and "x-parse-because" not in response.headers, response.text
+    assert served.post(CHAT, {"messages": [{"role": "user", "content": None}]}).status_code == 400
+
+
+def test_neutral_values_are_answered_here(relaying):
+    served, targets = relaying
+    neutral = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "logprobs": False, "n": 1}
+    neutral |= {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "reasoning_effort": None}
+    response = served.chat(max_tokens=4, **neutral)
+    assert response.status_code == 200 and "x-parse-because" not in response.headers
+    assert response.json()["choices"][0]["parse"]["spans"] and all("tools" not in body for body in asked(targets))
+
+
+def test_a_client_gets_the_servers_message(relaying):
+    served, _ = relaying
+    with served.client as client, pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=served.backend.name, messages=USER, tools=TOOLS, tool_choice="auto")
+    assert refused.value.body["message"] == '"auto" tool choice requires --enable-auto-tool-choice'
