@@ -183,13 +183,15 @@ def test_a_seed_of_minus_one_is_random(served):
     [
         ({"stop": ["x"] * 17}, "stop: give at most 16 texts, not 17"),
         ({"stop": [5]}, "stop"),
-        ({"chat_template_kwargs": json.loads('{"a":' * 900 + "1" + "}" * 900)}, "nested deeper than 32 levels"),
-        ({"tools": [json.loads('{"a":' * 90 + "1" + "}" * 90)]}, "nested deeper than 32 levels"),
+        (
+            {"chat_template_kwargs": json.loads('{"a":' * 900 + "1" + "}" * 900)},
+            "chat_template_kwargs: the object is nested",
+        ),
     ],
 )
 def test_odd_fields_are_one_sentence(served, fields, message):
     refused = served.chat(**fields)
-    assert refused.status_code == 400 and message in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and refused.json()["error"]["message"].startswith(message)
 
 
 def test_health_answers_head_and_metrics_have_the_process(served):
