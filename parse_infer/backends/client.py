@@ -292,5 +292,5 @@ def _message(said: str) -> str:
         found = json.loads(said)
         found = found.get("error", found.get("detail", found))
         return str(found["message"] if isinstance(found, dict) else found)[:300]
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, RecursionError):
         return " ".join(said.split())[:300]

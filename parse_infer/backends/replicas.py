@@ -283,13 +283,17 @@ class ReplicaPool:
             self._end(attempt, "timed_out" if error.timed_out else limited, error.retry_after_s)
             await self._check(server, tried)
         except RequestRejected as error:
-            self._end(attempt, "rejected" if error.status in _INVALID else "refused")
+            if error.status in _INVALID:
+                self._end(attempt, "rejected")
+                raise
+            server.last_error = f"{server.url} rejects requests ({error.status})"
+            self._end(attempt, "refused")
             if error.status == 404:  # the server may serve another model now
                 await self._check(server, tried)
             others = {other for other in self.members if other.healthy} - {server, *tried.failed}
-            if server.healthy and (error.status in _INVALID or not others):
+            if server.healthy and not (others and tried.left > 1):
                 raise
-            tried.record(server, f"{server.url} rejects requests ({error.status})")
+            tried.record(server, server.last_error)
         finally:
             server.busy -= 1
             self._end(attempt, "ok" if attempt.answered else "cancelled")

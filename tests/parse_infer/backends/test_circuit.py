@@ -206,8 +206,9 @@ def test_a_replica_that_refuses_our_key_does_not_either(pool, status):
     assert bad["refused"] <= circuit.FAILURES and good["ok"] == 20
 
 
-def test_a_request_that_all_replicas_refuse_is_refused(pool):
-    replicas, servers = pool(2)
+@pytest.mark.parametrize("n", [2, 6])  # fewer and more than the attempts
+def test_a_request_that_all_replicas_refuse_is_refused(pool, n):
+    replicas, servers = pool(n)
     ask(replicas)
     for server in servers:
         server.key = "other"

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 from aiohttp import web
 
-from parse_infer.backends.client import Client, TransientServerError
+from parse_infer.backends.client import Client, RequestRejected, TransientServerError
 from parse_infer.backends.server_sent_events import EventDecoder
 from tests.parse_infer.backends.fake_server import serving_app
 
@@ -76,6 +76,22 @@ def read(stream: bytes) -> list[object]:
 
     with serving_app([web.post("/stream", respond)]) as url:
         return asyncio.run(ask(url))
+
+
+@pytest.mark.parametrize("body", ["[" * 100_000, '{"error": []}', '{"error": {}}', "[1]", "", "<html>"])
+def test_an_odd_error_is_an_error_of_the_server(body):
+    async def respond(request: web.Request) -> web.Response:
+        return web.Response(status=400, text=body)
+
+    async def ask(url: str) -> None:
+        client = Client()
+        try:
+            await client.post(f"{url}/refuse", {})
+        finally:
+            await client.close()
+
+    with serving_app([web.post("/refuse", respond)]) as url, pytest.raises(RequestRejected, match=r"\(400\)"):
+        asyncio.run(ask(url))
 
 
 def test_the_client_reads_such_a_stream():
