@@ -73,25 +73,42 @@ class CachedReadCheck:
         """What is wrong with cached reads: "" if the server does not cache, None if nothing is."""
         if len(self._context) < 2 or not await self._fill_cache():
             return ""
+        responses = [await self._try_read()]  # the context is cached
         uncached = await self._servers.ask_one(self._server, *uncached_read(self._reads, self._ids, self._server))
-        for _ in range(2):  # the context is cached, then the draft too
-            response = await self._read(self._ids)
+        responses.append(await self._try_read())  # the draft may be cached too
+        if responses == [None, None]:
+            return "it refuses cached reads"
+        for response in filter(None, responses):
             cached = cached_tokens(response)
             if cached is None:
                 return "its cached reads do not say how many tokens came from the cache"
             tail = self._ids[max(len(self._context), cached + 1) :]
             if not tail:
-                break
+                continue
             found, expected = (read_response(one, tail, self._reads.k) for one in (response, uncached))
             if not _same(found, expected):
                 return "its cached reads return other log-probabilities than its uncached ones"
         return None
 
     async def _fill_cache(self) -> bool:
-        for _ in range(_CACHE_READS):
-            if cached_tokens(await self._read(self._context)):
+        """Read the context until it is cached. Raises RequestRejected if the server has no cached reads."""
+        cached = cached_tokens(await self._read(self._context))
+        for _ in range(_CACHE_READS - 1):
+            try:
+                cached = cached or cached_tokens(await self._read(self._context))
+            except RequestRejected:  # see `_try_read`
                 return True
-        return False
+        return bool(cached)
+
+    async def _try_read(self) -> Any:
+        """A cached read of context and draft, or None if the server refuses it.
+
+        vLLM's model runner V1 returns uninitialised memory for cached tokens, and refuses where that is no JSON (400).
+        """
+        try:
+            return await self._read(self._ids)
+        except RequestRejected:
+            return None
 
     async def _read(self, ids: Sequence[int]) -> Any:
         start = min(len(self._context), len(ids)) - 1

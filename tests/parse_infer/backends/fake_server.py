@@ -42,7 +42,8 @@ class FakeServer:
         cached: cached tokens of the reads so far.
         cache_fault: what is wrong with cached reads: "zeros", "null" entries, "nothing" (no entries at all), "shifted"
             by a token, "noise" of half a nat, "boundary" (the first token after the cache), "understated" (a cached
-            draft is reported as not cached), "500".
+            draft is reported as not cached), "500", "refused", "no JSON" (only a read of a cached draft is refused, as
+            vLLM's V1 does at random).
         judge_fault: what happens to every request about a draft.
         logprob_fault: what is wrong with prompt log-probabilities: "missing", "shifted" by a token, "raw" logits, or
             "few".
@@ -160,9 +161,11 @@ class FakeServer:
         fault = self.cache_fault if cached else None
         if fault == "500":
             return _error(500, "the response is no JSON")
+        if fault == "refused" or (fault == "no JSON" and cached > len(ids) - self.cache_block - 2):
+            return _error(400, "Out of range float values are not JSON compliant")
         if fault == "understated":
             cached = min(cached, 256)
-        if fault is not None:
+        if fault not in (None, "no JSON"):
             entries = _damaged(entries, fault, 1 if self.model_runner == 2 else cached + 1)
         usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": cached}}
         return web.json_response({"choices": [{"index": 0}], "prompt_logprobs": entries, "usage": usage})

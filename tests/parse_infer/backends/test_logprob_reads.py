@@ -164,7 +164,9 @@ def test_a_server_may_read_its_prefix_cache(make_engine, connect, prompt, block_
 
 
 @pytest.mark.parametrize("model_runner", [1, 2])
-@pytest.mark.parametrize("fault", ["zeros", "null", "nothing", "shifted", "noise", "boundary", "understated", "500"])
+@pytest.mark.parametrize(
+    "fault", ["zeros", "null", "nothing", "shifted", "noise", "boundary", "understated", "500", "refused"]
+)
 def test_cached_reads_that_differ_from_uncached_ones_are_not_used(make_engine, connect, fault, model_runner, caplog):
     engine = make_engine()
     coordinator, (target,), _ = connect(engine, cache_block=4)
@@ -181,6 +183,17 @@ def test_cached_reads_that_differ_from_uncached_ones_are_not_used(make_engine, c
         found = coordinator.generate(PROMPT, **settings)
         assert found.token_ids == engine.generate(PROMPT, **settings).token_ids and found.fallback is None
     assert not any("token_ids" in body for body in target.bodies)
+
+
+def test_a_cached_read_that_is_refused_at_random_does_no_harm(make_engine, connect, caplog):
+    engine = make_engine()
+    coordinator, (target,), _ = connect(engine, cache_block=4)
+    target.cache_fault = "no JSON"
+    coordinator.backend.run(coordinator.backend.handshake())
+    assert coordinator.backend._target.servers.members[0].reads_cache and not caplog.records
+    found = coordinator.generate(PROMPT, max_new_tokens=N, threshold=0.3)
+    assert found.token_ids == engine.generate(PROMPT, max_new_tokens=N, threshold=0.3).token_ids
+    assert found.fallback is None
 
 
 @pytest.mark.parametrize("fault", ["null", "nothing"])
