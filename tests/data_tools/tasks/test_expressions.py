@@ -321,6 +321,7 @@ def test_no_process_is_left_at_the_end() -> None:
         os.kill(int(run.stdout), 0)
 
 
+@pytest.mark.slow
 def test_a_long_comparison_ends_and_the_next_one_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expressions, "_COMPARISONS", comparisons := expressions._Comparisons())
     first = comparisons._start()
