@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from parse_infer.judge.verifier import Verification, Verifier
     from parse_infer.judge.zero_shot import ZeroShotJudge
     from parse_infer.models.decoder import Decoder
+    from parse_infer.models.loading import LanguageModel
     from parse_infer.models.prompts import Verbatim
     from parse_infer.output import Generation, Score, Span, Statistics
     from parse_infer.sampling import Sampling
@@ -32,6 +33,7 @@ _MODULES = {
     "Decoder": "models.decoder",
     "Generation": "output",
     "GenerationSettings": "settings",
+    "LanguageModel": "models.loading",
     "MinPJudge": "judge.min_p",
     "ParseEngine": "engine",
     "ParseError": "errors",
@@ -54,6 +56,7 @@ __all__ = [
     "Decoder",
     "Generation",
     "GenerationSettings",
+    "LanguageModel",
     "MinPJudge",
     "ParseEngine",
     "ParseError",

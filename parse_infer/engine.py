@@ -11,7 +11,7 @@ import asyncio
 import sys
 import warnings
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -21,6 +21,7 @@ from parse_infer.acceptance import check_threshold
 from parse_infer.adaptive import Controller, InFlight
 from parse_infer.answer import Answer
 from parse_infer.backends.base import Backend
+from parse_infer.backends.build_options import builder, check_options
 from parse_infer.calibration.schema import Calibration, resolve_risk
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import PromptError, SettingsError
@@ -33,7 +34,6 @@ from parse_infer.request import Request
 from parse_infer.settings import GenerationSettings
 
 DEFAULT_THRESHOLD = 0.5  # for a judge without a calibrated threshold
-BACKENDS = ("local", "vllm")
 AHEAD = 4
 _ACCEPTS_NOTHING = (
     "the adapter's own threshold accepts no draft: run `parse-infer calibrate` and give a risk, or give a threshold"
@@ -64,8 +64,8 @@ class ParseEngine:
         self, backend: Backend, *, threshold: float | None = None, calibration: Calibration | None = None
     ) -> None:
         self.backend: Any = backend
-        self.threshold = next(t for t in (threshold, backend.threshold, DEFAULT_THRESHOLD) if t is not None)
-        check_threshold(self.threshold)
+        chosen = next(t for t in (threshold, backend.threshold, DEFAULT_THRESHOLD) if t is not None)
+        self.threshold = check_threshold(chosen)
         self._accepts_nothing = threshold is None and self.threshold > 1
         self.calibration = calibration if calibration is not None else backend.calibration
         self.adaptive = backend.adaptive
@@ -85,9 +85,22 @@ class ParseEngine:
         calibration: Calibration | None = None,
         **options: Any,
     ) -> ParseEngine:
-        """Build an engine from loaded models; arguments as in `parse_infer.backends.local.LocalBackend`."""
-        from parse_infer.backends.local import LocalBackend
+        """Build an engine from loaded models; arguments as in `parse_infer.backends.local.LocalBackend`.
 
+            model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+            engine = ParseEngine.from_models(LanguageModel(name, model, tokenizer), draft=LanguageModel(…))
+
+        Args:
+            target, draft: `LanguageModel`s.
+            judge: a `ValidityAdapter`, `MinPJudge` or `ZeroShotJudge`; None: lossless speculation, mode "exact".
+        """
+        from parse_infer.backends.local import LocalBackend
+        from parse_infer.models.loading import LanguageModel
+
+        check_options(options, LocalBackend, ("threshold",))
+        for role, model in (("target", target), ("draft", draft)):
+            if not isinstance(model, LanguageModel) and (model is not None or role == "target"):
+                raise SettingsError(f"{role} is a {type(model).__name__}; give LanguageModel(name, model, tokenizer).")
         return cls(LocalBackend(target, draft, judge, **options), threshold=threshold, calibration=calibration)
 
     @classmethod
@@ -118,22 +131,16 @@ class ParseEngine:
             ValueError: models and adapter do not match, or an argument is invalid.
             OSError: a model file is missing or damaged, or no server of a model responds.
         """
+        build = builder(backend)
+        check_options(options, build, ("backend", "threshold"))
         if threshold is not None:
             check_threshold(threshold)
         options |= {
             "calibration": calibration,
             "cut_policy": CutPolicy.parse(cut_policy) if isinstance(cut_policy, str) else cut_policy,
         }
-        if backend == "vllm":
-            from parse_infer.backends.vllm import connect_backend
-
-            return cls(connect_backend(target, draft, adapter, **options), threshold=threshold)
-        if backend != "local":
-            raise SettingsError(f"backend is {backend!r}; it must be one of: {', '.join(BACKENDS)}.")
-        from parse_infer.backends.local import load_backend
-
-        engine = cls(load_backend(target, draft, adapter, **options), threshold=threshold)
-        if calibration is not None:
+        engine = cls(build(target, draft, adapter, **options), threshold=threshold)
+        if calibration is not None and backend == "local":
             engine.check_calibration()
         return engine
 
@@ -183,7 +190,7 @@ class ParseEngine:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        settings: GenerationSettings | None = None,
+        settings: GenerationSettings | Mapping[str, Any] | None = None,
         draft_text: str | Sequence[str] | None = None,
         **overrides: Any,
     ) -> Generation | list[Generation]:
@@ -191,7 +198,7 @@ class ParseEngine:
 
         Args:
             prompts: a text becomes one user message if the target has a chat template.
-            settings: see `GenerationSettings`; `overrides` replace its fields.
+            settings: `GenerationSettings`, or a mapping of them; `overrides` replace its fields.
             draft_text: a draft to use instead of the draft model's, one per prompt.
 
         Raises ValueError for invalid settings, an empty prompt or a prompt longer than the target's context window.
@@ -199,7 +206,7 @@ class ParseEngine:
         """
         batch, is_list = as_batch(prompts)
         drafts = with_drafts(batch, is_list, draft_text)
-        settings = (settings or GenerationSettings()).override(**overrides)
+        settings = GenerationSettings.of(settings, **overrides)
         with self.backend.turn():
             prepared = [self.events(p, settings, d, watched=False) for p, d in zip(batch, drafts, strict=True)]
             found = list(self.collect(prepared))
@@ -208,16 +215,16 @@ class ParseEngine:
     def generate_target(
         self,
         prompts: Prompt | Sequence[Prompt],
-        settings: GenerationSettings | None = None,
+        settings: GenerationSettings | Mapping[str, Any] | None = None,
         speculate: bool = False,
         **overrides: Any,
     ) -> Generation | list[Generation]:
-        """Answer with the target alone, in the same decode loop, with `resume_sampling`: the baseline of PARSE.
+        """Answer with the target alone, in the same decode loop: the baseline of PARSE.
 
         With `speculate` the target's token drafter proposes tokens: lossless speculation without a judge.
         """
         batch, is_list = as_batch(prompts)
-        settings = (settings or GenerationSettings()).override(**overrides)
+        settings = GenerationSettings.of(settings, **overrides)
         with self.backend.turn():
             prepared = [self.events(p, settings, alone=True, speculate=speculate, watched=False) for p in batch]
             found = list(self.collect(prepared))
@@ -226,18 +233,18 @@ class ParseEngine:
     def generate_draft(
         self,
         prompts: Prompt | Sequence[Prompt],
-        settings: GenerationSettings | None = None,
+        settings: GenerationSettings | Mapping[str, Any] | None = None,
         speculate: bool = False,
         **overrides: Any,
     ) -> Generation | list[Generation]:
-        """Answer with the draft model alone, with `draft_sampling`, in its own tokens; local backend only.
+        """Answer with the draft model alone, in its own tokens; local backend only.
 
         With `speculate` the draft model's token drafter proposes tokens.
         """
         if self.draft is None:
             raise SettingsError("This engine has no draft model: pass draft=… to from_pretrained.")
         batch, is_list = as_batch(prompts)
-        settings = (settings or GenerationSettings()).override(**overrides)
+        settings = GenerationSettings.of(settings, **overrides)
         requests = [Request(prompt, self.draft, settings, settings.draft_sampling) for prompt in batch]
         with self.backend.turn():
             found = list(
@@ -248,7 +255,7 @@ class ParseEngine:
     def stream(
         self,
         prompt: Prompt,
-        settings: GenerationSettings | None = None,
+        settings: GenerationSettings | Mapping[str, Any] | None = None,
         draft_text: str | None = None,
         *,
         watched: bool = True,
@@ -259,21 +266,25 @@ class ParseEngine:
         This call raises the errors of `generate`; the iterator does not. With the local backend another request to
         the engine ends this stream. `watched` is as in `events`.
         """
-        settings = (settings or GenerationSettings()).override(**overrides)
+        settings = GenerationSettings.of(settings, **overrides)
         with self.backend.turn():
             return self._steps(self.events(prompt, settings, draft_text, watched=watched))
 
     def stream_target(
-        self, prompt: Prompt, settings: GenerationSettings | None = None, speculate: bool = False, **overrides: Any
+        self,
+        prompt: Prompt,
+        settings: GenerationSettings | Mapping[str, Any] | None = None,
+        speculate: bool = False,
+        **overrides: Any,
     ) -> Iterator[Event]:
         """Answer one prompt with the target alone and yield its events: Resumed for each token, Done."""
-        settings = (settings or GenerationSettings()).override(**overrides)
+        settings = GenerationSettings.of(settings, **overrides)
         return self._steps(self.events(prompt, settings, alone=True, speculate=speculate))
 
     def events(
         self,
         prompt: Prompt,
-        settings: GenerationSettings | None = None,
+        settings: GenerationSettings | Mapping[str, Any] | None = None,
         draft_text: str | TextDrafter | None = None,
         *,
         alone: bool = False,
@@ -290,7 +301,7 @@ class ParseEngine:
 
         This call raises the ValueErrors of `generate`. On servers the iterator raises OSError if no server responds.
         """
-        settings = settings or GenerationSettings()
+        settings = GenerationSettings.of(settings)
         request = self._request(prompt, settings, draft_text is not None)
         if alone:
             return self._answer(request, self.backend.alone(request, speculate, watched), None)
@@ -302,9 +313,15 @@ class ParseEngine:
         events = self.backend.with_draft(request, source, self.pair_wrapper, watched)
         return self._answer(request, events, self.backend.alone(request, True, watched) if chooses else None)
 
-    def check(self, prompt: Prompt, settings: GenerationSettings, draft_text: str | None = None) -> None:
+    def check(
+        self,
+        prompt: Prompt,
+        settings: GenerationSettings | Mapping[str, Any] | None = None,
+        draft_text: str | None = None,
+    ) -> None:
         """Raise the ValueError that `events` would raise. No answer in progress notices."""
-        self.backend.draft_source(self._request(prompt, settings, draft_text is not None), draft_text)
+        request = self._request(prompt, GenerationSettings.of(settings), draft_text is not None)
+        self.backend.draft_source(request, draft_text)
 
     def collect(self, prepared: Iterable[AsyncGenerator[Event, None]]) -> Iterator[Generation]:
         """Yield the generations of several `events` in order, each once it and all earlier generations are complete.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["eos", "stop", "length"]
@@ -55,6 +55,11 @@ class Statistics:
     drafter_forwards: int = 0
     """Forwards of token drafters. If the draft model is the proposer, `draft_forwards` includes them."""
     verification_passes: int = 0
+    block_tokens: int | Literal["auto", "whole"] | None = None
+    """What the setting `block_tokens` became: whole drafts, blocks of at most this many tokens, or "auto", blocks that
+    ended where measurements said so. None: no drafts."""
+    blocks: list[int] = field(default_factory=list)
+    """Draft tokens of each block that the target read."""
 
     @property
     def acceptance_rate(self) -> float:

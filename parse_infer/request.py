@@ -98,6 +98,7 @@ class Request:
         self.stats.rounds = round
         self.stats.verification_passes += bool(draft)
         self.stats.draft_tokens += len(draft)
+        self.stats.blocks += [len(draft)] if draft else []
         self.stats.accepted_tokens += cut + tail
         self.stats.exact_tail_tokens += tail
         return Accepted(round, text, cut + tail, "".join(self.answer.preview(rejected, [len(rejected)])))

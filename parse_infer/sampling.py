@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from parse_infer.errors import SettingsError
-from parse_infer.setting_fields import setting
+from parse_infer.setting_fields import plain, setting, setting_fields
 
 _GREEDY = 1e-5  # lower temperatures would overflow the logits
 
@@ -36,6 +36,8 @@ class Sampling:
     seed: int | None = setting(None, "Seed of the sampling; default: PyTorch's global generator.")
 
     def __post_init__(self) -> None:
+        for name in setting_fields(type(self)):
+            object.__setattr__(self, name, plain(getattr(self, name)))
         if not _is_finite(self.temperature) or self.temperature < 0:
             raise SettingsError(
                 f"temperature must be a finite number of at least 0 (0 is greedy), not {self.temperature!r}"

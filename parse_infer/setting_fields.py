@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from parse_infer.errors import SettingsError
 
@@ -13,6 +13,12 @@ from parse_infer.errors import SettingsError
 def setting(default: Any, text: str, **bounds: float) -> Any:
     """Define a dataclass field with a help text and bounds (`ge`, `gt`, `le`, `lt`, as in pydantic)."""
     return field(default=default, metadata={"help": text, "bounds": bounds})
+
+
+def plain(value: object) -> object:
+    """Return a scalar of NumPy or PyTorch as Python's own; other values unchanged."""
+    is_scalar = getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None))
+    return cast(Any, value).item() if is_scalar else value
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from parse_infer.acceptance import Acceptance, check_share, check_threshold
 from parse_infer.errors import SettingsError
 from parse_infer.sampling import Sampling
-from parse_infer.setting_fields import setting, setting_fields
+from parse_infer.setting_fields import plain, setting, setting_fields
 from parse_infer.suggest import suggestion
 
+SAMPLING = tuple(setting_fields(Sampling))
+DRAFT_TEMPERATURE = "draft_temperature"
 Mode = Literal["validity", "exact"]
 BlockTokens = int | Literal["auto", "whole"]
 
@@ -19,6 +21,9 @@ BlockTokens = int | Literal["auto", "whole"]
 @dataclass(frozen=True)
 class GenerationSettings:
     """Settings of one answer. `ParseEngine.generate` accepts every field as a keyword argument.
+
+    It also accepts `temperature`, `top_p`, `top_k` and `seed`, which set both models' sampling, and
+    `draft_temperature`, which sets the draft model's alone (`override`).
 
     `parse-infer generate` (`parse_infer.cli.setting_options`), HTTP (`parse_infer.serve.protocol.fields`) and the
     benchmark (`parse_infer.evaluation.run`) offer the fields with these texts and bounds.
@@ -30,8 +35,8 @@ class GenerationSettings:
         "Accept a prefix whose validity is at least this; above 1 accepts nothing. Default: the judge's.",
         ge=0,
     )
-    """None without a calibrated adapter: 0.5. A threshold above 1 gives the target's own greedy answer. The
-    draft model then writes no draft if it proposes tokens for the target: lossless speculation."""
+    """None without a calibrated adapter: 0.5. Above 1, the draft model writes no draft if it proposes tokens for the
+    target."""
     risk: float | None = setting(
         None, "Largest share of lost requests, by the calibration; replaces threshold.", gt=0, lt=1
     )
@@ -39,7 +44,7 @@ class GenerationSettings:
     mode: Mode = setting(
         "validity",
         "validity: accept the prefix that the judge accepts. exact: accept only tokens that equal the target's greedy "
-        "choice (in float32).",
+        "choice (in float32): lossless speculation, which needs no judge.",
     )
     acceptance: Acceptance = setting(
         "first_failure",
@@ -92,19 +97,20 @@ class GenerationSettings:
         if self.block_tokens is None:
             object.__setattr__(self, "block_tokens", "whole")
         for one in setting_fields(type(self)).values():
-            one.check(getattr(self, one.name))
+            value = plain(getattr(self, one.name))
+            one.check(value)
+            object.__setattr__(self, one.name, value)
         self._check_ends()
         for name in ("draft_sampling", "resume_sampling"):
-            if not isinstance(getattr(self, name), Sampling):
-                raise SettingsError(f"{name} is {getattr(self, name)!r}; it must be a Sampling(temperature=…, …).")
+            object.__setattr__(self, name, _sampling(name, getattr(self, name)))
         if self.threshold is not None:
             check_threshold(self.threshold)
         if self.risk is not None:
             check_share(self.risk, "risk")
         if self.mode == "exact" and not self.resume_sampling.greedy:
             raise SettingsError(
-                f"mode 'exact' compares with the target's greedy choice, but resume_sampling.temperature is "
-                f"{self.resume_sampling.temperature}; set it to 0 or use mode 'validity'."
+                f"temperature is {self.resume_sampling.temperature}, but mode 'exact' compares with the target's "
+                "greedy choice: set temperature to 0 or use mode 'validity'."
             )
 
     def _check_ends(self) -> None:
@@ -113,17 +119,49 @@ class GenerationSettings:
                 raise SettingsError(f"stop contains {string!r}; a stop string is a text of at least 1 character.")
         if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Iterable):
             raise SettingsError(f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids.")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(map(plain, self.stop_token_ids)))
         for token in self.stop_token_ids:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise SettingsError(f"stop_token_ids contains {token!r}; a token id is a whole number.")
         if self.min_tokens > self.max_new_tokens:
             raise SettingsError(f"min_tokens is {self.min_tokens}, but max_new_tokens is {self.max_new_tokens}.")
 
+    @classmethod
+    def of(cls, settings: GenerationSettings | Mapping[str, Any] | None = None, **changes: Any) -> GenerationSettings:
+        """Build settings from other settings, a mapping or the defaults, with `changes` as in `override`."""
+        if settings is None or isinstance(settings, Mapping):
+            settings = cls().override(**(settings or {}))
+        if not isinstance(settings, GenerationSettings):
+            raise SettingsError(
+                f"settings is {settings!r}; it must be GenerationSettings(…) or a mapping of settings."
+            )
+        return settings.override(**changes) if changes else settings
+
     def override(self, **changes: Any) -> GenerationSettings:
-        """Return a copy with some fields changed. Raise ValueError for an unknown field and suggest the closest."""
-        known = setting_fields(type(self))
+        """Return a copy with some fields changed.
+
+        `temperature`, `top_p`, `top_k` and `seed` change the sampling of both models; `draft_temperature` changes that
+        of the draft model alone. Raise ValueError for an unknown name and suggest the closest.
+        """
+        known = [*setting_fields(type(self)), *SAMPLING, DRAFT_TEMPERATURE]
         for name in changes:
             if name not in known:
-                raise SettingsError(f"{name!r} is not a generation setting; {suggestion(name, known)}")
+                raise SettingsError(f"{name!r} is not a generation setting; {suggestion(str(name), known)}")
+        both = {name: changes.pop(name) for name in SAMPLING if name in changes}
+        drafts = changes.pop(DRAFT_TEMPERATURE, None)
+        alone = {} if drafts is None else {"temperature": drafts}
+        for name, own in (("draft_sampling", both | alone), ("resume_sampling", both)):
+            if own:
+                changes[name] = replace(_sampling(name, changes.get(name, getattr(self, name))), **own)
         return replace(self, **changes)
+
+
+def _sampling(name: str, value: object) -> Sampling:
+    if isinstance(value, Mapping):
+        for key in value:
+            if key not in SAMPLING:
+                raise SettingsError(f"{key!r} is no field of {name}; {suggestion(str(key), SAMPLING)}")
+        value = Sampling(**value)
+    if not isinstance(value, Sampling):
+        raise SettingsError(f"{name} is {value!r}; it must be a Sampling(temperature=…, …).")
+    return value

@@ -222,7 +222,8 @@ class LocalBackend:
         return self.judge
 
     def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> DraftSource | ChatTemplateError:
-        if request.settings.mode == "validity":
+        assert request.settings.threshold is not None  # set by the engine
+        if request.settings.mode == "validity" and request.settings.threshold <= 1:
             self.require_judge()
         if draft_text is None and self.drafter is None:
             raise SettingsError(

@@ -53,6 +53,8 @@ class LocalModelPair:
         whole = self._by_segment or isinstance(drafter, TextDrafter)
         if not whole and (self._wants_tail or not no_judge):
             self._blocks, self._ends_early = self._block_length(settings.block_tokens, no_judge, replayed)
+        if self._drafts and not self._by_segment:
+            request.stats.block_tokens = "auto" if self._ends_early else self._blocks or "whole"
         self._judges_tokens = self._blocks is not None and not no_judge and backend.verifier.judges_tokens
         self._judges_segments = not no_judge and not backend.verifier.judges_tokens
         self._length = backend.block_lengths[threshold_class(2.0 if no_judge else self.threshold)]
@@ -109,7 +111,7 @@ class LocalModelPair:
         decoder.reserve(len(context), self._request.answer.remaining_tokens + probes)
         decoder.seek(context)
         self._read = len(context) - decoder.cached + len(draft)
-        if self._exact or (self._blocks is not None and self.threshold > 1):
+        if self._exact or (self.threshold > 1 and (self._blocks is not None or verifier.judge is None)):
             verdict = verifier.verify(draft, cuts=[])
         elif draft and self._judges_tokens:
             carried = self._request.carried

@@ -114,6 +114,8 @@ class ServerModelPair:
         self._draft: _Timed | None = None  # the last draft
         self._choice: int | None = None  # the target's own token after the accepted ones, if a read has shown it
         self._blocks = block if isinstance(block, int) and in_blocks else None
+        if self._uses_draft:
+            request.stats.block_tokens = self._blocks or ("auto" if self._by_token else "whole")
         # In blocks, and before the first draft, the target's stream ends early.
         self._watched = watched or in_blocks or self._by_token or request.settings.strict_tokens > 0
         self._drafted = 0  # draft tokens of the last block; it has none for the target if it ends inside a character

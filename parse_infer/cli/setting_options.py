@@ -11,13 +11,12 @@ import typer
 from parse_infer.cli.expand import KIND, expand_parameter
 from parse_infer.sampling import Sampling
 from parse_infer.setting_fields import SettingField, setting_fields
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings import DRAFT_TEMPERATURE, GenerationSettings
 
 _LISTS = [one.name for one in setting_fields(GenerationSettings).values() if one.default == ()]
 _NUMBERS_OR_CHOICES = [one.name for one in setting_fields(GenerationSettings).values() if one.is_number_or_choice]
-# Each Sampling field is an option of its own, for both models; the draft model has its own temperature.
+# Each Sampling field is an option of its own, for both models (`GenerationSettings.override`).
 SAMPLING = ("draft_sampling", "resume_sampling")
-DRAFT_TEMPERATURE = "draft_temperature"
 
 
 def option_of(name: str) -> Any:
@@ -42,18 +41,13 @@ def with_settings(without: Collection[str] = (), **defaults: Any) -> Callable[..
     samples = not {*SAMPLING} & {*without}
     if samples:
         parameters += [_parameter(one, defaults) for one in setting_fields(Sampling).values()]
-        text = "Sampling temperature of the draft model; 0 is greedy."
-        parameters.append(_keyword(DRAFT_TEMPERATURE, float, typer.Option(help=text), 0.0))
+        text = "Sampling temperature of the draft model; default: --temperature."
+        parameters.append(_keyword(DRAFT_TEMPERATURE, float | None, typer.Option(help=text), None))
 
     def build(**values: Any) -> GenerationSettings:
-        if samples:
-            draft_temperature = values.pop(DRAFT_TEMPERATURE)
-            numbers = {name: values.pop(name) for name in setting_fields(Sampling)}
-            values["resume_sampling"] = Sampling(**numbers)
-            values["draft_sampling"] = Sampling(**numbers | {"temperature": draft_temperature})
         values |= {name: tuple(values[name] or ()) for name in _LISTS if name in values}
         values |= {name: number_or_choice(values[name]) for name in _NUMBERS_OR_CHOICES if name in values}
-        return GenerationSettings(**values)
+        return GenerationSettings.of(values)
 
     return expand_parameter("settings", parameters, build)
 

@@ -56,7 +56,8 @@ def generate(
     if settings.risk is not None and models.threshold is not None:
         raise ParseError("--risk and --threshold were both given: the calibration gives the threshold of a risk")
     needs_draft = any(row.draft is None for row in rows)
-    needs_judge = models.served or settings.mode == "validity"  # over servers it reads the choices
+    judged = settings.mode == "validity" and (models.threshold is None or models.threshold <= 1)
+    needs_judge = models.served or judged  # over servers it reads the choices
     with models.load(needs_draft=needs_draft, needs_judge=needs_judge, expected=settings) as engine:
         check_prompts(engine.target, rows)
         if out is not None:

@@ -84,7 +84,7 @@ def test_exact_mode_needs_no_adapter_and_is_lossless(models, capsys):
     arguments = ["generate", "Hi", "--max-new-tokens", "12", "--json"]
     assert main([*arguments, "--mode", "exact", *models[:4]]) == 0
     exact = json.loads(capsys.readouterr().out)
-    assert main([*arguments, "--threshold", "1.5", *models]) == 0
+    assert main([*arguments, "--threshold", "1.5", *models[:4]]) == 0
     assert json.loads(capsys.readouterr().out)["token_ids"] == exact["token_ids"]
 
 
@@ -435,8 +435,10 @@ def test_generate_has_the_settings_of_the_server(monkeypatch):
     assert main(["generate", "Hi", *words]) == 2
     sampling = Sampling(0.5, 1.0, 7, 1)
     assert (seen[0].block_tokens, seen[0].resume_sampling) == (3, sampling)
-    assert seen[0].draft_sampling == Sampling(0.0, 1.0, 7, 1)
-    assert main(["generate", "Hi", "--block-tokens", "0"]) == 2 and len(seen) == 1
+    assert seen[0].draft_sampling == sampling
+    assert main(["generate", "Hi", *words, "--draft-temperature", "0"]) == 2
+    assert (seen[1].resume_sampling, seen[1].draft_sampling) == (sampling, Sampling(0.0, 1.0, 7, 1))
+    assert main(["generate", "Hi", "--block-tokens", "0"]) == 2 and len(seen) == 2
 
 
 UNUSUAL = "A box holds 12 pens. How many pens are in 7 boxes?"  # for the judge of the embedded pair

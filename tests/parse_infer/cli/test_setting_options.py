@@ -63,7 +63,7 @@ def test_options_have_the_defaults_of_the_fields():
     command(**{name: parameter.default for name, parameter in parameters.items()})
     command(**{name: parameter.default for name, parameter in parameters.items()} | {"temperature": 0.5, "seed": 3})
     assert found[0] == GenerationSettings(8)
-    assert (found[1].resume_sampling, found[1].draft_sampling) == (Sampling(0.5, seed=3), Sampling(0.0, seed=3))
+    assert (found[1].resume_sampling, found[1].draft_sampling) == (Sampling(0.5, seed=3), Sampling(0.5, seed=3))
 
 
 def test_a_new_field_is_checked_by_its_bounds():
