@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from data_tools.labels.build_config import BuildConfig
-from parse_infer.cli.entry_point import APP_OPTIONS, run_app
+from parse_infer.cli.entry_point import APP_OPTIONS, add_command, run_app, with_version
 from parse_infer.errors import ParseError
 
 app = typer.Typer(
@@ -64,15 +64,16 @@ _Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file of key
 
 
 def _config(recipe: str, overrides: list[str], command: str) -> BuildConfig:
-    from data_tools.recipe_parser import parse_recipe
+    from data_tools.recipe_parser import parse_recipe, read_recipe
 
     if recipe.startswith("-"):
         raise ParseError(f"name the recipe first: {command} recipes/data.yaml [--key value ...]")
+    if (kind := read_recipe(recipe).get("recipe")) is not None:
+        raise ParseError(f"{recipe} is a recipe for training ({kind}): accelerate launch {recipe}")
     (config,) = parse_recipe(recipe, overrides, [BuildConfig], command)
     return config
 
 
-@app.command(help=_BUILD_HELP, context_settings=_OVERRIDES)
 def build(context: typer.Context, recipe: _Recipe) -> None:
     from rich.console import Console
 
@@ -84,7 +85,6 @@ def build(context: typer.Context, recipe: _Recipe) -> None:
     Console().print(counts_table(summary, config.output_dir))
 
 
-@app.command(help=_PLAN_HELP, context_settings=_OVERRIDES)
 def plan(
     context: typer.Context,
     recipe: _Recipe,
@@ -98,7 +98,6 @@ def plan(
     Console().print(plan_tables(run_plan(config, limit), config.output_dir))
 
 
-@app.command(help=_INSPECT_HELP)
 def inspect(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="output_dir of a build, .jsonl file or Hub id.")],
     examples: Annotated[int, typer.Option(min=0, help="Number of drafts to show.")] = 3,
@@ -110,6 +109,12 @@ def inspect(
     from data_tools.labels.inspect import inspect_folder
 
     inspect_folder(folder, examples, seed, layout=layout)
+
+
+app.callback()(with_version)
+add_command(app, build, text=_BUILD_HELP, context_settings=_OVERRIDES)
+add_command(app, plan, text=_PLAN_HELP, context_settings=_OVERRIDES)
+add_command(app, inspect, text=_INSPECT_HELP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,6 +13,8 @@ from data_tools.cli import main as parse_data
 from parse_train.__main__ import main as parse_train
 from parse_zoo.tasks.gsm_symbolic import GsmSymbolic
 
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -37,10 +39,10 @@ def main() -> None:
     ]
     data, run = str(arguments.out / "data"), str(arguments.out / "validity")
     # The draft model answers, the target continues from prefixes: parse-data build recipes/data.yaml …
-    code = parse_data(["build", "recipes/data.yaml", "--output_dir", data, *task])
+    code = parse_data(["build", str(RECIPES / "data.yaml"), "--output_dir", data, *task])
     # On several GPUs: accelerate launch recipes/train.yaml --data … --output_dir …
     options = ["--data", data, "--output_dir", run, "--report_to", "none", "--calibration_problems", "0", *training]
-    code = code or parse_train(["recipes/train.yaml", *options])
+    code = code or parse_train([str(RECIPES / "train.yaml"), *options])
     if code == 0:
         print(f"Use it: parse-infer generate --adapter {run}/adapter …")
     raise SystemExit(code)

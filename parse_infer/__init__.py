@@ -10,7 +10,10 @@ The package imports names on first use, so that `import parse_infer` and `parse-
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+__version__: str
 
 if TYPE_CHECKING:
     from parse_infer.acceptance import maximal_valid_prefix
@@ -76,11 +79,21 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _MODULES:
         raise AttributeError(f"module 'parse_infer' has no attribute {name!r}")
     value = getattr(import_module(f"parse_infer.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    """The version of the installed distribution; "source" if none is."""
+    try:
+        return version("parse-engine")
+    except PackageNotFoundError:
+        return "source"
 
 
 def __dir__() -> list[str]:

@@ -72,6 +72,13 @@ def check_threshold(threshold: float) -> float:
     return float(threshold)
 
 
+def describe_threshold(threshold: float | None) -> str:
+    """Return a threshold in words: a number, "accepts nothing" or "none"."""
+    if threshold is None:
+        return "none"
+    return "accepts nothing" if threshold > 1 else f"{threshold:.4g}"
+
+
 def check_share(value: float, name: str) -> float:
     """Return `value` if it is a number between 0 and 1, both excluded. Otherwise raise a ValueError about `name`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:

@@ -6,6 +6,15 @@ All are ValueErrors, so that `except ValueError` catches them too. A missing fil
 from __future__ import annotations
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text can be encoded: a lone half of a surrogate pair cannot, and tokenizers fail on it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class ParseError(ValueError):
     """A value, a file or an answer that PARSE refuses. The base of all classes below."""
 

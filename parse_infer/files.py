@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +22,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STDIN = "-"
+_FAILED_WRITE = re.compile(
+    r"os error \d+|PytorchStreamWriter failed|iostream error"
+)  # safetensors and tokenizers; torch
 _UMASK = os.umask(0)  # the only way to read the umask
 os.umask(_UMASK)
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Raise OSError, which names the path, where a library fails to write with an exception of its own."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if _FAILED_WRITE.search(str(error)):
+            raise OSError(f"{path} cannot be written: {first_sentence(error)}") from error
+        raise
 
 
 @contextmanager
@@ -32,7 +49,8 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        yield beside
+        with writing(path):
+            yield beside
         _to_disk(beside)
         beside.replace(path)
         _to_disk(path.parent)
@@ -56,7 +74,8 @@ def replacing_folder(folder: str | Path) -> Iterator[Path]:
         if not folder.exists():
             left.rename(folder)
     try:
-        yield beside
+        with writing(folder):
+            yield beside
         for path in beside.rglob("*"):
             _to_disk(path)
         if folder.exists():
@@ -154,6 +173,14 @@ def json_rows(
         yield place, row
 
 
+def read_stdin() -> str:
+    """Read standard input. Raise ParseError for bytes that are not UTF-8."""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ParseError(f"standard input is not a text in UTF-8: {error.reason} at byte {error.start}") from error
+
+
 def locate(name: str | Path, files: Sequence[str], what: str) -> Path:
     """Resolve a name to a folder: a local folder, or the cached `files` of a Hugging Face id.
 
@@ -181,6 +208,13 @@ def locate(name: str | Path, files: Sequence[str], what: str) -> Path:
         raise FileNotFoundError(
             f"{text} is neither a local {what} folder nor available on the Hugging Face Hub ({reason})"
         ) from error
+
+
+def lies_below(folder: str | Path, *files: str) -> str:
+    """Name the subfolder that holds one of the files, as the end of a message that `folder` does not; "" if none."""
+    found = [path.parent for file in files for path in sorted(Path(folder).expanduser().glob(f"*/{file}"))]
+    found.sort(key=lambda place: place.name.startswith("checkpoint-"))  # a finished one first
+    return f"; it lies in {found[0]}" if found else ""
 
 
 def first_sentence(error: Exception) -> str:

@@ -34,8 +34,14 @@ EXTRAS = {
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra. It needs a checkout, since no package index has this project."""
-    return f'in a checkout of this repository, pip install -c constraints.txt ".[{extra}]"'
+    """Return the commands that install an extra. They need a checkout, since no package index has this project."""
+    command = f'pip install -c constraints.txt ".[{extra}]"'
+    if extra == "vllm":  # with other versions of the same packages
+        command = (
+            'python -m venv .venv-vllm && .venv-vllm/bin/pip install -c constraints-vllm.txt ".[vllm]" && '
+            "export PARSE_VLLM_PYTHON=$PWD/.venv-vllm/bin/python"
+        )
+    return f"in a checkout of this repository, {command}"
 
 
 def missing_package(error: ModuleNotFoundError) -> str:

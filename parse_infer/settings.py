@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from parse_infer.acceptance import Acceptance, check_share, check_threshold
-from parse_infer.errors import SettingsError
+from parse_infer.errors import SettingsError, is_unicode
 from parse_infer.sampling import Sampling
 from parse_infer.setting_fields import plain, setting, setting_fields
 from parse_infer.suggest import suggestion
@@ -117,6 +117,10 @@ class GenerationSettings:
         for string in self.stop:
             if not isinstance(string, str) or not string:
                 raise SettingsError(f"stop contains {string!r}; a stop string is a text of at least 1 character.")
+            if not is_unicode(string):
+                raise SettingsError(
+                    f"stop contains {string!r}, which has half of a surrogate pair; give Unicode text."
+                )
         if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Iterable):
             raise SettingsError(f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids.")
         object.__setattr__(self, "stop_token_ids", tuple(map(plain, self.stop_token_ids)))

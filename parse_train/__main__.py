@@ -12,7 +12,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+import parse_infer
 from parse_infer.errors import ParseError
+from parse_infer.files import writing
 from parse_infer.optional_dependencies import missing_package
 from parse_train.recipe import load_recipe, recipes
 
@@ -30,8 +32,8 @@ Its other keys are the fields of that recipe's configuration. The option --key o
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the recipe named by the first argument, and return the exit code (2 for a user error)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments in (["-h"], ["--help"]):
-        print(USAGE)
+    if arguments in (["-h"], ["--help"], ["--version"]):
+        print(parse_infer.__version__ if arguments == ["--version"] else USAGE)
         return 0
     try:
         if not arguments or arguments[0].startswith("-"):
@@ -41,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         _before_group()
         run, config = load_recipe(arguments[0], arguments[1:])
-        run(config)
+        with writing(config.output_dir):
+            run(config)
         _leave_group()
     except (ModuleNotFoundError, ValueError, OSError) as error:
         if os.environ.get("PARSE_TRACEBACK"):

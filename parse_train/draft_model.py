@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import EvalPrediction, Trainer, set_seed
 
 from parse_infer.errors import ParseError
+from parse_infer.files import replacing_folder
 from parse_infer.models.loading import load_language_model, same_tokenizer
 from parse_infer.models.train_problems import train_problems_of, write_train_problems
 from parse_train import checkpoints, tracking
@@ -106,9 +107,10 @@ def main(config: DraftModelTrainingConfig) -> None:
     if config.process_index == 0:
         merged: Any = model.merge_and_unload()
         merged.config.use_cache = True  # the Trainer turned it off
-        merged.save_pretrained(folder / "draft")
-        draft.tokenizer.save_pretrained(folder / "draft")
-        write_train_problems(folder / "draft", learnt)
+        with replacing_folder(folder / "draft") as written:
+            merged.save_pretrained(written)
+            draft.tokenizer.save_pretrained(written)
+            write_train_problems(written, learnt)
         for name, what in {"agreement": "agrees with the target", "tokens_per_forward": "tokens per forward"}.items():
             before, after = (metrics[f"{prefix}_{name}"] for prefix in (_PUBLISHED, _TRAINED))
             print(f"{what}: {before:.3f} before, {after:.3f} now")

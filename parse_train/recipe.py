@@ -33,16 +33,22 @@ def load_recipe(path: str | Path, overrides: Sequence[str]) -> tuple[Callable[[A
     Raises:
         FileNotFoundError, ValueError: as `data_tools.recipe_parser.parse_recipe`, or an unknown kind of recipe.
     """
+    from dataclasses import fields
     from typing import get_type_hints
 
+    from data_tools.labels.build_config import BuildConfig
     from data_tools.recipe_parser import parse_recipe, read_recipe
+    from parse_infer.errors import ParseError
     from parse_infer.suggest import suggestion
 
-    kind, known = read_recipe(path).get("recipe"), recipes()
+    values, known = read_recipe(path), recipes()
+    kind = values.get("recipe")
+    if kind is None and values.keys() and values.keys() <= {f.name for f in fields(BuildConfig)}:
+        raise ParseError(f"{path} is a recipe for data: parse-data build {path}")
     if kind is None:
-        raise ValueError(f"{path} needs the key recipe, one of {', '.join(known)}")
-    if kind not in known:
-        raise ValueError(f"{path}: unknown recipe {kind}; {suggestion(str(kind), known)}")
+        raise ParseError(f"{path} needs the key recipe, one of {', '.join(known)}")
+    if str(kind) not in known:
+        raise ParseError(f"{path}: unknown recipe {kind}; {suggestion(str(kind), known)}")
     main = importlib.import_module(known[kind]).main
     (config,) = parse_recipe(path, overrides, [get_type_hints(main)["config"]], "accelerate launch")
     return main, config

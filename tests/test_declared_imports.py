@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from parse_infer.optional_dependencies import EXTRAS, install, missing_package
 
@@ -113,6 +115,51 @@ def test_sentences_about_missing_packages_name_the_extra_that_has_them():
         'the package scipy is missing: in a checkout of this repository, pip install -c constraints.txt ".[bench]"'
     )
     assert missing_package(ModuleNotFoundError(name="tiktoken")).endswith(": pip install tiktoken")
+
+
+def pins(constraints: str) -> dict[str, str]:
+    """The versions of a constraints file, by distribution."""
+    lines = (ROOT / constraints).read_text(encoding="utf-8").splitlines()
+    return {canonicalize_name(name): pin for name, pin in (line.split("==") for line in lines if "==" in line)}
+
+
+def advised() -> set[tuple[str, str]]:
+    """Each constraints file and each list of extras that a page, a message or a build script installs together."""
+    pages = ["README.md", "docs/*.md", "recipes/**/*.yaml", "examples/*.py", "parse_*/**/*.py", "data_tools/**/*.py"]
+    paths = [path for pattern in [*pages, "deploy/*", "Makefile", ".ci/run"] for path in ROOT.glob(pattern)]
+    texts = [*map(install, OPTIONAL), *(path.read_text(encoding="utf-8").replace("\\\n", "") for path in paths)]
+    command = re.compile(r'pip install [^\n]*?-c (?:"\$constraints"|(\S+\.txt))[^\n]*?\[([\w,-]+)\]"')
+    return {(file or "constraints.txt", extras) for text in texts for file, extras in command.findall(text)}
+
+
+def test_an_advised_command_can_be_resolved():
+    """Its constraints pin what its extras declare, at versions that the extras allow."""
+    found = advised()
+    assert {("constraints-vllm.txt", "vllm"), ("constraints.txt", "serve")} <= found and len(found) > 10
+    for file, extras in found:
+        known = pins(file)
+        for text in (text for extra in extras.split(",") for text in requirements(extra)):
+            requirement = Requirement(text)
+            pin = known.get(canonicalize_name(requirement.name))
+            assert pin is not None, f"{file} has no {requirement.name} for [{extras}]"
+            assert requirement.specifier.contains(pin), (
+                f"{file} pins {requirement.name}=={pin}, but [{extras}] has {text}"
+            )
+
+
+def requirements(extra: str) -> list[str]:
+    """The requirements of an extra and of the extras that it names."""
+    own = [text for text in OPTIONAL[extra] if not text.startswith(PROJECT["name"])]
+    named = (Requirement(text).extras for text in OPTIONAL[extra] if text.startswith(PROJECT["name"]))
+    return own + [text for extras in named for inner in extras for text in requirements(inner)]
+
+
+def test_the_page_on_servers_installs_vllm_as_the_message_says():
+    venv, export = install("vllm").partition(", ")[2].rsplit(" && ", 1)
+    page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+    assert re.search(rf"^{re.escape(venv)}(  |$)", page, re.MULTILINE)
+    assert re.search(rf"^{re.escape(export)}(  |$)", page, re.MULTILINE)
+    assert missing_package(ModuleNotFoundError(name="vllm")).endswith(install("vllm"))
 
 
 NO_DEEPSPEED = """

@@ -1,4 +1,4 @@
-"""The examples run as they stand, on less data where the whole would take minutes."""
+"""The examples run as they stand and from any folder, on less data where the whole would take minutes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_example_runs(
     options, printed = RUNS[name]
     if name in ("train", "calibrate"):
         options = [*options, "--out", str(tmp_path)]
-    monkeypatch.chdir(EXAMPLES.parent)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
     try:
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

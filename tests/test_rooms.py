@@ -33,6 +33,7 @@ ROOMS = {
     "parse_infer.suggest": "parse_infer: ground",
     "parse_infer.setting_fields": "parse_infer: ground",
     "parse_infer.sampling": "parse_infer: ground",
+    "parse_infer.acceptance": "parse_infer: ground",
     "parse_infer.adaptive": "parse_infer: ground",
     "parse_infer.block_length": "parse_infer: ground",
     "parse_infer.errors": "parse_infer: ground",

@@ -116,7 +116,7 @@ def find_parts(
         drafting = load_language_model(draft, role="draft", template_options=template_options)
     elif draft is not None:
         try:
-            drafting = load_served_model(draft, template_options=template_options)
+            drafting = load_served_model(draft, role="draft", template_options=template_options)
         except (OSError, ValueError):
             if not draft_urls:
                 raise

@@ -131,6 +131,8 @@ class Calibration:
     def load(cls, path: str | Path) -> Calibration:
         """Read the file. Raise FileNotFoundError without a file, ValueError for a damaged one or another version."""
         path = Path(path)
+        if path.is_dir() and (path / FILE).is_file():
+            raise FileNotFoundError(f"{path} is a folder: give the file in it, {path / FILE}")
         if not path.is_file():
             raise FileNotFoundError(f"there is no calibration {path}: make one with `parse-infer calibrate`")
         content = read_json(path, _WAY_OUT)

@@ -20,7 +20,7 @@ from parse_infer.cli.commands.generate import generate
 from parse_infer.cli.commands.score import score
 from parse_infer.cli.commands.serve import serve
 from parse_infer.cli.commands.transfer import transfer
-from parse_infer.cli.entry_point import APP_OPTIONS, run_app
+from parse_infer.cli.entry_point import APP_OPTIONS, add_command, run_app, with_version
 
 _EXAMPLES = """
 Examples:
@@ -36,9 +36,10 @@ app = typer.Typer(
     help=f"Speculative generation: a draft model writes, the target verifies every prefix in one pass.\n\n{_EXAMPLES}",
     **APP_OPTIONS,
 )
+app.callback()(with_version)
 for command in (demo, generate, score, serve, bench, calibrate, transfer, cost):
-    app.command()(command)
-app.command("eval")(evaluate)
+    add_command(app, command)
+add_command(app, evaluate, "eval")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -24,7 +25,42 @@ APP_OPTIONS: dict[str, Any] = {
 _ClickException: type[Exception] = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 
 
-def run_app(app: typer.Typer, name: str, argv: Sequence[str] | None, interrupted: str = "") -> int:
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import parse_infer
+
+        print(parse_infer.__version__)
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+]
+
+
+def with_version(version: Version = False) -> None:
+    """The callback of an app: `--version`."""
+
+
+def add_command(
+    app: typer.Typer,
+    command: Callable[..., None],
+    name: str | None = None,
+    *,
+    text: str | None = None,
+    context_settings: dict[str, Any] | None = None,
+) -> None:
+    """Add a command. The list of commands shows the whole first paragraph of its help.
+
+    Args:
+        text: help of the command; default: the docstring of the function.
+    """
+    text = inspect.getdoc(command) or "" if text is None else text
+    short = " ".join(text.partition("\n\n")[0].split())
+    app.command(name, help=text, short_help=short, context_settings=context_settings)(command)
+
+
+def run_app(app: typer.Typer, name: str, argv: Sequence[str] | None, interrupted: str = "interrupted") -> int:
     """Run the command line; returns the exit code (2 for a user error).
 
     Args:
@@ -42,8 +78,7 @@ def run_app(app: typer.Typer, name: str, argv: Sequence[str] | None, interrupted
         code = app(arguments or ["--help"], prog_name=name, standalone_mode=False)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
-        if interrupted:
-            print(interrupted, file=sys.stderr)
+        print(interrupted, file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader (head, less) closed the pipe
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,6 +70,10 @@ def _check_types(place: str, row: dict[str, Any]) -> None:
     messages = isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
     if not isinstance(prompt, str) and not messages:
         raise ParseError(f"{place}: 'prompt' must be a text or a list of chat messages, not {str(prompt)[:40]!r}")
+    try:
+        json.dumps(row.get("id"), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ParseError(f"{place}: 'id' is {row['id']!r}, which has half of a surrogate pair") from None
     for key in ("draft", "response"):
         if row.get(key) is not None and not isinstance(row[key], str):
             raise ParseError(f"{place}: {key!r} must be a text, not {str(row[key])[:40]!r}")

@@ -11,6 +11,7 @@ import numpy as np
 from lm_eval.evaluator import evaluate
 from rich.console import Console
 
+from parse_infer.acceptance import describe_threshold
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.lm_eval_model import MODES, EvalRecord, ParseLM
@@ -231,7 +232,8 @@ def markdown(results: dict[str, Any]) -> str:
     environment = results["environment"]
     models = " and ".join(environment[role]["name"] for role in ("target", "draft") if environment[role])
     lines = [
-        f"`{environment['command']}`, {environment['date']}: {models}, threshold {environment['threshold']:.4g}, "
+        f"`{environment['command']}`, {environment['date']}: {models}, "
+        f"threshold {describe_threshold(environment['threshold'])}, "
         f"block tokens {environment['block_tokens']}, token drafter of the target: "
         f"{_proposer(environment['target_drafter'])}; "
         f"{machine(environment)}, {environment['dtype']}.",

@@ -9,6 +9,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from parse_infer.acceptance import describe_threshold
 from parse_infer.evaluation.mode_names import describe
 
 HEADER = (
@@ -25,8 +26,8 @@ HEADER = (
     ),
 )
 AGREES = "as the target, %"  # replaces "right, %" for tasks without references
-SPEED_COLUMNS, COST_COLUMNS = range(1, 6), range(6, len(HEADER))
-WIDE = 165  # characters for all columns
+_INTERVAL = r" (?=\[)"  # the space before it
+_LONGEST_NAME = 28  # characters; a longer first cell is folded
 
 
 def rows(modes: dict[str, dict[str, Any]]) -> list[list[str]]:
@@ -58,15 +59,24 @@ def header(environment: dict[str, Any]) -> tuple[str, ...]:
 
 
 def terminal_tables(results: dict[str, Any], width: int) -> list[Table]:
-    """Build the tables of `bench`: one, or two on a terminal with fewer than `WIDE` columns."""
-    heading, cells = header(results["environment"]), rows(results["modes"])
-    title: str | None = f"{results['environment']['problems']} problems; brackets: 95 % intervals"
-    tables = []
-    for columns in [[*SPEED_COLUMNS, *COST_COLUMNS]] if width >= WIDE else [SPEED_COLUMNS, COST_COLUMNS]:
-        part = [[row[i] for i in (0, *columns)] for row in cells]
-        tables.append(terminal_table([heading[i] for i in (0, *columns)], part, title=title))
-        title = None
-    return tables
+    """Build the tables of `bench`: as few as show all columns whole in `width` characters."""
+    heading = [re.sub(",? ", "\n", name, count=1) for name in header(results["environment"])]
+    cells = [[_name(row[0]), *(_broken(cell) for cell in row[1:])] for row in rows(results["modes"])]
+    widths = [max(map(_width, column)) for column in zip(heading, *cells, strict=True)]
+    parts: list[list[int]] = [[0]]
+    for i in range(1, len(heading)):
+        if len(parts[-1]) > 1 and sum(widths[column] + 1 for column in (*parts[-1], i)) > width:
+            parts.append([0])
+        parts[-1].append(i)
+    title = f"{results['environment']['problems']} problems; brackets: 95 % intervals"
+    return [
+        terminal_table(
+            [heading[i] for i in part],
+            [[row[i] for i in part] for row in cells],
+            title=title if part is parts[0] else None,
+        )
+        for part in parts
+    ]
 
 
 def terminal_table(
@@ -75,17 +85,33 @@ def terminal_table(
     *,
     title: str | None = None,
     caption: str | None = None,
-    breaks: str = r" (?=\[)",
+    breaks: str = _INTERVAL,
 ) -> Table:
     """Build a table for the terminal. `breaks` matches where a figure's cell is broken: before its interval."""
     table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.title_justify = table.caption_justify = "left"
-    for i, name in enumerate(heading):  # a head's folder name may be long
-        table.add_column(name, justify="right" if i else "left", overflow="fold", no_wrap=i > 0)
-    for name, *figures in cells:
-        style = "bold" if name.lower() == "parse" else None
-        table.add_row(name.replace(":", "\n  "), *(re.sub(breaks, "\n", cell) for cell in figures), style=style)
+    broken = [(_name(name), [_broken(cell, breaks) for cell in figures]) for name, *figures in cells]
+    longest = max((_width(name) for name, _ in broken), default=0)
+    for i, title in enumerate(heading):  # a head's folder name may be long
+        least = None if i else min(longest, _LONGEST_NAME)
+        table.add_column(title, justify="right" if i else "left", overflow="fold", no_wrap=i > 0, min_width=least)
+    for name, figures in broken:
+        table.add_row(name, *figures, style="bold" if name.lower() == "parse" else None)
     return table
+
+
+def _name(mode: str) -> str:
+    """Break the name of a mode before each of its sizes."""
+    return mode.replace(":", "\n  ")
+
+
+def _broken(cell: str, breaks: str = _INTERVAL) -> str:
+    return re.sub(breaks, "\n", cell)
+
+
+def _width(cell: str) -> int:
+    """Characters of the longest line, as `terminal_table` folds it."""
+    return min(_LONGEST_NAME, max((len(line) for line in cell.splitlines()), default=0))
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -167,10 +193,14 @@ def _environment(environment: dict[str, Any]) -> list[str]:
             lines.append(f"{role.capitalize()}: {model['name']}, {model['parameters'] / 1e6:.1f} M parameters.")
     lines.append(
         f"Greedy, at most {environment['max_new_tokens']} tokens, {environment['repeats']} run(s) per problem and "
-        f"mode; threshold {environment['chosen_threshold']}, block tokens {environment['block_tokens']}. "
+        f"mode; threshold {_threshold(environment['chosen_threshold'])}, block tokens {environment['block_tokens']}. "
         "Modes take turns on each problem, from empty caches, after a warm-up that does not count."
     )
     return lines
+
+
+def _threshold(value: float | None) -> str:
+    return str(value) if value is None or value <= 1 else describe_threshold(value)
 
 
 def _notes(results: dict[str, Any]) -> list[str]:

@@ -12,8 +12,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from parse_infer.acceptance import describe_threshold
 from parse_infer.errors import ModelError
-from parse_infer.files import locate, read_json, read_tensors, replacing_folder
+from parse_infer.files import lies_below, locate, read_json, read_tensors, replacing_folder
 from parse_infer.models.train_problems import TRAIN_PROBLEMS, read_train_problems, write_train_problems
 
 PEFT_CONFIG = "adapter_config.json"
@@ -69,6 +70,8 @@ def read_adapter(name_or_path: str | Path) -> AdapterFiles:
     def check(*names: str) -> None:
         for name in names:
             if not (folder / name).is_file():
+                if below := lies_below(folder, CONFIG):
+                    raise FileNotFoundError(f"{name_or_path} is not the folder of the adapter{below}")
                 raise FileNotFoundError(
                     f"{name_or_path} is no complete validity adapter: {name} is missing (an interrupted export, or "
                     "another kind of LoRA?)"
@@ -145,7 +148,7 @@ def model_card(config: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
         "probe": f"`{json.dumps(config['probe_text'], ensure_ascii=False)}`" if config["probe_ids"] else "none",
         "cuts": json.dumps(config.get("cut_policy", {})),
         "label": json.dumps(config.get("label", {}), ensure_ascii=False),
-        "threshold": "not calibrated" if threshold is None else f"{threshold:.4g}",
+        "threshold": "not calibrated" if threshold is None else describe_threshold(threshold),
         "risk": json.dumps(config.get("risk")) + (f" ({PROMISE})" if config.get("risk") else ""),
         "provenance": json.dumps(config.get("provenance", {}), ensure_ascii=False),
     }

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, cast
 
+from jinja2 import Environment, TemplateError, meta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from parse_infer.errors import ChatTemplateError
+from parse_infer.errors import ChatTemplateError, ModelError
 from parse_infer.files import first_sentence
 
 Message = Mapping[str, str]
 _MARKER = "@@CONTENT@@"
+# What every template gets.
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 _LONGEST_REASON = 200  # characters; some errors print the whole chat
 
 
@@ -48,9 +52,7 @@ def render_chat(
 
 
 def _content(tokenizer: PreTrainedTokenizerBase, message: Message) -> str | list[dict[str, str]]:
-    text, template = message["content"], tokenizer.chat_template
-    if isinstance(template, dict):  # several, by name
-        template = tokenizer.get_chat_template()
+    text, template = message["content"], _template(tokenizer) or ""
     known = getattr(tokenizer, "special_tokens_map", {})
     special = ((name, token) for name, token in known.items() if isinstance(token, str))
     return _parts(text) if takes_parts(template, message["role"], tuple(special)) else text
@@ -58,6 +60,42 @@ def _content(tokenizer: PreTrainedTokenizerBase, message: Message) -> str | list
 
 def _parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
+
+
+def check_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+    """Raise ModelError for an option that the chat template does not read: a misspelt one would have no effect."""
+    template = _template(tokenizer)
+    for name in options:
+        if template is None:
+            raise ModelError(
+                f"{name!r} is no option: the tokenizer of {tokenizer.name_or_path!r} has no chat template."
+            )
+        if not reads_option(tokenizer, name):
+            known = ", ".join(map(repr, sorted(_variables(template)))) or "none"
+            raise ModelError(
+                f"the chat template of {tokenizer.name_or_path!r} reads no option {name!r}; it reads: {known}."
+            )
+
+
+def reads_option(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Whether the chat template names an option anywhere."""
+    template = _template(tokenizer) or ""
+    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template) is not None
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    template = tokenizer.chat_template
+    return tokenizer.get_chat_template() if isinstance(template, dict) else template  # a dict: several, by name
+
+
+def _variables(template: str) -> set[str]:
+    """The options that a template reads; empty for a template that this environment cannot parse."""
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # a tag of transformers
+    try:
+        found = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
+    except TemplateError:
+        return set()
+    return {name for name in found - _GIVEN if not name.endswith("_token")}
 
 
 @lru_cache(maxsize=256)

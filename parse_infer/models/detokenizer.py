@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
+from parse_infer.errors import PromptError, is_unicode
 from parse_infer.models.token_text import decodes_plainly, token_text
 
 
@@ -104,6 +105,7 @@ def encode_continuation(tokenizer: PreTrainedTokenizerBase, before: str, text: s
 
     Text that spells a special token stays plain text: a draft that quotes an end token does not end there.
     """
+    check_unicode(text)
     plain = without_special_tokens(tokenizer)
 
     def encode(text: str) -> list[int]:
@@ -114,6 +116,16 @@ def encode_continuation(tokenizer: PreTrainedTokenizerBase, before: str, text: s
         if ids[: len(anchor)] == anchor:
             return ids[len(anchor) :]
     return encode(text)
+
+
+def check_unicode(text: str) -> None:
+    """Raise PromptError for a text that no tokenizer can encode."""
+    if not is_unicode(text):
+        half = next(i for i, character in enumerate(text) if not is_unicode(character))
+        raise PromptError(
+            f"The text {text[max(0, half - 20) : half + 20]!r} has half of a surrogate pair, which is no character: "
+            "read its bytes as UTF-8, or remove it."
+        )
 
 
 _copies: WeakKeyDictionary[PreTrainedTokenizerBase, PreTrainedTokenizerBase] = WeakKeyDictionary()

@@ -27,8 +27,9 @@ from transformers import (
 from transformers.utils import is_accelerate_available, logging
 
 from parse_infer.errors import ModelError
-from parse_infer.files import first_sentence, replacing_folder
+from parse_infer.files import first_sentence, lies_below, replacing_folder
 from parse_infer.models.attention import enable_split_attention
+from parse_infer.models.chat_template import check_options
 from parse_infer.models.cpu.int8_linear import round_to_int8
 from parse_infer.models.cpu.prepacked_linear import pack_linears
 from parse_infer.models.decoder import Decoder
@@ -108,7 +109,8 @@ def load_language_model(
     draft models on a CPU: linear layers in 8 bits, the rest in float32. A target gets the split attention that
     verification passes need. A large model on a CPU gets faster linear layers without gradient, unless it is
     `trainable`. `torch_compile` is for decoding on a GPU (`LanguageModel`). Raises ValueError or OSError with one
-    sentence for missing, incomplete or unsupported files; no model runs with weights that were not loaded.
+    sentence for missing, incomplete or unsupported files; no model runs with weights that were not loaded. A target
+    whose chat template does not read one of the `template_options` is refused; a draft model ignores the option.
     """
     place, eight_bits = _device(device), dtype == "int8"
     if eight_bits and role == "target":
@@ -121,6 +123,8 @@ def load_language_model(
     source = _open(name)
     _check_folder(source.base)
     tokenizer = _tokenizer(source, trust_remote_code)
+    if role == "target":
+        check_options(tokenizer, template_options or {})
     model = _weights(source, numbers, trust_remote_code, place).eval()
     if model.device != place:
         model.to(place)  # type: ignore[arg-type]
@@ -146,12 +150,18 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
 
 
 def load_served_model(
-    name: str | Path, *, trust_remote_code: bool = False, template_options: Mapping[str, Any] | None = None
+    name: str | Path,
+    *,
+    role: Literal["target", "draft"] = "target",
+    trust_remote_code: bool = False,
+    template_options: Mapping[str, Any] | None = None,
 ) -> RemoteModelSpec:
     """Load everything except the weights. Raises as `load_language_model` does."""
     source = _open(name)
     _check_folder(source.base)
     tokenizer, config = _tokenizer(source, trust_remote_code), load_config(name, trust_remote_code)
+    if role == "target":
+        check_options(tokenizer, template_options or {})
     try:
         generation = GenerationConfig.from_pretrained(source.base)
     except OSError:  # the file is optional
@@ -324,6 +334,8 @@ def _check_folder(folder: Path | str) -> None:
     if not config.is_file():
         for file in sorted(folder.glob("*.gguf")):
             raise FileNotFoundError(f"{str(folder)!r} holds GGUF files: name one of them, for example {str(file)!r}.")
+        if below := lies_below(folder, "config.json", "adapter_config.json"):
+            raise FileNotFoundError(f"{str(folder)!r} is not the folder of the model{below}.")
         raise FileNotFoundError(
             f"{str(folder)!r} is not a model folder: config.json is missing (interrupted download or save?)."
         )

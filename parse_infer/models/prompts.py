@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from parse_infer.errors import PromptError
 from parse_infer.models.chat_template import Message, render_chat
-from parse_infer.models.detokenizer import Detokenizer, complete_text
+from parse_infer.models.detokenizer import Detokenizer, check_unicode, complete_text
 
 _CONTEXT = 8  # tokens; more than a character has bytes
 
@@ -173,6 +173,7 @@ def render_prompt(
 
 def continued(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> list[int]:
     """Tokenize a text that an answer continues: an end token never follows it, and it has at most one BOS token."""
+    check_unicode(text)
     ids = list(tokenizer(text, add_special_tokens=False).input_ids)
     before = special_prefix(tokenizer) if add_special_tokens else []
     return ids if before and ids[:1] == before[:1] else before + ids

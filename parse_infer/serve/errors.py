@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,8 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+
+from parse_infer.suggest import closest
 
 _NAMES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
@@ -93,8 +95,11 @@ def failure() -> ApiError:
     return ApiError(500, "the server failed on this request; its log has the details", "internal_error")
 
 
-def unknown_field(name: str) -> ApiError:
-    return ApiError(400, f"unknown field {name}: leave it out", "unknown_field", name)
+def unknown_field(name: str, known: Iterable[str]) -> ApiError:
+    """The error of a field that is none of the `known` ones beside it."""
+    close = closest(name.rpartition(".")[2], known)
+    advice = f"did you mean {close!r}?" if close else "leave it out"
+    return ApiError(400, f"unknown field {name}: {advice}", "unknown_field", name)
 
 
 def unsupported_field(problems: Sequence[Mapping[str, Any]]) -> str | None:
@@ -104,8 +109,6 @@ def unsupported_field(problems: Sequence[Mapping[str, Any]]) -> str | None:
 
 def _place(problem: Mapping[str, Any]) -> list[str]:
     place = [str(part)[:60] for part in problem["loc"][1:]]
-    if problem["type"] == "extra_forbidden":
-        return place
     # Drop the names of union types ("str", "list[int]") between the fields.
     return [part for part in place if part != "str" and "[" not in part]
 
@@ -115,6 +118,8 @@ def invalid_body(problems: Sequence[Mapping[str, Any]], is_json: bool = True) ->
     first = max(problems, key=lambda problem: len(problem["loc"]))
     place = _place(first)
     kind, text = first["type"], str(first["msg"])
+    if kind == "unknown":
+        return unknown_field(".".join([*place, first["ctx"]["name"]]), first["ctx"]["known"])
     if kind == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", "invalid_json")
     if kind == "unsupported":
@@ -131,8 +136,6 @@ def invalid_body(problems: Sequence[Mapping[str, Any]], is_json: bool = True) ->
     name = ".".join(place)
     if kind == "missing":
         message = f"{name} is missing"
-    elif kind == "extra_forbidden":
-        return unknown_field(name)
     else:
         text = text.removeprefix("Value error, ")
         message = f"{name}: {text[:1].lower()}{text[1:]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from pydantic import BaseModel
@@ -72,9 +72,11 @@ class RequestHandler:
 
     def warnings(self, body: Body) -> list[str]:
         """Warnings about ignored fields. Raises ApiError for them if the server is strict."""
-        unknown = [name[:60] for name in islice(body.unknown(), MOST_UNKNOWN)]
+        switches = getattr(body, "chat_template_kwargs", None) or {}
+        unread = (f"chat_template_kwargs.{name}" for name in switches if not self.backend.reads_option(name))
+        unknown = [name[:60] for name in islice(chain(body.unknown(), unread), MOST_UNKNOWN)]
         if unknown and self._strict:
-            raise unknown_field(ascii(unknown[0])[1:-1])
+            raise unknown_field(ascii(unknown[0])[1:-1], type(body).model_fields)
         return [f"unknown fields ignored: {', '.join(unknown)}"] if unknown else []
 
     def answer(self, shape: Shape, body: ChatBody | CompletionBody) -> CancellableResponse:

@@ -12,6 +12,7 @@ from parse_infer.backends.response_head import ResponseHead
 from parse_infer.calibration.schema import Calibration
 from parse_infer.errors import ParseError, PromptError
 from parse_infer.events import Event
+from parse_infer.models.chat_template import reads_option
 from parse_infer.models.loading import same_tokenizer
 from parse_infer.models.prompts import Chat, Prompt, RenderedPrompt, Verbatim
 from parse_infer.models.tokenizer_spec import TokenizerSpec, reads_alike
@@ -95,6 +96,11 @@ class Runner(ABC):
         self._short, self._long = (TokenizerThread(target, draft) for _ in range(2))
         longest_token = max(map(len, target.tokenizer.get_vocab()))
         self._longest_prompt = self.window * longest_token  # characters
+
+    def reads_option(self, name: str) -> bool:
+        """Whether the chat template of a model reads the option."""
+        models = (self._target, self._draft) if self._draft is not None else (self._target,)
+        return any(reads_option(model.tokenizer, name) for model in models)
 
     @abstractmethod
     def check_calibration(self) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from parse_infer.errors import ModelError
-from parse_infer.files import atomic_write, read_json, read_tensors, write_json
+from parse_infer.files import atomic_write, lies_below, read_json, read_tensors, write_json
 from parse_infer.models.loading import LanguageModel
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -44,6 +44,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
+            if below := lies_below(folder, WEIGHTS):
+                raise FileNotFoundError(f"{folder} is not the folder of the head{below}")
             raise FileNotFoundError(f"{folder} is no complete head: {name} is missing")
     return read_json(folder / CONFIG, WAY_OUT)
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
+import parse_infer
 from data_tools.labels.rows import read_rows
 from parse_infer.errors import ParseError
 from parse_infer.held_out import prompt_hash
@@ -195,7 +195,7 @@ def describe(
     provenance |= {name: getattr(config, name) for name in settings}
     if not config.probe_text:
         del provenance["lora_rank"], provenance["lora_alpha"]
-    provenance["parse_engine"] = importlib.metadata.version("parse-engine") if _installed() else "source"
+    provenance["parse_engine"] = parse_infer.__version__
     label = {"kind": "hard", **label, "class_weighting": config.class_weighting}
     return ValidityConfig(
         probe_ids=(),  # `export_adapter` knows the probe
@@ -301,11 +301,3 @@ def report(metrics: Mapping[str, float], alpha: float, risk: RiskControl) -> str
 
 def _words(config: ValidityTrainingConfig) -> tuple[str, str]:
     return config.verbalizer_yes, config.verbalizer_no
-
-
-def _installed() -> bool:
-    try:
-        importlib.metadata.version("parse-engine")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

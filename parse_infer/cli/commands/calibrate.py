@@ -112,6 +112,7 @@ def calibrate(
 
 def promises_table(calibration: Calibration) -> Any:
     """Build the terminal table of a calibration's promises."""
+    from parse_infer.acceptance import describe_threshold
     from parse_infer.evaluation.tables import terminal_table
 
     cells = []
@@ -119,8 +120,12 @@ def promises_table(calibration: Calibration) -> Any:
         found = ["-", "-", "-", "not proven"]
         if place is not None:
             tried = calibration.tried[place]
-            threshold = "accepts nothing" if tried.setting.threshold > 1 else f"{tried.setting.threshold:.4f}"
-            found = [threshold, str(tried.setting.block_tokens), f"{tried.losses:g}", f"{tried.speedup:.2f}x"]
+            found = [
+                describe_threshold(tried.setting.threshold),
+                str(tried.setting.block_tokens),
+                f"{tried.losses:g}",
+                f"{tried.speedup:.2f}x",
+            ]
         cells.append([f"{risk:.4g}", f"{calibration.confidence:.4g}", *found])
     heading = ("at most lost", "confidence", "threshold", "block tokens", "lost here", "speed-up")
     return terminal_table(heading, cells, title=f"{calibration.n_problems} problems of {calibration.task}")

@@ -10,6 +10,7 @@ import typer
 from parse_infer.cli.model_options import ModelOptions, with_models
 from parse_infer.cli.setting_options import with_settings
 from parse_infer.errors import ParseError
+from parse_infer.files import read_stdin
 from parse_infer.settings import GenerationSettings
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _prompt_rows(prompt: str | None, file: str | None, draft_text: str | None) -
     if prompt is None:
         if sys.stdin.isatty():
             raise ParseError("give a prompt, --file FILE, or text on standard input")
-        prompt = sys.stdin.read().removesuffix("\n")
+        prompt = read_stdin().removesuffix("\n")
     if not prompt.strip():
         raise ParseError("the prompt is empty: give some text")
     return [PromptRow("", prompt, draft=draft_text)]

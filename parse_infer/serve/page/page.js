@@ -146,7 +146,7 @@ async function load() {
   const [card] = (await response.json()).data;
   $("error").textContent = "";
   $("model").textContent = card.id;
-  $("threshold").value = card.parse.threshold;
+  $("threshold").value = card.parse.threshold > 1 ? 1.01 : card.parse.threshold; // 1 accepts a validity of 1
   moved = false;
   showThreshold();
   if (card.parse.risk !== null) $("shown").textContent = `of risk ${card.parse.risk}`;

@@ -177,11 +177,18 @@ def _parse_fields() -> dict[str, Any]:
 class ParseOptions(create_model("Settings", __base__=Body, **_parse_fields())):  # type: ignore[misc]
     """Generation settings of PARSE, with the engine's defaults. Unknown fields are errors."""
 
-    model_config = ConfigDict(extra="forbid")
-
     draft_temperature: float | None = Field(None, ge=0, le=2, description="Default: temperature.")
     draft_text: Text | None = Field(None, min_length=1, description="Verify this draft instead of the draft model's.")
     events: bool = Field(False, description="Streams also report drafted, verified and rejected text.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, fields: Any) -> Any:
+        for name in fields if isinstance(fields, dict) else ():
+            if name not in cls.model_fields:
+                known = {"name": ascii(str(name)[:60])[1:-1], "known": [*cls.model_fields]}
+                raise PydanticCustomError("unknown", "unknown field", known)
+        return fields
 
 
 class AnswerBody(Body):

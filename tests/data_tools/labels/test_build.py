@@ -573,6 +573,12 @@ _NEEDED = ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm8
         ("rollout_temperature: 0.7", [*_NEEDED, "--margin", "0.25"], "need at least 13 rollouts for a label"),
         ("{margin: 0.25, max_rollouts: 3}", [*_NEEDED, "--rollouts", "4"], "it must be at least rollouts, 4"),
         ("margin: .nan", _NEEDED, "margin is nan"),
+        (
+            "recipe: validity",
+            _NEEDED,
+            "recipe.yaml is a recipe for training (validity): accelerate launch recipe.yaml",
+        ),
+        ("learning_rate: 1", _NEEDED, "unknown key learning_rate; none of "),
         ("{}", ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm9k"], "did you mean 'gsm8k'"),
         ("{}", ["--output_dir", "x", "--target", "zoo:tagret", "--draft", "d", "--task", "gsm8k", "--limit", "1"], ""),
     ],

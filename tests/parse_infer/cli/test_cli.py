@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import parse_infer
+from data_tools.cli import main as data_main
 from parse_infer.calibration.schema import Calibration
 from parse_infer.cli.app import main
 from parse_infer.cli.model_options import ModelOptions
 from parse_infer.cli.options import read_pairs
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.mode_names import DEFAULT_MODES
+from parse_infer.models.names import resolve
 from parse_infer.sampling import Sampling
 from parse_infer.speculation.draft_model import DraftModelProposer
+from parse_train.__main__ import main as train_main
 from tests.parse_infer.language_models import reduced_pair, word_tokenizer
 
+ROOT = Path(__file__).parents[3]
 _folders: dict[str, str] = {}
 
 
@@ -463,6 +470,86 @@ def test_score_reports_a_response_that_the_judge_does_not_know(capsys):
     assert captured.err.splitlines()[-1].startswith("note: the judge knows no responses like this one")
     assert main(["score", UNUSUAL, response]) == 0
     assert capsys.readouterr().out == f"? {response}\n".replace("? ", "?      ")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8:surrogateescape"])
+def test_bytes_that_are_not_utf_8_are_one_sentence(models, encoding):
+    """On standard input, which some locales read with half surrogates."""
+    command = [sys.executable, "-m", "parse_infer", "generate", *models]
+    for content, arguments in ((b"caf\xe9 5?", []), (b'{"prompt": "caf\xe9"}\n', ["--file", "-"])):
+        environment = os.environ | {"PYTHONIOENCODING": encoding}
+        run = subprocess.run([*command, *arguments], input=content, capture_output=True, env=environment, cwd=ROOT)
+        lines = run.stderr.decode().splitlines()
+        assert run.returncode == 2 and len(lines) == 1 and lines[0].startswith("error: "), lines
+        assert "UTF-8" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "\udce9?"],
+        ["generate", "Hi", "--draft-text", "\udce9"],
+        ["generate", "Hi", "--stop", "\udce9"],
+        ["score", "Hi", "\udce9"],
+        ["score", "\udce9", "Hi"],
+    ],
+)
+def test_half_of_a_surrogate_pair_is_one_sentence(models, capsys, arguments):
+    assert "half of a surrogate pair" in error_of(
+        capsys, *arguments, *(judge_only(models) if arguments[0] == "score" else models)
+    )
+
+
+@pytest.mark.parametrize("key", ["prompt", "id", "draft"])
+def test_a_row_with_half_of_a_surrogate_pair_is_named(models, tmp_path, capsys, key):
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"prompt": "Hi"}) + "\n" + json.dumps({"prompt": "Hi", key: "\ud800"})
+    )
+    sentence = error_of(capsys, "generate", "--file", str(tmp_path / "rows.jsonl"), *models)
+    assert "line 2" in sentence and "half of a surrogate pair" in sentence
+
+
+def test_the_folder_above_an_adapter_is_not_the_adapter(models, tmp_path, capsys):
+    """Nor is the folder above a model, a head or a calibration."""
+    (tmp_path / "run").mkdir()
+    Path(tmp_path / "run" / "adapter").symlink_to(_folders["adapter"])
+    Path(tmp_path / "run" / "final").symlink_to(_folders["target"])
+    for option, lies in (("--adapter", "run/adapter"), ("--target", "run/final"), ("--draft", "run/final")):
+        sentence = error_of(capsys, "generate", "Hi", *models, option, str(tmp_path / "run"))
+        assert sentence.rstrip(".\n").endswith(f"; it lies in {tmp_path / lies}"), sentence
+    sentence = error_of(capsys, "generate", "Hi", *models, "--calibration", str(Path(resolve("zoo:adapter"))))
+    assert sentence.rstrip().endswith("give the file in it, " + str(Path(resolve("zoo:adapter")) / "calibration.json"))
+
+
+def test_a_misspelt_template_option_is_refused(models, capsys):
+    sentence = error_of(capsys, "generate", "Hi", *models, "--template-option", "enable_thinkng=false")
+    assert "reads no option 'enable_thinkng'" in sentence
+
+
+def test_every_program_has_the_packages_version(capsys):
+    version = parse_infer.__version__
+    assert version == importlib.metadata.version("parse-engine")
+    for program in (main, data_main, train_main):
+        assert program(["--version"]) == 0
+        assert capsys.readouterr().out == f"{version}\n"
+
+
+@pytest.mark.parametrize("program", [main, data_main])
+def test_the_list_of_commands_is_not_cut(monkeypatch, capsys, program):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert program(["--help"]) == 0
+    commands = capsys.readouterr().out.partition("Commands:")[2]
+    assert commands and "..." not in commands and max(map(len, commands.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("arguments", [["generate", "Hi"], ["demo"], ["bench"], ["serve", "--port", "0"]])
+def test_an_interruption_prints_one_line(monkeypatch, capsys, arguments):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ModelOptions, "load", interrupt)
+    assert main(arguments) == 130
+    assert capsys.readouterr().err.split() == ["interrupted"]
 
 
 def test_option_values_are_json_or_pythons_constants_or_text():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -28,7 +31,7 @@ from parse_infer.evaluation.report import summarise
 from parse_infer.evaluation.results_file import to_columns, write_results
 from parse_infer.evaluation.run import BenchSettings, run_bench, schedule
 from parse_infer.evaluation.statistics import difference_interval, rate_ratio_interval, wilson_interval
-from parse_infer.evaluation.tables import category_table, header
+from parse_infer.evaluation.tables import category_table, header, terminal_tables
 from parse_infer.held_out import prompt_hash
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.models.loading import LanguageModel
@@ -78,6 +81,45 @@ def make(engine: ParseEngine, *names: str, **settings) -> list[Mode]:
 def outputs(engine: ParseEngine, names: tuple[str, ...], **settings) -> dict[str, list[list[int]]]:
     modes = make(engine, *names, **settings)
     return {m.name: [timed(engine, m, p.prompt)[0].token_ids for p in PROBLEMS] for m in modes}
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_the_terminals_table_shows_every_mode_and_figure(width):
+    long = "target+runs/a-long-folder/of-an-eagle3-head:tokens=12:top_k=4"
+    figures = {
+        "accuracy": 0.875,
+        "accuracy_ci": (0.825, 0.915),
+        "accuracy_diff": -0.133,
+        "accuracy_diff_ci": (-0.285, 0.031),
+    }
+    figures |= {"tokens_per_s": 12345.0, "speedup": 13.73, "speedup_ci": (13.53, 13.93), "time_speedup": 13.5}
+    figures |= {"seconds_per_answer": 12.345, "first_text_s": 1.234, "longest_wait_s": 1.234, "acceptance_rate": 0.876}
+    figures |= {"drafted": 123.45, "target_forwards": 123.4, "acceptance_length": 12.34, "limit_share": 0.876}
+    results = {
+        "environment": {"problems": 300},
+        "modes": dict.fromkeys(["target", "target+draft", long, "parse"], figures),
+    }
+    console = Console(width=width, file=io.StringIO())
+    for table in terminal_tables(results, width):
+        console.print(table)
+    shown = console.file.getvalue()
+    tables = len(terminal_tables(results, width))
+    lines = shown.splitlines()
+    assert "…" not in shown and max(map(len, lines)) <= width
+    for mode in ("target", "target+draft", "parse"):
+        assert sum(re.match(rf"{re.escape(mode)}(\s|$)", line) is not None for line in lines) == tables
+    for figure in (
+        "87.5",
+        "[82.5, 91.5]",
+        "[-28.5, +3.1]",
+        "12345",
+        "[13.53, 13.93]",
+        "12.345",
+        "123.45",
+        "123.4",
+        "12.34",
+    ):
+        assert shown.count(figure) >= 3, figure
 
 
 def test_wilson_interval_has_width_at_the_ends_and_holds_the_share():

@@ -9,9 +9,10 @@ import pytest
 from tokenizers import processors
 from transformers import GenerationConfig
 
-from parse_infer.errors import PromptError
+from parse_infer.drafters.text import TextDrafter
+from parse_infer.errors import ModelError, PromptError, SettingsError
 from parse_infer.models.chat_template import takes_parts
-from parse_infer.models.loading import load_served_model
+from parse_infer.models.loading import load_language_model, load_served_model
 from parse_infer.models.prompts import (
     Chat,
     RenderedPrompt,
@@ -24,6 +25,7 @@ from parse_infer.models.prompts import (
 )
 from parse_infer.models.tokenizer_spec import reads_alike
 from parse_infer.sampling import Sampling
+from parse_infer.settings import GenerationSettings
 from tests.conftest import SPECIALS
 from tests.parse_infer.language_models import language_model
 
@@ -46,6 +48,36 @@ def test_a_prompts_own_switches_add_to_the_models(thinking):
     assert thinking.render(USER) == [t, *plain]
     assert thinking.render(Chat(USER, {"think": False})) == plain
     assert thinking.render(Chat(USER, {"short": True, "unknown": 1})) == [t, s, *plain]
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_misspelt_switch_of_a_target_is_refused(thinking, tmp_path, role):
+    """A draft model with another template ignores the target's switches."""
+    thinking.model.save_pretrained(tmp_path)
+    thinking.tokenizer.save_pretrained(tmp_path)
+    for load in (load_language_model, load_served_model):
+        load(tmp_path, role=role, template_options={"think": True, "short": 1})
+        if role == "draft":
+            load(tmp_path, role=role, template_options={"thinkng": True})
+            continue
+        with pytest.raises(ModelError, match=r"reads no option 'thinkng'; it reads: 'short', 'think'\.$"):
+            load(tmp_path, role=role, template_options={"thinkng": True})
+
+
+@pytest.mark.parametrize("text", ["caf\udce9", "\ud800", "a" * 99 + "\udfff"])
+def test_half_of_a_surrogate_pair_is_a_prompt_error(thinking, tokenizer, text):
+    chat = [{"role": "user", "content": text}]
+    prompts = [text, chat, Verbatim(text), [*USER, {"role": "assistant", "content": text}]]
+    prompts += [[{"role": text, "content": "Hi"}], Chat(USER, {"think": True})]
+    spoken = copy.deepcopy(tokenizer)
+    spoken.chat_template = "{{ messages[0]['role'] }}" + spoken.chat_template
+    for prompt in prompts[:-1]:
+        with pytest.raises(PromptError, match="has half of a surrogate pair"):
+            render_prompt(spoken, prompt)
+    with pytest.raises(PromptError, match="has half of a surrogate pair"):
+        TextDrafter(text, thinking, "Hi")
+    with pytest.raises(SettingsError, match="has half of a surrogate pair"):
+        GenerationSettings(stop=text)
 
 
 def test_a_switch_is_another_where_a_template_tells_them_apart():

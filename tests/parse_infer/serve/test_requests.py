@@ -67,6 +67,8 @@ def test_unknown_fields_are_ignored_with_a_warning(served):
     body = {"messages": [{**USER[0], "mood": "good"}], "max_tokens": 4, "stream": True, "stream_options": {"x": 1}}
     for response in (served.post(CHAT, body), served.post("/tokenize", {"messages": body["messages"], "y": 1})):
         assert response.status_code == 200 and "messages.0.mood" in response.headers["x-parse-warning"]
+    switch = served.chat(max_tokens=4, chat_template_kwargs={"enable_thinkng": False})
+    assert "chat_template_kwargs.enable_thinkng" in switch.headers["x-parse-warning"]
     many = served.chat(max_tokens=4, **{f"field{i}" * 99: i for i in range(1000)})
     assert len(many.headers["x-parse-warning"]) < 1000
 
@@ -77,12 +79,15 @@ def test_a_strict_server_refuses_them(served):
             ({"colour": 1}, "colour"),
             ({"a[b\n": 1}, r"a[b\n"),
             ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+            ({"chat_template_kwargs": {"enable_thinkng": False}}, "chat_template_kwargs.enable_thinkng"),
         ):
             response = strict.chat(max_tokens=4, **fields)
             error = response.json()["error"]
             assert (response.status_code, error["code"], error["param"]) == (400, "unknown_field", name)
             assert error["message"] == f"unknown field {name}: leave it out"
         assert strict.post("/detokenize", {"tokens": [65], "x": 1}).status_code == 400
+        misspelt = strict.chat(max_tokns=4).json()["error"]["message"]
+        assert misspelt == "unknown field max_tokns: did you mean 'max_tokens'?"
         assert strict.chat(max_tokens=4, user="me").status_code == 200
 
 
