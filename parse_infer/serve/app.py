@@ -157,8 +157,6 @@ def create_app(
             raise ApiError(503, "the server is stopping", "stopping")
         return {"status": "ok"}
 
-    app.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
-
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def prometheus() -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -114,8 +114,11 @@ def _place(problem: Mapping[str, Any]) -> list[str]:
 
 
 def invalid_body(problems: Sequence[Mapping[str, Any]], is_json: bool = True) -> ApiError:
-    """One sentence on the most deeply nested problem: of a union's types, that is the type meant."""
-    first = max(problems, key=lambda problem: len(problem["loc"]))
+    """One sentence on the most deeply nested problem: of a union's types, that is the type meant.
+
+    A list that is too long is of the type meant too.
+    """
+    first = max(problems, key=lambda problem: (len(problem["loc"]), problem["type"] == "too_long"))
     place = _place(first)
     kind, text = first["type"], str(first["msg"])
     if kind == "unknown":

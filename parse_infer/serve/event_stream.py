@@ -44,6 +44,7 @@ class RequestedAnswers:
         found = []
         for prompt in self.prompts:
             try:
+                backend.check_length("draft text", len(self.draft_text or ""))
                 rendered, ids = await backend.render(prompt, drafted=not self.alone and self.draft_text is None)
             except InvalidRequest as error:
                 code = "context_length_exceeded" if "window" in str(error) else "invalid_value"

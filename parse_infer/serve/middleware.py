@@ -36,6 +36,9 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        method = scope["method"]
+        if method == "HEAD":  # as GET; the server leaves the body out
+            scope = {**scope, "method": "GET"}
         number, begin, status = uuid.uuid4().hex, time.perf_counter(), GONE
         request_id.set(number)  # the server runs each request in its own context
 
@@ -68,7 +71,7 @@ class RequestMiddleware:
             self._metrics.requests.labels(path, status).inc()
             self._metrics.request_s.labels(path).observe(seconds)
             fields: Mapping[str, Any] = {
-                "method": scope["method"][:20],
+                "method": method[:20],
                 "path": scope["path"][:200],
                 "status": status,
                 "seconds": round(seconds, 4),

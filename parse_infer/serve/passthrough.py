@@ -21,11 +21,10 @@ from parse_infer.serve.errors import ApiError, unsupported_field
 from parse_infer.serve.event_stream import api_errors
 from parse_infer.serve.logs import request_id
 from parse_infer.serve.metrics import Metrics
-from parse_infer.serve.response import event_line
+from parse_infer.serve.response import LAST_WRITE_S, event_line
 from parse_infer.serve.runner import Runner
 
 log = logging.getLogger("parse_infer.serve")
-LAST_WRITE_S = 1.0  # for an error event to a client that has stopped reading
 
 
 @dataclass(frozen=True)

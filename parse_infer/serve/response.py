@@ -24,7 +24,7 @@ from parse_infer.serve.protocol.fields import AnswerBody
 log = logging.getLogger("parse_infer.serve")
 Answers = AsyncGenerator[Told, None]
 _LINE_ENDS = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
-LAST_WRITE_S = 5.0
+LAST_WRITE_S = 5.0  # for an error event to a client that has stopped reading
 GONE = 499  # nginx's status for a client that disconnected, for logs and metrics
 
 

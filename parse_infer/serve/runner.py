@@ -149,11 +149,15 @@ class Runner(ABC):
         Raises InvalidRequest if the prompt is empty, too long, outside the vocabulary or invalid for the template.
         """
         size = size_of(prompt)
-        if size > self._longest_prompt:  # before the work of tokenizing it
-            raise InvalidRequest(
-                f"the prompt has {size} characters, which cannot fit the context window of {self.window} tokens"
-            )
+        self.check_length("prompt", size, "tokens" if isinstance(prompt, TokenPrompt) else "characters")
         return await self._call(lambda thread: self._rendered(thread, prompt, drafted), size)
+
+    def check_length(self, name: str, size: int, unit: str = "characters") -> None:
+        """Raise InvalidRequest for a text that cannot fit the context window, before the work of tokenizing it."""
+        if size > (self.window if unit == "tokens" else self._longest_prompt):
+            raise InvalidRequest(
+                f"the {name} has {size} {unit}, which cannot fit the context window of {self.window} tokens"
+            )
 
     def tokenizer_info(self) -> dict[str, Any]:
         tokenizer = self._target.tokenizer

@@ -49,10 +49,10 @@ def _connections() -> int:
     return max(64, (_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft) * 3 // 4)
 
 
-async def close_half_sent(connections: Collection[Any], seconds: float) -> None:
-    """Close connections that have not sent a whole request after so many seconds, until cancelled.
+async def close_stuck(connections: Collection[Any], seconds: float) -> None:
+    """Close connections that have sent no whole request, or not read the rest, for so many seconds, until cancelled.
 
-    uvicorn's time limit counts only after a response.
+    uvicorn's time limit counts only after a response, and its closing waits for the client to read.
 
     Args:
         connections: uvicorn's protocols.
@@ -60,17 +60,16 @@ async def close_half_sent(connections: Collection[Any], seconds: float) -> None:
     loop, since = asyncio.get_running_loop(), dict[Any, float]()
     while True:
         await asyncio.sleep(seconds / 10)
-        sending = [each for each in connections if _is_sending(each)]
-        since = {each: since.get(each, loop.time()) for each in sending}
+        since = {each: since.get(each, loop.time()) for each in connections if _is_stuck(each)}
         for each, start in since.items():
             if loop.time() - start > seconds and each.transport is not None:
                 each.transport.abort()
 
 
-def _is_sending(connection: Any) -> bool:
-    """Whether a connection is still to send a request, or the rest of one."""
+def _is_stuck(connection: Any) -> bool:
+    """Whether a client still has to send a request or its rest, or to read the rest before the connection ends."""
     cycle = connection.cycle
-    if cycle is None:
+    if cycle is None or connection.transport.is_closing():
         return True
     return connection.timeout_keep_alive_task is None if cycle.response_complete else bool(cycle.more_body)
 
@@ -106,7 +105,7 @@ class Server(uvicorn.Server):
         # Later collections leave out what exists now: walking the models' objects stops the event loop for seconds.
         gc.collect()
         gc.freeze()
-        self._watching = asyncio.create_task(close_half_sent(self.server_state.connections, self._limits.send_s))
+        self._watching = asyncio.create_task(close_stuck(self.server_state.connections, self._limits.send_s))
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

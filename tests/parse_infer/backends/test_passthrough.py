@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from typing import Any
 
 import httpx
@@ -203,6 +205,23 @@ def test_a_slow_stream_ends_with_an_error_at_the_time_limit(engine, connect):
         target.canned = 200, KIND, [b"1"] * 100
         assert served.chat(tools=TOOLS).status_code == 504
         assert served.becomes_idle(5)
+
+
+def test_a_client_that_stops_reading_loses_its_seat_and_its_connection(engine, connect):
+    coordinator, (target,), _ = connect(engine)
+    target.canned = 200, {"Content-Type": "text/event-stream"}, [b"data: " + b"x" * (1 << 20) + b"\n\n"] * 64
+    with running(LoopRunner(coordinator), engine, Limits(request_s=0.3, send_s=0.3)) as served:
+        body = json.dumps({"messages": USER, "tools": TOOLS, "stream": True}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2]))) as client:
+            client.sendall(head.encode() + b"\r\n\r\n" + body)
+            while served.line.answers == 0 and not served.server.server_state.total_requests:
+                time.sleep(0.01)
+            assert served.becomes_idle(20)
+            end = time.monotonic() + 20
+            while served.server.server_state.connections and time.monotonic() < end:
+                time.sleep(0.05)
+            assert not served.server.server_state.connections
 
 
 def test_a_key_that_the_targets_server_refuses_is_no_mistake_of_the_client(relaying, capfd):

@@ -23,6 +23,7 @@ from tests.parse_infer.serve.conftest import Running, running
 
 USER = {"role": "user", "content": "Tom has 5 apples."}
 CHAT = "/v1/chat/completions"
+PARTS = [{"type": "text", "text": "a"}] * 1025
 
 
 def raw(served: Running, data: bytes) -> socket.socket:
@@ -41,6 +42,11 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(served, monk
         refused = served.post(path, body)
         assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
         assert f"{size} characters" in refused.json()["error"]["message"]
+    for fields in ({"parse": {"draft_text": "x" * size}}, {"prediction": {"type": "content", "content": "x" * size}}):
+        refused = served.chat(**fields)
+        assert refused.status_code == 400 and f"draft text has {size} char" in refused.json()["error"]["message"]
+    refused = served.post("/v1/completions", {"prompt": [65] * (served.backend.window + 1)})
+    assert refused.status_code == 400 and "2049 tokens" in refused.json()["error"]["message"]
 
 
 def test_a_prompt_that_may_fit_is_tokenized(served):
@@ -183,6 +189,8 @@ def test_a_seed_of_minus_one_is_random(served):
     [
         ({"stop": ["x"] * 17}, "stop: give at most 16 texts, not 17"),
         ({"stop": [5]}, "stop"),
+        ({"messages": [{**USER, "content": PARTS}]}, "messages.0.content: list should have at most 1024 items"),
+        ({"prediction": {"type": "content", "content": PARTS}}, "prediction.content: list should have at most 1024"),
         (
             {"chat_template_kwargs": json.loads('{"a":' * 900 + "1" + "}" * 900)},
             "chat_template_kwargs: the object is nested",
@@ -190,10 +198,13 @@ def test_a_seed_of_minus_one_is_random(served):
     ],
 )
 def test_odd_fields_are_one_sentence(served, fields, message):
-    refused = served.chat(**fields)
+    refused = served.post(CHAT, {"messages": [USER], **fields})
     assert refused.status_code == 400 and refused.json()["error"]["message"].startswith(message)
 
 
 def test_health_answers_head_and_metrics_have_the_process(served):
-    assert httpx.head(f"{served.url}/health").status_code == 200
+    for path in ("/health", "/", "/page.js", "/metrics", "/v1/models", "/v1/models/tiny", "/openapi.json"):
+        head, whole = httpx.head(served.url + path), httpx.get(served.url + path)
+        assert (head.status_code, head.content) == (200, b"") and whole.content, path
+    assert httpx.head(f"{served.url}{CHAT}").status_code == 405 and httpx.head(f"{served.url}/v2").status_code == 404
     assert "process_resident_memory_bytes" in served.metrics and "process_open_fds" in served.metrics
