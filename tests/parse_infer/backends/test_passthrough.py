@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from parse_infer.serve import passthrough
 from parse_infer.serve.admission import Limits
 from parse_infer.serve.loop_runner import LoopRunner
 from tests.parse_infer.serve.conftest import running
@@ -207,7 +208,8 @@ def test_a_slow_stream_ends_with_an_error_at_the_time_limit(engine, connect):
         assert served.becomes_idle(5)
 
 
-def test_a_client_that_stops_reading_loses_its_seat_and_its_connection(engine, connect):
+def test_a_client_that_stops_reading_loses_its_seat_and_its_connection(engine, connect, monkeypatch):
+    monkeypatch.setattr(passthrough, "LAST_WRITE_S", 0.1)
     coordinator, (target,), _ = connect(engine)
     target.canned = 200, {"Content-Type": "text/event-stream"}, [b"data: " + b"x" * (1 << 20) + b"\n\n"] * 64
     with running(LoopRunner(coordinator), engine, Limits(request_s=0.3, send_s=0.3)) as served:
