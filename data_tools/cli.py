@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from data_tools.labels.build_config import BuildConfig
+from parse_infer import tracking
 from parse_infer.cli.entry_point import APP_OPTIONS, add_command, run_app, with_version
 from parse_infer.errors import ParseError
+from parse_infer.tracking import RunOptions
 
 app = typer.Typer(
     help="Build training data for PARSE: drafts of one model, cut into prefixes, labelled by rollouts of another.",
@@ -81,7 +84,13 @@ def build(context: typer.Context, recipe: _Recipe) -> None:
     from data_tools.labels.inspect import counts_table
 
     config = _config(recipe, context.args, "parse-data build")
+    run = RunOptions(
+        Path(config.output_dir), "build", "data", (config.target, config.draft), config.project, config=asdict(config)
+    )
     summary = run_build(config)
+    with tracking.job(run if config.report_to == "wandb" else None):
+        tracking.summarise(summary.figures())
+        tracking.log_artifact("reference", "dataset", f"{run.pair}-drafts", config.output_dir, summary.figures())
     Console().print(counts_table(summary, config.output_dir))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -17,11 +17,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import EvalPrediction, Trainer, set_seed
 
+from parse_infer import tracking
 from parse_infer.errors import ParseError
 from parse_infer.files import replacing_folder
 from parse_infer.models.loading import load_language_model, same_tokenizer
 from parse_infer.models.train_problems import train_problems_of, write_train_problems
-from parse_train import checkpoints, tracking
+from parse_train import checkpoints, training_run
 from parse_train.self_generated_data import (
     SelfGeneratedConfig,
     check_at_least_one,
@@ -31,12 +32,14 @@ from parse_train.self_generated_data import (
 )
 from parse_train.training_config import IGNORED
 
-_PUBLISHED, _TRAINED = "published", "eval"
+_PUBLISHED, _TRAINED = "eval_published", "eval"
 
 
 @dataclass
 class DraftModelTrainingConfig(SelfGeneratedConfig):
     """Fields of the recipe; `model` is the target."""
+
+    kind: ClassVar[str] = "draft_model"
 
     draft: str = field(default="", metadata={"help": "Draft model to align, with the target's tokens."})
     draft_dtype: str = field(
@@ -88,9 +91,10 @@ def main(config: DraftModelTrainingConfig) -> None:
     answers, train, evaluation = own_answers(target, config)
     del target  # the training needs its answers alone
     start = checkpoints.prepare(config, len(train))
-    tracking.start(config, resumed=start.checkpoint is not None)
+    models = config.model, config.draft
+    training_run.start(config, models, resumed=start.checkpoint is not None)
     folder = Path(str(config.output_dir))
-    tracking.log_artifact(config, "dataset", f"{folder.name}-answers", answers)
+    training_run.log_artifact(config, models, "dataset", "answers", answers)
     trainer = Trainer(
         model,
         config,
@@ -115,8 +119,7 @@ def main(config: DraftModelTrainingConfig) -> None:
             before, after = (metrics[f"{prefix}_{name}"] for prefix in (_PUBLISHED, _TRAINED))
             print(f"{what}: {before:.3f} before, {after:.3f} now")
         print(f"draft model written to {folder / 'draft'}")
-        tracking.summarise(metrics)
-        tracking.log_artifact(config, "model", f"{folder.name}-draft", folder / "draft")
+        training_run.log_artifact(config, models, "model", "draft", folder / "draft")
         tracking.finish()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
@@ -86,6 +86,9 @@ def sharding(fsdp: Any, deepspeed: Any) -> str | None:
 @dataclass
 class TrackedTrainingConfig(TrainingConfig):
     """Base configuration of trainings with a tracker."""
+
+    kind: ClassVar[str] = "training"
+    """Kind of recipe, as in `parse_train.recipe.RECIPES`."""
 
     report_to: None | str | list[str] = field(  # noqa: RUF036  (the parser of TRL needs this order)
         default="wandb", metadata={"help": "Tracker of the metrics, or none."}

@@ -61,13 +61,14 @@ SERVE, BACKENDS = (files(f"parse_infer/{room}") for room in ("serve", "backends"
 LM_EVAL = [path for path in files("parse_infer/evaluation") if path.name.startswith("lm_eval")]
 OUTER = [path for room in ("evaluation", "calibration", "cli") for path in files(f"parse_infer/{room}")]
 OUTER = [path for path in OUTER if path not in LM_EVAL]
+TRACKING = ROOT / "parse_infer/tracking.py"  # of builds and benchmarks too, where wandb is installed
 
 
 @pytest.mark.parametrize(
     ("sources", "extras"),
     [
         (
-            [path for path in files("parse_infer") if path not in [*OUTER, *SERVE, *LM_EVAL, *BACKENDS]],
+            [path for path in files("parse_infer") if path not in [*OUTER, *SERVE, *LM_EVAL, *BACKENDS, TRACKING]],
             ["gguf"],
         ),
         (OUTER, ["bench"]),
@@ -75,7 +76,7 @@ OUTER = [path for path in OUTER if path not in LM_EVAL]
         (LM_EVAL, ["eval"]),
         (BACKENDS, ["vllm-client"]),
         (files("data_tools"), ["data"]),
-        (files("parse_train"), ["train"]),
+        ([*files("parse_train"), TRACKING], ["train"]),
         (files("zoo/parse_zoo"), ["train"]),
     ],
     ids=[

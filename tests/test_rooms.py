@@ -37,6 +37,7 @@ ROOMS = {
     "parse_infer.adaptive": "parse_infer: ground",
     "parse_infer.block_length": "parse_infer: ground",
     "parse_infer.errors": "parse_infer: ground",
+    "parse_infer.tracking": "parse_infer: ground",
     "parse_infer.optional_dependencies": "parse_infer: ground",
     "parse_infer.engine": "parse_infer: engine",
     "parse_infer": "parse_infer: engine",

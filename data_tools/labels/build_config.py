@@ -20,6 +20,7 @@ from parse_infer.acceptance import check_threshold
 from parse_infer.errors import ParseError
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.sampling import Sampling
+from parse_infer.tracking import TRACKERS
 
 # Keys that may change between two runs into the same folder, because they do not affect finished rows.
 FREE_KEYS = (
@@ -35,6 +36,8 @@ FREE_KEYS = (
     "request_timeout",
     "retries",
     "max_outage",
+    "report_to",
+    "project",
 )
 _AT_LEAST_ONE = (
     "drafts_per_temperature",
@@ -106,6 +109,10 @@ class BuildConfig:
 
     task: str = field(default="", metadata={"help": "Source of problems, such as gsm8k, dataset or jsonl (required)."})
     task_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "Options of the task."})
+    report_to: str = field(
+        default="none", metadata={"help": "Tracker of the build's counts: none or wandb.", "choices": TRACKERS}
+    )
+    project: str = field(default="parse", metadata={"help": "Project in the tracker."})
     split: str = field(default="train", metadata={"help": "Split of the problems.", "choices": list(SPLITS)})
     check_with: str = field(
         default="task",

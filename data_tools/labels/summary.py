@@ -57,6 +57,11 @@ class Summary:
     left_out: int = 0
     """Problems that the build left out as training problems of a model, or by the option exclude of the task."""
 
+    def figures(self) -> dict[str, int]:
+        """The main counts by name, for a tracker."""
+        names = ("rows", "prefixes", "valid", "undecided", "without_label", "correct", "unfinished", "with_error")
+        return {name: getattr(self, name) for name in (*names, "left_out")}
+
     def add(self, row: LabelledDraft) -> None:
         """Count one row."""
         self.undecided += row.undecided

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from parse_train.heads.training import HeadModel, HeadTrainingConfig, check_shar
 @dataclass
 class EagleTrainingConfig(HeadTrainingConfig):
     """Fields of EAGLE heads."""
+
+    kind: ClassVar[str] = "eagle"
 
     parallel: bool = field(default=False, metadata={"help": "P-EAGLE: propose a block in one forward."})
     depth_share: float = field(default=0.8, metadata={"help": "P-EAGLE: share of positions kept per further depth."})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from parse_train.heads.training import HeadModel, HeadTrainingConfig, train_head
 @dataclass
 class MedusaTrainingConfig(HeadTrainingConfig):
     """Fields of Medusa heads; `steps` is the number of heads."""
+
+    kind: ClassVar[str] = "medusa"
 
     head_layers: int = field(default=1, metadata={"help": "Residual blocks in each head."})
 

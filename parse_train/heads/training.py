@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import EvalPrediction, Trainer, set_seed
 
+from parse_infer import tracking
 from parse_infer.errors import ParseError
 from parse_infer.models.loading import LanguageModel, load_language_model
-from parse_train import checkpoints, tracking
+from parse_train import checkpoints, training_run
 from parse_train.length_sampler import EpochLengthSampler
 from parse_train.muon import MuonWithAdamW
 from parse_train.self_generated_data import (
@@ -182,8 +183,9 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadM
     start_from_output(model.head, lm, commonest_tokens(train, model.head.config.vocab_size, len(model.head.token_ids)))
     model.head.to(lm.model.device)
     start = checkpoints.prepare(config, len(train))
-    tracking.start(config, resumed=start.checkpoint is not None)
-    tracking.log_artifact(config, "dataset", f"{folder.name}-answers", answers)
+    models = (config.model,)
+    training_run.start(config, models, resumed=start.checkpoint is not None)
+    training_run.log_artifact(config, models, "dataset", "answers", answers)
     trainer = HeadTrainer(
         model,
         config,
@@ -199,8 +201,7 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadM
         head.save_pretrained(folder / "head")
         print(", ".join(f"{k.removeprefix('eval_')} {v:.3f}" for k, v in metrics.items() if "acc" in k))
         print(f"head written to {folder / 'head'}")
-        tracking.summarise(metrics)
-        tracking.log_artifact(config, "model", f"{folder.name}-head", folder / "head")
+        training_run.log_artifact(config, models, "model", f"{config.kind}-head", folder / "head")
         tracking.finish()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from parse_infer.errors import ParseError
 from parse_infer.judge.logprob_head import LogprobHeadConfig
@@ -16,6 +17,8 @@ class LogprobTrainingConfig(JudgeTrainingConfig):
     Raises:
         ValueError: a value out of range, or an unsupported option of `TrainingArguments`.
     """
+
+    kind: ClassVar[str] = "logprob"
 
     more_data: list[str] = field(
         default_factory=list,

@@ -35,6 +35,10 @@ class LogprobExample:
     def length(self) -> int:
         return len(self.found.ids)
 
+    @property
+    def draft_ids(self) -> list[int]:
+        return self.found.ids.tolist()
+
     @classmethod
     def of(cls, draft: ReadDraft, k: int) -> LogprobExample:
         row, found = draft.row, draft.found

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import set_seed
 
 from data_tools.labels.logprobs import read_drafts, read_info
+from parse_infer import tracking
 from parse_infer.errors import ParseError
 from parse_infer.held_out import prompt_hash
 from parse_infer.judge.adapter import ValidityConfig, read_head
@@ -23,7 +24,7 @@ from parse_infer.judge.usual_drafts import UsualDrafts
 from parse_infer.models.loading import load_served_model
 from parse_infer.models.names import resolve
 from parse_infer.models.tokenizer_spec import TokenizerSpec
-from parse_train import checkpoints, tracking
+from parse_train import checkpoints, training_run
 from parse_train.logprob.config import LogprobTrainingConfig
 from parse_train.logprob.data import LogprobCollator, load_datasets
 from parse_train.logprob.model import LogprobModel
@@ -57,13 +58,14 @@ def main(config: LogprobTrainingConfig) -> None:
     texts = TokenTexts(language.tokenizer, language.eos_ids, config.buckets)
     model = LogprobModel(head, texts, config.noise, config.certain_share)
     facts = describe(config, build, language, reads, usual_drafts(config, train), counts)
-    start = begin(config, train, counts)
+    models = build.target["name"], build.draft.get("name")
+    start = begin(config, models, train, counts)
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=LogprobCollator())
     checkpoints.train(trainer, start)
     learnt |= {prompt_hash(example.prompt) for example in train.examples}
-    finish(config, trainer, evaluation, facts, learnt)
+    finish(config, trainer, evaluation, facts, language.tokenizer, learnt)
     calibrate_requests(config, build)
-    tracking.log_artifact(config, "model", f"{Path(str(config.output_dir)).name}-adapter", str(config.adapter_dir))
+    training_run.log_artifact(config, models, "model", f"{config.kind}-adapter", str(config.adapter_dir))
     tracking.finish()
 
 

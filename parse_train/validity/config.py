@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from data_tools.labels.layouts import LAYOUTS
 from parse_infer.errors import ParseError
@@ -142,6 +142,8 @@ class ValidityTrainingConfig(JudgeTrainingConfig):
     Raises:
         ValueError: a value out of range, or an unsupported option of `TrainingArguments`.
     """
+
+    kind: ClassVar[str] = "validity"
 
     target: str = field(
         default="", metadata={"help": "Target model: Hugging Face id, folder, GGUF file or zoo:target (required)."}

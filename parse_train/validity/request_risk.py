@@ -9,10 +9,10 @@ from pathlib import Path
 from data_tools.tasks.checkers import same_answer
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import comparison
+from parse_infer import tracking
 from parse_infer.calibration.measure import CalibrationSettings, calibrate
 from parse_infer.calibration.schema import FILE, Calibration, Loss
 from parse_infer.engine import ParseEngine
-from parse_train import tracking
 from parse_train.validity.build_info import BuildInfo
 from parse_train.validity.config import JudgeTrainingConfig
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress, islice
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import set_seed
 
 import parse_infer
 from data_tools.labels.rows import read_rows
+from parse_infer import tracking
 from parse_infer.errors import ParseError
 from parse_infer.held_out import prompt_hash
 from parse_infer.judge.adapter import ValidityConfig
@@ -28,13 +29,14 @@ from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.head import Probe, ValidityHead, verbalizer_ids
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_language_model
-from parse_train import checkpoints, tracking
+from parse_train import checkpoints, training_run
+from parse_train.training_config import IGNORED
 from parse_train.validity.build_info import BuildInfo, read_build_info
 from parse_train.validity.config import JudgeTrainingConfig, ValidityTrainingConfig
 from parse_train.validity.data import Encoder, ValidityCollator, ValidityDataset, load_datasets, problem_names
 from parse_train.validity.export import export_adapter
 from parse_train.validity.figures import acceptance_figure, png, reliability_diagram
-from parse_train.validity.metrics import domain_metrics, headline_metrics
+from parse_train.validity.metrics import ScoredDrafts, domain_metrics, headline_metrics
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.pass_risk import RiskControl, choose_threshold, one_of_each
 from parse_train.validity.platt_scaling import fit_probabilities
@@ -49,19 +51,20 @@ def main(config: ValidityTrainingConfig) -> None:
     served_drafts(config, evaluation)  # reject a wrong temperature before the training
     facts = describe(config, lm, counts, build.label)
     model = build_model(config, lm, frequent_tokens(train, lm, config.surprise_vocab_size))
-    start = begin(config, train, counts)
+    models = config.target, build.draft.get("name")
+    start = begin(config, models, train, counts)
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=ValidityCollator(pad_id(lm)))
     checkpoints.train(trainer, start)
     learnt = {prompt_hash(example.prompt) for example in train.examples}
     model.round_adapter(getattr(torch, config.adapter_dtype))
-    finish(config, trainer, evaluation, facts, learnt)
+    finish(config, trainer, evaluation, facts, lm.tokenizer, learnt)
     del lm, model, trainer  # free memory for the calibration; collect the Trainer's reference cycles
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     calibrate_requests(config, build)
     adapter = str(config.adapter_dir)
-    tracking.log_artifact(config, "model", f"{Path(str(config.output_dir)).name}-adapter", adapter)
+    training_run.log_artifact(config, models, "model", f"{config.kind}-adapter", adapter)
     tracking.finish()
 
 
@@ -77,14 +80,21 @@ def take_settings(config: JudgeTrainingConfig, build: BuildInfo) -> None:
     config.template_options = config.template_options or build.template_options
 
 
-def begin(config: JudgeTrainingConfig, train: ValidityDataset, counts: dict[str, int]) -> checkpoints.Start:
-    """Print the counts, find the checkpoint to resume from, and start the tracking of the run."""
+def begin(
+    config: JudgeTrainingConfig, models: Sequence[str | None], train: ValidityDataset, counts: dict[str, int]
+) -> checkpoints.Start:
+    """Print the counts, find the checkpoint to resume from, and start the tracking of the run.
+
+    Args:
+        models: names of target and draft model.
+    """
     if config.process_index == 0:
         print(", ".join(f"{name} {value}" for name, value in counts.items()))
     start = checkpoints.prepare(config, len(train), checkpoints.digest(train.examples))
-    tracking.start(config, resumed=start.checkpoint is not None)
-    for data in filter(None, (config.data, config.eval_data)):
-        tracking.log_artifact(config, "dataset", f"{Path(data).name}-drafts", data, counts)
+    training_run.start(config, models, resumed=start.checkpoint is not None)
+    for what, data in (("drafts", config.data), ("held-out-drafts", config.eval_data)):
+        if data:
+            training_run.log_artifact(config, models, "dataset", what, data, counts)
     return start
 
 
@@ -229,11 +239,13 @@ def finish(
     trainer: ValidityTrainer,
     evaluation: ValidityDataset,
     facts: ValidityConfig,
+    tokenizer: Any,
     learnt: Collection[str] = (),
 ) -> None:
     """Evaluate on held-out problems, choose the threshold, and export.
 
     Args:
+        tokenizer: of the target, for the texts of the tracker's table.
         learnt: `prompt_hash` of every training prompt.
     """
     raw = trainer.score(evaluation)
@@ -267,9 +279,14 @@ def finish(
         folder = export_adapter(
             str(config.adapter_dir), trainer.model.exported(facts, learnt), metrics, risk, figures, fitted.to_dict()
         )
-        pictures = {f"final/{name}": png(figure) for name, figure in figures.items()}
+        pictures = {f"eval/{name}": png(figures[name]) for name in ("reliability", "acceptance")}
         tracking.log_images(pictures, trainer.state.global_step)
-        tracking.summarise(metrics)
+        if config.artifacts != "none":
+            tracking.log_table("eval/drafts", *scored_table(drafts, evaluation, tokenizer))
+        # The names of the evaluations during the training, whose last figures these replace.
+        tracking.summarise({f"eval/{name}": value for name, value in metrics.items()})
+        chosen_threshold = {"threshold": risk.threshold, "bound": risk.bound}
+        tracking.summarise(chosen_threshold | {"scale": fitted.scale, "shift": fitted.shift, **run})
         print(report(metrics, config.risk_alpha, risk))
         for domain, n in sorted(Counter(filter(None, domains)).items()):
             if f"auroc_{domain}" in metrics:
@@ -277,6 +294,22 @@ def finish(
         print(f"adapter exported to {folder}")
     trainer.accelerator.wait_for_everyone()
     trainer.end()
+
+
+def scored_table(
+    scored: ScoredDrafts, evaluation: ValidityDataset, tokenizer: Any, limit: int = 100
+) -> tuple[list[str], list[list[Any]]]:
+    """Return the columns and rows of a table of held-out drafts: a row for each segment of at most `limit` drafts."""
+    columns = ["draft", "text", "validity", "label"]
+    rows: list[list[Any]] = []
+    for i in np.linspace(0, len(scored.labels) - 1, min(limit, len(scored.labels))).astype(int):
+        ids, begin = evaluation.examples[i].draft_ids, 0
+        for end, validity, label in zip(scored.cuts[i], scored.scores[i], scored.labels[i], strict=True):
+            if label == IGNORED:
+                break
+            rows.append([int(i), str(tokenizer.decode(ids[begin:end])), float(validity), bool(label)])
+            begin = end
+    return columns, rows
 
 
 def report(metrics: Mapping[str, float], alpha: float, risk: RiskControl) -> str:

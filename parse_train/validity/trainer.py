@@ -12,8 +12,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import EvalPrediction, Trainer
 
+from parse_infer import tracking
 from parse_infer.errors import ParseError
-from parse_train import tracking
 from parse_train.length_sampler import EpochLengthSampler
 from parse_train.training_config import IGNORED
 from parse_train.validity.config import JudgeTrainingConfig
@@ -106,8 +106,11 @@ class ValidityTrainer(Trainer):
         return headline_metrics(self.last_evaluation, alpha=self.args.risk_alpha)
 
     def score(self, dataset: ValidityDataset) -> ScoredDrafts:
-        """Score every draft of `dataset`, in order. Every process must call this method and gets the result."""
-        prediction = self.predict(dataset)
+        """Score every draft of `dataset`, in order. Every process must call this method and gets the result.
+
+        Unlike `predict` it logs nothing, so the figures of one evaluation have one name in the tracker."""
+        loader = self.get_test_dataloader(dataset)
+        prediction = self.evaluation_loop(loader, description="Scoring", prediction_loss_only=False)
         return ScoredDrafts.from_prediction(prediction.predictions, prediction.label_ids)
 
 

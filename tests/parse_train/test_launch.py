@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 
 from parse_infer.models.devices import multiplies_in_16_bits
 from parse_infer.models.loading import load_language_model
+from parse_infer.tracking import RUN_ID
 from parse_train.self_generated_data import AnswerConfig, write_answers
-from parse_train.tracking import RUN_ID
-from tests.parse_train.wandb_runs import offline_runs
+from tests.wandb_runs import offline_runs
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
-from parse_train import tracking
+from parse_infer import tracking
+from parse_infer.tracking import RunOptions
+from parse_train import training_run
 from parse_train.validity.config import ValidityTrainingConfig
-from tests.parse_train import wandb_runs
-from tests.parse_train.wandb_runs import offline_runs
+from tests import wandb_runs
+from tests.wandb_runs import offline_runs
+
+PAIR = ("zoo:target", "/home/me/runs/draft", None)
 
 
 @pytest.fixture
@@ -35,7 +39,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_without_a_key_it_logs_offline_and_says_so(
     config: ValidityTrainingConfig, modes: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tracking.start(config)
+    training_run.start(config, PAIR)
     assert modes == ["offline"]
     assert capsys.readouterr().out.count("wandb has no API key") == 1
     assert config.report_to == ["wandb"]
@@ -49,12 +53,12 @@ def test_a_resumed_training_goes_on_in_its_run(
     asked: list[tuple[str | None, str]] = []
     monkeypatch.setattr(wandb, "init", lambda **options: asked.append((options["id"], options["resume"])))
     for resumed in (False, True, True, False):
-        tracking.start(config, resumed=resumed)
+        training_run.start(config, PAIR, resumed=resumed)
     ids = [id for id, _ in asked]
     assert ids[0] == ids[1] == ids[2] != ids[3] and all(ids)
     assert {resume for _, resume in asked} == {"allow"}
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
-    tracking.start(config, resumed=True)
+    training_run.start(config, PAIR, resumed=True)
     assert asked[-1] == (None, "allow"), "wandb reads it itself"
 
 
@@ -71,10 +75,10 @@ def test_files_leave_the_machine_only_where_that_is_asked_for(
     (tmp_path / "rows" / ".cache").mkdir()
     (tmp_path / "rows" / ".cache" / "rows.arrow").write_text("{}\n")
     config.artifacts = artifacts
-    tracking.start(config)
-    tracking.log_artifact(config, "dataset", "my rows", tmp_path / "rows", {"rows": 1})
-    tracking.log_artifact(config, "dataset", "hub", "someone/drafts")
-    tracking.log_artifact(config, "model", "one file", tmp_path / "rows" / "my shard.jsonl")
+    training_run.start(config, PAIR)
+    training_run.log_artifact(config, PAIR, "dataset", "my rows", tmp_path / "rows", {"rows": 1})
+    training_run.log_artifact(config, PAIR, "dataset", "hub", "someone/drafts")
+    training_run.log_artifact(config, PAIR, "model", "one file", tmp_path / "rows" / "my shard.jsonl")
     tracking.finish()
     [(_, records)] = offline_runs(tmp_path / "out")
     found = wandb_runs.artifacts(records, "dataset")
@@ -84,7 +88,7 @@ def test_files_leave_the_machine_only_where_that_is_asked_for(
     [model] = wandb_runs.artifacts(records, "model")
     assert [entry.path for entry in model.manifest.contents] == ["my shard.jsonl"]
     rows, hub = found
-    assert (rows.name, json.loads(rows.metadata)) == ("my-rows", {"rows": 1})
+    assert (rows.name, json.loads(rows.metadata)) == ("zoo-target-runs-draft-my-rows", {"rows": 1})
     [entry] = rows.manifest.contents
     assert entry.path == "my shard.jsonl" and entry.digest and entry.size == 3
     assert bool(entry.local_path) == (artifacts == "upload") and bool(entry.ref) == (artifacts == "reference")
@@ -102,10 +106,11 @@ def test_a_tracker_that_fails_later_stops_nothing(
     monkeypatch.setattr(tracking, "_run", Broken)
     tracking.log_images({}, 0)
     tracking.summarise({"auroc": 1.0})
+    tracking.log_table("drafts", ["text"], [["1 + 1"]])
     tracking.log_curve("calibration", ("x", "y", "line"), [(1.0, 2.0, "a")])
-    tracking.log_artifact(config, "dataset", "rows", "someone/drafts")
+    training_run.log_artifact(config, PAIR, "dataset", "rows", "someone/drafts")
     tracking.finish()
-    assert capsys.readouterr().out.count("connection lost") == 5
+    assert capsys.readouterr().out.count("connection lost") == 6
 
 
 def test_a_key_is_found_where_login_puts_it(
@@ -114,12 +119,12 @@ def test_a_key_is_found_where_login_puts_it(
     assert not tracking.has_key()
     (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password not-a-key\n")
     assert tracking.has_key()
-    tracking.start(config)
+    training_run.start(config, PAIR)
     monkeypatch.setenv("NETRC", "/nowhere")
     monkeypatch.setenv("WANDB_API_KEY", "not-a-key")
-    tracking.start(config)
+    training_run.start(config, PAIR)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    tracking.start(config)
+    training_run.start(config, PAIR)
     assert modes == ["online", "online", "offline"]
 
 
@@ -135,7 +140,7 @@ def test_a_tracker_that_cannot_start_stops_nothing(
 
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setenv("WANDB_API_KEY", "not-a-key")
-    tracking.start(config)
+    training_run.start(config, PAIR)
     assert asked == ["online", "offline"]
     assert config.report_to == []
     assert "metrics are only printed to the log" in capsys.readouterr().out
@@ -148,6 +153,33 @@ def test_without_the_package_training_goes_on(
     config: ValidityTrainingConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    tracking.start(config)
+    training_run.start(config, PAIR)
     assert config.report_to == []
     assert "wandb is not installed" in capsys.readouterr().out
+
+
+def test_artifacts_of_two_pairs_have_two_names(tmp_path: Path) -> None:
+    pairs = [
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-8B", "runs/a/draft"),
+        ("Qwen/Qwen3-8B", "runs/b/draft"),
+    ]
+    names = [RunOptions(tmp_path, "train", "logprob", pair).pair for pair in pairs]
+    assert names == [
+        "Qwen-Qwen3-8B-Qwen-Qwen3-0.6B",
+        "Qwen-Qwen3-8B-a-draft",
+        "Qwen-Qwen3-8B-b-draft",
+    ]
+
+
+def test_a_run_says_what_it_is(config: ValidityTrainingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    training_run.start(config, PAIR)
+    tracking.finish()
+    [(_, records)] = offline_runs(Path(str(config.output_dir)))
+    run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
+    assert (run.job_type, run.run_group) == ("train", "zoo-target-runs-draft")
+    assert set(run.tags) == {"validity", "zoo-target", "runs-draft"}
+    known = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert known["kind"] == "validity" and known["models"] == list(PAIR[:2])

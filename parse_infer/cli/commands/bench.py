@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from parse_infer import tracking
 from parse_infer.cli import options
 from parse_infer.cli.model_options import NO_DRAFTER, ModelOptions, progress, with_models
 from parse_infer.cli.options import read_numbers
@@ -18,6 +20,7 @@ from parse_infer.cli.setting_options import with_settings
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.excluded_settings import NOT_MEASURED
 from parse_infer.settings import GenerationSettings
+from parse_infer.tracking import RunOptions
 
 if TYPE_CHECKING:
     from parse_infer.engine import ParseEngine
@@ -56,6 +59,8 @@ def bench(
         str | None,
         typer.Option(metavar="A,B,…", help="With --backend vllm: numbers of concurrent clients; default: 1,4,16,32."),
     ] = None,
+    report_to: Annotated[str, typer.Option(metavar="none|wandb", help="Tracker of the results.")] = "none",
+    project: Annotated[str, typer.Option(help="Project in the tracker.")] = "parse",
 ) -> None:
     """Compare PARSE with the target alone, the draft model alone, sequential and token-level speculation.
 
@@ -99,9 +104,13 @@ def bench(
       parse-infer bench --split validation --modes target,assisted,assisted:tokens=8 --out runs/search
       parse-infer bench --task jsonl --task-option path=problems.jsonl --modes target,parse --out runs/mine
     """
+    if report_to not in tracking.TRACKERS:
+        raise ParseError(f"--report-to is {report_to!r}; choose one of {', '.join(tracking.TRACKERS)}")
     settings = models.with_promise(settings.override(threshold=models.threshold), risk)
     loaded_task, where = open_task(task, task_option), describe_problems(task, task_option, split, seed)
     names = None if modes is None else tuple(name.strip() for name in modes.split(","))
+    pair = tuple(str(model) for model in (models.target, models.draft) if model)
+    tracked = RunOptions(Path(out), "bench", "bench", pair, project) if report_to == "wandb" else None
     if models.served:
         if thresholds is not None or zero_shot_threshold is not None or sweep_limit != 100:
             raise ParseError("--thresholds, --sweep-limit and --zero-shot-threshold are for --backend local")
@@ -118,6 +127,7 @@ def bench(
             repeats,
             where,
             promised=risk is not None,
+            track=tracked,
         )
         return
     if clients is not None:
@@ -143,6 +153,8 @@ def bench(
     if modes is None:
         benchmark = replace(benchmark, modes=_possible(DEFAULT_MODES, engine))
     results = run_bench(engine, problems, loaded_task.check, out, benchmark, task=where)
+    with tracking.job(tracked):
+        track_results(results["environment"], results["modes"])
     console = Console(highlight=False)
     for table in terminal_tables(results, console.width):
         console.print(table)
@@ -161,6 +173,7 @@ def _bench_clients(
     turns: int,
     task: str,
     promised: bool,
+    track: RunOptions | None,
 ) -> None:
     import torch
 
@@ -183,6 +196,7 @@ def _bench_clients(
 
     machine = {"coordinator": describe_machine(torch.device("cpu"))}  # remote servers do not report their hardware
     baseline = "the servers of --target-url" if models.target_url else "a stock server of vLLM"
+    about = {**models.describe_servers(), "baseline": baseline, "task": task, **machine}
     results = run_clients(
         connect,
         modes,
@@ -191,13 +205,28 @@ def _bench_clients(
         check,
         out,
         settings,
-        {**models.describe_servers(), "baseline": baseline, "task": task, **machine},
+        about,
         progress,
         turns=turns,
         together=bool(models.target_url) or not torch.cuda.is_available(),
     )
+    with tracking.job(track):
+        track_results(about, {f"{cell['way']}, {cell['clients']} clients": cell for cell in results["cells"]})
     Console(highlight=False).print(table(results))
     print(f"Written: {out}/clients.json, clients.md, clients.png")
+
+
+def track_results(environment: dict[str, Any], modes: dict[str, dict[str, Any]]) -> None:
+    """Log the environment and every mode's figures to the current run."""
+    tracking.note(environment)
+    names = sorted({name for figures in modes.values() for name in figures})
+    rows = [[mode, *(_cell(figures.get(name)) for name in names)] for mode, figures in modes.items()]
+    tracking.log_table("modes", ["mode", *names], rows)
+
+
+def _cell(value: Any) -> Any:
+    """A figure as a table has it; an interval becomes text."""
+    return value if value is None or isinstance(value, (int, float, str)) else str(value)
 
 
 def _possible(modes: tuple[str, ...], engine: ParseEngine) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from parse_infer.sampling import Sampling
 from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_train.__main__ import main as train_main
 from tests.parse_infer.language_models import reduced_pair, word_tokenizer
+from tests.wandb_runs import offline_runs
 
 ROOT = Path(__file__).parents[3]
 _folders: dict[str, str] = {}
@@ -217,6 +218,24 @@ def test_a_promises_settings_are_measured(models, problems, tmp_path, capsys):
     file.write_text(json.dumps(other | {"models": other["models"] | {"backend": "vllm"}}))
     assert "made with another backend (vllm)" in error_of(capsys, *bench, *cuts, "--risk", "0.5")
     assert "this engine has no calibration: run" in error_of(capsys, "bench", *problems, "--risk", "0.5", *models)
+
+
+def test_a_benchmark_is_one_run_with_a_row_for_each_mode(models, problems, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    out = tmp_path / "bench"
+    bench = ["bench", *problems, "--limit", "1", "--max-new-tokens", "4", "--thresholds", "none", *models]
+    bench += ["--modes", "target,parse", "--out", str(out)]
+    assert "--report-to is 'tensorboard'; choose one of none, wandb" in error_of(
+        capsys, *bench, "--report-to", "tensorboard"
+    )
+    assert main([*bench, "--report-to", "wandb"]) == 0
+    [(_, records)] = offline_runs(out)
+    run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
+    assert run.job_type == "bench" and run.run_group and "bench" in run.tags
+    [table] = out.glob("wandb/offline-run-*/files/media/table/modes*.json")
+    content = json.loads(table.read_text())
+    assert [row[0] for row in content["data"]] == ["target", "parse"] and "speedup" in content["columns"]
 
 
 @pytest.mark.parametrize("command", [["bench", "--limit", "1"], ["eval", "--tasks", "gsm8k", "--data", "gsm8k=DATA"]])

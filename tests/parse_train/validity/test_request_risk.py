@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 
 from data_tools.tasks.registry import load_task
+from parse_infer import tracking
 from parse_infer.calibration.schema import FILE, Calibration
 from parse_infer.errors import ParseError
 from parse_infer.held_out import prompt_hash
-from parse_infer.judge.adapter_files import PROBLEMS
 from parse_infer.models.names import collection_folder
-from parse_train import tracking
+from parse_infer.models.train_problems import TRAIN_PROBLEMS
+from parse_train import training_run
 from parse_train.validity.build_info import BuildInfo, read_build_info
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.request_risk import calibrate_requests
-from tests.parse_train.wandb_runs import logged, offline_runs
+from tests.wandb_runs import logged, offline_runs
 
 
 @pytest.fixture
@@ -47,12 +48,12 @@ def test_the_exported_adapter_carries_a_promise(config: ValidityTrainingConfig, 
     assert (info.task, info.draft["name"], info.max_draft_tokens) == ("gsm_symbolic", "zoo:draft", 200)
     # A prompt that the adapter has learnt from comes again: it is left out. Seven make the promise void.
     prompts = [p.prompt for p in load_task("gsm_symbolic").problems("validation", limit=7)]
-    learnt = tmp_path / "out" / "adapter" / PROBLEMS
+    learnt = tmp_path / "out" / "adapter" / TRAIN_PROBLEMS
     learnt.write_text(prompt_hash(prompts[0]) + "\n")
     config.report_to = ["wandb"]
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staging"))
-    tracking.start(config)
+    training_run.start(config, ("zoo:target", "zoo:draft"))
     calibrate_requests(config, info)
     tracking.finish()
     out = capsys.readouterr().out
@@ -63,7 +64,7 @@ def test_the_exported_adapter_carries_a_promise(config: ValidityTrainingConfig, 
 
     # The run has the curve of speed-up against risk, a point for each setting, and the promises in its summary.
     [(_, records)] = offline_runs(Path(config.output_dir))
-    [table] = Path(config.output_dir).glob("wandb/offline-run-*/files/media/table/calibration/*.json")
+    [table] = Path(config.output_dir).glob("wandb/offline-run-*/files/media/table/*.json")
     curve = json.loads(table.read_text())
     assert curve["columns"] == ["risk (upper bound)", "speed-up", "block tokens", "threshold", "lost"]
     first, setting = found.tried[0], found.tried[0].setting

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from parse_infer import tracking
 from parse_infer.held_out import prompt_hash
 from parse_infer.models.train_problems import TRAIN_PROBLEMS
-from parse_train import tracking
 from parse_train.__main__ import main
 from parse_train.validity import train
 from parse_train.validity.model import ValidityModel
 from parse_train.validity.trainer import ValidityTrainer
-from tests.parse_train.wandb_runs import artifacts, logged, offline_runs
+from tests.wandb_runs import artifacts, logged, offline_runs
 
 
 def test_what_is_evaluated_is_what_is_exported(training_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -55,8 +55,19 @@ def test_the_run_lasts_until_the_promise_and_has_data_and_adapter(
     assert while_promising == [True] and not tracking.runs()
     [(_, records)] = offline_runs(tmp_path / "out")
     assert [record.WhichOneof("record_type") for record in records].count("exit") == 1
-    assert {"train/loss", "final/acceptance/path"} <= set(logged(records, "history"))
-    assert "auroc" in logged(records, "summary")
+    history, summary = set(logged(records, "history")), logged(records, "summary")
+    assert {"train/loss", "eval/acceptance/path", "eval/reliability/path", "eval/drafts/path"} <= history
+    assert {"threshold", "bound", "scale", "shift", "epochs", "steps", "eval/auroc"} <= set(summary)
+    # Every figure has one name.
+    figures = [name.rpartition("/")[2] for name in {*history, *summary} if "/" in name and "path" not in name]
+    repeated = {name for name in figures if figures.count(name) > 1}
+    assert not repeated & {"auroc", "auprc", "ece", "acceptance_rate", "false_accept_rate", "acceptance_at_risk"}
+    assert not {"auroc", "eval_auroc", "test/auroc"} & {*history, *summary}
+    [table] = (tmp_path / "out").glob("wandb/offline-run-*/files/media/table/eval/drafts*.json")
+    drafts = json.loads(table.read_text())
+    assert drafts["columns"] == ["draft", "text", "validity", "label"]
+    assert {type(value) for value in drafts["data"][0]} == {int, str, float, bool}
+    assert all(text and 0 <= validity <= 1 for _, text, validity, _ in drafts["data"])
     provenance = json.loads((tmp_path / "out" / "adapter" / "validity_config.json").read_text())["provenance"]
     assert provenance["steps"] == 2 and 0 < provenance["epochs"] < 1 and "num_train_epochs" not in provenance
     [data], [adapter] = artifacts(records, "dataset"), artifacts(records, "model")
