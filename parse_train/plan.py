@@ -150,7 +150,7 @@ def cache_per_token(name: str, dtype: str) -> int:
     text = load_config(name).get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kept = (load_config(name).dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    kept: Any = (load_config(name).dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     return 2 * int(text.num_hidden_layers * heads * head * kept.itemsize)
 
 
@@ -177,7 +177,7 @@ def _validity(config: ValidityTrainingConfig) -> Plan:
         model.surprise_rows = _ROWS
         if recomputes:
             model.activation_checkpointing_enable()
-            model._contexts = lambda: (nullcontext(), _second_run(model))
+            model._contexts = lambda: (nullcontext(), _second_run(model))  # type: ignore[method-assign]
         return model
 
     def measure(layers: int, recomputes: bool = False) -> Counted:

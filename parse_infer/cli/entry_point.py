@@ -23,6 +23,7 @@ APP_OPTIONS: dict[str, Any] = {
 }
 # typer does not export this class, and its module has moved between versions.
 _ClickException: type[Exception] = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
+_INTERRUPTED = 130  # exit code, as of shells
 
 
 def _show_version(wanted: bool) -> None:
@@ -76,10 +77,12 @@ def run_app(app: typer.Typer, name: str, argv: Sequence[str] | None, interrupted
     warnings.formatwarning = formatted  # type: ignore[assignment]
     try:
         code = app(arguments or ["--help"], prog_name=name, standalone_mode=False)
+        if code == _INTERRUPTED:  # typer makes this of an interruption
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         print(interrupted, file=sys.stderr)
-        return 130
+        return _INTERRUPTED
     except BrokenPipeError:  # the reader (head, less) closed the pipe
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
         return 0

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from parse_infer.errors import SettingsError
-from parse_infer.models.detokenizer import Detokenizer
-from parse_infer.models.token_text import REPLACEMENT
 
 Ends = Callable[[Sequence[str], int], list[int]]
 """Maps the texts of a draft's tokens, and `CutPolicy.every`, to the increasing offsets after which a segment ends.
@@ -199,6 +197,9 @@ class Segmenter:
 
     def _texts(self, ids: Sequence[int]) -> list[str]:
         """Return the text that each token adds; a split character belongs to the token that completes it."""
+        from parse_infer.models.detokenizer import Detokenizer  # it needs transformers, which help does without
+        from parse_infer.models.token_text import REPLACEMENT
+
         texts = [self.surface(i) for i in ids]
         if not any(REPLACEMENT in text for text in texts):
             return texts

@@ -24,5 +24,5 @@ class ContextCache(DynamicCache):
     ) -> tuple[Tensor, Tensor]:
         if not self.fixed:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        cached = self.layers[layer_idx]
+        cached: Any = self.layers[layer_idx]
         return torch.cat([cached.keys, key_states], dim=-2), torch.cat([cached.values, value_states], dim=-2)

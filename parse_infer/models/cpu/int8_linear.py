@@ -10,6 +10,7 @@ beside it. The products are oneDNN's, as PyTorch compiles them for models quanti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         weight = linear.weight.detach().float()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.scales = weight.abs().amax(1).clamp_min(1e-12) / 127
+        self.scales = weight.abs().amax(1).clamp_min(1e-12) / largest_weight()
         rounded = (weight / self.scales[:, None]).round_().to(torch.int8)
         self.packed = torch.ops.onednn.qlinear_prepack(rounded, None)
         self.zeros = torch.zeros(self.out_features, dtype=torch.int64)
@@ -43,9 +44,24 @@ class Int8Linear(nn.Module):
 
     def unscaled(self, inputs: Tensor) -> Tensor:
         """Multiply rounded rows, without their scales and the bias."""
-        own = (inputs, 1.0, _OFFSET, self.packed, self.scales, self.zeros, None, 1.0, 0)
-        out: Tensor = torch.ops.onednn.qlinear_pointwise(*own, torch.float32, "none", [], "")
-        return out
+        return _product(inputs, _OFFSET, self.packed, self.scales, self.zeros)
+
+
+@cache
+def largest_weight() -> int:
+    """Return the largest rounded weight: 127, or 64 on CPUs without VNNI.
+
+    There pairs of products are added in 16 bits, which two of 255 x 127 exceed: the sums would be cut off."""
+    packed = torch.ops.onednn.qlinear_prepack(torch.full((32, 64), 127, dtype=torch.int8), None)
+    inputs = torch.full((32, 64), 255, dtype=torch.uint8)
+    sums = _product(inputs, 0, packed, torch.ones(32), torch.zeros(32, dtype=torch.int64))
+    return 127 if bool((sums == 64 * 255 * 127).all()) else 64
+
+
+def _product(inputs: Tensor, offset: int, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    own = (inputs, 1.0, offset, packed, scales, zeros, None, 1.0, 0)
+    out: Tensor = torch.ops.onednn.qlinear_pointwise(*own, torch.float32, "none", [], "")
+    return out
 
 
 def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -557,7 +557,7 @@ _NEEDED = ["--output_dir", "x", "--target", "t", "--draft", "d", "--task", "gsm8
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
-        ("lables: 3", [], "unknown key lables; did you mean"),
+        ("tmperatures: 3", [], "unknown key tmperatures; did you mean 'temperatures'?"),
         ("seed: 3", ["--drop_unsolvd"], "command line: unknown key drop_unsolvd; did you mean 'drop_unsolved'?"),
         ("seed: three", [], "invalid int value: 'three'"),
         ("seed: 3", ["--task_options", "path: p.jsonl, check_with: exact"], "invalid mapping value: 'path: p.jsonl"),

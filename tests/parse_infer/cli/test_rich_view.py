@@ -66,7 +66,9 @@ def test_three_colours():
 def test_the_view_of_a_real_stream_holds_exactly_the_answer(make_model, tokenizer, random_adapter, block_tokens):
     target, draft = make_model("llama", seed=0), make_model("llama", seed=5)
     engine = ParseEngine.from_models(
-        LanguageModel("t", target, tokenizer), LanguageModel("d", draft, tokenizer), random_adapter(target)
+        LanguageModel("t", target, tokenizer),
+        LanguageModel("d", draft, tokenizer),
+        random_adapter(target, logprobs=True),
     )
     for threshold in (0.0, 0.5, 1.1):
         view = AnswerView(threshold)
