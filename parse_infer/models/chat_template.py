@@ -63,9 +63,14 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 def check_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
-    """Raise ModelError for an option that the chat template does not read: a misspelt one would have no effect."""
+    """Raise ModelError for an option that the chat template does not read: a misspelt one would have no effect.
+
+    A template without reasoning does what `enable_thinking: false` asks for, as recipes for any model do.
+    """
     template = _template(tokenizer)
-    for name in options:
+    for name, value in options.items():
+        if name == "enable_thinking" and not value:
+            continue
         if template is None:
             raise ModelError(
                 f"{name!r} is no option: the tokenizer of {tokenizer.name_or_path!r} has no chat template."

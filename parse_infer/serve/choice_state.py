@@ -52,6 +52,10 @@ class ParseStatistics(BaseModel):
     draft_forwards: int
     drafter_forwards: int
     verification_passes: int
+    block_tokens: int | Literal["auto", "whole"] | None
+    """What the request's `block_tokens` became; None without drafts."""
+    blocks: list[int]
+    """Draft tokens of each block that the target read."""
     risk: float | None
     """The risk promise of this answer: at most this share of such requests is lost."""
     fallback: Fallback | None
