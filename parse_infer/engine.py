@@ -24,7 +24,7 @@ from parse_infer.backends.base import Backend
 from parse_infer.backends.build_options import builder, check_options
 from parse_infer.calibration.schema import Calibration, resolve_risk
 from parse_infer.drafters.text import TextDrafter
-from parse_infer.errors import PromptError, SettingsError
+from parse_infer.errors import CalibrationError, PromptError, SettingsError
 from parse_infer.events import Accepted, Done, Event, Resumed
 from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.loop import PairWrapper, identity, segments_of
@@ -170,7 +170,7 @@ class ParseEngine:
         return dict(self.backend.describe())
 
     def describe_drafters(self) -> dict[str, Any]:
-        """The token drafters of both models."""
+        """The token drafter of the target."""
         return dict(self.backend.describe_drafters())
 
     def describe_machine(self) -> dict[str, Any]:
@@ -182,9 +182,17 @@ class ParseEngine:
         self.backend.clear_caches()
 
     def check_calibration(self) -> None:
-        """Raise ValueError unless the calibration was measured with the engine's models."""
+        """Raise ValueError unless the calibration was measured with the engine's models, and as they are served."""
         if self.calibration is not None and self.calibration is not self._checked:
             self.calibration.check(self.describe())
+            for risk, place in self.calibration.promises.items():
+                length = None if place is None else self.calibration.tried[place].setting.block_tokens
+                if length is not None and self.backend.replayable(length) != length:
+                    raise CalibrationError(
+                        f"the calibration promises a risk of {risk:g} with block_tokens {length}, whose answers "
+                        "depend on measured times if draft model and target have different tokens: run "
+                        "`parse-infer calibrate` again"
+                    )
             self._checked = self.calibration
 
     def generate(
@@ -234,22 +242,16 @@ class ParseEngine:
         self,
         prompts: Prompt | Sequence[Prompt],
         settings: GenerationSettings | Mapping[str, Any] | None = None,
-        speculate: bool = False,
         **overrides: Any,
     ) -> Generation | list[Generation]:
-        """Answer with the draft model alone, in its own tokens; local backend only.
-
-        With `speculate` the draft model's token drafter proposes tokens.
-        """
+        """Answer with the draft model alone, in its own tokens; local backend only."""
         if self.draft is None:
             raise SettingsError("This engine has no draft model: pass draft=… to from_pretrained.")
         batch, is_list = as_batch(prompts)
         settings = GenerationSettings.of(settings, **overrides)
         requests = [Request(prompt, self.draft, settings, settings.draft_sampling) for prompt in batch]
         with self.backend.turn():
-            found = list(
-                self.collect([self._answer(r, self.backend.draft_alone(r, speculate), None) for r in requests])
-            )
+            found = list(self.collect([self._answer(r, self.backend.draft_alone(r), None) for r in requests]))
         return found if is_list else found[0]
 
     def stream(

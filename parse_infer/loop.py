@@ -38,7 +38,12 @@ class Verdict(Protocol):
 
     @property
     def scores(self) -> TokenScores | None:
-        """For a block that was judged token by token. None: the validity depends on this draft alone."""
+        """What a judge of single tokens carries into the next draft; None: the validity depends on this one alone."""
+        ...
+
+    @property
+    def by_token(self) -> bool:
+        """There is a cut after every token, so that the first rejected one is never the target's choice."""
         ...
 
     @property
@@ -56,6 +61,8 @@ class ModelPair(Protocol, Generic[V]):
     segmenter: Segmenter
     threshold: float
     """The request's threshold."""
+    drafted: int
+    """Tokens that the draft model wrote for the last draft, in its own tokens; 0: it cannot continue."""
 
     async def propose(self, round: int) -> Sequence[int]:
         """Draft the rest of the answer in target tokens; the loop truncates a draft that is too long."""
@@ -130,7 +137,7 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
         yield Verified(round, segments)
         accepted = segments[: sum(i < kept for i in shown)]
         n = len(answer.ids) + cut
-        yield request.accept(round, draft, accepted, tail, joins=verdict.scores is not None or not verdict.cuts)
+        yield request.accept(round, draft, accepted, tail, joins=verdict.by_token or not verdict.cuts)
         if answer.is_finished:
             return
 

@@ -87,7 +87,9 @@ class GenerationSettings:
         None,
         "Let the target answer alone while that measures faster; default: on over servers, off for local models.",
     )
-    """See `parse_infer.adaptive`. No effect on requests without a draft, such as lossless speculation."""
+    """See `parse_infer.adaptive`. No effect on requests without a draft, such as lossless speculation. With False, as
+    with `risk`, the target does not write alone between blocks of "auto" either: measured times decide about no text.
+    """
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
@@ -129,6 +131,11 @@ class GenerationSettings:
                 raise SettingsError(f"stop_token_ids contains {token!r}; a token id is a whole number.")
         if self.min_tokens > self.max_new_tokens:
             raise SettingsError(f"min_tokens is {self.min_tokens}, but max_new_tokens is {self.max_new_tokens}.")
+
+    @property
+    def keeps_greedy_match(self) -> bool:
+        """Whether draft tokens after the cut that equal the target's greedy choice are kept."""
+        return self.mode == "exact" or (self.keep_greedy_match and self.resume_sampling.greedy)
 
     @classmethod
     def of(cls, settings: GenerationSettings | Mapping[str, Any] | None = None, **changes: Any) -> GenerationSettings:

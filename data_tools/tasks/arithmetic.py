@@ -107,19 +107,19 @@ def _value(node: ast.expr, numbers: list[str]) -> Fraction:
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp):
         return _OPERATIONS[type(node.op)](_value(node.left, numbers), _value(node.right, numbers))
-    raise ValueError(f"no arithmetic: {ast.dump(node)}")
+    raise ArithmeticError(f"no arithmetic: {ast.dump(node)}")
 
 
 def _factorial(number: str) -> int:
     if not number.isdigit() or int(number) > 200:
-        raise ValueError(f"no factorial of {number}")
+        raise ArithmeticError(f"no factorial of {number}")
     return math.factorial(int(number))
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if exponent.denominator != 1 or bits * abs(exponent) > _MAX_BITS:
-        raise ValueError(f"no exact power {exponent}")
+        raise ArithmeticError(f"no exact power {exponent}")
     return Fraction(base) ** int(exponent)
 
 

@@ -11,7 +11,7 @@ from parse_infer.events import Event
 from parse_infer.loop import PairWrapper, Verdict
 from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_infer.request import Request
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings import BlockTokens, GenerationSettings
 
 T = TypeVar("T")
 
@@ -65,6 +65,11 @@ class Backend(Protocol):
         """Raise ValueError for settings that this backend cannot serve with the given calibration."""
         ...
 
+    def replayable(self, length: BlockTokens) -> BlockTokens:
+        """The length of blocks to calibrate and serve in the place of `length`: a number for "auto" if drafts pass as
+        text, because the target's tokens then depend on where blocks end, and "auto" ends them by measured times."""
+        ...
+
     def draft_source(self, request: Request, draft_text: Any) -> Any:
         """Return the source of a request's drafts: `draft_text`, or the draft model if that is None.
 
@@ -94,7 +99,7 @@ class Backend(Protocol):
         """Return the judge. Raise ValueError without a judge."""
         ...
 
-    def draft_alone(self, request: Request, speculate: bool) -> AsyncGenerator[Event, None]:
+    def draft_alone(self, request: Request) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer that the draft model writes alone. Raise ValueError if a server runs it."""
         ...
 

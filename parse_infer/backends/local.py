@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from parse_infer.backends.local_pair import LocalModelPair
-from parse_infer.block_length import BlockLength
+from parse_infer.block_length import REPLAYED, BlockLength
 from parse_infer.calibration.schema import Calibration, shipped_calibration
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.drafters.source import DraftSource
@@ -35,7 +35,7 @@ from parse_infer.models.token_map import token_map
 from parse_infer.output import Source
 from parse_infer.provenance import describe_drafter, describe_models
 from parse_infer.request import Request
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings import BlockTokens, GenerationSettings
 from parse_infer.speculation.decode import speculative_decode
 from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.proposer import TokenProposer
@@ -56,7 +56,6 @@ def load_backend(
     min_p: float | None = None,
     zero_shot: bool = False,
     target_drafter: str | None = AUTO,
-    draft_drafter: str | None = None,
     cut_policy: CutPolicy | None = None,
     calibration: str | Path | None = None,
     device: str | torch.device | None = None,
@@ -65,6 +64,12 @@ def load_backend(
     torch_compile: bool = False,
     template_options: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    quantization_config: Any = None,
+    draft_quantization_config: Any = None,
+    attn_implementation: str | None = None,
 ) -> LocalBackend:
     """Load a `LocalBackend`; the arguments of `ParseEngine.from_pretrained` with backend="local".
 
@@ -75,10 +80,10 @@ def load_backend(
         min_p: judge without training, instead of an adapter: keep draft tokens at least `min_p` times as likely as the
             target's first choice (`MinPJudge`). It is the default threshold.
         zero_shot: use the target as zero-shot judge instead of an adapter. Without a judge only mode "exact" works.
-        target_drafter, draft_drafter: token drafters for the tokens that each model writes itself: "lookup", the
-            folder or id of a head, or for the target "draft" (`parse_infer.speculation.registry`). Greedy tokens
-            stay the same (in float32), sampled tokens keep their distribution. "auto" selects "draft" if all tokens
-            of the draft model are tokens of the target. None: no proposer.
+        target_drafter: token drafter for the tokens that the target writes itself: "lookup", "draft", or the folder
+            or id of a head (`parse_infer.speculation.registry`). Greedy tokens stay the same (in float32), sampled
+            tokens keep their distribution. "auto" selects "draft" if all tokens of the draft model are tokens of the
+            target. None: no token drafter.
         cut_policy: where to cut drafts; None takes the judge's training policy.
         calibration: file written by `parse-infer calibrate`; None reads the file in the adapter's folder, if any.
         dtype: "auto" is the dtype of the saved weights, or float32 on CPUs that are slow in 16 bits.
@@ -86,10 +91,22 @@ def load_backend(
         torch_compile: on a GPU, compile the decode steps of both models. They get faster, small models most; the
             first answers take up to a minute each (`parse_infer.models.cuda_graphs`).
         template_options: options of the chat templates, such as {"enable_thinking": False}.
+        revision, draft_revision: branch, tag or commit of a model on the Hugging Face Hub.
+        device_map: as in transformers, the devices of the target's layers, instead of `device` ("auto" divides it
+            among all GPUs). The draft model goes to the first of them.
+        quantization_config, draft_quantization_config: as in transformers, such as `BitsAndBytesConfig`. For weights
+            that are stored quantised, the configuration is in their folder.
+        attn_implementation: "sdpa" only. The verification pass has an attention function of its own, which calls
+            PyTorch's kernels, with flash attention where a GPU has it.
 
     Raises ValueError or OSError with one sentence for missing, damaged or mismatched files.
     """
     check_one_judge(adapter, min_p, zero_shot)
+    if attn_implementation not in (None, "sdpa"):
+        raise SettingsError(
+            f"attn_implementation is {attn_implementation!r}, but the verification pass has an attention function of "
+            "its own, which calls PyTorch's kernels, with flash attention where a GPU has it: omit it, or give 'sdpa'"
+        )
     promises = None if calibration is None else Calibration.load(calibration)
     if gguf_file is not None:
         target = target / gguf_file if isinstance(target, Path) else f"{target.rstrip('/')}/{gguf_file}"
@@ -98,20 +115,16 @@ def load_backend(
         find_model(draft)
     if adapter is not None:
         adapter = resolve(adapter)
-    if draft_drafter is not None and draft is None:
-        raise SettingsError(f"draft_drafter is {draft_drafter!r}, but the engine has no draft model: pass draft=…")
     if target_drafter not in (None, AUTO):
         check_token_drafter("target_drafter", target_drafter, has_draft=draft is not None)
-    if draft_drafter is not None:
-        check_token_drafter("draft_drafter", draft_drafter, has_draft=False)
     load = partial(
         load_language_model,
-        device=device,
         torch_compile=torch_compile,
         template_options=template_options,
         trust_remote_code=trust_remote_code,
     )
-    loaded = load(target, role="target", dtype=dtype)
+    how = {"revision": revision, "device_map": device_map, "quantization_config": quantization_config}
+    loaded = load(target, role="target", dtype=dtype, device=device, **how)
     judge: Any = None
     if adapter is not None:
         judge = ValidityAdapter.from_pretrained(adapter, loaded.model)
@@ -119,7 +132,11 @@ def load_backend(
         judge = MinPJudge(loaded.tokenizer, min_p)
     elif zero_shot:
         judge = ZeroShotJudge(loaded.model, loaded.tokenizer)
-    draft_model = None if draft is None else load(draft, role="draft", dtype=draft_dtype or dtype)
+    draft_model = None
+    if draft is not None:
+        place = device if device_map is None else loaded.model.device
+        how = {"revision": draft_revision, "quantization_config": draft_quantization_config}
+        draft_model = load(draft, role="draft", dtype=draft_dtype or dtype, device=place, **how)
     if target_drafter == AUTO:
         known = draft_model is not None and token_map(draft_model.tokenizer, loaded.tokenizer) is not None
         target_drafter = "draft" if known else None
@@ -128,7 +145,6 @@ def load_backend(
         draft_model,
         judge,
         target_drafter=load_token_drafter(target_drafter, loaded, draft_model) if target_drafter else None,
-        draft_drafter=load_token_drafter(draft_drafter, draft_model) if draft_drafter and draft_model else None,
         cut_policy=cut_policy,
         calibration=shipped_calibration(adapter) if promises is None else promises,
     )
@@ -142,7 +158,7 @@ class LocalBackend:
         draft: the draft model; None if drafts are texts or come from `drafter`.
         judge: a `ValidityAdapter`, `MinPJudge` or `ZeroShotJudge`; None allows only mode "exact".
         drafter: a source of drafts that replaces `draft`.
-        target_drafter, draft_drafter: token drafters.
+        target_drafter: token drafter of the target.
         cut_policy: where to cut drafts; None takes the judge's training policy.
     """
 
@@ -157,7 +173,6 @@ class LocalBackend:
         *,
         drafter: DraftSource | None = None,
         target_drafter: TokenProposer | None = None,
-        draft_drafter: TokenProposer | None = None,
         cut_policy: CutPolicy | None = None,
         calibration: Calibration | None = None,
     ) -> None:
@@ -165,8 +180,7 @@ class LocalBackend:
         self.draft = draft
         self.judge = judge
         self.target_drafter = target_drafter
-        self.draft_drafter = draft_drafter
-        self.drafter = ModelDrafter(draft, target, draft_drafter) if drafter is None and draft is not None else drafter
+        self.drafter = ModelDrafter(draft, target) if drafter is None and draft is not None else drafter
         self.calibration = calibration
         self.threshold: float | None = judge.config.threshold if judge is not None else None
         if cut_policy is None:
@@ -194,10 +208,7 @@ class LocalBackend:
         return describe_models(self.target, self.draft, self.judge, self.segmenter.policy)
 
     def describe_drafters(self) -> dict[str, Any]:
-        return {
-            "target_drafter": describe_drafter(self.target_drafter),
-            "draft_drafter": describe_drafter(self.draft_drafter),
-        }
+        return {"target_drafter": describe_drafter(self.target_drafter)}
 
     def describe_machine(self) -> dict[str, Any]:
         compiled = {"torch_compile": True} if self.target.torch_compile else {}
@@ -212,6 +223,10 @@ class LocalBackend:
                 f"block_tokens is {settings.block_tokens}, but this adapter's probe and token doubt were trained on "
                 "whole drafts: set block_tokens to whole, or use an adapter without a probe"
             )
+
+    def replayable(self, length: BlockTokens) -> BlockTokens:
+        as_text = isinstance(self.drafter, ModelDrafter) and not self.drafter.passes_tokens
+        return REPLAYED if length == "auto" and as_text and self.verifier.judges_tokens else length
 
     def require_judge(self) -> Judge:
         if self.judge is None:
@@ -240,12 +255,14 @@ class LocalBackend:
         return drafter
 
     def uses_draft(self, request: Request, source: DraftSource | ChatTemplateError) -> bool:
-        """Whether the draft model writes a draft. At a threshold above 1, a draft model that proposes tokens for the
-        target writes no draft: the answer is lossless speculation, with or without `adaptive`."""
+        """Whether the answer has drafts. Above a threshold of 1 it has none if nothing of them can be kept, or if the
+        draft model proposes the target's tokens: this is lossless speculation, with or without `adaptive`."""
         settings = request.settings
-        proposes = source is self.drafter and isinstance(self.target_drafter, DraftModelProposer)
         assert settings.threshold is not None  # set by the engine
-        return settings.mode == "exact" or settings.threshold <= 1 or not proposes
+        if settings.mode == "exact" or settings.threshold <= 1:
+            return True
+        proposes = source is self.drafter and isinstance(self.target_drafter, DraftModelProposer)
+        return settings.keeps_greedy_match and not proposes
 
     async def with_draft(
         self, request: Request, source: DraftSource | ChatTemplateError, wrap: PairWrapper, watched: bool
@@ -270,10 +287,9 @@ class LocalBackend:
         drafter = self.target_drafter if speculate else None
         return self._accounted(request, self._written(self.target, "target", request, drafter))
 
-    def draft_alone(self, request: Request, speculate: bool) -> AsyncGenerator[Event, None]:
+    def draft_alone(self, request: Request) -> AsyncGenerator[Event, None]:
         assert self.draft is not None
-        drafter = self.draft_drafter if speculate else None
-        return self._accounted(request, self._written(self.draft, "draft", request, drafter))
+        return self._accounted(request, self._written(self.draft, "draft", request, None))
 
     async def judge_text(
         self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int] | None
@@ -340,10 +356,10 @@ class LocalBackend:
         )
 
     def _forwards(self, source: DraftSource | None) -> tuple[int, int, int]:
-        """Forwards so far of the target, of the draft model (or other draft source), and of the token drafters."""
+        """Forwards so far of the target, of the draft model (or other draft source), and of the token drafter."""
         drafting = self.draft.decoder.forwards if self.draft is not None else source.forwards if source else 0
-        proposers = (self.target_drafter, self.draft_drafter)
-        return self.target.decoder.forwards, drafting, sum(p.forwards for p in proposers if p is not None)
+        proposing = 0 if self.target_drafter is None else self.target_drafter.forwards
+        return self.target.decoder.forwards, drafting, proposing
 
     async def _written(
         self, model: LanguageModel, role: Source, request: Request, drafter: TokenProposer | None

@@ -11,6 +11,7 @@ from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.drafters.source import Block, DraftSource
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.judge.verifier import Verification
+from parse_infer.models.devices import wait_for
 from parse_infer.request import Request
 from parse_infer.settings import BlockTokens
 from parse_infer.speculation.rejected_draft import RejectedDraft
@@ -43,8 +44,10 @@ class LocalModelPair:
         self._backend, self._request, self._drafter = backend, request, drafter
         self._exact = settings.mode == "exact"
         # Whether to accept draft tokens after the cut that equal the target's greedy choice.
-        self._wants_tail = self._exact or (settings.keep_greedy_match and settings.resume_sampling.greedy)
+        self._wants_tail = settings.keeps_greedy_match
         no_judge = self._exact or self.threshold > 1
+        # A calibration knows no pauses, which change a judged answer.
+        self._pauses = no_judge or (settings.risk is None and settings.adaptive is not False)
         self._probe_tokens = 0 if self._exact else backend.probe_tokens
         self._drafts = backend.uses_draft(request, drafter)
         self._by_segment = isinstance(drafter, ModelDrafter) and drafter.one_segment
@@ -60,6 +63,7 @@ class LocalModelPair:
         self._length = backend.block_lengths[threshold_class(2.0 if no_judge else self.threshold)]
         self._first = FIRST if watched and self._ends_early else None
         self._block = Block([])
+        self.drafted = 0
         self._paused = False  # this round: the target writes alone
 
     def _block_length(self, length: BlockTokens, no_judge: bool, replayed: bool) -> tuple[int | None, bool]:
@@ -83,24 +87,28 @@ class LocalModelPair:
         answer, most = self._request.answer, self.max_draft_tokens()
         if self._blocks is None:
             return self._drafter.propose(answer.ids, most).ids
-        self._paused = self._ends_early and self._length.pause > 0
+        self.drafted = 0
+        # Of an unusual draft only the target's own tokens are kept.
+        pauses = self._pauses or self._request.fallback is not None
+        self._paused = pauses and self._ends_early and self._length.pause > 0
         if self._paused:
             self._block = Block([])
             return ()
         if not isinstance(self._drafter, ModelDrafter):
             return self._drafter.propose(answer.ids, min(most, self._blocks)).ids
-        survival, drafted = 1.0, 0
-        unknown = self._judges_tokens and self._request.carried.usual is None
+        survival = 1.0
+        unknown = self._ends_early and self._judges_tokens and self._request.carried.usual is None
         least = self._backend.verifier.first_tokens if unknown else 0
 
         def ends(confidence: float) -> bool:
-            nonlocal survival, drafted
-            survival, drafted = survival * self._length.survival_of(confidence), drafted + 1
-            return self._ends_early and drafted >= least and self._length.end_after(survival)
+            nonlocal survival
+            survival *= self._length.survival_of(confidence)
+            return self._ends_early and self._length.end_after(survival)
 
         longest = min(self._blocks, self._length.longest) if self._ends_early else self._blocks
-        self._block = self._drafter.propose_block(answer.ids, most, min(self._first or longest, longest), ends)
-        self._first = None
+        longest = min(self._first or longest, longest)
+        self._block = self._drafter.propose_block(answer.ids, most, longest, ends, least)
+        self._first, self.drafted = None, self._block.n_drafted
         return self._block.ids
 
     async def verify(self, draft: Sequence[int]) -> Verification:
@@ -113,6 +121,7 @@ class LocalModelPair:
         self._read = len(context) - decoder.cached + len(draft)
         if self._exact or (self.threshold > 1 and (self._blocks is not None or verifier.judge is None)):
             verdict = verifier.verify(draft, cuts=[])
+            wait_for(decoder.device)  # the other verdicts have waited for their numbers
         elif draft and self._judges_tokens:
             carried = self._request.carried
             verdict = verifier.verify_block(draft, carried, self._request.answer.ids[carried.tokens :])
@@ -124,7 +133,7 @@ class LocalModelPair:
 
     def count_greedy_matches(self, draft: Sequence[int], verdict: Verification, cut: int) -> int:
         # In a block, the first rejected token is never the target's choice.
-        wanted = self._wants_tail and verdict.scores is None
+        wanted = self._wants_tail and not verdict.by_token
         return self._backend.verifier.greedy_match(draft, verdict, cut) if wanted else 0
 
     def compact(self, verdict: Verification, kept: Collection[int]) -> Verification:
@@ -147,10 +156,10 @@ class LocalModelPair:
     def draft_continues(self, draft: Sequence[int], kept: int, written: Sequence[int]) -> bool:
         if not (self._by_segment or (self._blocks is not None and self._drafts)):
             return False
-        if not draft and self._block.n_drafted:  # the block ended inside a character
+        if not draft and self.drafted:  # the block ended inside a character
             return len(written) >= 1
         if not draft:
-            return self._ends_early and 0 < self._length.pause <= len(written)
+            return self._paused and self._length.pause <= len(written)
         if kept == len(draft):
             return True
         if self._by_segment or self._judges_segments:  # the judge knows only that the segment fails

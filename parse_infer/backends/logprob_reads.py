@@ -47,6 +47,10 @@ class LogprobScores:
     scores: TokenScores | None
     unusual: bool
 
+    @property
+    def by_token(self) -> bool:
+        return self.scores is not None
+
 
 class LogprobReads:
     """Requests and readings of one judge.

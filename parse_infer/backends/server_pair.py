@@ -107,7 +107,7 @@ class ServerModelPair:
         text = drafts[1] if isinstance(drafts, tuple) and isinstance(drafts[1], TextDraft) else None
         in_blocks = isinstance(block, int) and of_model and (text is None or text.api.path != CHAT)
         self._by_token = target.reads is not None and of_model and block != "whole"
-        listed = text is not None and text.api.logprobs and text.api.path != CHAT
+        listed = text is not None and text.api.ends_blocks
         if isinstance(drafts, tuple) and isinstance(drafts[1], CrossTokenizerDraft):
             listed = isinstance(drafts[0], ReplicaPool) and drafts[1].shares_tokens
         self._length = length if self._by_token and block == "auto" and listed else None
@@ -118,7 +118,7 @@ class ServerModelPair:
             request.stats.block_tokens = self._blocks or ("auto" if self._by_token else "whole")
         # In blocks, and before the first draft, the target's stream ends early.
         self._watched = watched or in_blocks or self._by_token or request.settings.strict_tokens > 0
-        self._drafted = 0  # draft tokens of the last block; it has none for the target if it ends inside a character
+        self.drafted = 0
         self._at, self._draft_at = at, draft_at
         self._prefill: asyncio.Task[None] | None = None
 
@@ -132,7 +132,7 @@ class ServerModelPair:
         return min(self._request.answer.remaining_tokens, behind, self._blocks or behind)
 
     async def propose(self, round: int) -> Sequence[int]:
-        request, self._drafted = self._request, 0
+        request, self.drafted = self._request, 0
         if request.fallback is not None or not self._uses_draft or not self.max_draft_tokens():
             return []
         if isinstance(self._drafts, PromptError):
@@ -154,7 +154,7 @@ class ServerModelPair:
                 return self._fall_back(error, "no_draft")
         finally:
             request.stats.draft_forwards += writing.n
-            self._drafted = writing.n
+            self.drafted = writing.n
         return writing.draft().ids
 
     async def verify(self, draft: Sequence[int]) -> Scores | LogprobScores:
@@ -180,10 +180,9 @@ class ServerModelPair:
             self._read_s = time.perf_counter() - begin
 
     def count_greedy_matches(self, draft: Sequence[int], verdict: Scores | LogprobScores, cut: int) -> int:
-        settings = self._request.settings
-        if not isinstance(verdict, LogprobScores) or verdict.scores is not None:
+        if not isinstance(verdict, LogprobScores) or verdict.by_token:
             return 0  # without a read, the target's choices would cost one response per token
-        if not (self._exact or (settings.keep_greedy_match and settings.resume_sampling.greedy)):
+        if not self._request.settings.keeps_greedy_match:
             return 0
         matches = (own == id for own, id in zip(verdict.choices[cut:], draft[cut:], strict=True))
         return sum(1 for _ in itertools.takewhile(bool, matches))
@@ -212,7 +211,7 @@ class ServerModelPair:
                 yield token
 
     def draft_continues(self, draft: Sequence[int], kept: int, written: Sequence[int]) -> bool:
-        if (self._blocks is None and not self._by_token) or not (draft or self._drafted):
+        if (self._blocks is None and not self._by_token) or not (draft or self.drafted):
             return False
         if not draft or (self._by_token and kept < len(draft)):
             return len(written) >= 1
@@ -269,7 +268,7 @@ class ServerModelPair:
                 if length is not None and len(timed.confidences) > seen:
                     survival *= math.prod(map(length.survival_of, timed.confidences[seen:]))
                     seen = len(timed.confidences)
-                    if seen >= least and length.end_after(survival):
+                    if length.end_after(survival) and (not least or len(writing.draft().ids) >= least):
                         return
 
     def _note_block(self, length: BlockLength, timed: _Timed, draft: Sequence[int], kept: int) -> None:

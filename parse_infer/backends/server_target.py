@@ -33,6 +33,7 @@ class Scores:
     validity: list[float]
     scores: None = None
     unusual: bool = False
+    by_token: bool = False
 
 
 class Target:

@@ -51,6 +51,11 @@ class TextApi:
     path: str
     logprobs: bool
 
+    @property
+    def ends_blocks(self) -> bool:
+        """Whether "auto" ends blocks by the draft model's confidence: the server lists it, and can continue."""
+        return self.logprobs and self.path != CHAT
+
 
 async def find_text_api(servers: ReplicaPool, server: Server, draft: TokenizerSpec | None) -> TextApi | None:
     """Find out how a draft server takes prompts; None: as token ids of `draft`, which it returns too.

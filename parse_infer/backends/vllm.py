@@ -27,7 +27,7 @@ from parse_infer.backends.server_pair import Drafts, ServerModelPair
 from parse_infer.backends.server_target import Scores, Target
 from parse_infer.backends.supervisor import Supervisor
 from parse_infer.backends.text_draft import TextApi, TextDraft, find_text_api
-from parse_infer.block_length import BlockLength, threshold_class
+from parse_infer.block_length import REPLAYED, BlockLength, threshold_class
 from parse_infer.calibration.schema import Calibration
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
 from parse_infer.drafters.draft_model import share_tokens
@@ -41,7 +41,7 @@ from parse_infer.models.detokenizer import without_special_tokens
 from parse_infer.models.environment import describe_machine
 from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_infer.request import Request
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings import BlockTokens, GenerationSettings
 
 PARALLEL = 64  # concurrent answers
 T = TypeVar("T")
@@ -244,6 +244,10 @@ class VLLMBackend:
     def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
         check_servable(settings, calibration, exact=self._target.reads is not None)
 
+    def replayable(self, length: BlockTokens) -> BlockTokens:
+        as_text = self._text_api is not None and self._text_api.ends_blocks and self._target.reads is not None
+        return REPLAYED if length == "auto" and as_text else length
+
     def require_judge(self) -> Any:
         judge = self._target.questions or self._target.reads
         if judge is None:
@@ -305,7 +309,7 @@ class VLLMBackend:
                     if request.answer.is_finished:
                         return
 
-    def draft_alone(self, request: Request, speculate: bool) -> AsyncGenerator[Event, None]:
+    def draft_alone(self, request: Request) -> AsyncGenerator[Event, None]:
         raise ServerError("generate_draft needs the local backend: send the request to the draft server instead")
 
     async def judge_text(

@@ -149,6 +149,7 @@ def calibrate(
     models = engine.describe()
     if not (models.get("draft") and models.get("adapter")):
         raise CalibrationError("a calibration needs a draft model, and a judge: an adapter, or min_p")
+    settings = replace(settings, blocks=tuple(map(engine.backend.replayable, settings.blocks)))
     for length in settings.blocks:
         engine.backend.check(GenerationSettings(block_tokens=length), None)
     digest = hashlib.sha256(json.dumps([[p.id, p.prompt] for p in problems]).encode()).hexdigest()[:16]

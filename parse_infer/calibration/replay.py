@@ -83,7 +83,7 @@ class _MemoisedPair(Generic[V]):
         self.segmenter, self.threshold = pair.segmenter, pair.threshold
         self.max_draft_tokens, self.compact = pair.max_draft_tokens, pair.compact
         self.draft_continues = pair.draft_continues
-        self._pair, self._request, self._memory = pair, request, memory
+        self._pair, self._request, self._memory, self.drafted = pair, request, memory, 0
         self._committed: tuple[Sequence[int], V, int] | None = None
 
     async def propose(self, round: int) -> Sequence[int]:
@@ -96,9 +96,10 @@ class _MemoisedPair(Generic[V]):
             self.max_draft_tokens(),
         )
         if key not in self._memory.parts:
-            self._memory.parts[key] = await self._pair.propose(round)
-        drafted: Sequence[int] = self._memory.parts[key]
-        return drafted
+            self._memory.parts[key] = await self._pair.propose(round), self._pair.drafted
+        draft: Sequence[int]
+        draft, self._pair.drafted = self._memory.parts[key]
+        return draft
 
     async def verify(self, draft: Sequence[int]) -> V:
         # The acceptance rule decides which cuts are reachable, and so which rows `compact` keeps. Blocks may be judged

@@ -73,14 +73,6 @@ class ModelOptions:
             "P-EAGLE or Medusa head. Sizes follow the name, as in draft:tokens=4.",
         ),
     ] = "auto"
-    draft_drafter: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Token-level drafter for the text that the draft model writes: lookup or the folder of a head; "
-            "default: none.",
-        ),
-    ] = None
     backend: Annotated[
         str, typer.Option(metavar="local|vllm", help="vllm: vLLM servers and concurrent requests (docs/vllm.md).")
     ] = "local"
@@ -174,7 +166,7 @@ class ModelOptions:
 
         served = self.served
         resolve(self.target_name)  # a misspelt name gets its own sentence, not one about its draft model
-        proposes = self.target_drafter.split(":")[0] == "draft" or self.draft_drafter is not None
+        proposes = self.target_drafter.split(":")[0] == "draft"
         needs_draft = needs_draft or self.draft is not None or (proposes and not served)
         options: dict[str, Any] = {"template_options": read_pairs(self.template_option, "--template-option")}
         if served:
@@ -187,7 +179,6 @@ class ModelOptions:
                 "min_p": self.min_p,
                 "zero_shot": self.zero_shot,
                 "target_drafter": None if self.target_drafter == NO_DRAFTER else self.target_drafter,
-                "draft_drafter": self.draft_drafter,
                 "device": check_device(self.device),
                 "dtype": self.dtype,
                 "draft_dtype": self.draft_dtype,
@@ -228,13 +219,12 @@ class ModelOptions:
         if known is None and not self.without_adapter:
             known = shipped_calibration(resolve(self.adapter_name))
             known = known if known is not None and known.backend == self.backend else None
-        return resolve_risk(settings.override(risk=risk), known).override(risk=None)
+        return resolve_risk(settings.override(risk=risk), known).override(risk=None, adaptive=False)
 
     def _server_options(self, needs_judge: bool) -> dict[str, Any]:
         """Options of `connect_backend`. Raises ValueError for options of the local backend."""
-        for drafter, option in ((self.target_drafter, "--target-drafter"), (self.draft_drafter, "--draft-drafter")):
-            if drafter not in (None, "auto", NO_DRAFTER):
-                raise ParseError(f"{option} needs --backend local: configure speculative_config on the vLLM server")
+        if self.target_drafter not in ("auto", NO_DRAFTER):
+            raise ParseError("--target-drafter needs --backend local: configure speculative_config on the vLLM server")
         if self.device is not None or self.dtype != "auto" or self.draft_dtype is not None:
             raise ParseError("--device, --dtype and --draft-dtype need --backend local: servers choose their own")
         if self.torch_compile:

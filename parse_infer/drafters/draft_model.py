@@ -20,8 +20,6 @@ from parse_infer.models.sampling import distribution, draw, random_generator
 from parse_infer.models.token_map import TokenMap, token_map
 from parse_infer.models.tokenizer_spec import TokenizerSpec
 from parse_infer.sampling import Sampling
-from parse_infer.speculation.decode import speculative_decode
-from parse_infer.speculation.proposer import TokenProposer
 
 
 class ModelDrafter:
@@ -30,7 +28,6 @@ class ModelDrafter:
     The draft model keeps its KV cache across rounds and prompts (`Decoder.seek`).
 
     Args:
-        token_drafter: token drafter for the draft model.
         one_segment: draft only the next segment by this policy, instead of the rest of the answer.
     """
 
@@ -38,12 +35,10 @@ class ModelDrafter:
         self,
         draft: LanguageModel,
         target: LanguageModel,
-        token_drafter: TokenProposer | None = None,
         one_segment: CutPolicy | None = None,
     ) -> None:
         self.draft = draft
         self.target = target
-        self.token_drafter = token_drafter
         self.shares_tokens = share_tokens(draft, target)
         self.one_segment = one_segment is not None
         self._segmenter = None if one_segment is None else Segmenter(draft.tokenizer, one_segment)
@@ -73,9 +68,7 @@ class ModelDrafter:
         decoder = self.draft.decoder
         decoder.seek(writing.context)
         generator = random_generator(self._sampling, decoder.device, "draft", self._round)
-        for token in speculative_decode(
-            decoder, self.token_drafter, writing.remaining_tokens, self._sampling, generator
-        ):
+        for token in decoder.decode(writing.remaining_tokens, self._sampling, generator):
             writing.add([token])
             if writing.is_finished or self._completes_segment(writing):
                 break
@@ -83,7 +76,12 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def propose_block(
-        self, answer_ids: Sequence[int], max_new_tokens: int, longest: int, ends: Callable[[float], bool]
+        self,
+        answer_ids: Sequence[int],
+        max_new_tokens: int,
+        longest: int,
+        ends: Callable[[float], bool],
+        min_target_tokens: int = 0,
     ) -> Block:
         """Draft the next tokens of the answer, up to the first token after which `ends` returns True.
 
@@ -93,6 +91,7 @@ class ModelDrafter:
             max_new_tokens: number of tokens that the answer may still have.
             longest: longest block, in the draft model's tokens.
             ends: receives the draft model's probability of each token.
+            min_target_tokens: the block goes on until it has as many of the target's tokens, if it can.
         """
         if self._translation is None:
             raise PromptError("the drafter has no prompt: call reset() first")
@@ -110,7 +109,13 @@ class ModelDrafter:
             """Add a token; return whether the block ends."""
             writing.add([token])
             confidences.append(confidence)
-            return writing.is_finished or len(confidences) == longest or ends(confidence)
+            if writing.is_finished:
+                return True
+            n = len(confidences)
+            if not (n >= longest or ends(confidence)):
+                return False
+            # A token that the target lacks ends the block in its tokens.
+            return n >= 4 * min_target_tokens or len(writing.block().ids) >= min_target_tokens
 
         ended = self._read_guesses(writing, longest, add)
         logits = None if ended else decoder.next_logits()
@@ -121,7 +126,7 @@ class ModelDrafter:
             else:  # random numbers of each place, so that an answer does not depend on where its blocks end
                 generator = random_generator(sampling, decoder.device, "draft", start + writing.n)
                 token = draw(probabilities, generator)
-            found = torch.stack([token.to(probabilities.dtype), probabilities[token]])
+            found = torch.stack([token.to(probabilities.dtype), probabilities.gather(-1, token[None])[0]])
             chosen, confidence = found.tolist()  # the only device synchronisation
             times.append(time.perf_counter())
             if add(int(chosen), confidence):
@@ -144,14 +149,20 @@ class ModelDrafter:
         guesses = self._written[len(context) :][: min(longest, writing.remaining_tokens)]
         if not guesses or not self._sampling.greedy or self._written[: len(context) - 1] != context[:-1]:
             return False
-        probabilities = _probabilities(decoder.logits(decoder.look_ahead(guesses)), self._sampling)
-        highest, choices = (values.tolist() for values in probabilities.max(-1))
+        logits = decoder.logits(decoder.look_ahead(guesses))
+        highest, choices = (values.tolist() for values in _probabilities(logits, self._sampling).max(-1))
         kept, ended = 0, False
         while kept < len(guesses) and guesses[kept] == choices[kept] and not ended:
             ended = add(guesses[kept], highest[kept])
             kept += 1
         decoder.keep(range(kept))
+        decoder.set_next_logits(logits[kept])
         return ended
+
+    @property
+    def passes_tokens(self) -> bool:
+        """Whether blocks pass as tokens, not as text."""
+        return self.shares_tokens or self._token_map is not None
 
     @cached_property
     def _token_map(self) -> TokenMap | None:

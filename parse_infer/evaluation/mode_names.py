@@ -2,8 +2,7 @@
 
 A name begins with a key of `MODES`. These suffixes may follow:
 - sizes of "assisted": "assisted:tokens=8:confidence=0.3";
-- token drafters of the modes in `SPECULATING`: "target+draft:tokens=12", "parse+FOLDER", "parse+draft+lookup" (the
-  second one is the draft model's);
+- the token drafter of the modes in `SPECULATING`: "target+draft:tokens=12", "parse+FOLDER";
 - a length of blocks, "adaptive" or "stream" for PARSE: "parse:whole", "parse:32" (default: the benchmark's setting),
   "parse:adaptive", "parse:stream";
 - the threshold of a sweep: "parse@0.5".
@@ -30,7 +29,7 @@ MODES = {
     "assisted": "transformers' assisted generation with the same draft model",
     "transformers": "the target alone in transformers' own decode loop",
 }
-SPECULATING = {"target": 1, "parse": 2}  # largest number of token drafters of a mode
+SPECULATING = ("target", "parse")  # modes that take a token drafter
 ADAPTIVE = "adaptive"
 STREAM = "stream"
 LENGTHS = ("auto", "whole")  # of blocks, besides numbers
@@ -69,9 +68,9 @@ def _variant(name: str) -> str:
     return said if base in SWEPT and (said in (*LENGTHS, ADAPTIVE, STREAM) or (said.isdecimal() and int(said))) else ""
 
 
-def drafters_of(name: str) -> list[str]:
-    """The token drafters in a name."""
-    return name.split("+")[1:]
+def drafter_of(name: str) -> str | None:
+    """The token drafter in a name, if any."""
+    return name.partition("+")[2] or None
 
 
 def check_modes(names: Iterable[str]) -> tuple[str, ...]:
@@ -81,16 +80,15 @@ def check_modes(names: Iterable[str]) -> tuple[str, ...]:
     """
     chosen = tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
     for name in chosen:
-        base, drafters = name.split("+")[0], drafters_of(name)
+        base, plus, drafter = name.partition("+")
         base = base.removesuffix(f":{_variant(name)}")
-        if 0 < len(drafters) <= SPECULATING.get(base, 0) and all(drafters):
-            for place, drafter in enumerate(drafters):
-                if (base, place, drafter) != ("parse", 0, NO_DRAFTER):
-                    check_token_drafter(f"the token drafter of mode {name!r}", drafter, has_draft=place == 0)
+        if base in SPECULATING and drafter and "+" not in drafter:
+            if (base, drafter) != ("parse", NO_DRAFTER):
+                check_token_drafter(f"the token drafter of mode {name!r}", drafter, has_draft=True)
             continue
         if name.startswith("assisted:"):
             AssistantSettings.parse(name)
-        elif drafters or base not in MODES:
+        elif plus or base not in MODES:
             known = [*MODES, *(f"{mode}:{variant}" for mode in SWEPT for variant in (*LENGTHS, ADAPTIVE, STREAM))]
             raise ParseError(f"unknown mode {name!r}; {suggestion(name, known)}")
     if not chosen:
@@ -101,23 +99,19 @@ def check_modes(names: Iterable[str]) -> tuple[str, ...]:
 def needs(names: Sequence[str]) -> tuple[bool, bool]:
     """Whether these modes need a draft model, and an adapter."""
     bases = {base_of(name) for name in names}
-    guides = {split_name(drafter)[0] for name in names for drafter in drafters_of(name)}
-    return bool(bases & {*DRAFTING, "draft"} or "draft" in guides), bool(bases & {*NEEDS_ADAPTER})
+    drafters = {split_name(drafter_of(name) or "")[0] for name in names}
+    return bool(bases & {*DRAFTING, "draft"} or "draft" in drafters), bool(bases & {*NEEDS_ADAPTER})
 
 
 def describe(name: str) -> str:
     """Describe a mode in one line."""
-    base, drafters = base_of(name), drafters_of(name)
-    if not drafters:
+    base, drafter = base_of(name), drafter_of(name)
+    if drafter is None:
         return ", ".join([MODES[base], *name.split(":")[1:]])
     parts = ["the target" if base == "target" else "PARSE with the trained adapter"]
     parts += [_variant(name)] if _variant(name) else []
-    return ", ".join(parts + proposers(name))
+    return ", ".join([*parts, describe_drafter(drafter)])
 
 
-def proposers(name: str) -> list[str]:
-    """Describe the token drafters in the name of a PARSE mode."""
-    return [
-        f"no token drafter for {who}" if drafter == NO_DRAFTER else f"{drafter} proposes for {who}"
-        for drafter, who in zip(drafters_of(name), ("the target", "the draft model"), strict=False)
-    ]
+def describe_drafter(drafter: str) -> str:
+    return "no token drafter" if drafter == NO_DRAFTER else f"{drafter} proposes for the target"

@@ -23,7 +23,7 @@ from parse_infer.evaluation.mode_names import (
     base_of,
     block_tokens_of,
     check_modes,
-    drafters_of,
+    drafter_of,
     is_adaptive,
     is_stream,
     needs,
@@ -119,13 +119,13 @@ def make_modes(
             own_loop = TransformersGeneration(engine.target, engine.draft if base == "assisted" else None, assistant)
             modes.append(Mode(name, _with(own_loop.generate, plain)))
         elif base == "target":
-            drafters = drafters_of(name)
-            speculating = _with_proposers(engine, *drafters) if drafters else engine
-            modes.append(Mode(name, _with(speculating.generate_target, plain, speculate=bool(drafters)), speculating))
+            drafter = drafter_of(name)
+            speculating = _with_proposer(engine, drafter) if drafter else engine
+            modes.append(Mode(name, _with(speculating.generate_target, plain, speculate=bool(drafter)), speculating))
         else:
             variant: dict[str, Any] = {}
             length = block_tokens_of(name) or judged.block_tokens
-            own = judged.override(block_tokens=length, adaptive=is_adaptive(name))
+            own = judged.override(block_tokens=length, adaptive=is_adaptive(name) or judged.adaptive)
             if base == "sequential":
                 variant, own = {"one_segment": True}, judged
             elif base == "parse-min-p":
@@ -135,7 +135,7 @@ def make_modes(
                 judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, engine.backend.segmenter.policy)
                 variant = {"judge": judge, "threshold": zero_shot_threshold}
                 own = own.override(threshold=None)
-            parse = _with_proposers(engine, *_proposers_of(engine, name), **variant)
+            parse = _with_proposer(engine, _proposer_of(engine, name), **variant)
             parse.backend.check(own, None)
             modes.append(Mode(name, _streamed(parse, own) if is_stream(name) else _with(parse.generate, own), parse))
             for threshold in thresholds if name in SWEPT else ():
@@ -203,22 +203,21 @@ def _with(generate: Callable[..., Any], settings: GenerationSettings, **more: An
     return lambda prompt: generate(prompt, settings, **more)
 
 
-def _proposers_of(engine: ParseEngine, name: str) -> list[str]:
-    """Token drafters of a mode, for target and draft model: the named ones, else the draft model if it fits."""
+def _proposer_of(engine: ParseEngine, name: str) -> str:
+    """The token drafter of a PARSE mode: the named one, else the draft model if it fits."""
     assert engine.draft is not None
-    tokens = token_map(engine.draft.tokenizer, engine.target.tokenizer)
-    return drafters_of(name) or (["draft"] if tokens is not None else [NO_DRAFTER])
+    fits = token_map(engine.draft.tokenizer, engine.target.tokenizer) is not None
+    return drafter_of(name) or ("draft" if fits else NO_DRAFTER)
 
 
-def _with_proposers(
+def _with_proposer(
     engine: ParseEngine,
-    target_drafter: str = NO_DRAFTER,
-    draft_drafter: str | None = None,
+    target_drafter: str,
     *,
     one_segment: bool = False,
     **replaced: Any,
 ) -> ParseEngine:
-    """The same weights with their own decoders (heads need stored features) and token drafters.
+    """The same weights with their own decoders (heads need stored features) and this token drafter.
 
     Args:
         one_segment: the draft model writes one segment at a time, as in SpecReason (arXiv 2504.07891): the target
@@ -233,7 +232,6 @@ def _with_proposers(
         **{"judge": engine.backend.judge, "threshold": own if own != engine.backend.threshold else None, **replaced},
         drafter=ModelDrafter(draft, target, one_segment=policy) if one_segment and draft is not None else None,
         target_drafter=load_token_drafter(target_drafter, target, draft) if target_drafter != NO_DRAFTER else None,
-        draft_drafter=load_token_drafter(draft_drafter, draft) if draft_drafter and draft is not None else None,
         cut_policy=policy,
     )
 

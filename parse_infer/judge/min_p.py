@@ -22,6 +22,8 @@ from parse_infer.judge.head import Probe
 from parse_infer.judge.logprob_head import KNOWN_TEXT, LogprobHead, LogprobJudge, TokenScores
 from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts
 
+_TIE = 1e-6  # nats by which a token as likely as the first choice falls behind it: at 1 the answer is greedy
+
 
 def check_one_judge(adapter: str | Path | None, min_p: float | None, zero_shot: bool) -> None:
     """Raise ValueError for more than one judge, or for a `min_p` out of range."""
@@ -44,7 +46,8 @@ class MinPScorer:
     @torch.inference_mode()
     def score(self, found: TokenLogprobs, carried: Carried, written: Sequence[int] = ()) -> TokenScores:
         """See `LogprobJudge.score`; what the target has written adds nothing."""
-        gap = (found.top[:, 0] - found.own).clamp_min(0)
+        gap = (found.top[:, 0] - found.own).clamp_min(_TIE)
+        gap = gap.masked_fill(found.is_greedy_choice.to(gap.device), 0.0)
         doubt = torch.cat([gap.new_tensor([max(carried.doubt, 0.0)]), gap]).cummax(0).values[1:]
         return TokenScores(-doubt.expm1().log(), doubt)  # the logit of exp(-doubt), the lowest ratio
 

@@ -64,7 +64,8 @@ class Verification:
         is_greedy_choice: for each draft token whether it is the target's greedy choice; None if the pass did not
             compute it.
         offsets: the rows that `compact` has kept in `hidden`; None: all rows.
-        scores: for a block, the judge's result on each of its tokens; else None.
+        scores: the result of a judge of single tokens on each of them, for the next draft of the answer; else None.
+        by_token: there is a cut after every token, and the first rejected one is never the target's choice.
         unusual: the judge knows no such drafts (`UsualDrafts`), and accepts only what the target would write itself.
     """
 
@@ -75,6 +76,7 @@ class Verification:
     offsets: list[int] | None = None
     scores: TokenScores | None = None
     unusual: bool = False
+    by_token: bool = False
 
     def state(self, offset: int) -> Tensor:
         """Return the state at draft offset `offset`, [H]. Raise ValueError if `compact` has dropped the row."""
@@ -159,7 +161,7 @@ class Verifier:
             at = torch.tensor(cuts, device=hidden.device)
             validity = judge.config.validity(scores.logits)[(at - 1).clamp_min(0)].masked_fill(at == 0, 1.0)
             choices, unusual = is_choice.tolist(), scores.usual is False
-            return Verification(cuts, validity.tolist(), hidden, choices, unusual=unusual)
+            return Verification(cuts, validity.tolist(), hidden, choices, scores=scores, unusual=unusual)
         if self._logprobs is not None:
             return Verification(cuts, [1.0] * len(cuts), hidden)
         assert isinstance(judge.head, ValidityHead)
@@ -218,14 +220,14 @@ class Verifier:
             scores, _ = self._scores(draft_ids, hidden[:-1], carried, written)
             validity = judge.config.validity(scores.logits).tolist()
             cuts, unusual = [*range(1, len(draft_ids) + 1)], scores.usual is False
-            return Verification(cuts, validity, hidden, scores=scores, unusual=unusual)
+            return Verification(cuts, validity, hidden, scores=scores, unusual=unusual, by_token=True)
         assert isinstance(judge.head, ValidityHead) and judge.head.tokens is not None
         each, _ = self._doubt(judge.head.tokens, draft_ids, hidden[:-1])
         before_block = torch.tensor([carried.doubt], device=hidden.device)
         pooled = torch.cat([before_block, each]).logcumsumexp(0)[1:]
         scores = TokenScores(judge.head.bias.float() - pooled, pooled)
         validity = judge.config.validity(scores.logits).tolist()
-        return Verification([*range(1, len(draft_ids) + 1)], validity, hidden, scores=scores)
+        return Verification([*range(1, len(draft_ids) + 1)], validity, hidden, scores=scores, by_token=True)
 
     def _scores(
         self, draft_ids: Sequence[int], before: Tensor, carried: Carried, written: Sequence[int] = ()

@@ -23,13 +23,14 @@ from parse_infer.models.architecture import decoder_layers, layer_windows, outpu
 from parse_infer.models.attention import SPLIT_ATTENTION, layer_masks
 from parse_infer.models.cpu.fast_backbone import FastBackbone
 from parse_infer.models.cuda_graphs import CHAINS, KEPT, GraphedChains
-from parse_infer.models.growing_kv_cache import new_cache
+from parse_infer.models.growing_kv_cache import GrowingKVCache, new_cache
 from parse_infer.models.hidden_capture import HiddenCapture
 from parse_infer.models.sampling import choose, random_generator, without
 from parse_infer.sampling import Sampling
 
 _MOST_RESERVED = 4096  # new tokens; few answers are longer, for any budget
 _TRAILING = 64  # tokens read after a context and dropped again, such as a token tree
+_SLACK, _SMALL = 4, 1024  # memory for at most so many times the tokens needed, or for a small number of tokens
 _GRAPHED = 2048  # tokens: smallest cache of a decoder with CUDA graphs, which belong to its memory
 
 
@@ -166,6 +167,7 @@ class Decoder:
             new: maximum number of new tokens; beyond 4,096 the memory grows on demand.
         """
         self._reserved = context + min(new, _MOST_RESERVED) + _TRAILING
+        self._free()
 
     @torch.inference_mode()
     def decode(
@@ -236,7 +238,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Map final-norm hidden states [..., H] to next-token logits [..., V], with the model's scale and cap."""
-        return self._output_layer(hidden)
+        return self._output_layer(hidden).to(self.device)  # the layers may be on several devices
 
     def token_index(self, ids: Collection[int]) -> Tensor | None:
         """Return the ids as int64 [n] on the model's device; None for no ids."""
@@ -369,7 +371,7 @@ class Decoder:
                         attention_mask=mask,
                         past_key_values=self._cache,
                         use_cache=True,
-                    ).last_hidden_state
+                    ).last_hidden_state.to(self.device)
         except BaseException:  # an interrupt or out of memory may leave layers of different lengths
             self._cache, self.cached = self._new_cache(), 0
             for capture in captures:
@@ -409,6 +411,15 @@ class Decoder:
         for capture in self._captures:
             capture.crop(length)
         self.cached = length
+        self._free()
+
+    def _free(self) -> None:
+        """Free memory that only a longer context has needed."""
+        layers = cast("list[GrowingKVCache]", self._cache.layers)
+        needed = max(self.cached, self._capacity())
+        if layers and layers[0].capacity > max(_SLACK * needed, KEPT if self._graphs is not None else _SMALL):
+            for layer in layers:
+                layer.shrink(needed)
 
     def _new_cache(self) -> Cache:
         return new_cache(self._capacity, zeroed=self._graphs is not None)

@@ -62,15 +62,22 @@ class GrowingKVCache(CacheLayerMixin):
         """Remove -max_length tokens from the end (transformers' convention: the number is negative)."""
         self.length += max_length
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that the memory holds."""
+        return self.buffers[0].shape[2] if self.is_initialized else 0
+
     def allocate(self, tokens: int) -> None:
         """Grow the buffers to hold this many tokens."""
-        if tokens > self.buffers[0].shape[2]:
-            self._grow(tokens)
+        if tokens > self.capacity:
+            reserved = self._reserved()
+            self._resize(reserved if reserved >= tokens else max(_FIRST, 2 * self.capacity, tokens))
 
-    def _grow(self, tokens: int) -> None:
-        capacity = self._reserved()
-        if capacity < tokens:
-            capacity = max(_FIRST, 2 * self.buffers[0].shape[2], tokens)
+    def shrink(self, tokens: int) -> None:
+        """Keep memory for this many tokens, and all tokens in the cache."""
+        self._resize(max(tokens, self.length))
+
+    def _resize(self, capacity: int) -> None:
         for i, old in enumerate(self.buffers):
             allocate = old.new_zeros if self._zeroed else old.new_empty
             new = allocate(*old.shape[:2], capacity, old.shape[3])

@@ -102,6 +102,9 @@ def load_language_model(
     template_options: Mapping[str, Any] | None = None,
     trainable: bool = False,
     torch_compile: bool = False,
+    revision: str | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    quantization_config: Any = None,
 ) -> LanguageModel:
     """Load weights and tokenizer to `device` (None: the GPU if available, else the CPU).
 
@@ -111,28 +114,38 @@ def load_language_model(
     `trainable`. `torch_compile` is for decoding on a GPU (`LanguageModel`). Raises ValueError or OSError with one
     sentence for missing, incomplete or unsupported files; no model runs with weights that were not loaded. A target
     whose chat template does not read one of the `template_options` is refused; a draft model ignores the option.
+    `revision` (of a model on the Hub), `device_map` (instead of `device`) and `quantization_config` are
+    transformers' own.
     """
+    if device is not None and device_map is not None:
+        raise ModelError(f"device is {str(device)!r} and device_map {device_map!r}: give one of them")
     place, eight_bits = _device(device), dtype == "int8"
     if eight_bits and role == "target":
         raise ModelError("a target in int8 would be another model: int8 is for draft models")
+    if eight_bits and quantization_config is not None:
+        raise ModelError("dtype is 'int8' and quantization_config was given too: give one of them")
     if torch_compile and place.type != "cuda":
         raise ModelError(f"torch_compile is for decoding on a GPU, not on {place}: leave it out")
     numbers = torch.float32 if eight_bits else _dtype(dtype)
     if numbers == "auto" and not multiplies_in_16_bits(place):
         numbers = torch.float32
-    source = _open(name)
+    source = _open(name, revision)
     _check_folder(source.base)
+    if quantization_config is not None and source.loras:
+        raise ModelError(f"{source.name!r} is a LoRA, which cannot be merged into weights of a quantization_config.")
     tokenizer = _tokenizer(source, trust_remote_code)
     if role == "target":
         check_options(tokenizer, template_options or {})
-    model = _weights(source, numbers, trust_remote_code, place).eval()
-    if model.device != place:
+    chosen = {"device_map": device_map, "quantization_config": quantization_config}
+    chosen = {key: value for key, value in chosen.items() if value is not None}
+    model = _weights(source, numbers, trust_remote_code, place, **chosen).eval()
+    if model.device != place and not chosen:
         model.to(place)  # type: ignore[arg-type]
     if role == "target":
         enable_split_attention(model)
     if eight_bits:
         round_to_int8(model)
-    elif not trainable:
+    elif not trainable and not chosen:
         pack_linears(model)
     return LanguageModel(str(name), model, tokenizer, template_options or {}, torch_compile)
 
@@ -180,9 +193,14 @@ def load_served_model(
 
 def load_config(name: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """Load a model's configuration. Raises as `load_language_model` does."""
-    source = _open(name)
+    return _config(_open(name), trust_remote_code)
+
+
+def _config(source: _Source, trust_remote_code: bool) -> PretrainedConfig:
     try:
-        return AutoConfig.from_pretrained(source.base, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(
+            source.base, trust_remote_code=trust_remote_code, revision=source.revision or "main"
+        )
     except (OSError, ValueError) as error:
         raise OSError(f"The configuration of {source.name!r} cannot be loaded: {first_sentence(error)}") from error
 
@@ -287,11 +305,12 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 @dataclass(frozen=True)
 class _Source:
-    """Base folder or Hub name for transformers, and the LoRAs to merge, the outermost first."""
+    """Base folder or Hub name for transformers, its revision there, and the LoRAs to merge, the outermost first."""
 
     name: str
     base: Path | str
     loras: list[Lora]
+    revision: str | None = None
 
     @property
     def shown(self) -> str:
@@ -303,24 +322,29 @@ class _Source:
         return f"{self.name!r} ({self.base}{'' if self.loras else '; see python -m tools.public_pair'})"
 
 
-def _open(name: str | Path) -> _Source:
+def _open(name: str | Path, revision: str | None = None) -> _Source:
     """Resolve a model name, and dequantise a GGUF file to a folder."""
     base, loras = find_model(name)
+    if revision is not None and (loras or isinstance(base, Path)):
+        raise ModelError(
+            f"revision is {revision!r}, but {str(name)!r} is on this machine: a revision is one of a model on the "
+            "Hugging Face Hub."
+        )
     if isinstance(base, str) and is_gguf(base):
-        base = _fetch(base)
+        base = _fetch(base, revision)
     if isinstance(base, Path) and base.is_file():
         base = dequantised(base)
-    return _Source(str(name), base, loras)
+    return _Source(str(name), base, loras, revision)
 
 
-def _fetch(name: str) -> Path:
+def _fetch(name: str, revision: str | None) -> Path:
     """Download one file, "owner/repository/file.gguf", through the Hub's cache."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     owner, repository, file = name.split("/", 2)
     try:
-        return Path(hf_hub_download(f"{owner}/{repository}", file))
+        return Path(hf_hub_download(f"{owner}/{repository}", file, revision=revision))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise FileNotFoundError(
             f"{name!r} is neither a local file nor available on the Hugging Face Hub ({first_sentence(error)})"
@@ -354,7 +378,9 @@ def _tokenizer(source: _Source, trust_remote_code: bool) -> PreTrainedTokenizerB
             place = lora.folder
             break
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            place, trust_remote_code=trust_remote_code, revision=source.revision or "main"
+        )
         tokenizer("")  # drops the file's truncation and padding now, as a later call may not while others tokenize
     except Exception as error:  # each tokenizer backend has exceptions of its own
         raise OSError(f"The tokenizer of {source.shown} cannot be loaded: {first_sentence(error)}") from error
@@ -364,16 +390,21 @@ def _tokenizer(source: _Source, trust_remote_code: bool) -> PreTrainedTokenizerB
 
 
 def _weights(
-    source: _Source, dtype: str | torch.dtype, trust_remote_code: bool, device: torch.device | None = None
+    source: _Source,
+    dtype: str | torch.dtype,
+    trust_remote_code: bool,
+    device: torch.device | None = None,
+    **chosen: Any,
 ) -> PreTrainedModel:
-    """Load the weights directly to `device` if possible, else to the CPU, where LoRAs are merged."""
+    """Load the weights directly to `device` if possible, else to the CPU, where LoRAs are merged; `chosen` are further
+    arguments of transformers' `from_pretrained`."""
     _check_folder(source.base)
     if not source.loras:
-        model = _base_weights(source, dtype, trust_remote_code, device)
+        model = _base_weights(source, dtype, trust_remote_code, device, **chosen)
     else:
         # Round last: load the base in its stored dtype, or in float32 if requested.
         stored = dtype if dtype == torch.float32 else "auto"
-        model = _base_weights(source, stored, trust_remote_code)
+        model = _base_weights(source, stored, trust_remote_code, **chosen)
         for lora in reversed(source.loras):
             lora.merge_into(model)
         if isinstance(dtype, torch.dtype):
@@ -385,9 +416,13 @@ def _weights(
 
 
 def _base_weights(
-    source: _Source, dtype: str | torch.dtype, trust_remote_code: bool, device: torch.device | None = None
+    source: _Source,
+    dtype: str | torch.dtype,
+    trust_remote_code: bool,
+    device: torch.device | None = None,
+    **chosen: Any,
 ) -> PreTrainedModel:
-    check_quantisation(load_config(source.base, trust_remote_code), source.shown)
+    check_quantisation(_config(source, trust_remote_code), source.shown)
     # Load straight to a GPU, without a copy in host memory. transformers needs accelerate for this.
     direct = device is not None and device.type != "cpu" and is_accelerate_available()
     verbosity = logging.get_verbosity()
@@ -397,8 +432,9 @@ def _base_weights(
             source.base,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
-            device_map={"": device} if direct else None,
+            revision=source.revision or "main",
             output_loading_info=True,
+            **{"device_map": {"": device} if direct else None, **chosen},
         )
     except SafetensorError as error:
         raise ModelError(

@@ -3,8 +3,7 @@
 A token drafter proposes a tree of next tokens. One forward of the model reads the whole tree, and `accept_tree` keeps
 the path that the model itself would have chosen. Greedy decoding yields the same tokens, up to rounding. Sampling
 yields the same distribution. Chains use block verification (arXiv 2403.10444), which accepts at least as many tokens
-as the token-wise rule of Leviathan et al. (arXiv 2211.17192). Siblings drawn at random use recursive rejection
-(SpecInfer, arXiv 2305.09781).
+as the token-wise rule of Leviathan et al. (arXiv 2211.17192).
 """
 
 from __future__ import annotations
@@ -112,14 +111,14 @@ def accept_tree(
             if at == ROOT:
                 return path, token
             path.append(at)
-    if tree.drawn_from is not None and tree.is_chain:
+    if tree.drawn_from is not None:
         return _accept_block(distribution(logits, sampling), tree.tokens, tree.drawn_from, generator)
-    while True:
-        kept, token = _choose_child(distribution(logits[at + 1], sampling), children.get(at, ()), tree, generator)
-        if kept is None:
+    while True:  # deterministic proposals: draw from the model, then look for the token
+        token = int(draw(distribution(logits[at + 1], sampling), generator))
+        at = next((node for node in children.get(at, ()) if tree.tokens[node] == token), ROOT)
+        if at == ROOT:
             return path, token
-        path.append(kept)
-        at = kept
+        path.append(at)
 
 
 def _accept_block(
@@ -145,20 +144,3 @@ def _accept_block(
             kept = i
     rest = p[n] if kept == n else (weights[kept] * p[kept] - q[kept]).clamp_min(0)
     return list(range(kept)), int(draw(rest if rest.sum() > 0 else p[kept], generator))
-
-
-def _choose_child(
-    p: Tensor, children: Sequence[int], tree: TokenTree, generator: torch.Generator | None
-) -> tuple[int | None, int]:
-    """Return the child that holds a token distributed as `p` [V] (None: no child accepted), and this token."""
-    if tree.drawn_from is None:  # deterministic proposals: draw from p, then look for the token
-        token = int(draw(p, generator))
-        return next((node for node in children if tree.tokens[node] == token), None), token
-    for node in children:
-        token, q = tree.tokens[node], tree.drawn_from[node]
-        if torch.rand((), device=p.device, generator=generator) * q[token] < p[token]:
-            return node, token
-        rest = (p - q).clamp_min(0)
-        # If p and q are equal up to rounding, nothing remains; keep p.
-        p = rest / rest.sum() if rest.sum() > 0 else p
-    return None, int(draw(p, generator))

@@ -21,10 +21,9 @@ class TokenTree:
 
     Attributes:
         tokens: n token ids of the verifying model.
-        parents: index of each token's parent; `ROOT` is the context's last token. Parents precede children. Siblings
-            differ unless they were drawn at random.
-        drawn_from: float32 [n, V], the distribution of each drawn token, the same for siblings; None for
-            deterministic proposals.
+        parents: index of each token's parent; `ROOT` is the context's last token. Parents precede children, and
+            siblings differ.
+        drawn_from: float32 [n, V], the distribution of each token of a drawn chain; None for deterministic proposals.
         on_read: called after the model's forward with the number of accepted tokens, the forward's seconds, and the
             tokens that it read, uncached context included.
     """

@@ -9,8 +9,11 @@ from collections.abc import Callable
 import pytest
 
 from data_tools.tasks.task import Problem
-from parse_infer.block_length import BlockLength, threshold_class
+from parse_infer.block_length import REPLAYED, BlockLength, threshold_class
 from parse_infer.calibration.measure import CalibrationSettings, calibrate
+from parse_infer.calibration.replay import Replay
+from parse_infer.calibration.schema import Calibration, OperatingPoint
+from parse_infer.calibration.schema import TestedPoint as Point
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.modes import make_modes
 from parse_infer.events import Accepted, Done, Drafted, Resumed, Verified
@@ -19,6 +22,7 @@ from parse_infer.judge.cuts import Segmenter
 from parse_infer.judge.verifier import Verifier
 from parse_infer.models.decoder import Decoder
 from parse_infer.sampling import Sampling
+from parse_infer.settings import GenerationSettings
 from tests.parse_infer.language_models import (
     cycling,
     language_model,
@@ -396,6 +400,85 @@ def test_the_target_writes_alone_while_drafts_do_not_pay(engine, monkeypatch):
     runs = [span.n_tokens for span in found.spans if span.source == "target"]
     assert min(runs[:-1]) >= 5 and len(runs) > 1  # longer where a character is incomplete
     assert found.stats.accepted_tokens + sum(runs) == N
+
+
+@pytest.fixture
+def pausing(monkeypatch):
+    """Blocks of "auto" have 3 tokens, and after each the target writes 5 alone."""
+    drafted = itertools.count(1)
+    monkeypatch.setattr(BlockLength, "end_after", lambda self, survival: next(drafted) % 3 == 0)
+    monkeypatch.setattr(BlockLength, "next_pause", lambda self: 5)
+
+
+def test_pauses_do_not_change_a_lossless_answer(make_block_engine, pausing):
+    engine = make_block_engine(noise=0.05)
+    found = engine.generate(PROMPT, max_new_tokens=N, mode="exact")
+    assert found.token_ids == alone(engine) and 0 < found.stats.accepted_tokens < N / 2
+
+
+def test_an_answer_with_a_promise_has_no_pauses(engine, pausing):
+    """Its calibration replays answers without them."""
+    models, tried = engine.describe(), [Point(OperatingPoint(0.3), 1.0, 0.02, 2.0, 0.1)]
+    engine.calibration = Calibration("t", 300, "x", "accuracy", 0.9, N, models, tried, {0.05: 0})
+    settings, (promised, steady, paused) = {"max_new_tokens": N}, ({"risk": 0.05}, {"adaptive": False}, {})
+    with Replay(engine) as replay:
+        calibrated = replay.answer(PROMPT, GenerationSettings(N, 0.3)).token_ids
+    found = engine.generate(PROMPT, **settings, **promised)
+    assert found.token_ids == calibrated == engine.generate(PROMPT, threshold=0.3, **settings, **steady).token_ids
+    assert set(found.stats.blocks[:-1]) <= {1, 2, 3}
+    assert engine.generate(PROMPT, threshold=0.3, **settings, **paused).token_ids != calibrated
+
+
+@pytest.mark.parametrize("tokens", [word_tokenizer, llama_tokenizer])
+def test_a_promise_for_models_with_other_tokens_is_about_what_is_served(make_block_engine, make_model, tokens):
+    """The target's tokens for a text depend on where its blocks end, so measured times must not end them."""
+    words = tokens()
+    draft = make_model("llama", seed=15, vocab_size=300, eos_token_id=words.eos_token_id)
+    engine = make_block_engine()
+    mixed = ParseEngine.from_models(engine.target, language_model(draft, words, "draft"), engine.backend.judge)
+    assert [mixed.backend.replayable(length) for length in ("auto", "whole", 7)] == [REPLAYED, "whole", 7]
+    assert engine.backend.replayable("auto") == "auto"
+    for length in (REPLAYED, 2):
+        for threshold in (0.0, 0.2, 0.5, 2.0):
+            settings = GenerationSettings(N, threshold, block_tokens=length)
+            served = mixed.generate(PROMPT, settings).token_ids
+            with Replay(mixed) as replay:
+                for _ in range(2):  # again from the memory
+                    assert replay.answer(PROMPT, settings).token_ids == served
+    tried = [Point(OperatingPoint(0.3), 1.0, 0.02, 2.0, 0.1)]
+    mixed.calibration = Calibration("t", 300, "x", "accuracy", 0.9, N, mixed.describe(), tried, {0.05: 0})
+    with pytest.raises(ValueError, match=r"promises a risk of 0\.05 with block_tokens auto.* different tokens"):
+        mixed.generate(PROMPT, max_new_tokens=N, risk=0.05)
+
+
+def test_a_calibration_tries_blocks_that_can_be_replayed(make_block_engine, make_model, tmp_path):
+    words = word_tokenizer()
+    draft = make_model("llama", seed=15, vocab_size=300, eos_token_id=words.eos_token_id)
+    engine = make_block_engine()
+    mixed = ParseEngine.from_models(engine.target, language_model(draft, words, "draft"), engine.backend.judge)
+    problems = [Problem(str(n), f"{PROMPT} {n}", "") for n in range(4)]
+    settings = CalibrationSettings((0.9,), confidence=0.5, loss="disagreement", max_new_tokens=8, blocks=("auto",))
+    found = calibrate(mixed, problems, lambda *_: None, lambda *_: True, tmp_path, settings)
+    assert {tried.setting.block_tokens for tried in found.tried} == {REPLAYED}
+
+
+def test_nothing_is_drafted_that_cannot_be_kept(engine):
+    hot = Sampling(temperature=1.0, seed=1)
+    for draft in ({}, {"draft_text": "Five."}):
+        found = engine.generate(PROMPT, max_new_tokens=9, threshold=2, resume_sampling=hot, **draft)
+        assert len(found.token_ids) == 9 and not found.stats.draft_tokens and not found.stats.draft_forwards
+
+
+def test_a_correction_costs_the_draft_model_no_forward_of_its_own(make_block_engine):
+    """The forward that reads the tokens behind it again has the logits after them."""
+    drafter = make_block_engine(noise=0.05).backend.drafter
+    drafter.reset(PROMPT, Sampling())
+    first = drafter.propose_block([], 40, 20, lambda confidence: False).ids
+    corrected = [*first[:4], (first[4] + 1) % 200]
+    before = drafter.forwards
+    again = drafter.propose_block(corrected, 40, 20, lambda confidence: False)
+    same = next((i for i, (a, b) in enumerate(zip(again.ids, first[5:], strict=False)) if a != b), len(first) - 5)
+    assert drafter.forwards - before == 1 + len(again.ids) - same - 1
 
 
 def test_a_slow_draft_model_writes_short_blocks(engine, monkeypatch):

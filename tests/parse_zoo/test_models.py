@@ -66,7 +66,7 @@ def test_the_targets_answers_come_with_fewer_forwards(engine, prompts, alone, he
 
 @pytest.mark.slow
 def test_parse_writes_the_same_spans_with_and_without_drafters(engine, prompts, heads):
-    names = ["parse+none", *(f"parse+{drafter(name, heads)}" for name in DRAFTERS), "parse+draft+lookup"]
+    names = ["parse+none", *(f"parse+{drafter(name, heads)}" for name in DRAFTERS)]
     modes = make_modes(engine, names, GenerationSettings(200, block_tokens=32))
     for prompt in prompts:
         plain, *others = (timed(engine, mode, prompt)[0] for mode in modes)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 # A mode names its own token drafter and judge.
-@with_models(target_drafter=NO_DRAFTER, draft_drafter=None, zero_shot=False, min_p=None, parallel=None)
+@with_models(target_drafter=NO_DRAFTER, zero_shot=False, min_p=None, parallel=None)
 @with_settings(without=["threshold", *NOT_MEASURED], max_new_tokens=256)
 def bench(
     models: ModelOptions,
@@ -82,7 +82,6 @@ def bench(
       parse:adaptive    PARSE; the target answers alone while measurements say that this is faster
       parse:stream      PARSE, streamed: a short first block, so that the first text comes early
       parse+NAME        PARSE with this token drafter for the target; parse+none: without any
-      parse+NAME+NAME   PARSE with token drafters for the target (first) and the draft model (second)
 
     \b
     Sizes follow a name:
@@ -100,7 +99,7 @@ def bench(
       parse-infer bench --backend vllm --clients 1,4,16,32 --out runs/bench-clients
       parse-infer bench --limit 300 --out runs/bench
       parse-infer bench --adapter runs/logprob/adapter --risk 0.05 --modes target,target+draft,parse --out runs/promise
-      parse-infer bench --modes target,target+lookup,parse,parse+lookup,parse+draft+lookup --out runs/bench-tokens
+      parse-infer bench --modes target,target+lookup,parse,parse+lookup --out runs/bench-tokens
       parse-infer bench --split validation --modes target,assisted,assisted:tokens=8 --out runs/search
       parse-infer bench --task jsonl --task-option path=problems.jsonl --modes target,parse --out runs/mine
     """

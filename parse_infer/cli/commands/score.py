@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from parse_infer.cli.prompt_rows import PromptRow
 
 
-@with_models(draft=None, target_drafter=NO_DRAFTER, draft_drafter=None, calibration=None, **LOCAL_ONLY)
+@with_models(draft=None, target_drafter=NO_DRAFTER, calibration=None, **LOCAL_ONLY)
 def score(
     models: ModelOptions,
     prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None,

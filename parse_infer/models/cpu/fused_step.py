@@ -17,7 +17,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers.cache_utils import Cache
 
 from parse_infer.models.cpu.int8_linear import Int8Linear, JoinedInt8
-from parse_infer.models.cpu.prepacked_linear import PrepackedLinear
+from parse_infer.models.cpu.prepacked_linear import PrepackedLinear, is_plain
 
 LARGEST = 64 * 2**20  # bytes of linear weights; in larger models the matrix products dominate
 
@@ -60,7 +60,7 @@ class FusedStep:
         linears = [linear for layer in layers for linear in layer.linears]
         in_8_bits = all(type(m) is Int8Linear for m in linears)
         known = in_8_bits or all(type(m) in (nn.Linear, PrepackedLinear) for m in linears)
-        if not known or any(is_hooked(m) for m in linears):
+        if not known or any(is_hooked(m) or (not in_8_bits and not is_plain(m.weight)) for m in linears):
             return None
         norms = [norm, *(each for layer in layers for each in (layer.before, layer.between))]
         if any(each.weight.dtype != torch.float32 or each.weight.device.type != "cpu" for each in norms):

@@ -56,13 +56,19 @@ class PrepackedLinear(nn.Linear):
         destination[prefix + "weight"] = self.weight
 
 
+def is_plain(weight: Tensor) -> bool:
+    """Whether a weight is an ordinary tensor, not a quantised one of torchao and the like."""
+    return type(weight.data) is Tensor
+
+
 def pack_linears(model: PreTrainedModel) -> int:
     """Replace the linear layers of a large CPU model by prepacked layers, in place. The model is no longer trainable.
 
     Returns:
         The number of replaced layers; 0 if oneDNN is unavailable or differs from PyTorch.
     """
-    found = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m.weight.dtype in _DTYPES}
+    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    found = {name: m for name, m in linears.items() if m.weight.dtype in _DTYPES and is_plain(m.weight)}
     size = sum(m.weight.nbytes for m in found.values())
     if model.device.type != "cpu" or size < SMALL or not all(m.weight.device.type == "cpu" for m in found.values()):
         return 0

@@ -142,7 +142,6 @@ def test_the_draft_model_guesses_for_the_target_also_where_the_draft_is_a_text(m
     assert guesses["draft"] > 0 and guesses["draft:tokens=4"] > 0
     assert guesses["auto"] == guesses["none"] == 0  # nothing else asks for a draft model, so none is loaded
     assert len({answer["text"] for answer in answers.values()}) == 1
-    assert main([*question, "--draft-drafter", "lookup"]) == 0, capsys.readouterr().err
     assert main([*question, *judge_only(models)]) == 0
     capsys.readouterr()
     sentence = error_of(capsys, *question, "--target-drafter", "draft", *judge_only(models))
@@ -370,12 +369,10 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
             "'zoo:targte' is not an embedded model; did you mean 'zoo:target'?",
         ),
         (["bench", "--modes", "target+lokup"], "mode 'target+lokup' is 'lokup'; did you mean 'lookup'?"),
-        (["bench", "--modes", "parse+draft+draft"], "which needs a draft model"),
         (
             ["generate", "1 + 1?", "--target-drafter", "eagle3:top_k=2"],
             "target_drafter is 'eagle3': give the folder of a trained head, as recipes/eagle3.yaml trains one",
         ),
-        (["generate", "1 + 1?", "--draft-drafter", "parallel"], "draft_drafter is 'parallel': give the folder"),
         (["bench", "--task", "gsm_symbolik"], "unknown task 'gsm_symbolik'; did you mean 'gsm_symbolic'?"),
         (["bench", "--task-option", "max_numbr=3"], "did you mean 'max_number'?"),
         (

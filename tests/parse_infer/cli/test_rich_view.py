@@ -74,8 +74,8 @@ def test_the_view_of_a_real_stream_holds_exactly_the_answer(make_model, tokenize
         view = AnswerView(threshold)
         for event in engine.stream("Hello", max_new_tokens=24, threshold=threshold, block_tokens=block_tokens):
             view.update(event)
-        written = "".join(row.text for row in view.rows if row.kind != "rejected")
-        assert written == event.generation.text
+        written = [row.instead if row.kind == "corrected" else row.text for row in view.rows if row.kind != "rejected"]
+        assert "".join(written) == event.generation.text
         assert not view._pending
         kinds = {row.kind for row in view.rows}
         assert threshold != 0.0 or kinds <= {"accepted", "target"}

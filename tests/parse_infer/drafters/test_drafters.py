@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
@@ -53,6 +54,28 @@ def greedy(model: LanguageModel, ids: list[int], n: int) -> list[int]:
     decoder = Decoder(model.model, model.eos_ids)
     decoder.seek(ids)
     return list(decoder.decode(n))
+
+
+class Transfers(TorchDispatchMode):
+    """Counts the numbers that Python reads from tensors one by one: each waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.n += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8, seed=1)], ids=["greedy", "sampled"])
+def test_a_drafted_token_waits_for_the_device_once(draft, target, sampling):
+    """For its number and its probability together, as a list."""
+    drafter = ModelDrafter(draft, target)
+    drafter.reset(PROMPT, sampling)
+    with Transfers() as transfers:
+        assert drafter.propose_block([], 20, 12, lambda confidence: False).n_drafted == 12
+    assert transfers.n == 0
 
 
 def test_the_same_tokens_pass_straight_through(draft, target):

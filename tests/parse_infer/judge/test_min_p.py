@@ -71,6 +71,14 @@ def test_at_one_the_answer_is_the_greedy_targets(min_p_engine):
         assert engine.generate(prompt, max_new_tokens=48).token_ids == wanted
 
 
+def test_at_one_a_token_as_likely_as_the_first_choice_is_rejected():
+    """Greedy decoding would not write it."""
+    own = torch.tensor([-0.7, -0.7])
+    found = TokenLogprobs(torch.tensor([4, 9]), own, torch.tensor([[4], [8]]), own[:, None])
+    first, tie = MinPScorer().score(found, Carried()).logits.sigmoid().tolist()
+    assert first == 1 > tie > 0.9999
+
+
 def test_a_request_may_have_a_threshold_of_its_own(min_p_engine):
     lenient, strict = min_p_engine(0.2), min_p_engine(0.9)
     for prompt in PROMPTS:

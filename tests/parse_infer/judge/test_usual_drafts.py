@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from parse_infer.block_length import BlockLength
 from parse_infer.engine import ParseEngine
 from parse_infer.events import Accepted, Verified
 from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.judge.usual_drafts import SIZES, UsualDrafts
 from parse_infer.sampling import Sampling
+from tests.parse_infer.language_models import cycling, language_model, word_tokenizer
 
 PROMPT = "Tom has 5 apples."
 N = 40
@@ -141,6 +143,19 @@ def test_whether_a_draft_is_usual_does_not_depend_on_blocks(make_engine, random_
         own = ParseEngine.from_models(engine.target, engine.draft, judge)
         found = [own.generate(PROMPT, max_new_tokens=N, threshold=threshold, block_tokens=b) for b in ("auto", 16, 30)]
         assert len({tuple(one.token_ids) for one in found}) == 1 and len({one.fallback for one in found}) == 1
+
+
+def test_auto_drafts_as_many_of_the_targets_tokens(make_engine, make_model, random_adapter, monkeypatch):
+    """The draft model writes words, and the target reads letters: no block is longer than it must be."""
+    engine, words = make_engine(), word_tokenizer()
+    drafting = make_model("llama", seed=15, vocab_size=300, eos_token_id=words.eos_token_id)
+    drafting = language_model(cycling(drafting, words, " students other the room", PROMPT), words, "draft")
+    judge = random_adapter(engine.target.model, logprobs=True)
+    judge.config.logprobs["usual"] = NOTHING
+    own = ParseEngine.from_models(engine.target, drafting, judge)
+    monkeypatch.setattr(BlockLength, "end_after", lambda self, survival: True)
+    first = next(event.n_tokens for event in own.stream(PROMPT, max_new_tokens=N, threshold=0.3))
+    assert max(SIZES) <= first < 2 * max(SIZES)
 
 
 def test_auto_drafts_enough_to_know(make_engine, random_adapter):

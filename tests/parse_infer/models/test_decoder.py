@@ -254,13 +254,13 @@ class Allocations:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
-        grow = GrowingKVCache._grow
+        resize = GrowingKVCache._resize
 
-        def counting(layer, used):
-            grow(layer, used)
-            self.sizes.append(layer.buffers[0].shape[2])
+        def counting(layer, tokens):
+            resize(layer, tokens)
+            self.sizes.append(layer.capacity)
 
-        monkeypatch.setattr(GrowingKVCache, "_grow", counting)
+        monkeypatch.setattr(GrowingKVCache, "_resize", counting)
 
 
 def test_a_known_budget_is_reserved_at_once(make_model, random_ids, monkeypatch):
@@ -281,6 +281,24 @@ def test_a_known_budget_is_reserved_at_once(make_model, random_ids, monkeypatch)
     allocated.sizes.clear()
     list(zip(range(3), decoder.decode(150_000), strict=False))
     assert len(allocated.sizes) == layers and allocated.sizes[0] < 5000, allocated.sizes
+
+
+def test_a_long_request_keeps_no_memory(make_model, random_ids):
+    """Its cache shrinks with the next context, and what both share stays in it."""
+    model = make_model("llama_gqa", max_position_embeddings=200_000)
+    decoder, ids = Decoder(model, ()), random_ids(6000)
+    layers = decoder._cache.layers
+    decoder.seek(ids)
+    expected = list(decoder.decode(2))
+    assert layers[0].capacity >= 6000
+    decoder.seek(ids[:40])
+    short = list(decoder.decode(20))
+    assert all(layer.capacity < 500 for layer in layers) and decoder.ids[:40] == ids[:40]
+    for context, tokens in ((ids[:40], short), (ids, expected)):
+        fresh = Decoder(model, ())
+        fresh.seek(context)
+        decoder.seek(context)
+        assert list(fresh.decode(len(tokens))) == list(decoder.decode(len(tokens))) == tokens
 
 
 def test_a_long_context_gets_its_memory_at_once(make_model, random_ids, monkeypatch):

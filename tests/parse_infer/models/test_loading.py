@@ -364,5 +364,88 @@ def test_what_is_known_without_the_weights_is_what_the_loaded_model_knows(make_m
         assert not hasattr(text, "model")
     (tmp_path / "generation_config.json").unlink()
     assert load_served_model(tmp_path).eos_ids == load_language_model(tmp_path, role="draft").eos_ids
+    (tmp_path / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"config.json is missing"):
-        load_served_model(tmp_path.parent)
+        load_served_model(tmp_path)
+
+
+# Arguments of transformers' from_pretrained
+
+
+def on_the_hub(monkeypatch, cache: Path, repository: str, revisions: dict[str, Path]) -> None:
+    """Put folders into the Hub's cache, each as a revision of `repository`."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    place = cache / f"models--{repository.replace('/', '--')}"
+    for number, (revision, folder) in enumerate(revisions.items()):
+        (place / "refs").mkdir(parents=True, exist_ok=True)
+        (place / "refs" / revision).write_text(commit := str(number) * 40)
+        shutil.copytree(folder, place / "snapshots" / commit)
+
+
+def test_a_revision_of_a_model_on_the_hub(make_model, tokenizer, tmp_path, monkeypatch):
+    folders = {revision: tmp_path / revision for revision in ("main", "older")}
+    for seed, folder in enumerate(folders.values()):
+        make_model("llama", seed=seed).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    on_the_hub(monkeypatch, tmp_path / "hub", "owner/model", folders)
+    for options, folder in (({}, "main"), ({"revision": "older"}, "older")):
+        found = load_language_model("owner/model", role="target", **options).model
+        own = load_language_model(folders[folder], role="target").model
+        assert all(torch.equal(a, b) for a, b in zip(found.parameters(), own.parameters(), strict=True))
+    engine = ParseEngine.from_pretrained("owner/model", "owner/model", revision="older", draft_revision="main")
+    weights = [model.model.lm_head.weight for model in (engine.target, engine.draft)]
+    assert not torch.equal(*weights)
+    with pytest.raises(OSError, match=r"^The tokenizer of 'owner/model' cannot be loaded: "):
+        load_language_model("owner/model", role="target", revision="unknown")
+    with pytest.raises(ValueError, match=r"^revision is 'older', but '.*' is on this machine"):
+        load_language_model(folders["main"], role="target", revision="older")
+
+
+PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
+
+
+@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}, dict.fromkeys(PARTS, "cpu") | {"model.layers.1": "disk"}])
+def test_the_layers_of_a_target_may_be_in_several_places(make_model, tokenizer, tmp_path, device_map):
+    make_model("qwen3").save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    own, mapped = (
+        ParseEngine.from_pretrained(tmp_path / "model", "zoo:draft", min_p=0.2, target_drafter=None, **options)
+        for options in ({}, {"device_map": device_map})
+    )
+    assert (mapped.target.decoder.fast is None) == (
+        "disk" in dict(device_map if isinstance(device_map, dict) else {}).values()
+    )
+    for settings in ({}, {"mode": "exact"}, {"block_tokens": 4, "threshold": 0.01}):
+        found = [engine.generate("Tom has 5 apples.", max_new_tokens=12, **settings) for engine in (own, mapped)]
+        assert found[0].token_ids == found[1].token_ids
+    with pytest.raises(ValueError, match=r"^device is 'cpu' and device_map 'auto': give one of them"):
+        ParseEngine.from_pretrained(tmp_path / "model", device="cpu", device_map="auto")
+
+
+def test_weights_may_be_quantised_at_loading(make_model, tokenizer, tmp_path):
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    make_model("llama").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    own, eight_bits = (
+        ParseEngine.from_pretrained(tmp_path, min_p=0.2, **options)
+        for options in ({}, {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())})
+    )
+    ids = own.target.render("Tom has 5 apples.")
+    logits = []
+    for engine in (own, eight_bits):
+        engine.target.decoder.seek(ids)
+        logits.append(engine.target.decoder.next_logits().float())
+    difference = ((logits[0] - logits[1]).norm() / logits[0].norm()).item()
+    assert 0 < difference < 0.05
+    assert eight_bits.generate("Tom", draft_text="Tom has 5.", max_new_tokens=8).token_ids
+
+
+def test_the_verification_pass_has_its_own_attention():
+    with pytest.raises(ValueError, match="attn_implementation is 'flash_attention_2', but the verification pass"):
+        ParseEngine.from_pretrained("zoo:target", attn_implementation="flash_attention_2")
+    assert ParseEngine.from_pretrained("zoo:target", attn_implementation="sdpa").target

@@ -141,7 +141,7 @@ def expected_pairs(logits: torch.Tensor, second: torch.Tensor, sampling: Samplin
     return distribution(logits, sampling)[:, None] * distribution(second, sampling)
 
 
-@pytest.mark.parametrize("kind", ["drawn chain", "drawn chain that ends in doubt", "drawn siblings", "fixed tree"])
+@pytest.mark.parametrize("kind", ["drawn chain", "drawn chain that ends in doubt", "fixed tree"])
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(0.5), Sampling(1.0), Sampling(1.6), Sampling(1.0, top_k=3), Sampling(1.2, top_p=0.7)],
@@ -162,9 +162,6 @@ def test_sampled_tokens_have_the_models_distribution(kind, sampling):
             if kind.endswith("doubt") and q[tokens[0]] < q.median():
                 tokens = tokens[:1]
             guess = TokenTree.chain(tokens, drawn_from[: len(tokens)])
-        elif kind == "drawn siblings":
-            tokens = [int(draw(q, generator)) for _ in range(3)]
-            guess = TokenTree(tokens, [ROOT, ROOT, ROOT], q.expand(3, -1))
         else:
             tokens = [0, 2, 1, 3]
             guess = TokenTree(tokens, [ROOT, ROOT, 0, 0])
