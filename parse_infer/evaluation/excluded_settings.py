@@ -12,3 +12,5 @@ NOT_MEASURED = {
     "ignore_eos": _NOT_IN_TRANSFORMERS,
     "min_tokens": _NOT_IN_TRANSFORMERS,
 }
+NO_PAUSES = ("adaptive", False)
+"""Except this one: answers with a promise have no pauses."""

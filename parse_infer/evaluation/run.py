@@ -16,7 +16,7 @@ from rich.console import Console
 from parse_infer.acceptance import check_threshold
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
-from parse_infer.evaluation.excluded_settings import NOT_MEASURED
+from parse_infer.evaluation.excluded_settings import NO_PAUSES, NOT_MEASURED
 from parse_infer.evaluation.figure import draw_figure
 from parse_infer.evaluation.mode_names import DEFAULT_MODES, SWEPT, check_modes
 from parse_infer.evaluation.modes import BenchProblem, Mode, answer, make_modes, problems_digest, timed
@@ -56,7 +56,8 @@ class BenchSettings:
         object.__setattr__(self, "modes", check_modes(self.modes))
         object.__setattr__(self, "thresholds", tuple(sorted({float(t) for t in self.thresholds})))
         for name, why in NOT_MEASURED.items():
-            if getattr(self.generation, name) != getattr(GenerationSettings(), name):
+            value = getattr(self.generation, name)
+            if value != getattr(GenerationSettings(), name) and (name, value) != NO_PAUSES:
                 raise ParseError(f"a benchmark does not take {name}: {why}")
         if self.repeats < 1:
             raise ParseError(f"repeats is {self.repeats}; it must be at least 1")
@@ -115,7 +116,8 @@ def run_bench(
     drafters = {mode.name: mode.engine.describe_drafters() for mode in modes if mode.engine is not None}
     config = asdict(settings)
     generation = config.pop("generation")
-    config = {name: value for name, value in generation.items() if name not in NOT_MEASURED} | config
+    given = {name for name in generation if name not in NOT_MEASURED or (name, generation[name]) == NO_PAUSES}
+    config = {name: value for name, value in generation.items() if name in given} | config
     if not any(name in SWEPT for name in settings.modes):
         config |= {"thresholds": (), "sweep_limit": 0}
     config["chosen_threshold"] = _chosen(engine, settings)

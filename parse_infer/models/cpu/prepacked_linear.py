@@ -58,7 +58,7 @@ class PrepackedLinear(nn.Linear):
 
 def is_plain(weight: Tensor) -> bool:
     """Whether a weight is an ordinary tensor, not a quantised one of torchao and the like."""
-    return type(weight.data) is Tensor
+    return type(weight) in (Tensor, nn.Parameter)
 
 
 def pack_linears(model: PreTrainedModel) -> int:
