@@ -41,7 +41,8 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 _INNER_TEXT = re.compile(rf"{_TEXT}\s*\{{([^{{}}]*)\}}")
 _EMPHASIS = re.compile(r"(?<![\w*_`])(\*{1,3}|_{1,3}|`{1,3})(?=\S)(.+?)(?<=\S)\1(?![\w*_`])")
 _THOUSANDS = re.compile(
-    r"(?<![\d.,])(?<![(\[{]\s)(?<![(\[{])(\d{1,3})(?:(?:,\d{3})+|(?: \d{3})+|(?:'\d{3})+|(?:_\d{3})+)(?![\d]|,\d)"
+    r"(?<![\d.,])(?<![(\[{]\s)(?<![(\[{])(\d{1,3})(?:(?:,\d{3})+|(?:,\d{2})+,\d{3}|(?: \d{3})+"
+    r"|(?:'\d{3})+|(?:_\d{3})+)(?![\d]|,\d)"
 )
 _CONTINENTAL = re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3})+,\d+(?![\d.,])")
 _TAG = re.compile(r"</?(?:b|i|u|p|em|strong|answer|final_answer)>")
@@ -58,7 +59,7 @@ def clean(answer: str, sentence: bool = False) -> str:
     """
     text = _TAG.sub(" ", answer.translate(_SIGNS))
     text = _CONTINENTAL.sub(lambda found: found[0].replace(".", "").replace(",", "."), text)
-    sentence = sentence and not re.search(r"!\s*(?:\$|\\[)\]])", text)
+    sentence = sentence and not re.search(r"!\s*(?:\$|\\[)\]])|\d!\.", text)
     text = _FRACTION.sub(lambda found: f"{found[1]} {_FRACTIONS[found[2]]}".lstrip(), text)
     text = re.sub(r"(\d)⁄(\d)", r"\1/\2", text)
     text = _without_delimiters(text)

@@ -35,6 +35,8 @@ _FRACTION = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), plain)
     for pattern, plain in (
+        (r"(?<=\d)\s+and\s+(?:a|one)[ -]half\b", " 1/2"),
+        (r"(?<=\d)\s+and\s+(?:a|one)[ -]quarter\b", " 1/4"),
         (r"\^\s*\{?\s*\\(?:circ|degree)(?![a-z])\s*\}?|\\degree(?![a-z])|°", " degrees "),
         (r"(?<![\d./])(\d+)\s+(?:and\s+)?(\d+)\s*/\s*(\d+)(?![\d.])", r"(\1+\2/\3)"),  # mixed numbers
         (r"(?<![\d.])(\d+)\s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}", r"(\1+\2/\3)"),
@@ -45,12 +47,14 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<=\d) cubed\b", "^3"),
         (r"(?<=\d) factorial\b", "!"),
         (r"(?<=\d) to the (?:power (?:of )?)?(\d+)(?:th power)?\b", r"^\1"),
+        (r"[<>]=|=?/=|<>|\\not\s*=", "<"),
         (r"\\(?:le|leq|leqslant|lt|ge|geq|geqslant|gt|ne|neq)(?![a-z])|[≤≥≠≦≧>]|!=", "<"),
         (r"\\(?:approx|sim|simeq|equiv|cong|Rightarrow|implies|to|rightarrow)(?![a-z])|[≈≃≅≡~⇒→]|=<|-<", "="),
         (r"\\(?:pm|mp)(?![a-z])|\+/-|\+-", "±"),
         (r"\\pi(?![a-z])|π", " pi "),
+        (r"\\sqrt\s*\{([^{}]*)\}", r" sqrt(\1)"),
         (r"\\(sqrt|log|ln|lg|exp|sin|cos|tan)(?![a-z])", r" \1 "),
-        (r"[√∛]", " sqrt "),
+        (r"[√∛∜]", " sqrt "),
         (r"\b(?:[Nn]egative|[Mm]inus)\s+(?=[$€£¥₹\d.(])", "-"),
         (r"(?:\b(?:US|A|C|NZ))?[$€£¥₹]\s*", ""),
         (r"\b(?:USD|EUR|GBP|INR|Rs)\.?\s*(?=[-\d.])", ""),

@@ -29,7 +29,7 @@ _NUMBERED = re.compile(r"(?:step|part|case)\b|(?:\d+|[ivx]+)[.)]\s+[A-Za-z*]", r
 _ANSWERS = re.compile(
     r"[\s*_$\\({\[`]*(?:(?:boxed|text\w*|math\w*)\{)?\s*(?:[-−–]|negative|minus|[$€£])*\s*\\?[$.]?\d"  # a number
     r"|[\s*_$({\[`]*\(?[A-Ja-j](?:[\s.):\]}*_$`,]*$|[.):\]*_`]+\s)"  # the letter of an option
-    r"|.*[:=]\s*[-$€£\\*]*\d|\s*\$|\s*\\[(\[]|.*\banswer\b.*\w\W*$",
+    r"|.*[:=<>≤≥]\s*[-$€£\\*]*\d|\s*\$|\s*\\[(\[]|.*\banswer\b.*\w\W*$",
     re.IGNORECASE,
 )
 _TOPIC = re.compile(

@@ -11,7 +11,8 @@ from data_tools.tasks.arithmetic import FUNCTION, TERM, term_value
 
 _BOUND = re.compile(
     r"(?:[<±|]|\b(?:(?:more|less|greater|fewer|bigger|smaller|higher|lower|larger) than(?: or equal to)?|over"
-    r"|under|above|below|up to|(?:not|never)(?:\s+(?!but\b)[a-z]+){0,2}|between|minimum of|maximum of))$",
+    r"|under|above|below|up to|(?:not|never)(?:\s+(?!but\b)[a-z]+){0,2}|between|minimum of|maximum of)"
+    r"|n't(?:\s+(?!but\b)[a-z]+){0,2})$",
     re.IGNORECASE,
 )
 _OPEN_ENDED = re.compile(
@@ -24,7 +25,7 @@ _GLUED_UNIT = re.compile(
     r"|[kMG]?Hz|k[WJNPV]a?|[MGk]W|mol|am|pm|a\.m|p\.m|st|nd|rd|th|px|percent|degrees|[A-Za-z]{4,})(?![A-Za-z\d])"
 )
 _VARIABLE = re.compile(
-    rf"\s*(?:\*\s*)?(?:{FUNCTION}(?![a-z])|\\|[(\[{{|√∞]|(?![mgshlLdNVAKCFJW]|[aI]\s+[a-z])[A-Za-z](?![A-Za-z.']))"
+    rf"\s*(?:\*\s*)?(?:{FUNCTION}(?![a-z])|\\|[(\[{{|√∞]|[xyz]{{2,3}}(?![A-Za-z])|[α-ωΑ-Ω](?<!μ)|(?![mgshlLdNVAKCFJW]|[aI]\s+[a-z])[A-Za-z](?![A-Za-z.']))"
 )
 _OPERATOR_THEN_VARIABLE = re.compile(
     rf"\s*[-+*/^]\s*[({{]*-?(?:{FUNCTION}(?![a-z])|\\|[A-Za-z](?![A-Za-z])(?!\s+[a-z]{{2}}))"
@@ -33,6 +34,7 @@ _STOP = frozenset(
     "a an the per every each in for of at on to by from with and or is are was were left more total altogether as so "  # noqa: SIM905
     "that which when if all away remaining he she they it we you i over after before because than".split()
 )
+_MONTH = re.compile(r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*")
 _WORD = re.compile(r"[\s-]*([A-Za-z%][\w%']*)\.?")
 
 
@@ -96,7 +98,7 @@ def _quantity(text: str, found: re.Match[str]) -> Quantity:
 
 
 def _plain_before(before: str) -> bool:
-    if re.search(r"[\w\\_.]$", before) and not re.search(r"(?:[a-z]\.)$", before):
+    if re.search(r"[A-Za-zα-ωΑ-Ω\d\\_.]$", before) and not re.search(r"(?:[a-z]\.)$", before):
         return False
     before = before.rstrip(" ({[")
     return not (
@@ -110,9 +112,10 @@ def _plain_before(before: str) -> bool:
 
 def _plain_after(after: str) -> bool:
     if re.match(r"[A-Za-z]", after):
-        return _GLUED_UNIT.match(after) is not None and not re.match(rf"{FUNCTION}(?![a-z])", after)
+        rest = rf"{FUNCTION}(?![a-z])|[A-Za-z]\s*[-+*^]\s*[A-Za-z](?![A-Za-z])"
+        return _GLUED_UNIT.match(after) is not None and not re.match(rest, after)
     if re.match(
-        r"[.,:']\d|\s*(?:\.{2,}|…)\s*\d|\s*[∪∩]|\s+in\s+\d+\W*$|\s*[,;]\s*-?(?:\\[a-z]|∞|[b-hj-z](?![\w']))|%|\.?\\|_|\s*:\s*\d|\s*\)?\s*[-+*/^]?\s*\\",
+        r"[.,:']\d|'\s*\d|\s*(?:\.{2,}|…)\s*\d|\s*[∪∩]|\s+in\s+\d+\W*$|\s*[,;]\s*-?(?:\\[a-z]|∞|[b-hj-z](?![\w']))|%|\.?\\|_|\s*:\s*\d|\s*\)?\s*[-+*/^]?\s*\\",
         after,
     ) or _OPEN_ENDED.match(after):
         return False
@@ -128,7 +131,9 @@ def _words(before: str, after: str) -> frozenset[str]:
         at = found.end()
         if found[0].endswith("."):
             break
-    if (name := re.search(r"([A-Z][a-z]+)\.?\s+$", before)) and before[: name.start()].strip() == "":
+    if (name := re.search(r"([A-Z][a-z]+)\.?\s+$", before)) and (
+        _MONTH.match(name[1]) or before[: name.start()].strip() == ""
+    ):
         words.append(name[1].lower())
     return nouns(words)
 

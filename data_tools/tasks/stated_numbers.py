@@ -21,7 +21,7 @@ _SAME = (
     r"|which (?:is|equals|gives|makes|rounds to)"
     r"|equals|or about|or approximately|rounded to|=)"
 )
-_JOIN = r"(?:\s*[,;]?\s*\b(?:and|or|to|through|versus|vs\.?|plus|minus)\b|\s*[,;&:|—±<])"
+_JOIN = r"(?:\s*[,;]?\s*\b(?:and|or|to|through|versus|vs\.?|plus|minus|by|over|point)\b|\s*[,;&:|—±<*+])"
 _LABEL = r"(?:\s*[A-Za-z]\w{0,2}\s*=)?"
 _UNITS = r"(?:\s*-?[A-Za-z.%]+){0,3}?"
 # Amounts in two units: "5 feet 6 inches".
@@ -36,6 +36,8 @@ _LINKS = {
     )
     for prose in (True, False)
 }
+_UNSOLVED = re.compile(r"-?[\d.]+\s*\*?\s*[a-z]\s*=\s*")  # 2x = 6
+_SECOND_VALUE = re.compile(r"\b[A-Za-z]\w?\s*=[^,;=]+(?:[,;]|\b(?:and|or)\b)[\s,]*(?:and|or)?\s*[A-Za-z]\w?\s*=\s*$")
 _AT_LEAST = re.compile(r"(?P<is>\b(?:is|be) )?\b(?:at least|at most|no (?:more|less|fewer) than)$", re.IGNORECASE)
 
 
@@ -122,7 +124,7 @@ def _linked(text: str, found: list[Quantity], prose: bool) -> Quantity:
             break
         last = other
     label = text[: stated.start]
-    if re.fullmatch(r"-?[\d.]+\s*\*?\s*[a-z]\s*=\s*", label):  # an equation that is still to be solved
+    if _UNSOLVED.fullmatch(label) or (prose and _SECOND_VALUE.search(label)):
         return replace(stated, value=None)
     if (at_least := _AT_LEAST.search(label.rstrip())) and (at_least["is"] or not prose):
         return replace(stated, value=None)

@@ -53,6 +53,9 @@ OTHER = [
     ("The answer is (A) and (B)", "The answer is (A) and (C)"),
     ("B. by far", "#### B"),
     ("3!", "3"),
+    ("The answer is 3!.", "The answer is 3."),
+    ("So it is $x = 5, y = 6$.", "So it is $x = 7, y = 6$."),
+    ("He left on September 11.", "He left on October 11."),
     ("He left on 11 September.", "He left on 11 October."),
     ("#### Total earnings\nShe earns $18.", "#### Total earnings\nShe earns $20."),
     ("I hope this helps!", "Let me know!"),
@@ -153,13 +156,11 @@ def test_another_answer(one: str, other: str) -> None:
     assert agree(one, other) == {False}
 
 
-@pytest.mark.parametrize("wording", WORDINGS)
 @pytest.mark.parametrize(("one", "other"), OTHER_IN_ANY_WORDING)
-def test_another_answer_in_the_same_words(one: str, other: str, wording: str) -> None:
-    if one.endswith("!") and wording.startswith("The"):
-        return  # an exclamation
-    assert agree(wording.format(one), wording.format(other)) == {False}
-    assert agree(wording.format(one), wording.format(one)) == {True}
+def test_another_answer_in_the_same_words(one: str, other: str) -> None:
+    for wording in WORDINGS:
+        assert agree(wording.format(one), wording.format(other)) == {False}, wording
+        assert agree(wording.format(one), wording.format(one)) == {True}, wording
 
 
 @pytest.mark.parametrize(("reference", "completion"), EXACT)

@@ -28,6 +28,8 @@ from data_tools.tasks.final_answer import final_answer
         ("#### 72\n\n#### Verification\nit fits", "72"),
         ("#### 1. Add\nso 5\n#### 7", "7"),
         ("#### The answer is 5", "5"),
+        ("#### x > 3\n\nI hope so.", "x > 3"),
+        ("#### x > 3\n\nSo it is.", "x > 3"),
         ("**Answer**: B", "B"),
         ("The final answer is\n\n5", "5"),
         ("## Final Answer\n\n**5**", "**5**"),
