@@ -5,6 +5,7 @@ wandb never prompts and never stops the work. Only `artifacts: upload` uploads f
 
 from __future__ import annotations
 
+import hashlib
 import io
 import netrc
 import os
@@ -20,6 +21,7 @@ from urllib.parse import urlparse
 RUN_ID = "wandb_run_id"  # file in the run's folder
 TRACKERS = ["none", "wandb"]
 _LONGEST_NAME = 128  # of an artifact, in wandb
+_LONGEST_PAIR = 90  # of the names in it
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,26 @@ class RunOptions:
 
     @property
     def pair(self) -> str:
-        """The models' names in one word, the group of the run and the beginning of its artifacts' names."""
-        return "-".join(map(short_name, self.models))
+        """The models' short names and a hash of the whole ones, which distinguishes pairs that look alike.
+
+        The group of the run, and the beginning of its artifacts' names."""
+        words = "-".join(filter(None, map(short_name, self.models)))[:_LONGEST_PAIR]
+        whole = hashlib.sha256("\n".join(self.models).encode()).hexdigest()[:6]
+        return f"{words}-{whole}".lstrip("-")
+
+    @property
+    def tags(self) -> list[str]:
+        """The kind and the models' short names, each once."""
+        return list(dict.fromkeys(filter(None, [self.kind, *(short_name(model)[:64] for model in self.models)])))
 
 
 def short_name(model: str) -> str:
     """Return a model's id, or the last two folders of its path, in letters that an artifact's name may have."""
-    return re.sub(r"[^\w.-]+", "-", "-".join(Path(model).parts[-2:])).strip("-")
+    return _in_name("-".join(Path(model).parts[-2:])).strip("-")
+
+
+def _in_name(text: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9_.-]+", "-", text)
 
 
 def start(options: RunOptions, resumed: bool = False) -> str | None:
@@ -81,7 +96,7 @@ def start(options: RunOptions, resumed: bool = False) -> str | None:
                 name=options.name,
                 job_type=options.job,
                 group=options.pair,
-                tags=[options.kind, *(short_name(model)[:64] for model in options.models)],
+                tags=options.tags,
                 config={**options.config, "kind": options.kind, "models": list(options.models)},
                 id=id,
                 resume="allow",
@@ -191,8 +206,7 @@ def log_artifact(
     def log(run: Any) -> None:
         import wandb
 
-        title = re.sub(r"[^\w.-]+", "-", name)[-_LONGEST_NAME:]
-        artifact = wandb.Artifact(title, kind, metadata=dict(metadata or {}))
+        artifact = wandb.Artifact(_in_name(name)[:_LONGEST_NAME], kind, metadata=dict(metadata or {}))
         path = Path(source).absolute()
         if kind == "dataset" and not path.exists():
             artifact.add_reference(f"https://huggingface.co/datasets/{source}", name="data", checksum=False)

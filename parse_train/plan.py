@@ -284,7 +284,11 @@ def _draft_model(config: DraftModelTrainingConfig) -> Plan:
             target_modules="all-linear" if modules == ["all-linear"] else modules,
         )
         with torch.device("meta"):
-            return get_peft_model(outline(config.draft, config.draft_dtype, layers), lora).train()
+            model = get_peft_model(outline(config.draft, config.draft_dtype, layers), lora).train()
+        if config.activation_checkpointing:  # as transformers' Trainer does
+            model.activation_checkpointing_enable()
+            model.enable_input_require_grads()
+        return model
 
     def measure(layers: int) -> Counted:
         model = model_of(layers)

@@ -126,7 +126,7 @@ def write_answers(lm: LanguageModel, config: AnswerConfig, seed: int, split: str
     """
     keys = ("model", "task", "task_options", "answer_temperature", "max_answer_tokens", "template_options")
     identity = {key: getattr(config, key) for key in keys} | {"split": split, "seed": seed, "group": _GROUP}
-    identity["dtype"] = str(lm.model.dtype).removeprefix("torch.")  # answers of another one differ
+    identity["model_dtype"] = str(lm.model.dtype).removeprefix("torch.")  # answers of another one differ
     check_identity(folder, identity)  # raises in every process
     processes = PartialState()
     main = GroupFolder(folder, split)

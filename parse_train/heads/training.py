@@ -54,6 +54,11 @@ class HeadTrainingConfig(SelfGeneratedConfig):
             raise ParseError(f"draft_vocab_size is {self.draft_vocab_size}; it must be at least 1")
         if self.muon and getattr(self, "deepspeed_plugin", None) is not None:
             raise ParseError("muon needs whole matrices, which DeepSpeed does not provide: set muon to false (AdamW)")
+        if self.activation_checkpointing:
+            raise ParseError(
+                "activation_checkpointing is set, but the model runs without gradient, and only the head keeps "
+                "activations: leave it out, and lower per_device_train_batch_size to save memory"
+            )
         check_share("step_decay", self.step_decay)
         if self.head_dtype not in ("auto", "bfloat16"):
             raise ParseError(f"head_dtype is {self.head_dtype!r}; it must be auto or bfloat16")

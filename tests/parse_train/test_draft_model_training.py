@@ -86,7 +86,7 @@ def test_an_aligned_draft_model_agrees_and_is_not_trained_twice(recipe, tmp_path
     # Answers of another dtype are other answers.
     again = [*recipe, "--max_steps", "1", "--output_dir", str(tmp_path / "again"), "--model_dtype", "bfloat16"]
     assert main(again) == 2
-    assert "was begun with dtype 'float32', not 'bfloat16'" in capsys.readouterr().err
+    assert "was begun with model_dtype 'float32', not 'bfloat16'" in capsys.readouterr().err
 
 
 def test_a_draft_model_with_other_tokens_is_refused_before_the_target_answers(recipe, make_model, tmp_path, capsys):

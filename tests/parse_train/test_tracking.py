@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,8 @@ def test_files_leave_the_machine_only_where_that_is_asked_for(
     [model] = wandb_runs.artifacts(records, "model")
     assert [entry.path for entry in model.manifest.contents] == ["my shard.jsonl"]
     rows, hub = found
-    assert (rows.name, json.loads(rows.metadata)) == ("zoo-target-runs-draft-my-rows", {"rows": 1})
+    assert re.fullmatch("zoo-target-runs-draft-[0-9a-f]{6}-my-rows", rows.name)
+    assert json.loads(rows.metadata) == {"rows": 1}
     [entry] = rows.manifest.contents
     assert entry.path == "my shard.jsonl" and entry.digest and entry.size == 3
     assert bool(entry.local_path) == (artifacts == "upload") and bool(entry.ref) == (artifacts == "reference")
@@ -163,12 +165,23 @@ def test_artifacts_of_two_pairs_have_two_names(tmp_path: Path) -> None:
         ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"),
         ("Qwen/Qwen3-8B", "runs/a/draft"),
         ("Qwen/Qwen3-8B", "runs/b/draft"),
+        # pairs that look alike
+        ("Qwen/Qwen3-8B", "runs/b-draft"),
+        ("Qwen/Qwen3-8B/runs", "b/draft"),
+        ("/a/models/target", "draft"),
+        ("/b/models/target", "draft"),
+        ("a/" + "x" * 140, "draft"),
+        ("b/" + "x" * 140, "draft"),
+        ("모델/하나", "draft"),
+        ("모형/둘", "draft"),
     ]
     names = [RunOptions(tmp_path, "train", "logprob", pair).pair for pair in pairs]
-    assert names == [
-        "Qwen-Qwen3-8B-Qwen-Qwen3-0.6B",
-        "Qwen-Qwen3-8B-a-draft",
-        "Qwen-Qwen3-8B-b-draft",
+    assert len(set(names)) == len(pairs)
+    assert names[0].startswith("Qwen-Qwen3-8B-Qwen-Qwen3-0.6B-") and names[1].startswith("Qwen-Qwen3-8B-a-draft-")
+    assert all(re.fullmatch(r"[\w.-]{1,100}", name, re.ASCII) for name in names)
+    assert RunOptions(tmp_path, "train", "logprob", ("zoo:target", "zoo:target", ".")).tags == [
+        "logprob",
+        "zoo-target",
     ]
 
 
@@ -179,7 +192,7 @@ def test_a_run_says_what_it_is(config: ValidityTrainingConfig, monkeypatch: pyte
     tracking.finish()
     [(_, records)] = offline_runs(Path(str(config.output_dir)))
     run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
-    assert (run.job_type, run.run_group) == ("train", "zoo-target-runs-draft")
+    assert run.job_type == "train" and run.run_group.startswith("zoo-target-runs-draft-")
     assert set(run.tags) == {"validity", "zoo-target", "runs-draft"}
     known = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert known["kind"] == "validity" and known["models"] == list(PAIR[:2])

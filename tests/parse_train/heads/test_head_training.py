@@ -217,6 +217,10 @@ def test_held_out_problems_are_no_training_problems(tmp_path: Path, capsys):
         (["--draft_vocab_size", "0"], "draft_vocab_size is 0; it must be at least 1"),
         (["--task", "nosuch"], "nosuch"),
         (["--steps", "0"], "steps is 0"),
+        (
+            ["--activation_checkpointing", "true"],
+            "the model runs without gradient, and only the head keeps activations",
+        ),
     ],
 )
 def test_a_wrong_key_is_refused_before_anything_is_answered(change, message, tmp_path: Path, capsys):
