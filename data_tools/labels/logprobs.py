@@ -125,6 +125,8 @@ def read_drafts(source: str | Path) -> Iterator[ReadDraft]:
 def read_info(folder: Path) -> dict[str, Any]:
     """Return k, engine, version, dtype and quantisation of the reads. Raise FileNotFoundError without reads."""
     path = folder / FOLDER / INFO
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no labelled data at {folder}: there is no such folder; `parse-data build` writes it")
     if not path.is_file():
         raise FileNotFoundError(
             f"{folder} has no log-probabilities: run `parse-data build RECIPE --logprobs 5`, which adds them to a "

@@ -49,6 +49,7 @@ def test_a_known_kind_is_found_however_it_is_written(tmp_path: Path, kind: str, 
         (b"- recipe: validity\n", "must be a YAML mapping"),
         (b"\xff\xfe\x00", "is not valid YAML"),
         (b"task: gsm_symbolic\ntarget: x\nlimit: 3\n", "is a recipe for data: parse-data build "),
+        (b"task: gsm_symbolic\ntarget: x\nlimt: 3\n", "is a recipe for data: parse-data build "),
         (b"compute_environment: LOCAL_MACHINE\nuse_cpu: true\n", "needs the key recipe"),
     ],
 )

@@ -168,7 +168,9 @@ def test_drafts_are_read_alike_in_batches_and_alone(build):
         (["--sharpness", "0.5"], "sharpness is 0.5; it must be at least 1"),
         (["--k", "4"], "stores 3 first choices per token: lower k"),
         (["--width", "0"], "width is 0; it must be at least 1"),
-        (["--data", "nowhere"], "nowhere has no log-probabilities: run `parse-data build RECIPE --logprobs 5`"),
+        (["--data", "nowhere"], "no labelled data at nowhere: there is no such folder"),
+        (["--data", "data/validty"], "no labelled data at data/validty: there is no such folder"),
+        (["--data", "."], ". has no log-probabilities: run `parse-data build RECIPE --logprobs 5`"),
     ],
 )
 def test_mistakes_are_one_sentence(build, tmp_path, capsys, options, message):
