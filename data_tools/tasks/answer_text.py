@@ -59,7 +59,7 @@ def clean(answer: str, sentence: bool = False) -> str:
     """
     text = _TAG.sub(" ", answer.translate(_SIGNS))
     text = _CONTINENTAL.sub(lambda found: found[0].replace(".", "").replace(",", "."), text)
-    sentence = sentence and not re.search(r"!\s*(?:\$|\\[)\]])|\d!\.", text)
+    sentence = sentence and not re.search(r"!\s*(?:\$|\\[)\]])|(?:\d|\b[a-z]|\))!\.", text)
     text = _FRACTION.sub(lambda found: f"{found[1]} {_FRACTIONS[found[2]]}".lstrip(), text)
     text = re.sub(r"(\d)⁄(\d)", r"\1/\2", text)
     text = _without_delimiters(text)
@@ -88,4 +88,4 @@ def _without_end(text: str, sentence: bool) -> str:
     end = ".,;:?" + ("!" if sentence else "")
     while text != (text := text.strip(_EDGE).lstrip("=:;, ").rstrip(end + "…").strip()):
         pass
-    return re.sub(r"\s+!$|(?<=[A-Za-z])!+$", "", text)
+    return re.sub(r"\s+!$|(?<=[A-Za-z]{2})!+$", "", text)

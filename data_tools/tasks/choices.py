@@ -71,6 +71,7 @@ _WEAK = re.compile(
 )
 _NAMED = re.compile(r"\(([A-J])\)|\b(?:option|choice)\s+\(?([A-J])\b")
 _NEGATED = re.compile(r"\b(?:not|no|neither|nor|never|wrong|incorrect)\b|n't\b", re.IGNORECASE)
+_NEAR = 80  # characters before a cue that may deny it
 _SHORT = 6  # words of a line that is a statement rather than a step
 
 
@@ -130,11 +131,11 @@ def _restated(text: str) -> str:
 
 def _last_cued(text: str, cue: re.Pattern[str], small: bool) -> str:
     """Return the letters after the last cue that has some behind it."""
-    cues = [one for one in cue.finditer(text) if not _UNSURE.search(text[: one.end()])]
+    cues = [one for one in cue.finditer(text) if not _UNSURE.search(text[max(0, one.end() - _NEAR) : one.end()])]
     found = [(one.end(), _letters(text[one.end() :], small)) for one in cues]
     if cue is _STRONG:
-        doubts = (_DOUBT, _UNSURE)
-        verdicts = [one for one in _VERDICT.finditer(text) if not any(d.search(text[: one.start()]) for d in doubts)]
+        before = ((one, text[max(0, one.start() - _NEAR) : one.start()]) for one in _VERDICT.finditer(text))
+        verdicts = [one for one, near in before if not (_DOUBT.search(near) or _UNSURE.search(near))]
         found += [
             (one.end(), one["letter"]) for one in verdicts if one["letter"].isupper() or text[one.start()] in "(["
         ]

@@ -30,8 +30,10 @@ _LATEX: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\*\*", "^"),
         (r"×|⋅|·", r"\\cdot "),
         (r"÷", "/"),
-        (r"≤|<=", r"\\le "),
-        (r"≥|>=", r"\\ge "),
+        (r"≤|<=|\\leq(?:slant)?(?![a-z])", r"\\le "),
+        (r"≥|>=|\\geq(?:slant)?(?![a-z])", r"\\ge "),
+        (r"\\lt(?![a-z])", "<"),
+        (r"\\gt(?![a-z])", ">"),
         (r"≠|!=", r"\\ne "),
         (r"±", r"\\pm "),
         (r"π|(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
@@ -43,10 +45,12 @@ _LATEX: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"√\s*\(([^()]*)\)|(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1\2}"),
         (r"√\s*(\w+)", r"\\sqrt{\1}"),
         (r"(?<![\\A-Za-z])(sqrt|log|ln|sin|cos|tan|exp)(?![A-Za-z])", r"\\\1"),
-        (r"\s*,?\s*\b(?:or|and)\b\s*", ", "),
         (r"(\d(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)", r"\1 \\cdot 10^{\2}"),
     )
 )
+_LESS = {"\\ge": "\\le", ">": "<"}
+_FALLING = re.compile(r"([^<>,]+?)\s*(\\ge|>)\s*([A-Za-z])\s*(\\ge|>)\s*([^<>,]+)")
+_OUTSIDE = re.compile(r"([A-Za-z])\s*(\\le|<)\s*([^<>,]+?)\s*,?\s*\bor\b\s*\1\s*(\\ge|>)\s*([^<>,]+)")
 _SUPERSCRIPTS = re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _DIGITS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _UNIT = re.compile(
@@ -72,6 +76,9 @@ def same_expression(reference: str, completion: str) -> bool:
     second = stated_quantity(completion) if answer.mark == "none" else read_quantity(answer)
     if first and second and first.value is not None and second.value is not None:
         return same_quantity(first, second)
+    letters = [re.fullmatch(r"\(?([A-Z])\)?", text) for text in (one, other)]
+    if letters[0] and letters[1]:
+        return letters[0][1] == letters[1][1]
     if _are_words(wanted.text, one) or _are_words(answer.text, other):
         return one.casefold() == other.casefold()
     bases = [re.search(r"(?<=\d)_\{?(\d+)\}?$", text) for text in (one, other)]
@@ -105,10 +112,18 @@ def _are_words(written: str, cleaned: str) -> bool:
 
 
 def _latex(text: str) -> str:
+    """Return an answer as LaTeX that math-verify reads, with inequalities in one order and outer ranges as a union."""
     text = _SUPERSCRIPTS.sub(lambda found: f"^{{{found[0].translate(_DIGITS)}}}", _UNIT.sub("", text))
     for pattern, latex in _LATEX:
         text = pattern.sub(latex, text)
-    return text.strip()
+    if falling := _FALLING.fullmatch(text.strip()):
+        high, first, name, second, low = falling.groups()
+        text = f"{low} {_LESS[second]} {name} {_LESS[first]} {high}"
+    if outside := _OUTSIDE.fullmatch(text.strip()):
+        _, less, low, more, high = outside.groups()
+        ends = ")" if less == "<" else "]", "(" if more == ">" else "["
+        text = f"(-\\infty, {low}{ends[0]} \\cup {ends[1]}{high}, \\infty)"
+    return re.sub(r"\s*,?\s*\b(?:or|and)\b\s*", ", ", text).strip()
 
 
 def require_math_verify() -> None:

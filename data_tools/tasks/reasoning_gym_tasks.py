@@ -17,6 +17,7 @@ from parse_infer.suggest import suggestion
 
 _EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")  # sympy's parser calls eval, too
 
+_FENCED = re.compile(r"^```[^\n`]*\n(.*?)\n```", re.DOTALL | re.MULTILINE)
 _EMPHASISED = re.compile(r".*(?:\*\*|`)([^*`]+)(?:\*\*|`)")
 _SAYS = re.compile(
     r".*\b(?:is|are|was|were|becomes|equals)\s+(?!not\b)(?:(?:a|an|the|his|her|its|their|[\w-]+'s)\s+)*(\S.*)"
@@ -91,7 +92,9 @@ class ReasoningGym:
 
 
 def _statements(completion: str) -> set[str]:
-    """Return the completion, its final answer, its number, and what its last line says after a verb or a colon."""
+    """Return the completion, its final answer, its number, and what its last line says after a verb or a colon.
+
+    An answer of several lines ends with its paragraph or its fence."""
     answer, last = final_answer(completion), completion.rsplit("####", 1)[-1].strip()
     line = last.rsplit("\n", 1)[-1]
     texts = {completion, last, answer.text, line.split(":", 1)[-1], line.rsplit(":", 1)[-1]}
@@ -99,6 +102,11 @@ def _statements(completion: str) -> set[str]:
         texts |= {found[1] for found in (_EMPHASISED.search(line), _SAYS.search(line)) if found}
     else:
         texts.add(first_clause(answer.text))
+    if answer.mark != "none":
+        ends = {completion.find(answer.text), completion.rfind(answer.text)}
+        texts |= {completion[at:].split("\n\n", 1)[0] for at in ends}
+    paragraphs = completion.rsplit("\n\n", 2)[-2:]
+    texts |= {*_FENCED.findall(completion)[-1:], *(one for one in paragraphs if "\n" in one)}
     number = stated_quantity(completion)
     if number is not None and number.value is not None:
         texts.add(number.text)

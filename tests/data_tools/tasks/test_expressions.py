@@ -185,6 +185,10 @@ RIGHT = [
     ("x^2+2x+1", "#### (x+1)^2"),
     ("It is so.\n#### 18", "First 3, then 15.\n#### 18"),
     ("[0,1)", "\\boxed{[0,1)}"),
+    ("-2 \\le x \\le 7", "7 \\geq x \\geq -2"),
+    ("x \\le -1 \\text{ or } x > 3", "(-\\infty,-1] \\cup (3,\\infty)"),
+    ("(-\\infty,-1) \\cup [3,\\infty)", "x < -1 or x ≥ 3."),
+    ("\\text{(C)}", "C"),
 ]
 WRONG = [
     ("12", "21"),
@@ -264,6 +268,9 @@ WRONG = [
     ("x=5", "x=6"),
     ("x^2", "2x"),
     ("\\pi", "3.14"),
+    ("n!", "n"),
+    ("\\text{(C)}", "D"),
+    ("x \\le -1 \\text{ or } x > 3", "(-\\infty,-1] \\cup [3,\\infty)"),
     ("\\frac{1}{3}", "0.33"),
     ("no solution", "one solution"),
 ]

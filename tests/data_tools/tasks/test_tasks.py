@@ -165,6 +165,21 @@ def test_texts_of_reasoning_gym_may_be_emphasised(generator: str) -> None:
             assert task.check(one, said.format(one.reference)), (said, one.reference)
 
 
+@pytest.mark.parametrize("generator", ["rotate_matrix", "tower_of_hanoi", "mini_sudoku"])
+def test_an_answer_of_reasoning_gym_may_have_several_lines(generator: str) -> None:
+    task = load_task("reasoning_gym", names=[generator])
+    for one in task.problems("train", limit=2):
+        for said in ("The answer is:\n\n```\n{}\n```", "So:\n\n{}\n\nI hope this helps.", "Answer:\n{}"):
+            assert task.check(one, said.format(one.reference)), said
+            assert not task.check(one, said.format("\n".join(one.reference.split("\n")[:-1])))
+
+
+def test_the_last_paragraph_of_one_line_decides() -> None:
+    task = load_task("reasoning_gym", names=["leg_counting"])
+    (one,) = task.problems("train", limit=1)
+    assert not task.check(one, f"{one.reference}\n\nNo, there are {one.reference}1 legs.")
+
+
 def test_a_mixture_takes_turns_until_every_part_has_ended(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"q{i}", "reference": str(i)}) + "\n" for i in range(2)))
