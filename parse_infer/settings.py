@@ -141,7 +141,7 @@ class GenerationSettings:
     def of(cls, settings: GenerationSettings | Mapping[str, Any] | None = None, **changes: Any) -> GenerationSettings:
         """Build settings from other settings, a mapping or the defaults, with `changes` as in `override`."""
         if settings is None or isinstance(settings, Mapping):
-            settings = cls().override(**(settings or {}))
+            settings = cls().override(**{str(name): value for name, value in (settings or {}).items()})
         if not isinstance(settings, GenerationSettings):
             raise SettingsError(
                 f"settings is {settings!r}; it must be GenerationSettings(…) or a mapping of settings."
