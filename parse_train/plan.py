@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.rows import read_rows
@@ -26,19 +25,20 @@ from parse_infer.files import first_sentence
 from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.logprob_head import LogprobHead
 from parse_infer.judge.token_logprobs import TokenTexts
-from parse_infer.models.loading import load_config, load_served_model
+from parse_infer.models.loading import load_served_model
 from parse_train.counting import Counted, EveryToken, count
 from parse_train.draft_model import DraftModelTrainingConfig
 from parse_train.heads import train_eagle, train_medusa
 from parse_train.heads.training import HeadTrainingConfig
 from parse_train.logprob.config import LogprobTrainingConfig
 from parse_train.logprob.model import LogprobModel
+from parse_train.outlines import BANDWIDTH, PROMPT_TOKENS, cache_per_token, depth_of, outline, size, writing_seconds
 from parse_train.recipe import load_recipe
+from parse_train.self_generated_data import SelfGeneratedConfig
 from parse_train.validity.build_info import read_build_info
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.train import build_model
 
-PROMPT_TOKENS = 256  # assumed length of a prompt that a model answers
 SPEED = 400e12  # assumed operations per second: 40 % of what an H100 does in bfloat16
 _ROWS = 512  # of a chunk of the output layer, as on a GPU
 _DEPTHS = 2, 4  # layers that are counted; more layers continue the line
@@ -55,6 +55,7 @@ class Plan:
         step: counts of one step; None for a build, which trains nothing.
         rows: training rows of an epoch; None if unknown.
         answering: peak bytes while the models write answers first; 0: they write none.
+        writing: what the models write, and the seconds it takes.
     """
 
     batch: str
@@ -65,6 +66,7 @@ class Plan:
     rows: int | None = None
     epochs: float = 1
     answering: float = 0
+    writing: tuple[tuple[str, float], ...] = ()
 
     @property
     def memory(self) -> float:
@@ -87,16 +89,17 @@ class Plan:
         return [self.batch, *(f"  {name:<32}{_gb(size):>10}" for name, size in rows), *self._time()]
 
     def _time(self) -> list[str]:
+        lines = [f"  {what} take {_duration(s)} at {BANDWIDTH / 1e9:,.0f} GB/s" for what, s in self.writing]
         if self.step is None:
-            return []
+            return lines
         each = self.step.flops / self.rows_per_step
         rows = 1000 if self.rows is None else self.rows
-        seconds = each * rows * self.epochs / SPEED
-        length = f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
+        length = _duration(each * rows * self.epochs / SPEED)
         known = f"{rows:,} rows" if self.rows is not None else "every 1,000 rows"
         return [
+            *lines,
             f"  {self.step.flops / 1e12:.4g} TFLOP a step of {self.rows_per_step} rows; at {SPEED / 1e12:.0f} TFLOP/s "
-            f"{known} take {length} in {self.epochs:g} epochs on one GPU"
+            f"{known} take {length} in {self.epochs:g} epochs on one GPU",
         ]
 
 
@@ -124,34 +127,6 @@ def plan(config: Any) -> Plan:
                     f"of experts does ({first_sentence(error)})"
                 ) from error
     raise ParseError(f"--plan does not know the recipe's configuration {type(config).__name__}: train a few steps")
-
-
-def outline(name: str, dtype: str, layers: int | None = None) -> PreTrainedModel:
-    """Build a model without weights (device "meta") from its configuration, with all or the first `layers`."""
-    config = load_config(name)
-    text = config.get_text_config(decoder=True)
-    if layers is not None:
-        text.num_hidden_layers = layers
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[:layers]
-    kept = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=kept)
-    return model.requires_grad_(False)
-
-
-def size(tensors: Sequence[Tensor]) -> int:
-    """Bytes of tensors, tied ones once."""
-    return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
-
-
-def cache_per_token(name: str, dtype: str) -> int:
-    """Bytes of a token's keys and values."""
-    text = load_config(name).get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kept: Any = (load_config(name).dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    return 2 * int(text.num_hidden_layers * heads * head * kept.itemsize)
 
 
 def along_layers(n: int, measure: Callable[[int], Counted]) -> Counted:
@@ -200,7 +175,7 @@ def _validity(config: ValidityTrainingConfig) -> Plan:
     learnt = [p for p in whole.parameters() if p.requires_grad]
     frozen = [p for p in whole.parameters() if not p.requires_grad]
     rows = sum(1 for _ in read_rows(config.data, config.layout)) if Path(config.data).exists() else None
-    depth = _depth(config.target)
+    depth = depth_of(config.target)
     counted = along_layers(depth, measure)
     if config.activation_checkpointing:  # one layer at a time is run again, and the cache of the context is kept
         again = along_layers(depth, partial(measure, recomputes=True))
@@ -269,7 +244,8 @@ def _head(config: HeadTrainingConfig) -> Plan:
     trained = size(learnt)
     counted = count(both, step, config.wants_bf16)
     answering = frozen + config.batch_size * t * cache_per_token(config.model, config.model_dtype)
-    return Plan(_answers(b, t), frozen, trained, counted, b, config.n_problems, config.num_train_epochs, answering)
+    rows, epochs, written = config.n_problems, config.num_train_epochs, _written(config)
+    return Plan(_answers(b, t), frozen, trained, counted, b, rows, epochs, answering, written)
 
 
 def _draft_model(config: DraftModelTrainingConfig) -> Plan:
@@ -304,8 +280,9 @@ def _draft_model(config: DraftModelTrainingConfig) -> Plan:
     learnt = size([p for p in whole.parameters() if p.requires_grad])
     target = size([*outline(config.model, config.model_dtype).parameters()])
     answering = frozen + target + config.batch_size * t * cache_per_token(config.model, config.model_dtype)
-    counted = along_layers(_depth(config.draft), measure)
-    return Plan(_answers(b, t), frozen, learnt, counted, b, config.n_problems, config.num_train_epochs, answering)
+    counted = along_layers(depth_of(config.draft), measure)
+    rows, epochs, written = config.n_problems, config.num_train_epochs, _written(config)
+    return Plan(_answers(b, t), frozen, learnt, counted, b, rows, epochs, answering, written)
 
 
 def _build(config: BuildConfig) -> Plan:
@@ -315,15 +292,34 @@ def _build(config: BuildConfig) -> Plan:
     t = PROMPT_TOKENS + config.max_draft_tokens + (config.max_rollout_tokens if config.prefix_labels else 0)
     cache = config.batch_size * t * max(cache_per_token(*model) for model in models)
     what = f"{config.batch_size} answers at a time, {t} tokens with prompts of {PROMPT_TOKENS}"
-    return Plan(what, weights, answering=weights + cache)
+
+    def written(what: str, model: str, tokens: int) -> tuple[str, float]:
+        seconds = writing_seconds(model, config.dtype, 1000, config.batch_size, tokens)
+        return f"every 1,000 {what} of {tokens} tokens", seconds
+
+    writing = [written("drafts", config.draft, config.max_draft_tokens)]
+    if config.asks_target:
+        writing.append(written("rollouts", config.target, config.max_rollout_tokens))
+    return Plan(what, weights, answering=weights + cache, writing=tuple(writing))
+
+
+def _written(config: SelfGeneratedConfig) -> tuple[tuple[str, float], ...]:
+    """The answers on which a recipe trains."""
+    n, tokens = config.n_problems + config.n_eval_problems, config.max_answer_tokens
+    seconds = writing_seconds(config.model, config.model_dtype, n, config.batch_size, tokens)
+    return ((f"{n:,} answers of {tokens} tokens", seconds),)
 
 
 def _answers(b: int, t: int) -> str:
     return f"{b} answers a step, {t} tokens with prompts of {PROMPT_TOKENS}"
 
 
-def _depth(name: str) -> int:
-    return int(load_config(name).get_text_config(decoder=True).num_hidden_layers)
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return "less than a second"
+    if seconds < 60:
+        return f"{seconds:.1f} seconds"
+    return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
 
 
 def _gb(size: float) -> str:

@@ -69,8 +69,8 @@ def test_the_plan_counts_what_the_forward_pass_keeps(recipe: list[str], options:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "recipes" / "real").glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_recipes_of_the_real_pair_state_their_memory(path: Path, tmp_path: Path) -> None:
-    """The figure in the head of each recipe is the plan's."""
+def test_the_recipes_of_the_real_pair_state_their_memory_and_time(path: Path, tmp_path: Path) -> None:
+    """The figures in the head of each recipe are the plan's."""
     names, recipe = qwen3_outlines(tmp_path), read_recipe(path)
     models = [key for key in ("target", "draft", "model") if key in recipe]
     overrides = [part for key in models for part in (f"--{key}", names[recipe[key]])]
@@ -82,6 +82,9 @@ def test_the_recipes_of_the_real_pair_state_their_memory(path: Path, tmp_path: P
     assert float(stated[1]) == pytest.approx(found.memory / 1e9, abs=0.06)
     if found.step is not None:
         assert float(stated[2]) == pytest.approx(found.step.flops / 1e12, rel=0.01)
+    times = re.findall(r"[\d.]+ (?:seconds|minutes|hours)|less than a second", path.read_text())
+    planned = "\n".join(found.lines())
+    assert times and all(f"take {time}" in planned for time in times)
 
 
 def test_a_plan_is_printed_and_nothing_else_is_done(
