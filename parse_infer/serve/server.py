@@ -49,6 +49,12 @@ def _connections() -> int:
     return max(64, (_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft) * 3 // 4)
 
 
+def freeze_heap() -> None:
+    """Leave what exists now out of later garbage collections: walking the models' objects stops the event loop."""
+    gc.collect()
+    gc.freeze()
+
+
 async def close_stuck(connections: Collection[Any], seconds: float) -> None:
     """Close connections that have sent no whole request, or not read the rest, for so many seconds, until cancelled.
 
@@ -102,9 +108,7 @@ class Server(uvicorn.Server):
             self._captured_signals.clear()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        # Later collections leave out what exists now: walking the models' objects stops the event loop for seconds.
-        gc.collect()
-        gc.freeze()
+        freeze_heap()
         self._watching = asyncio.create_task(close_stuck(self.server_state.connections, self._limits.send_s))
         await super().startup(sockets)
 

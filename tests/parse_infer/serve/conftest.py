@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from parse_infer.engine import ParseEngine
+from parse_infer.serve import server as server_module
 from parse_infer.serve.admission import AdmissionQueue, Limits
 from parse_infer.serve.app import create_app
 from parse_infer.serve.risk_monitor import RiskMonitor
@@ -55,6 +56,14 @@ class Running:
                 return False
             time.sleep(0.01)
         return True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _heap_stays_thawed() -> Iterator[None]:
+    """A process of tests starts and drops many models, which a frozen heap would keep."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_module, "freeze_heap", lambda: None)
+        yield
 
 
 @contextmanager
