@@ -156,7 +156,7 @@ class ParseEngine:
 
     @property
     def train_problems(self) -> frozenset[str]:
-        """Hashes of the judge's training prompts; empty if the adapter does not list them."""
+        """Hashes of the training prompts of judge and models, as far as their folders list them."""
         known: frozenset[str] = self.backend.train_problems
         return known
 

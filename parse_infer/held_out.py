@@ -1,4 +1,4 @@
-"""Exclude a judge's training problems from calibrations and benchmarks, where they would bias the results."""
+"""Exclude training problems of judge and models from calibrations and benchmarks, where they would bias results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_ids(problems: Sequence[HasPrompt]) -> None:
 
 
 def leave_out_learnt(problems: Sequence[P], learnt: Collection[str]) -> list[P]:
-    """Return the problems that the judge was not trained on.
+    """Return the problems that neither the judge nor the models were trained on, as far as their folders tell.
 
     Some generators repeat prompts. The function drops repeated training problems with a note on standard error.
 
@@ -65,8 +65,8 @@ def leave_out_learnt(problems: Sequence[P], learnt: Collection[str]) -> list[P]:
     if not known:
         return list(problems)
     found = (
-        f"{len(known)} of the {len(problems)} problems are among those that the adapter was trained on (first: "
-        f"{known[0].id})"
+        f"{len(known)} of the {len(problems)} problems are among those that the adapter, target or draft model was "
+        f"trained on (first: {known[0].id})"
     )
     if 2 * len(known) > len(problems):
         raise CalibrationError(f"{found}, which biases the results: choose another split or seed")

@@ -24,7 +24,7 @@ class Backend(Protocol):
             or if its server gets text.
         threshold: the judge's calibrated threshold, or None.
         calibration: measured with this adapter and this backend, or None.
-        train_problems: hashes of the judge's training prompts; empty if unknown.
+        train_problems: hashes of the training prompts of judge and models; empty if unknown.
         deterministic: greedy output is the same for every way to compute it (float32 in this process).
         parallel: maximum number of concurrent answers.
         adaptive: default for `GenerationSettings.adaptive`.

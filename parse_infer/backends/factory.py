@@ -36,6 +36,7 @@ from parse_infer.models.loading import (
 )
 from parse_infer.models.names import resolve
 from parse_infer.models.tokenizer_spec import TokenizerSpec
+from parse_infer.models.train_problems import train_problems_of
 from parse_infer.settings import GenerationSettings
 
 Urls = str | Sequence[str]
@@ -49,7 +50,7 @@ class Parts:
     Attributes:
         draft: the draft model's replicas or in-process model, and its tokenizer; without one its servers get text.
         models: names of the models.
-        train_problems: hashes of the judge's training prompts, see `leave_out_learnt`.
+        train_problems: hashes of the training prompts of judge and models, see `leave_out_learnt`.
         calibration: source of the risk promises.
         threshold: the judge's calibrated threshold, if it has one.
         processes: the started servers, if any.
@@ -167,11 +168,12 @@ def find_parts(
         client = Client(draft_api_key, key_hint=DRAFT_HINT)
         identity = Identity("draft", client, served_draft, name_key=served_draft and "draft")
         drafts = ReplicaPool("draft", draft_urls, client, failure, patience_s, identity), drafting
+    learnt = train_problems_of(target, None if served_draft else draft)
     return Parts(
         Target(language, targets, judge, cut_policy or own_cuts),
         drafts,
         models,
-        frozenset() if files is None else files.train_problems,
+        learnt if files is None else learnt | files.train_problems,
         promises,
         threshold,
         processes,

@@ -32,6 +32,7 @@ from parse_infer.models.loading import LanguageModel, find_model, load_language_
 from parse_infer.models.names import resolve
 from parse_infer.models.sampling import random_generator
 from parse_infer.models.token_map import token_map
+from parse_infer.models.train_problems import train_problems_of
 from parse_infer.output import Source
 from parse_infer.provenance import describe_drafter, describe_models
 from parse_infer.request import Request
@@ -147,6 +148,7 @@ def load_backend(
         target_drafter=load_token_drafter(target_drafter, loaded, draft_model) if target_drafter else None,
         cut_policy=cut_policy,
         calibration=shipped_calibration(adapter) if promises is None else promises,
+        train_problems=train_problems_of(target, draft),
     )
 
 
@@ -160,6 +162,7 @@ class LocalBackend:
         drafter: a source of drafts that replaces `draft`.
         target_drafter: token drafter of the target.
         cut_policy: where to cut drafts; None takes the judge's training policy.
+        train_problems: hashes of the models' training prompts; the judge knows its own.
     """
 
     parallel = 1
@@ -175,6 +178,7 @@ class LocalBackend:
         target_drafter: TokenProposer | None = None,
         cut_policy: CutPolicy | None = None,
         calibration: Calibration | None = None,
+        train_problems: frozenset[str] = frozenset(),
     ) -> None:
         self.target = target
         self.draft = draft
@@ -182,6 +186,7 @@ class LocalBackend:
         self.target_drafter = target_drafter
         self.drafter = ModelDrafter(draft, target) if drafter is None and draft is not None else drafter
         self.calibration = calibration
+        self._train_problems = train_problems
         self.threshold: float | None = judge.config.threshold if judge is not None else None
         if cut_policy is None:
             cut_policy = CutPolicy.from_dict(judge.config.cut_policy) if judge is not None else CutPolicy()
@@ -193,8 +198,7 @@ class LocalBackend:
 
     @property
     def train_problems(self) -> frozenset[str]:
-        known: frozenset[str] = getattr(self.judge, "train_problems", frozenset())
-        return known
+        return self._train_problems | getattr(self.judge, "train_problems", frozenset[str]())
 
     @property
     def deterministic(self) -> bool:

@@ -250,9 +250,12 @@ class ModelOptions:
 
     @property
     def train_problems(self) -> frozenset[str]:
-        """Hashes of the adapter's training prompts, if the adapter lists them."""
+        """Hashes of the training prompts of adapter and models, as far as their folders list them."""
+        from parse_infer.models.train_problems import train_problems_of
+
         files = self._adapter_files()
-        return frozenset() if files is None else files.train_problems
+        known = train_problems_of(self.target_name, None if self.draft_url else self.draft_name)
+        return known if files is None else known | files.train_problems
 
     def _adapter_files(self) -> AdapterFiles | None:
         from parse_infer.judge.adapter_files import read_adapter

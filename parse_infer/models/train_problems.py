@@ -24,11 +24,15 @@ def read_train_problems(folder: Path) -> frozenset[str]:
     return frozenset(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else frozenset()
 
 
-def train_problems_of(model: str | Path) -> frozenset[str]:
-    """Return the hashes that a model, its LoRAs and their base list, in local folders or on the Hugging Face Hub.
+def train_problems_of(*models: str | Path | None) -> frozenset[str]:
+    """Return the hashes that models, their LoRAs and bases list, in local folders or on the Hugging Face Hub.
 
-    Raises ValueError or OSError if the name is no language model.
+    Raises ValueError or OSError if a name is no language model; None is no model.
     """
+    return frozenset[str]().union(*(_listed(model) for model in models if model is not None))
+
+
+def _listed(model: str | Path) -> frozenset[str]:
     base, loras = find_model(model)
     folders = [lora.folder for lora in loras]
     if isinstance(base, Path):

@@ -1,4 +1,4 @@
-"""Training problems of a judge are known by their prompts, whatever their ids, and kept out of measurements."""
+"""Training problems of judge and models are known by their prompts, and kept out of measurements."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from data_tools.labels.build_config import BuildConfig
 from data_tools.recipe_parser import parse_recipe
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import prompt_id
+from parse_infer.cli.model_options import ModelOptions
+from parse_infer.engine import ParseEngine
 from parse_infer.held_out import leave_out_learnt, prompt_hash
 from parse_infer.models.names import collection_folder
-from parse_infer.models.train_problems import TRAIN_PROBLEMS
+from parse_infer.models.train_problems import TRAIN_PROBLEMS, write_train_problems
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +46,7 @@ def test_training_problems_are_found_under_other_ids() -> None:
     options: dict[str, Any] = {"names": ["chain_sum"]}
     learnt = {prompt_hash(p.prompt) for p in load_task("reasoning_gym", **options).problems("train", limit=20)}
     mixture = load_task("mixture", parts=[{"task": "reasoning_gym", **options}])
-    with pytest.raises(ValueError, match="20 of the 20 problems are among those that the adapter was trained on"):
+    with pytest.raises(ValueError, match="20 of the 20 problems are among those that the adapter, target or"):
         leave_out_learnt(list(mixture.problems("train", limit=20)), learnt)
 
 
@@ -54,6 +56,20 @@ def test_a_prompt_that_comes_again_now_and_then_is_left_out(capsys: pytest.Captu
     said = capsys.readouterr()
     assert "1 of the 10 problems" in said.err and "p3" in said.err and not said.out
     assert leave_out_learnt(PROBLEM_LIST, set()) == PROBLEM_LIST and not capsys.readouterr().err
+
+
+def test_what_the_models_learnt_is_left_out_too(make_model, tokenizer, tmp_path):
+    """An aligned draft model agrees with its target on the prompts of its training more than on others."""
+    for seed, name in enumerate(("target", "draft")):
+        make_model("llama", seed=seed).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        write_train_problems(tmp_path / name, [name[0] * 16])
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    learnt = {"t" * 16, "d" * 16}
+    assert ParseEngine.from_pretrained(target, draft, min_p=0.3).train_problems == learnt
+    assert ModelOptions(target=str(target), draft=str(draft), min_p=0.3).train_problems == learnt
+    adapter = ModelOptions().train_problems
+    assert ParseEngine.from_pretrained("zoo:target", draft, "zoo:adapter").train_problems == adapter | {"d" * 16}
 
 
 def test_an_adapter_that_lists_ids_is_still_protected_as_far_as_ids_go() -> None:

@@ -163,9 +163,12 @@ def test_a_server_may_read_its_prefix_cache(make_engine, connect, prompt, block_
     assert (plain and not salted) if prompt == PROMPT else (not plain and salted)
 
 
-@pytest.mark.parametrize("model_runner", [1, 2])
 @pytest.mark.parametrize(
-    "fault", ["zeros", "null", "nothing", "shifted", "noise", "boundary", "understated", "500", "refused"]
+    ("fault", "model_runner"),
+    [
+        *(("zeros", 1), ("null", 2), ("nothing", 1), ("shifted", 2), ("noise", 1), ("boundary", 2), ("boundary", 1)),
+        *(("understated", 2), ("500", 1), ("refused", 2)),
+    ],
 )
 def test_cached_reads_that_differ_from_uncached_ones_are_not_used(make_engine, connect, fault, model_runner, caplog):
     engine = make_engine()
@@ -179,9 +182,8 @@ def test_cached_reads_that_differ_from_uncached_ones_are_not_used(make_engine, c
     assert not server.reads_cache
     target.bodies.clear()
     settings = {"max_new_tokens": N, "threshold": 0.3}
-    for _ in range(2):
-        found = coordinator.generate(PROMPT, **settings)
-        assert found.token_ids == engine.generate(PROMPT, **settings).token_ids and found.fallback is None
+    found = coordinator.generate(PROMPT, **settings)
+    assert found.token_ids == engine.generate(PROMPT, **settings).token_ids and found.fallback is None
     assert not any("token_ids" in body for body in target.bodies)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from data_tools.tasks.checkers import same_answer
 from parse_infer.calibration import measure
-from parse_infer.calibration.measure import THRESHOLDS, CalibrationSettings, Outcome, calibrate, candidates, certify
+from parse_infer.calibration.measure import CalibrationSettings, Outcome, calibrate, candidates, certify
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
 from parse_infer.engine import ParseEngine
@@ -28,6 +28,7 @@ from parse_infer.speculation.registry import load_token_drafter
 from tests.parse_infer.language_models import TokenCount
 from tools import calibration_splits
 
+THRESHOLDS = (*measure.THRESHOLDS[::5], measure.THRESHOLDS[-1])
 PROMPTS = ["Tom has 5 apples.", "Ann has 12 pens and a cat.", "How many?"]
 
 
@@ -38,7 +39,8 @@ class Problem:
 
 
 @pytest.fixture
-def engine(make_engine: Callable[..., ParseEngine]) -> ParseEngine:
+def engine(make_engine: Callable[..., ParseEngine], monkeypatch: pytest.MonkeyPatch) -> ParseEngine:
+    monkeypatch.setattr(measure, "THRESHOLDS", THRESHOLDS)  # fewer, for time
     return make_engine(noise=0.15)
 
 
@@ -96,7 +98,7 @@ def test_a_replay_keeps_the_states_at_which_an_answer_may_go_on_and_no_others(en
     with Replay(engine) as replay:
         replay.clear_caches()
         for block_tokens in ("whole", 8):
-            for threshold in (*THRESHOLDS[::6], 0.0):
+            for threshold in (*THRESHOLDS, 0.0):
                 replay.answer(prompt, GenerationSettings(40, threshold, block_tokens=block_tokens))
         verdicts = [part for key, part in replay.memory.parts.items() if key[0] == "verdict"]
         found = tensors(list(vars(replay.memory).values()))
@@ -122,7 +124,7 @@ def test_the_order_goes_from_nothing_to_everything():
         candidates(["sometimes"])
 
 
-SETTINGS = CalibrationSettings(risks=(0.2, 0.5), blocks=("whole",), loss="disagreement", max_new_tokens=30)
+SETTINGS = CalibrationSettings(risks=(0.2, 0.5), blocks=("whole",), loss="disagreement", max_new_tokens=30, timed=2)
 
 
 def run(
@@ -161,9 +163,8 @@ def test_a_calibration_counts_problems_and_goes_on_after_an_interruption(engine:
 
 
 @pytest.mark.parametrize("block_tokens", ["auto", "whole"])
-def test_each_text_is_timed_by_a_whole_answer(make_engine, random_adapter, tmp_path: Path, block_tokens):
+def test_each_text_is_timed_by_a_whole_answer(engine, random_adapter, tmp_path: Path, block_tokens):
     """A replay is not timed, and its blocks have one length; each text of a timed problem is answered once."""
-    engine = make_engine(noise=0.15)
     judge = random_adapter(engine.target.model, probe_ids=())
     engine = ParseEngine.from_models(engine.target, engine.draft, judge)
     auto = replace(SETTINGS, blocks=(block_tokens,), timed=2, risks=(0.5,))
@@ -199,7 +200,7 @@ def test_a_calibration_of_other_thresholds_is_not_continued(engine: ParseEngine,
 
 def test_problems_that_are_not_timed_lose_the_same(engine: ParseEngine, tmp_path: Path, monkeypatch):
     """In float32 the target's own text comes from the setting that accepts nothing; only speeds need it alone."""
-    whole = run(engine, tmp_path / "whole")
+    whole = run(engine, tmp_path / "whole", replace(SETTINGS, timed=12))
     asked: list[str] = []
     plain = ParseEngine.generate_target
     monkeypatch.setattr(ParseEngine, "generate_target", lambda *a, **o: asked.append(a[1]) or plain(*a, **o))
@@ -254,7 +255,7 @@ def test_the_majority_of_samples_may_be_the_targets_own_answer(engine: ParseEngi
 
 def outcomes(n: int, lost: Callable[[int, int], float], seconds: Callable[[int], float]) -> list[Outcome]:
     """Loss of problem i under setting j, and the seconds of setting j; of one order."""
-    places = range(len(THRESHOLDS))
+    places = range(len(measure.THRESHOLDS))
     return [
         Outcome(
             f"p{i}",
@@ -335,7 +336,10 @@ def test_training_problems_show_nothing_whatever_their_ids(engine: ParseEngine, 
     judge, before = engine.backend.judge, engine.target.decoder.forwards
     prompts = [f"{PROMPTS[i % 3]} {i}" for i in range(12)]
     engine.backend.judge = replace(judge, train_problems=frozenset(map(prompt_hash, prompts[:7])))
-    with pytest.raises(ValueError, match=r"7 of the 12 problems are among those that the adapter was trained on"):
+    with pytest.raises(
+        ValueError,
+        match=r"7 of the 12 problems are among those that the adapter",
+    ):
         run(engine, tmp_path / "refused")
     assert engine.target.decoder.forwards == before and not (tmp_path / "refused").exists()
     engine.backend.judge = replace(judge, train_problems=frozenset(map(prompt_hash, prompts[:1])))
@@ -348,7 +352,7 @@ def test_training_problems_show_nothing_whatever_their_ids(engine: ParseEngine, 
 
 def test_answers_that_the_budget_cuts_off_are_wrong(engine: ParseEngine, tmp_path: Path, monkeypatch):
     """A checker may find the right number in them, and with a larger budget they go on."""
-    settings = replace(SETTINGS, loss="accuracy", risks=(0.5,))
+    settings = replace(SETTINGS, loss="accuracy", risks=(0.5,), timed=12)
     with pytest.raises(ValueError, match="answers none of the first 12 problems right"):
         run(engine, tmp_path / "all", settings, check=lambda problem, text: True)
     end_target(monkeypatch)

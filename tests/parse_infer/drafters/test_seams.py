@@ -75,8 +75,7 @@ def test_the_answer_and_a_draft_behind_any_token_are_the_text_that_the_draft_mod
         *(("crossing", "words"), ("crossing", "sentencepiece")),
     ],
 )
-@pytest.mark.parametrize("every", [1, 2, 3, 5])
-@pytest.mark.parametrize("threshold", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize(("every", "threshold"), [(1, 0.6), (2, 1.0), (3, 0.0), (5, 0.6)])
 def test_handing_back_goes_on_behind_whole_characters(make_model, tokenizers, random_adapter, kinds, every, threshold):
     def model(kind: str) -> LanguageModel:
         own = tokenizers[kind]

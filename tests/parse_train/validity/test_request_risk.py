@@ -74,7 +74,7 @@ def test_the_exported_adapter_carries_a_promise(config: ValidityTrainingConfig, 
 
     learnt.write_text("".join(prompt_hash(prompt) + "\n" for prompt in prompts))
     calibrate_requests(config, info)
-    assert "the adapter is not calibrated: 7 of the 7 problems are among those that the adapter was trained on" in (
+    assert "the adapter is not calibrated: 7 of the 7 problems are among those that the adapter" in (
         capsys.readouterr().out
     )
 
