@@ -359,7 +359,7 @@ def test_answers_that_the_budget_cuts_off_are_wrong(engine: ParseEngine, tmp_pat
     with pytest.raises(ValueError, match="even where nothing of a draft is accepted"):
         run(engine, tmp_path / "parse", settings, check=lambda problem, text: True)
     with pytest.raises(ValueError, match="even where nothing of a draft is accepted"):
-        run(engine, tmp_path / "disagreement", replace(SETTINGS, risks=(0.5,)))
+        run(engine, tmp_path / "disagreement", replace(settings, loss="disagreement"))
     end_replays(monkeypatch)
     found = run(engine, tmp_path / "none", settings, check=lambda problem, text: True)
     assert found.tried[-1].losses == 0
