@@ -20,7 +20,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     words = re.split(r"\W|_", name)
     for candidates, cutoff in (
         (names, _MISSPELT),
-        ([known_name for known_name in names if known_name in words], 0.0),
+        ([each for each in names if len(each) > 2 and each in words], 0.0),
         (names, _SIMILAR if len(name) > 4 else _MISSPELT),  # "data" is not "draft"
     ):
         if close := difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff):
