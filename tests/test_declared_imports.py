@@ -107,6 +107,7 @@ def test_nothing_is_declared_that_nobody_imports():
     assert declared(*EXTRA_NAMES) - STARTED - FOR_OTHERS <= used
 
 
+@pytest.mark.slow
 def test_sentences_about_missing_packages_name_the_extra_that_has_them():
     base, own = declared(), {extra: declared(extra) for extra in EXTRA_NAMES}
     everything = [path for package in (*PACKAGES, "zoo/parse_zoo") for path in files(package)]
@@ -172,6 +173,7 @@ for module in recipes().values():
 """
 
 
+@pytest.mark.slow
 def test_trainings_need_no_deepspeed():
     """DeepSpeed is in an extra of its own."""
     subprocess.run([sys.executable, "-c", NO_DEEPSPEED], cwd=ROOT, check=True)

@@ -47,6 +47,7 @@ sys.exit(main(["transfer", "zoo:adapter", "--target", "zoo:target", "--out", sys
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path / "new")], capture_output=True, text=True)
     assert run.returncode == 2 and len(run.stderr.splitlines()) == 1, run.stderr

@@ -142,6 +142,7 @@ def test_another_recipe_does_not_continue_a_training(
     assert "checkpoints of an unknown training" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_restart_and_a_named_checkpoint(
     finished: Training, copied: Training, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +161,7 @@ def test_restart_and_a_named_checkpoint(
     assert "there is no folder nowhere" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_training_whose_gradient_is_nan_ends(
     finished: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

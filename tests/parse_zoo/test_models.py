@@ -53,6 +53,7 @@ def drafter(name: str, heads: Path) -> str:
 
 
 @pytest.mark.parametrize("name", [*DRAFTERS, *CHAINS])
+@pytest.mark.slow
 def test_the_targets_answers_come_with_fewer_forwards(engine, prompts, alone, heads, name):
     (mode,) = make_modes(engine, [f"target+{drafter(name, heads)}"], GenerationSettings(200))
     guided = [timed(engine, mode, prompt)[0] for prompt in prompts]

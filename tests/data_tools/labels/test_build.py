@@ -122,6 +122,7 @@ def test_a_draft_has_no_more_labels_than_its_policy_says(make_config: Make) -> N
     assert any(len(row["draft_ids"]) > 3 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_rollout_says_nothing_about_shorter_prefixes(make_config: Make) -> None:
     """A greedy rollout serves longer prefixes on its path; the draft before it is not the target's path."""
     cuts = {"kind": "tokens", "every": 1, "max_cuts": 4096}
@@ -237,6 +238,7 @@ def test_folders_of_earlier_versions_without_labels_by_token_continue(make_confi
 SAMPLED = {"rollouts": 4, "max_rollouts": 16, "rollout_temperature": 1.0, "margin": 0.4}
 
 
+@pytest.mark.slow
 def test_sampled_rollouts_are_shares_and_do_not_depend_on_batches(make_config: Make) -> None:
     options = SAMPLED | {"limit": 6}
     one, other = make_config("a", **options), make_config("b", **options, batch_size=3, problems_per_group=2)

@@ -105,6 +105,7 @@ def test_a_plan_reads_greedy_drafts_and_warns_of_a_weak_target(make_config: Call
     assert len(notes) == 1 and "drop_unsolved" in notes[0]
 
 
+@pytest.mark.slow
 def test_the_command_builds_once_and_a_build_continues(
     make_config: Callable[..., BuildConfig],
     monkeypatch: pytest.MonkeyPatch,

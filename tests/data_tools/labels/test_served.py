@@ -85,6 +85,7 @@ def labelled(folder: str | Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED, {"exhaustive": True, "limit": 4}], ids=["greedy", "sampled", "all"])
+@pytest.mark.slow
 def test_the_rows_are_those_of_the_local_build(
     make: Make, make_config: Make, serve: Serve, options: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -111,6 +112,7 @@ def test_text_does_where_a_server_knows_nothing_else(make: Make, make_config: Ma
     assert {key for body in server.asked for key in body} == {"model", "prompt", "max_tokens", "temperature", "top_p"}
 
 
+@pytest.mark.slow
 def test_requests_with_a_common_prefix_go_to_one_server_next_to_each_other(make: Make, serve: Serve) -> None:
     servers = [serve(), serve()]
     build(make("data", *servers, concurrency=1, problems_per_group=12, exhaustive=True, limit=6, **_SHARES))
@@ -155,6 +157,7 @@ def test_what_fails_is_asked_again(make: Make, make_config: Make, serve: Serve, 
     assert content(config.output_dir) == content(local.output_dir)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_comes_back_loses_nothing_and_doubles_nothing(
     make: Make, make_config: Make, serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +219,7 @@ def test_a_read_of_the_whole_window_has_room_for_its_token(
     assert ServedWriter(make("data", serve()), "target").model.window == models["target"].window - 1
 
 
+@pytest.mark.slow
 def test_a_build_without_its_server_ends_in_one_sentence_and_is_continued(
     make: Make, make_config: Make, serve: Serve
 ) -> None:
@@ -269,6 +273,7 @@ def test_a_killed_build_behind_a_server_continues_as_if_nothing_had_happened(
     assert files(config.output_dir) == files(local.output_dir)
 
 
+@pytest.mark.slow
 def test_folders_know_how_they_were_begun(make: Make, make_config: Make, serve: Serve) -> None:
     build(local := make_config("local", limit=3))
     local.limit = 5

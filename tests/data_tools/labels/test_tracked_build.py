@@ -16,6 +16,7 @@ from data_tools.labels.rows import read_rows
 from tests.wandb_runs import artifacts, logged, offline_runs
 
 
+@pytest.mark.slow
 def test_a_build_is_one_run_with_its_counts_and_rows(
     make_config: Callable[..., BuildConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

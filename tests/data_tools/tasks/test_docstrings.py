@@ -106,6 +106,7 @@ def test_an_answer_is_right_if_it_does_the_same(package):
     assert same(own, problem.reference) and not same(own, other)
 
 
+@pytest.mark.slow
 def test_splits_are_disjoint_and_seeds_shuffle(package):
     code = "".join(function(f"f{n}", n) for n in range(2, 32))
     name = package("parse_docs_c", one=code, two=code, __in__three=function("in_tests"))

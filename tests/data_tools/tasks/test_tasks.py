@@ -16,6 +16,7 @@ def problem(reference: str) -> Problem:
     return Problem("p", "question", reference)
 
 
+@pytest.mark.slow
 def test_gsm_symbolic_is_reproducible_and_its_splits_share_no_problem():
     task = load_task("gsm_symbolic")
     first = list(task.problems("test", seed=7, limit=60))

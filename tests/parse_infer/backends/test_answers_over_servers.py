@@ -173,6 +173,7 @@ def test_the_target_reads_a_long_prompt_while_the_draft_is_written(engine, conne
     assert "logprobs" not in first
 
 
+@pytest.mark.slow
 def test_a_draft_model_with_tokens_of_its_own(engine, connect, make_model, random_adapter):
     words = word_tokenizer()
     other = language_model(printable(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words), words, "o")
@@ -226,6 +227,7 @@ def test_a_server_that_fails_is_asked_again_and_no_token_comes_twice(engine, con
         assert same(coordinator.generate(PROMPT, **settings), wanted)
 
 
+@pytest.mark.slow
 def test_requests_of_an_answer_stay_with_a_server_and_answers_are_spread(engine, connect):
     coordinator, targets, _ = connect(engine, n_targets=2)
     coordinator.generate(PROMPT, max_new_tokens=40, block_tokens=12, threshold=0.9)
@@ -234,6 +236,7 @@ def test_requests_of_an_answer_stay_with_a_server_and_answers_are_spread(engine,
     assert all(server.bodies for server in targets)
 
 
+@pytest.mark.slow
 def test_one_server_of_several_may_be_away_at_the_start(engine, connect, caplog):
     coordinator, targets, _ = connect(engine, n_targets=2)
     servers, text = coordinator.backend._target.servers, coordinator.generate(PROMPT, max_new_tokens=20).text
@@ -289,6 +292,7 @@ def test_a_server_with_other_tokens_is_refused(engine, connect, make_model):
         coordinator.backend.run(coordinator.backend.handshake())
 
 
+@pytest.mark.slow
 def test_sampled_answers_follow_their_seed(engine, connect):
     coordinator, _, _ = connect(engine)
     sampling = Sampling(temperature=1.0, seed=3)
@@ -387,6 +391,7 @@ def test_a_server_that_stumbles_at_the_start_is_watched_where_requests_run(engin
         assert all(target.bodies for target in targets), "each has its share of the requests"
 
 
+@pytest.mark.slow
 def test_several_answers_to_a_request_are_written_side_by_side(engine, connect):
     coordinator, _, draft = connect(engine)
     draft.pause = 0.1

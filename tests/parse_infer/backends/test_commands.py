@@ -29,6 +29,7 @@ def local(engine, prompt: str) -> str:
     return engine.generate(prompt, max_new_tokens=24).text
 
 
+@pytest.mark.slow
 def test_a_file_of_prompts_is_answered_in_order_and_goes_on_where_it_stopped(coordinated, tmp_path, capsys):
     engine, target = coordinated
     file, out = tmp_path / "prompts.jsonl", tmp_path / "answers"
@@ -130,6 +131,7 @@ def test_the_key_of_the_servers_reaches_them(by, engine, connect, monkeypatch, c
     assert main(command) == 2 and "(401): Unauthorized: give its API key" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_calibration_over_servers_leaves_the_local_one_alone(coordinated, monkeypatch, tmp_path, capsys):
     found = Calibration("t", 300, "x", "accuracy", 0.9, 24, {}, [], {0.1: None})
     monkeypatch.setattr("parse_infer.calibration.measure.calibrate", lambda *_, **__: found)
@@ -141,6 +143,7 @@ def test_a_calibration_over_servers_leaves_the_local_one_alone(coordinated, monk
     assert "not proven" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_behind_the_server_many_clients_get_the_engines_text(engine, connect):
     coordinator, _, _ = connect(engine, parallel=4)
     own = {prompt: local(engine, prompt) for prompt in PROMPTS}

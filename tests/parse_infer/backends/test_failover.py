@@ -109,6 +109,7 @@ def test_a_request_does_not_wait_for_a_server_that_has_vanished(engine, connect,
     assert coordinator.backend.run(answered()) == wanted
 
 
+@pytest.mark.slow
 def test_after_a_failure_the_rest_of_an_answer_stays_with_the_other_server(engine, connect):
     """There its prefix is cached, so the first server is not asked again although it is well."""
     coordinator, targets, draft = connect(engine, n_targets=2)

@@ -186,6 +186,7 @@ def test_over_http_a_failed_draft_is_counted_and_told(engine, connect, capfd):
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.slow
 def test_over_http_a_target_that_is_gone_is_503_at_once(engine, connect, stream):
     coordinator: ParseEngine
     coordinator, (target,), _ = connect(engine, patience_s=LONG_S)

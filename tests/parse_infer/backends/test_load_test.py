@@ -73,6 +73,7 @@ def test_every_way_answers_at_every_load_and_a_second_run_measures_nothing_again
 
 
 @pytest.mark.parametrize("together", [True, False])
+@pytest.mark.slow
 def test_ways_take_turns_and_the_spread_is_told(engine, connect, tmp_path, together):
     coordinator, _, _ = connect(engine)
     happened: list[str] = []

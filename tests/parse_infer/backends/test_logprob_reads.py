@@ -26,6 +26,7 @@ def test_answers_are_those_of_the_local_engine(make_engine, connect, threshold, 
 
 
 @pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.slow
 def test_low_confidence_ends_a_draft_in_token_ids(make_engine, connect, monkeypatch, cut):
     """Also where its server closes the connection inside it, and the rest comes with another request."""
     engine = make_engine()

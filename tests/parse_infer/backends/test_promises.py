@@ -24,6 +24,7 @@ from tests.parse_infer.serve.conftest import running
 SETTINGS = CalibrationSettings(risks=(0.5, 0.9), loss="disagreement", max_new_tokens=24)
 
 
+@pytest.mark.slow
 def test_replayed_answers_are_the_coordinators(make_engine, connect):
     """And nothing is asked twice."""
     engine = make_engine(noise=0.15)

@@ -118,6 +118,7 @@ def test_the_servers_window_bounds_a_draft(make_engine, path):
     assert limit(n + 7, [70, 71]) == (5 if path == COMPLETIONS else None)
 
 
+@pytest.mark.slow
 def test_low_confidence_ends_a_draft(make_engine, connect, monkeypatch):
     engine = make_engine()
     monkeypatch.setattr(BlockLength, "end_after", lambda self, survival: survival < 0.5)

@@ -163,6 +163,7 @@ def test_a_calibration_counts_problems_and_goes_on_after_an_interruption(engine:
 
 
 @pytest.mark.parametrize("block_tokens", ["auto", "whole"])
+@pytest.mark.slow
 def test_each_text_is_timed_by_a_whole_answer(engine, random_adapter, tmp_path: Path, block_tokens):
     """A replay is not timed, and its blocks have one length; each text of a timed problem is answered once."""
     judge = random_adapter(engine.target.model, probe_ids=())
@@ -198,6 +199,7 @@ def test_a_calibration_of_other_thresholds_is_not_continued(engine: ParseEngine,
         run(engine, tmp_path)
 
 
+@pytest.mark.slow
 def test_problems_that_are_not_timed_lose_the_same(engine: ParseEngine, tmp_path: Path, monkeypatch):
     """In float32 the target's own text comes from the setting that accepts nothing; only speeds need it alone."""
     whole = run(engine, tmp_path / "whole", replace(SETTINGS, timed=12))
@@ -224,6 +226,7 @@ def test_problems_that_are_not_timed_lose_the_same(engine: ParseEngine, tmp_path
     assert len(asked) == 1 + 12, "rounded numbers may differ from run to run"
 
 
+@pytest.mark.slow
 def test_the_majority_of_samples_may_be_the_targets_own_answer(engine: ParseEngine, tmp_path: Path):
     """Answers count as the same where their lengths have the same remainder, so that there are three kinds."""
 
@@ -350,6 +353,7 @@ def test_training_problems_show_nothing_whatever_their_ids(engine: ParseEngine, 
         run(engine, tmp_path / "few", replace(SETTINGS, risks=(0.18,)))
 
 
+@pytest.mark.slow
 def test_answers_that_the_budget_cuts_off_are_wrong(engine: ParseEngine, tmp_path: Path, monkeypatch):
     """A checker may find the right number in them, and with a larger budget they go on."""
     settings = replace(SETTINGS, loss="accuracy", risks=(0.5,), timed=12)

@@ -131,6 +131,7 @@ def test_generate_reads_a_prompt_from_standard_input_and_streams_events(models, 
     assert json.loads(capsys.readouterr().out)["text"] == events[-1]["text"], "the end of a line is not the prompt's"
 
 
+@pytest.mark.slow
 def test_the_draft_model_guesses_for_the_target_also_where_the_draft_is_a_text(models, capsys):
     question = ["generate", "What is 3 + 4?", "--draft-text", "It is 8.", "--max-new-tokens", "12", "--json"]
     question += ["--threshold", "0.99"]  # at which the draft is wrong
@@ -171,6 +172,7 @@ def test_score_gives_the_validity_of_every_segment(models, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == {"id": 7, **result}
 
 
+@pytest.mark.slow
 def test_a_cut_policy_replaces_the_adapters_and_has_its_own_calibration(models, tmp_path, capsys):
     assert main(["score", "Hi", "abcdefgh", "--cut-policy", "tokens:3", "--json", *judge_only(models)]) == 0
     assert [s["text"] for s in json.loads(capsys.readouterr().out)["segments"]] == ["abc", "def", "gh"]
@@ -193,6 +195,7 @@ def problems(tmp_path) -> list[str]:
     return ["--task", "jsonl", "--task-option", f"path={path}"]
 
 
+@pytest.mark.slow
 def test_a_promises_settings_are_measured(models, problems, tmp_path, capsys):
     sizes = ["--limit", "5", "--risk", "0.5", "--confidence", "0.5", "--max-new-tokens", "4", "--block-tokens", "3"]
     command = ["calibrate", *problems, "--cut-policy", "tokens:3", "--loss", "disagreement", *sizes]
@@ -238,6 +241,7 @@ def test_a_benchmark_is_one_run_with_a_row_for_each_mode(models, problems, tmp_p
 
 
 @pytest.mark.parametrize("command", [["bench", "--limit", "1"], ["eval", "--tasks", "gsm8k", "--data", "gsm8k=DATA"]])
+@pytest.mark.slow
 def test_a_promise_in_the_adapters_folder_is_not_measured_with_other_models(command, tmp_path, capsys):
     (tmp_path / "gsm8k.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n")
     words = [word.replace("DATA", str(tmp_path / "gsm8k.jsonl")) for word in command]
@@ -267,6 +271,7 @@ def test_demo_shows_problems_and_one_table(models, capsys):
     assert table.index("target alone") < table.index("draft model alone") < table.index("PARSE")
 
 
+@pytest.mark.slow
 def test_bench_runs_every_mode_and_goes_on_in_its_folder(models, problems, tmp_path, capsys):
     out = tmp_path / "bench"
     command = ["bench", *problems, "--limit", "3", "--max-new-tokens", "6", "--out", str(out)]
@@ -478,6 +483,7 @@ def test_generate_reports_every_fallback_and_that_no_promise_holds(tmp_path, cap
     assert "note:" not in captured.out
 
 
+@pytest.mark.slow
 def test_score_reports_a_response_that_the_judge_does_not_know(capsys):
     response = "7 boxes hold 7 x 12 = 84 pens."
     assert main(["score", UNUSUAL, response, "--json"]) == 0
@@ -489,6 +495,7 @@ def test_score_reports_a_response_that_the_judge_does_not_know(capsys):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8:surrogateescape"])
+@pytest.mark.slow
 def test_bytes_that_are_not_utf_8_are_one_sentence(models, encoding):
     """On standard input, which some locales read with half surrogates."""
     command = [sys.executable, "-m", "parse_infer", "generate", *models]

@@ -143,6 +143,7 @@ def test_bootstrap_is_paired_and_repeatable():
     assert interval[0] < share.mean() - other.mean() < interval[1]
 
 
+@pytest.mark.slow
 def test_the_interval_of_a_difference_of_shares():
     """It covers the true difference as often as it says, also where the two differ seldom or not at all."""
     generator = np.random.default_rng(0)
@@ -374,6 +375,7 @@ def test_a_mode_without_its_part_is_refused(engine):
         make_modes(ParseEngine.from_models(engine.target, engine.draft), ("sequential",))
 
 
+@pytest.mark.slow
 def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_path: Path):
     settings = BenchSettings(ALL_MODES, GenerationSettings(6), thresholds=(0.5,), sweep_limit=1, repeats=2)
     calls = 0

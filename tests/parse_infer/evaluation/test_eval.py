@@ -242,6 +242,7 @@ def test_a_download_that_fails_is_one_sentence(error, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_the_command_evaluates_local_files(tmp_path: Path, capsys):
     path = tmp_path / "problems.jsonl"
     path.write_text("\n".join(json.dumps({**GSM8K, "question": question}) for question in QUESTIONS[:2]))

@@ -16,6 +16,7 @@ def pair():
     return [random_model(shape, CPU, torch.float32) for shape in ("zoo:target", "zoo:draft")]
 
 
+@pytest.mark.slow
 def test_a_timed_step_is_one_forward_of_the_model_or_one_guess(pair):
     target, draft = pair
     with torch.inference_mode():
@@ -39,6 +40,7 @@ def test_what_a_drafter_must_bring_is_what_it_costs():
     assert "6.67 times as fast" in summary and "6.45 times under" in summary  # 200 / (25 + 5), 200 / (25 + 6)
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table(capsys):
     assert (
         main(

@@ -134,6 +134,7 @@ def test_graphs_follow_the_cache_and_the_weights(graphed, random_ids, device, mo
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.slow
 def test_all_layers_share_the_compiled_code(graphed, random_ids, device, monkeypatch):
     """One compilation for each length and number of keys, and the same results."""
     traced = []

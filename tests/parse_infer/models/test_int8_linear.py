@@ -51,6 +51,7 @@ def test_the_fused_step_is_the_models_own():
     assert difference.median() < 0.05, difference
 
 
+@pytest.mark.slow
 def test_a_draft_model_in_8_bits_writes_nearly_the_same_and_the_target_decides():
     prompt = "A box holds 12 pens. How many pens are in 7 boxes?"
     engine = ParseEngine.from_pretrained("zoo:target", "zoo:draft", "zoo:adapter", draft_dtype="int8")

@@ -228,6 +228,7 @@ def audited(metrics: str) -> Counter[str]:
     return Counter({result: int(count) for result, count in found})
 
 
+@pytest.mark.slow
 def test_a_server_promises_what_its_calibration_covers_and_watches_it(make_engine, capfd):
     """Random models agree on nothing: drafts that are accepted whole break "at most 10 % differ" at once."""
     engine = make_engine()

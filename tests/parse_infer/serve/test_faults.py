@@ -207,6 +207,7 @@ def test_work_ends_within_a_draft_too(served):
     assert served.becomes_idle(2)
 
 
+@pytest.mark.slow
 def test_a_full_queue_says_when_to_come_back(served, monkeypatch):
     async def render(*_: Any) -> Any:
         raise AssertionError("what is not admitted is not rendered")

@@ -6,10 +6,13 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
 ADDRESS = "http://127.0.0.1:8000"
 
 
+@pytest.mark.slow
 def test_the_example_of_curl(served):
     found = re.search(rf"curl {ADDRESS}(\S+) -H '([^']+)' -d '([^']+)'", PAGE)
     assert found and found[2] == "Content-Type: application/json"

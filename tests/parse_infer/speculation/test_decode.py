@@ -79,6 +79,7 @@ def test_a_draft_model_needs_a_decoder_of_its_own(make_model, tokenizer):
     DraftModelProposer(replace(lm), lm)
 
 
+@pytest.mark.slow
 def test_two_hundred_prompts_greedy_with_a_draft_model(make_model, tokenizer, random_ids):
     target, small = make_model("llama_gqa"), make_model("llama_gqa")
     with torch.no_grad():
@@ -202,6 +203,7 @@ def test_block_verification_keeps_more_than_token_by_token():
     assert whole > 1.02 * one_by_one, (whole, one_by_one)
 
 
+@pytest.mark.slow
 def test_sampling_through_a_draft_model_keeps_the_distribution(make_model, tokenizer, random_ids):
     """End to end: the first token of a real decode comes as often as the model alone draws it."""
     target = make_model("llama")

@@ -35,6 +35,7 @@ def prompt_of(seed: int, n: int = 9) -> list[int]:
     return torch.randint(1, 300, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_the_targets_own(target, draft):
     drafter, forwards, n = DraftModelProposer(draft, target, tokens=4, confidence=0.0), 0, 0
     plain = Decoder(target.model, target.eos_ids)
@@ -48,6 +49,7 @@ def test_greedy_tokens_are_the_targets_own(target, draft):
     assert drafter.forwards > 0 and forwards < 0.8 * n, "the draft model is never right"
 
 
+@pytest.mark.slow
 def test_sampling_keeps_the_distribution(target, draft):
     drafter, sampling = DraftModelProposer(draft, target, 3, confidence=0.1), Sampling(0.6, top_k=6)
     generator, draws = torch.Generator().manual_seed(0), 1200

@@ -93,6 +93,7 @@ def test_a_judge_is_trained_without_the_targets_weights(build, make_model, token
 
 
 @pytest.mark.parametrize("both", [True, False])
+@pytest.mark.slow
 def test_a_judge_of_whole_drafts_accepts_nothing_yet(build, tmp_path, capsys, both):
     shutil.copytree(build / "build", tmp_path / "build")
     for path in (tmp_path / "build" / "data").iterdir():
@@ -110,6 +111,7 @@ def test_a_judge_of_whole_drafts_accepts_nothing_yet(build, tmp_path, capsys, bo
     assert ValidityAdapter.from_pretrained(tmp_path / "out" / "adapter", target).config.threshold > 1
 
 
+@pytest.mark.slow
 def test_a_training_continues_another_adapters_head(build, tmp_path, capsys):
     assert main([recipe(build, tmp_path / "first"), *OPTIONS]) == 0
     first = tmp_path / "first" / "adapter"
@@ -187,6 +189,7 @@ def test_reads_of_another_engine_are_kept_apart(build, tmp_path):
         add_logprobs(folder, lambda: LocalWriter(model, 5), 3)
 
 
+@pytest.mark.slow
 def test_labels_of_whole_drafts_teach_where_the_error_is(tokenizer):
     """Told only which drafts are right, a head finds the wrong token among harmless ones."""
     torch.manual_seed(0)
@@ -249,6 +252,7 @@ def test_reads_of_another_size_are_kept_apart(build):
         add_logprobs(build / "build", lambda: pytest.fail("nothing is read"), 5)
 
 
+@pytest.mark.slow
 def test_further_builds_add_training_drafts(build, write_jsonl, build_rows, tmp_path, capsys):
     more = tmp_path / "more"
     shutil.copytree(build / "build", more)
@@ -272,6 +276,7 @@ def test_further_builds_add_training_drafts(build, write_jsonl, build_rows, tmp_
     assert main([recipe(build, tmp_path / "served", more_data=f"[{more}]"), *OPTIONS]) == 0
 
 
+@pytest.mark.slow
 def test_other_labels_do_not_continue_a_training(build, tmp_path, capsys):
     shutil.copytree(build / "build", tmp_path / "build")
     command = [recipe(tmp_path, tmp_path / "out"), *OPTIONS, "--save_steps", "2"]

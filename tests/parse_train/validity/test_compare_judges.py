@@ -41,6 +41,7 @@ def test_false_accepts_are_compared_at_the_same_share_of_kept_tokens() -> None:
     assert exact.tokens.sum() == 20 and exact.wrong.sum() == 1
 
 
+@pytest.mark.slow
 def test_judges_on_any_scale_are_compared_with_intervals_over_problems() -> None:
     rng = np.random.default_rng(0)
     labels = [[bool(x) for x in np.arange(3) < rng.integers(0, 5)] for _ in range(80)]

@@ -143,6 +143,7 @@ def test_the_last_prefix_of_a_finished_solution_has_the_end_token(tokenizer: Pre
     assert empty is not None and empty.draft_ids[-1] == end and empty.labels == [True, True, False]
 
 
+@pytest.mark.slow
 def test_a_public_set_is_trained_on_and_another_one_evaluated_on(
     training_folder: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
 ) -> None:

@@ -172,6 +172,7 @@ def drafts_of_problems(rng: np.random.Generator, n_problems: int, n_drafts: int)
     return ScoredDrafts.from_rows(scores, labels, [[4, 8]] * len(labels)), owners
 
 
+@pytest.mark.slow
 def test_several_drafts_of_a_problem_do_not_break_the_bound() -> None:
     """Calibrations with a known truth: one draft per problem keeps the confidence, all drafts would not."""
     truth, _ = drafts_of_problems(np.random.default_rng(99), 4_000, 1)

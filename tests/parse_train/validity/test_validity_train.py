@@ -21,6 +21,7 @@ from parse_train.validity.trainer import ValidityTrainer
 from tests.wandb_runs import artifacts, logged, offline_runs
 
 
+@pytest.mark.slow
 def test_what_is_evaluated_is_what_is_exported(training_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An adapter that is stored with less precision is scored with less precision."""
     score, scored = ValidityTrainer.score, []
@@ -40,6 +41,7 @@ def test_what_is_evaluated_is_what_is_exported(training_folder: Path, tmp_path: 
         assert torch.equal(weights, weights.bfloat16().float()), "other weights were scored than were exported"
 
 
+@pytest.mark.slow
 def test_the_run_lasts_until_the_promise_and_has_data_and_adapter(
     training_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -76,6 +78,7 @@ def test_the_run_lasts_until_the_promise_and_has_data_and_adapter(
     assert all(e.ref and not e.local_path for a in (data, adapter) for e in a.manifest.contents)
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_trains_the_same_adapter(
     training_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,6 +93,7 @@ def test_activation_checkpointing_trains_the_same_adapter(
     assert "without a probe no layer has a gradient" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_a_probe_the_target_runs_in_the_first_epoch_only(
     training_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -314,6 +314,7 @@ def test_a_lora_on_a_pretrained_model_loads_by_its_folder_and_knows_its_base(tok
         load_weights(final)
 
 
+@pytest.mark.slow
 def test_a_lora_keeps_most_of_its_energy_in_fewer_bytes(tokenizer_folder, tmp_path):
     """The same training exported twice: with all of its update, and with the ranks that 95 % of it need."""
     base = tmp_path / "base"
@@ -337,6 +338,7 @@ def test_a_lora_keeps_most_of_its_energy_in_fewer_bytes(tokenizer_folder, tmp_pa
         config(str(tokenizer_folder), tmp_path, **fields, lora_energy=1.5)
 
 
+@pytest.mark.slow
 def test_a_lora_goes_on_from_one_of_the_same_kind_only(tokenizer_folder, tmp_path):
     base = tmp_path / "base"
     tiny_model(len(AutoTokenizer.from_pretrained(tokenizer_folder))).save_pretrained(base)
@@ -383,6 +385,7 @@ def test_a_task_with_an_end_begins_again(tokenizer_folder, tmp_path):
         ({"row_length": 4}, "row_length is 4, but 1000 successive samples were longer: raise row_length"),
     ],
 )
+@pytest.mark.slow
 def test_what_gives_no_rows_is_said(change, message, tokenizer_folder, tmp_path):
     with pytest.raises(ValueError, match=message):
         train_model(config(tokenizer_folder, tmp_path / "run", **change))
