@@ -60,7 +60,7 @@ def test_a_draft_model_in_8_bits_writes_nearly_the_same_and_the_target_decides()
     assert described["parameters"] == n_parameters(load_language_model("zoo:draft", role="draft").model)
     answer = engine.generate(prompt, threshold=2.0)
     assert answer.token_ids == engine.generate_target(prompt).token_ids
-    assert answer.stats.target_forwards < len(answer.token_ids) / 3
+    assert answer.stats.target_forwards < len(answer.token_ids) / 2  # the length of guesses follows measured times
 
 
 def test_a_target_in_8_bits_is_refused():
