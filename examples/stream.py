@@ -4,7 +4,7 @@ python examples/stream.py
 """
 
 from parse_infer import ParseEngine
-from parse_infer.events import Accepted, Done, Drafted, Resumed, Verified
+from parse_infer.request.events import Accepted, Done, Drafted, Resumed, Verified
 
 QUESTION = "A boy has 6 stickers. His brother has 3 fewer. How many do they have together?"
 

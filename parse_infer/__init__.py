@@ -16,42 +16,42 @@ from typing import TYPE_CHECKING, Any
 __version__: str
 
 if TYPE_CHECKING:
-    from parse_infer.acceptance import maximal_valid_prefix
     from parse_infer.engine import ParseEngine
     from parse_infer.errors import ParseError
     from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
-    from parse_infer.judge.cuts import CutPolicy, Segmenter
     from parse_infer.judge.min_p import MinPJudge
     from parse_infer.judge.verifier import Verification, Verifier
     from parse_infer.judge.zero_shot import ZeroShotJudge
     from parse_infer.models.decoder import Decoder
     from parse_infer.models.loading import LanguageModel
-    from parse_infer.models.prompts import Verbatim
-    from parse_infer.output import Generation, Score, Span, Statistics
-    from parse_infer.sampling import Sampling
-    from parse_infer.settings import GenerationSettings
+    from parse_infer.request.output import Generation, Score, Span, Statistics
+    from parse_infer.settings.acceptance import maximal_valid_prefix
+    from parse_infer.settings.generation import GenerationSettings
+    from parse_infer.settings.sampling import Sampling
+    from parse_infer.text.cuts import CutPolicy, Segmenter
+    from parse_infer.text.prompts import Verbatim
 
 _MODULES = {
-    "CutPolicy": "judge.cuts",
+    "CutPolicy": "text.cuts",
     "Decoder": "models.decoder",
-    "Generation": "output",
-    "GenerationSettings": "settings",
+    "Generation": "request.output",
+    "GenerationSettings": "settings.generation",
     "LanguageModel": "models.loading",
     "MinPJudge": "judge.min_p",
     "ParseEngine": "engine",
     "ParseError": "errors",
-    "Sampling": "sampling",
-    "Score": "output",
-    "Segmenter": "judge.cuts",
-    "Span": "output",
-    "Statistics": "output",
+    "Sampling": "settings.sampling",
+    "Score": "request.output",
+    "Segmenter": "text.cuts",
+    "Span": "request.output",
+    "Statistics": "request.output",
     "ValidityAdapter": "judge.adapter",
     "ValidityConfig": "judge.adapter",
-    "Verbatim": "models.prompts",
+    "Verbatim": "text.prompts",
     "Verification": "judge.verifier",
     "Verifier": "judge.verifier",
     "ZeroShotJudge": "judge.zero_shot",
-    "maximal_valid_prefix": "acceptance",
+    "maximal_valid_prefix": "settings.acceptance",
 }
 
 __all__ = [

@@ -1,8 +1,8 @@
 """`ParseEngine`: a draft model proposes, the target verifies in one pass, keeps the valid prefix and continues.
 
 The engine resolves settings and risk levels, chooses between PARSE and the target alone, and records the cost. A
-backend runs the models, in this process (`parse_infer.backends.local`) or on servers (`parse_infer.backends.vllm`).
-The decoding loop is `parse_infer.loop.speculate`. Reference: PARSE, arXiv 2605.04263.
+backend runs the models, in this process (`parse_infer.backends.local`) or on servers (`parse_infer.backends.servers`).
+The decoding loop is `parse_infer.decoding.loop.speculate`. Reference: PARSE, arXiv 2605.04263.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from parse_infer.acceptance import check_threshold
-from parse_infer.adaptive import Controller, InFlight
-from parse_infer.answer import Answer
 from parse_infer.backends.base import Backend
 from parse_infer.backends.build_options import builder, check_options
 from parse_infer.calibration.schema import Calibration, resolve_risk
+from parse_infer.decoding.adaptive import Controller, InFlight
+from parse_infer.decoding.loop import PairWrapper, identity, segments_of
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import CalibrationError, PromptError, SettingsError
-from parse_infer.events import Accepted, Done, Event, Resumed
-from parse_infer.judge.cuts import CutPolicy, Segmenter
-from parse_infer.loop import PairWrapper, identity, segments_of
-from parse_infer.models.prompts import Prompt, as_batch, changed_option, left_context, with_drafts
-from parse_infer.output import Generation, Score
-from parse_infer.request import Request
-from parse_infer.settings import GenerationSettings
+from parse_infer.request.answer import Answer
+from parse_infer.request.events import Accepted, Done, Event, Resumed
+from parse_infer.request.output import Generation, Score
+from parse_infer.request.request import Request
+from parse_infer.settings.acceptance import check_threshold
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.text.cuts import CutPolicy, Segmenter
+from parse_infer.text.prompts import Prompt, as_batch, changed_option, left_context, with_drafts
 
 DEFAULT_THRESHOLD = 0.5  # for a judge without a calibrated threshold
 AHEAD = 4
@@ -85,7 +85,7 @@ class ParseEngine:
         calibration: Calibration | None = None,
         **options: Any,
     ) -> ParseEngine:
-        """Build an engine from loaded models; arguments as in `parse_infer.backends.local.LocalBackend`.
+        """Build an engine from loaded models; arguments as in `parse_infer.backends.local.backend.LocalBackend`.
 
             model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
             engine = ParseEngine.from_models(LanguageModel(name, model, tokenizer), draft=LanguageModel(…))
@@ -94,7 +94,7 @@ class ParseEngine:
             target, draft: `LanguageModel`s.
             judge: a `ValidityAdapter`, `MinPJudge` or `ZeroShotJudge`; None: lossless speculation, mode "exact".
         """
-        from parse_infer.backends.local import LocalBackend
+        from parse_infer.backends.local.backend import LocalBackend
         from parse_infer.models.loading import LanguageModel
 
         check_options(options, LocalBackend, ("threshold",))
@@ -124,8 +124,8 @@ class ParseEngine:
             calibration: file written by `parse-infer calibrate`; None reads the file in the adapter's folder, if any.
             cut_policy: where to cut drafts, such as "sentence" or "tokens:4"; None takes the adapter's policy. A
                 calibration holds for one policy only.
-            options: further arguments of `parse_infer.backends.local.load_backend` (device, dtype, min_p,
-                target_drafter, …) or of `parse_infer.backends.vllm.connect_backend` (target_url, draft_url, …).
+            options: further arguments of `parse_infer.backends.local.backend.load_backend` (device, dtype, min_p,
+                target_drafter, …) or of `parse_infer.backends.servers.backend.connect_backend` (target_url, …).
 
         Raises:
             ValueError: models and adapter do not match, or an argument is invalid.

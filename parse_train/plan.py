@@ -22,10 +22,10 @@ from data_tools.labels.rows import read_rows
 from data_tools.recipe_parser import parse_recipe, read_recipe
 from parse_infer.errors import ParseError
 from parse_infer.files import first_sentence
-from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.logprob_head import LogprobHead
 from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.models.loading import load_served_model
+from parse_infer.text.cuts import CutPolicy
 from parse_train.counting import Counted, EveryToken, count
 from parse_train.draft_model import DraftModelTrainingConfig
 from parse_train.heads import train_eagle, train_medusa

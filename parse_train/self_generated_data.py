@@ -20,12 +20,12 @@ from data_tools.labels.backends import LocalWriter
 from data_tools.labels.drafts import DraftSampler, render
 from data_tools.labels.shards import GroupFolder, check_identity
 from data_tools.tasks.registry import load_task
+from parse_infer.calibration.held_out import prompt_hash
+from parse_infer.decoding.loop import run_sync
 from parse_infer.errors import ParseError
-from parse_infer.held_out import prompt_hash
-from parse_infer.loop import run_sync
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
 from parse_train.training_config import IGNORED, TrackedTrainingConfig
 
 _GROUP = 256  # problems per batch and file; an interruption loses at most one group

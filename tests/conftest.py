@@ -121,7 +121,7 @@ def model(architecture: str, make_model: Callable[..., PreTrainedModel]) -> PreT
 def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks never pause: models this small may be faster alone, and the text would depend on the time. Nor does the
     machine's pace end a block."""
-    from parse_infer import block_length
+    from parse_infer.decoding import block_length
 
     monkeypatch.setattr(block_length.BlockLength, "next_pause", lambda self: 0)
     monkeypatch.setattr(block_length, "LONGEST_S", 60.0)
@@ -160,9 +160,9 @@ def random_adapter() -> Callable[..., Any]:
     """`random_adapter(model, probe_ids=(7, 9), rank=4, seed=1)`: a `ValidityAdapter` that really changes something;
     without probe tokens it has token doubt alone, with `logprobs` a head on log-probabilities."""
     from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
-    from parse_infer.judge.head import ValidityHead
     from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
-    from parse_infer.judge.probe_lora import ProbeLoRA
+    from parse_infer.judge.probe.head import ValidityHead
+    from parse_infer.judge.probe.lora import ProbeLoRA
     from parse_infer.models.fingerprint import describe_target
 
     def make(

@@ -58,7 +58,7 @@ def files(package: str) -> list[Path]:
 
 
 SERVE, BACKENDS = (files(f"parse_infer/{room}") for room in ("serve", "backends"))
-LM_EVAL = [path for path in files("parse_infer/evaluation") if path.name.startswith("lm_eval")]
+LM_EVAL = [*files("parse_infer/evaluation/lm_eval"), *files("data_tools/tasks/lm_eval")]
 OUTER = [path for room in ("evaluation", "calibration", "cli") for path in files(f"parse_infer/{room}")]
 OUTER = [path for path in OUTER if path not in LM_EVAL]
 TRACKING = ROOT / "parse_infer/tracking.py"  # of builds and benchmarks too, where wandb is installed
@@ -75,7 +75,7 @@ TRACKING = ROOT / "parse_infer/tracking.py"  # of builds and benchmarks too, whe
         (SERVE, ["serve", "otel"]),
         (LM_EVAL, ["eval"]),
         (BACKENDS, ["vllm-client"]),
-        (files("data_tools"), ["data"]),
+        ([path for path in files("data_tools") if path not in LM_EVAL], ["data"]),
         ([*files("parse_train"), TRACKING], ["train"]),
         (files("zoo/parse_zoo"), ["train"]),
     ],

@@ -8,10 +8,10 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from parse_infer.judge.cuts import Segmenter
 from parse_infer.judge.verifier import Verifier
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.loading import LanguageModel
+from parse_infer.text.cuts import Segmenter
 from parse_train.validity.data import ValidityDataset
 from parse_train.validity.metrics import ScoredDrafts
 from tools.kl_judge import KLJudge

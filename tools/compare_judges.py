@@ -24,8 +24,7 @@ from transformers import set_seed
 from parse_infer.files import write_json
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.carried import Carried
-from parse_infer.judge.cuts import Segmenter
-from parse_infer.judge.head import surprise
+from parse_infer.judge.probe.head import surprise
 from parse_infer.judge.verifier import Judge, Verifier
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.decoder import Decoder
@@ -33,6 +32,7 @@ from parse_infer.models.environment import describe_machine, describe_run
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.timing import Step, measure
+from parse_infer.text.cuts import Segmenter
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import ValidityDataset, ValidityExample
 from parse_train.validity.metrics import ScoredDrafts, acceptance_curve

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 
 from data_tools.labels.logprobs import ReadDraft, read_drafts
+from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.errors import ParseError
-from parse_infer.held_out import prompt_hash
 from parse_infer.judge.adapter import ValidityConfig, check_target, read_head
 from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.judge.carried import Carried

@@ -24,11 +24,11 @@ from functools import partial
 from typing import Any
 
 from data_tools.tasks.registry import load_task
-from parse_infer.adaptive import Controller
 from parse_infer.cli.model_options import PAIR_NAMES, PAIRS, progress
+from parse_infer.decoding.adaptive import Controller
 from parse_infer.engine import ParseEngine
-from parse_infer.output import Generation
-from parse_infer.settings import GenerationSettings
+from parse_infer.request.output import Generation
+from parse_infer.settings.generation import GenerationSettings
 
 TOKENS = 256
 

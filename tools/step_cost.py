@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
-from parse_infer.judge.packing import probe_mask, probe_positions, readout_index
+from parse_infer.judge.probe.packing import probe_mask, probe_positions, readout_index
 from parse_infer.models.attention import layer_masks
 from parse_infer.models.devices import device_name, wait_for
 from parse_train.validity.config import ValidityTrainingConfig

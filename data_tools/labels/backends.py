@@ -16,7 +16,7 @@ from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.batch_decoder import BatchDecoder, Contexts, Row
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_language_model
-from parse_infer.models.tokenizer_spec import TokenizerSpec
+from parse_infer.text.tokenizer_spec import TokenizerSpec
 
 if TYPE_CHECKING:
     from data_tools.labels.build_config import BuildConfig

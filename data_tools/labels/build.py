@@ -22,9 +22,9 @@ from data_tools.labels.summary import Summary, summarise
 from data_tools.tasks.exclude import WithoutPrompts
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem, Split, Task
+from parse_infer.decoding.loop import run_sync
 from parse_infer.errors import ParseError
 from parse_infer.judge.adapter_files import read_adapter
-from parse_infer.loop import run_sync
 from parse_infer.models.names import resolve
 from parse_infer.models.train_problems import train_problems_of
 

@@ -16,10 +16,10 @@ from data_tools.labels.sequential_test import (
     fewest_rollouts,
 )
 from data_tools.tasks.task import SPLITS
-from parse_infer.acceptance import check_threshold
 from parse_infer.errors import ParseError
-from parse_infer.judge.cuts import CutPolicy
-from parse_infer.sampling import Sampling
+from parse_infer.settings.acceptance import check_threshold
+from parse_infer.settings.sampling import Sampling
+from parse_infer.text.cuts import CutPolicy
 from parse_infer.tracking import TRACKERS
 
 # Keys that may change between two runs into the same folder, because they do not affect finished rows.

@@ -9,16 +9,16 @@ from typing import cast
 
 from data_tools.labels.backends import Writer
 from data_tools.tasks.task import Problem
-from parse_infer.block_length import REPLAYED
+from parse_infer.decoding.block_length import REPLAYED
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
 from parse_infer.models.batch_decoder import Row
-from parse_infer.models.detokenizer import Detokenizer, complete_text, encode_continuation
 from parse_infer.models.loading import same_tokenizer
-from parse_infer.models.tokenizer_spec import TokenizerSpec
-from parse_infer.output import Generation
-from parse_infer.sampling import Sampling, seed_of
-from parse_infer.settings import GenerationSettings
+from parse_infer.request.output import Generation
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import Sampling, seed_of
+from parse_infer.text.detokenizer import Detokenizer, complete_text, encode_continuation
+from parse_infer.text.tokenizer_spec import TokenizerSpec
 
 
 @dataclass(frozen=True)

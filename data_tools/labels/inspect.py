@@ -14,7 +14,7 @@ from rich.text import Text
 from data_tools.labels.rows import LabelledDraft, read_rows
 from data_tools.labels.shards import rollout_counts
 from data_tools.labels.summary import BINS, Summary
-from parse_infer.models.prompts import Message
+from parse_infer.text.prompts import Message
 
 BAR_WIDTH = 32
 _VALID, _INVALID = "green", "red"

@@ -18,10 +18,10 @@ from data_tools.labels.sequential_test import LabelRule, Tally
 from data_tools.tasks.task import Problem, Task
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.adapter import ValidityAdapter
-from parse_infer.judge.cuts import Segmenter
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.names import resolve
-from parse_infer.sampling import seed_of
+from parse_infer.settings.sampling import seed_of
+from parse_infer.text.cuts import Segmenter
 
 
 @dataclass

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.rows import LabelledDraft
 from data_tools.labels.summary import Summary
-from parse_infer.block_length import LONGEST, Costs, expected_pace
+from parse_infer.decoding.block_length import LONGEST, Costs, expected_pace
 from parse_infer.evaluation.statistics import Interval, rate_ratio_interval
 
 _GPU_RATIOS = (4, 10, 20)  # cost of a target forward in draft tokens

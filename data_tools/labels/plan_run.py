@@ -18,7 +18,7 @@ from data_tools.labels.logprobs import read_drafts
 from data_tools.labels.plan import Estimate, Plan, Prediction, costs_of, make_plan
 from data_tools.labels.rows import LabelledDraft, read_rows
 from data_tools.labels.shards import GroupFolder, reads_of
-from parse_infer.block_length import Costs
+from parse_infer.decoding.block_length import Costs
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.tables import format_percent, format_times, terminal_table
 from parse_infer.files import read_json, write_json

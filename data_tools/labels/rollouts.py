@@ -13,9 +13,9 @@ from data_tools.labels.sequential_test import Tally
 from data_tools.tasks.task import Problem, Task
 from parse_infer.errors import ParseError
 from parse_infer.models.batch_decoder import Row
-from parse_infer.models.detokenizer import decode
-from parse_infer.models.tokenizer_spec import TokenizerSpec
-from parse_infer.sampling import Sampling, seed_of
+from parse_infer.settings.sampling import Sampling, seed_of
+from parse_infer.text.detokenizer import decode
+from parse_infer.text.tokenizer_spec import TokenizerSpec
 
 _Prefix = tuple[int, tuple[int, ...]]  # problem and token ids of the draft
 

@@ -12,8 +12,8 @@ from data_tools.labels.layouts import LAYOUTS, prefix_rows
 from data_tools.tasks.task import prompt_id
 from parse_infer.errors import ParseError
 from parse_infer.files import read_jsonl
-from parse_infer.models.prompts import Message
 from parse_infer.suggest import suggestion
+from parse_infer.text.prompts import Message
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from data_tools.tasks.reading import reading
 from data_tools.tasks.task import Problem, Split, Task, comparison
+from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.errors import ParseError
 from parse_infer.files import read_jsonl
-from parse_infer.held_out import prompt_hash
 from parse_infer.models.names import resolve
 from parse_infer.models.train_problems import TRAIN_PROBLEMS, read_train_problems
 

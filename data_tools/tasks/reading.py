@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from parse_infer.record_store import progress_bar
+from parse_infer.calibration.record_store import progress_bar
 
 SILENT_S = 2.0  # a shorter reading shows nothing
 LINE_EVERY_S = 30.0  # without a terminal

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.errors import ParseError
-from parse_infer.held_out import prompt_hash
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 from parse_infer.calibration.schema import Calibration
-from parse_infer.events import Event
-from parse_infer.loop import PairWrapper, Verdict
-from parse_infer.models.tokenizer_spec import TokenizerSpec
-from parse_infer.request import Request
-from parse_infer.settings import BlockTokens, GenerationSettings
+from parse_infer.decoding.loop import PairWrapper, Verdict
+from parse_infer.request.events import Event
+from parse_infer.request.request import Request
+from parse_infer.settings.generation import BlockTokens, GenerationSettings
+from parse_infer.text.tokenizer_spec import TokenizerSpec
 
 T = TypeVar("T")
 

@@ -17,10 +17,10 @@ def builder(backend: str) -> Callable[..., Any]:
     if backend not in BACKENDS:
         raise SettingsError(f"backend is {backend!r}; it must be one of: {', '.join(BACKENDS)}.")
     if backend == "vllm":
-        from parse_infer.backends.vllm import connect_backend
+        from parse_infer.backends.servers.backend import connect_backend
 
         return connect_backend
-    from parse_infer.backends.local import load_backend
+    from parse_infer.backends.local.backend import load_backend
 
     return load_backend
 

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rich.console import Console
 
-from parse_infer.acceptance import ACCEPT_NOTHING, Acceptance, check_share
+from parse_infer.calibration.held_out import HasPrompt, check_ids, leave_out_learnt
+from parse_infer.calibration.record_runner import run_missing
+from parse_infer.calibration.record_store import RecordStore
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.risk import least_problems, n_passing, p_value, upper_bound
 from parse_infer.calibration.schema import LOSSES, Calibration, Loss, OperatingPoint, TestedPoint, risks
 from parse_infer.errors import CalibrationError
-from parse_infer.held_out import HasPrompt, check_ids, leave_out_learnt
 from parse_infer.models.environment import describe_run
-from parse_infer.record_runner import run_missing
-from parse_infer.record_store import RecordStore
-from parse_infer.sampling import Sampling
-from parse_infer.settings import BlockTokens, GenerationSettings
+from parse_infer.settings.acceptance import ACCEPT_NOTHING, Acceptance, check_share
+from parse_infer.settings.generation import BlockTokens, GenerationSettings
+from parse_infer.settings.sampling import Sampling
 
 if TYPE_CHECKING:
     from parse_infer.engine import ParseEngine

@@ -12,13 +12,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic
 
-from parse_infer.acceptance import reachable_prefixes
+from parse_infer.decoding.loop import ModelPair, V
 from parse_infer.errors import CalibrationError
-from parse_infer.loop import ModelPair, V
-from parse_infer.models.prompts import Prompt
-from parse_infer.output import Generation
-from parse_infer.request import Request
-from parse_infer.settings import GenerationSettings
+from parse_infer.request.output import Generation
+from parse_infer.request.request import Request
+from parse_infer.settings.acceptance import reachable_prefixes
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.text.prompts import Prompt
 
 if TYPE_CHECKING:
     from parse_infer.engine import ParseEngine

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from parse_infer.acceptance import Acceptance, check_share
 from parse_infer.errors import CalibrationError
 from parse_infer.files import locate, read_json, write_json
-from parse_infer.settings import BlockTokens, GenerationSettings
+from parse_infer.settings.acceptance import Acceptance, check_share
+from parse_infer.settings.generation import BlockTokens, GenerationSettings
 
 FILE = "calibration.json"
 SCHEMA_VERSION = 2

@@ -11,17 +11,17 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from parse_infer.calibration.held_out import check_ids
 from parse_infer.cli.output import report_fallback
 from parse_infer.cli.rich_view import AnswerView, legend
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.modes import BenchProblem, make_modes, problems_digest, timed
 from parse_infer.evaluation.records import Record, acceptance_rate, costs
 from parse_infer.evaluation.tables import terminal_table
-from parse_infer.events import Done, Resumed
-from parse_infer.held_out import check_ids
-from parse_infer.models.prompts import Prompt, Verbatim, content_of
-from parse_infer.output import Generation
-from parse_infer.settings import GenerationSettings
+from parse_infer.request.events import Done, Resumed
+from parse_infer.request.output import Generation
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.text.prompts import Prompt, Verbatim, content_of
 
 REFRESH_S = 0.05
 NAMES = {"target": "target alone", "draft": "draft model alone", "parse": "PARSE"}

@@ -15,13 +15,13 @@ from parse_infer.cli.expand import KIND, expand_parameter
 from parse_infer.cli.options import Device, Dtype, TorchCompile, check_device, check_dtype, given, read_pairs
 from parse_infer.cli.setting_options import option_of
 from parse_infer.errors import ParseError
-from parse_infer.judge.cuts import CUT_RULES
 from parse_infer.suggest import suggestion
+from parse_infer.text.cuts import CUT_RULES
 
 if TYPE_CHECKING:
     from parse_infer.engine import ParseEngine
     from parse_infer.judge.adapter_files import AdapterFiles
-    from parse_infer.settings import GenerationSettings
+    from parse_infer.settings.generation import GenerationSettings
 
 NO_DRAFTER = "none"
 # Draft model and adapter of each embedded target.

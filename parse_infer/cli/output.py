@@ -12,16 +12,16 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from parse_infer.calibration.record_runner import run_missing
+from parse_infer.calibration.record_store import RecordStore
 from parse_infer.calibration.schema import resolve_risk
 from parse_infer.cli.options import print_json
 from parse_infer.cli.prompt_rows import PromptRow
 from parse_infer.cli.rich_view import STYLES, coloured_spans
 from parse_infer.engine import ParseEngine
-from parse_infer.events import Accepted, Done, Event, Resumed
-from parse_infer.output import FALLBACKS, Generation
-from parse_infer.record_runner import run_missing
-from parse_infer.record_store import RecordStore
-from parse_infer.settings import GenerationSettings
+from parse_infer.request.events import Accepted, Done, Event, Resumed
+from parse_infer.request.output import FALLBACKS, Generation
+from parse_infer.settings.generation import GenerationSettings
 
 
 @dataclass(frozen=True)

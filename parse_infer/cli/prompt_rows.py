@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from parse_infer.errors import ParseError
 from parse_infer.files import STDIN, read_jsonl
-from parse_infer.models.prompts import Prompt
+from parse_infer.text.prompts import Prompt
 
 if TYPE_CHECKING:
-    from parse_infer.models.tokenizer_spec import TokenizerSpec
+    from parse_infer.text.tokenizer_spec import TokenizerSpec
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Literal
 from rich.table import Table
 from rich.text import Text
 
-from parse_infer.events import Accepted, Drafted, Event, Resumed, Verified
-from parse_infer.output import Score, Span
+from parse_infer.request.events import Accepted, Drafted, Event, Resumed, Verified
+from parse_infer.request.output import Score, Span
 
 Kind = Literal["pending", "accepted", "exact", "rejected", "corrected", "target"]
 STYLES: dict[Kind, str] = {

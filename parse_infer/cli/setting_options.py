@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from parse_infer.cli.expand import KIND, expand_parameter
-from parse_infer.sampling import Sampling
-from parse_infer.setting_fields import SettingField, setting_fields
-from parse_infer.settings import DRAFT_TEMPERATURE, GenerationSettings
+from parse_infer.settings.fields import SettingField, setting_fields
+from parse_infer.settings.generation import DRAFT_TEMPERATURE, GenerationSettings
+from parse_infer.settings.sampling import Sampling
 
 _LISTS = [one.name for one in setting_fields(GenerationSettings).values() if one.default == ()]
 _NUMBERS_OR_CHOICES = [one.name for one in setting_fields(GenerationSettings).values() if one.is_number_or_choice]

@@ -6,12 +6,12 @@ import re
 import sys
 from collections.abc import Sequence
 
-from parse_infer.answer import Answer
 from parse_infer.drafters.source import Draft
-from parse_infer.models.detokenizer import Detokenizer, encode_continuation
-from parse_infer.models.prompts import Prompt, RenderedPrompt, left_context, open_turn
 from parse_infer.models.token_map import TokenMap
-from parse_infer.models.tokenizer_spec import TokenizerSpec, reads_alike
+from parse_infer.request.answer import Answer
+from parse_infer.text.detokenizer import Detokenizer, encode_continuation
+from parse_infer.text.prompts import Prompt, RenderedPrompt, left_context, open_turn
+from parse_infer.text.tokenizer_spec import TokenizerSpec, reads_alike
 
 _CONTEXT = 8  # tokens, for a decoder that strips a space from the first one
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from parse_infer.models.prompts import Prompt
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
+from parse_infer.text.prompts import Prompt
 
 
 @dataclass(frozen=True)

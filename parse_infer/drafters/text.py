@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from parse_infer.drafters.source import Draft
 from parse_infer.errors import PromptError
-from parse_infer.models.detokenizer import encode_continuation
-from parse_infer.models.prompts import Prompt, open_turn
-from parse_infer.models.tokenizer_spec import TokenizerSpec
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
+from parse_infer.text.detokenizer import encode_continuation
+from parse_infer.text.prompts import Prompt, open_turn
+from parse_infer.text.tokenizer_spec import TokenizerSpec
 
 
 class TextDrafter:

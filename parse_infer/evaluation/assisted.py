@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from parse_infer.errors import ParseError
 from parse_infer.models.loading import LanguageModel
-from parse_infer.models.prompts import Prompt
 from parse_infer.models.token_map import TokenMap, token_map
-from parse_infer.output import Generation, Span, Statistics, Timings
-from parse_infer.settings import GenerationSettings
+from parse_infer.request.output import Generation, Span, Statistics, Timings
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.text.prompts import Prompt
 
 Schedule = Literal["constant", "heuristic"]
 _SIZES: dict[str, tuple[str, type]] = {

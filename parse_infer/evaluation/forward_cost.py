@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.tables import terminal_table
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
-from parse_infer.judge.cuts import Segmenter
-from parse_infer.judge.head import ValidityHead
-from parse_infer.judge.probe_lora import ProbeLoRA
+from parse_infer.judge.probe.head import ValidityHead
+from parse_infer.judge.probe.lora import ProbeLoRA
 from parse_infer.judge.verifier import Verifier
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.cpu.prepacked_linear import pack_linears
@@ -31,12 +30,13 @@ from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_config
 from parse_infer.models.names import resolve
 from parse_infer.models.timing import Step, measure
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.decode import read_tree
 from parse_infer.speculation.eagle import EagleDrafter
 from parse_infer.speculation.eagle_head import EagleConfig, EagleHead
 from parse_infer.speculation.medusa import MedusaConfig, MedusaDrafter, MedusaHead
 from parse_infer.speculation.proposer import TokenTree
+from parse_infer.text.cuts import Segmenter
 
 _QWEN3: dict[str, Any] = {
     "vocab_size": 151936,

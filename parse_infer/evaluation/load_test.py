@@ -17,6 +17,8 @@ from typing import Any
 
 from rich.table import Table
 
+from parse_infer.calibration.record_runner import run_missing
+from parse_infer.calibration.record_store import RecordStore
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.figure import plot
@@ -24,12 +26,10 @@ from parse_infer.evaluation.mode_names import block_tokens_of, is_adaptive
 from parse_infer.evaluation.modes import BenchProblem, problems_digest
 from parse_infer.evaluation.statistics import wilson_interval
 from parse_infer.evaluation.tables import format_number, format_percent, format_times, markdown_table, terminal_table
-from parse_infer.events import Accepted, Done, Resumed
 from parse_infer.files import write_json, write_text
 from parse_infer.models.environment import describe_run
-from parse_infer.record_runner import run_missing
-from parse_infer.record_store import RecordStore
-from parse_infer.settings import GenerationSettings
+from parse_infer.request.events import Accepted, Done, Resumed
+from parse_infer.settings.generation import GenerationSettings
 from parse_infer.speculation.medusa import MedusaConfig
 from parse_infer.speculation.registry import check_head_name, find_head, is_medusa, split_name
 

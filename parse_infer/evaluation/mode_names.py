@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.assisted import AssistantSettings
-from parse_infer.settings import BlockTokens
+from parse_infer.settings.generation import BlockTokens
 from parse_infer.speculation.registry import check_token_drafter, split_name
 from parse_infer.suggest import suggestion
 

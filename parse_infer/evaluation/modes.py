@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from parse_infer.acceptance import check_threshold
+from parse_infer.calibration.held_out import HasPrompt
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
@@ -29,17 +29,17 @@ from parse_infer.evaluation.mode_names import (
     needs,
 )
 from parse_infer.evaluation.records import Record
-from parse_infer.events import Done
-from parse_infer.held_out import HasPrompt
 from parse_infer.judge.min_p import MIN_P, MinPJudge
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.devices import wait_for
 from parse_infer.models.loading import same_tokenizer
-from parse_infer.models.prompts import Prompt
 from parse_infer.models.token_map import token_map
-from parse_infer.output import Generation
-from parse_infer.settings import GenerationSettings
+from parse_infer.request.events import Done
+from parse_infer.request.output import Generation
+from parse_infer.settings.acceptance import check_threshold
+from parse_infer.settings.generation import GenerationSettings
 from parse_infer.speculation.registry import load_token_drafter
+from parse_infer.text.prompts import Prompt
 
 Answer = Callable[[Prompt], Generation]
 

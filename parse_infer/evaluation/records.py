@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from parse_infer.output import Generation
+from parse_infer.request.output import Generation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
-from parse_infer.acceptance import check_threshold
+from parse_infer.calibration.held_out import check_ids, leave_out_learnt
+from parse_infer.calibration.record_runner import run_missing
+from parse_infer.calibration.record_store import RecordStore
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.excluded_settings import NO_PAUSES, NOT_MEASURED
@@ -25,11 +27,9 @@ from parse_infer.evaluation.report import summarise
 from parse_infer.evaluation.results_file import write_results
 from parse_infer.evaluation.tables import markdown
 from parse_infer.files import write_text
-from parse_infer.held_out import check_ids, leave_out_learnt
 from parse_infer.models.environment import describe_run
-from parse_infer.record_runner import run_missing
-from parse_infer.record_store import RecordStore
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.acceptance import check_threshold
+from parse_infer.settings.generation import GenerationSettings
 
 THRESHOLDS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99)
 

@@ -9,8 +9,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from parse_infer.acceptance import describe_threshold
 from parse_infer.evaluation.mode_names import describe
+from parse_infer.settings.acceptance import describe_threshold
 
 HEADER = (
     *("mode", "right, %", "to target", "tokens/s", "speed-up", "by time"),

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from parse_infer.errors import ModelError
 from parse_infer.judge.adapter_files import judge_fingerprint, read_adapter, write_adapter
-from parse_infer.judge.head import Probe, ValidityHead
 from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
-from parse_infer.judge.probe_lora import ProbeLoRA
+from parse_infer.judge.probe.head import Probe, ValidityHead
+from parse_infer.judge.probe.lora import ProbeLoRA
 from parse_infer.judge.usual_drafts import UsualDrafts
 from parse_infer.models.fingerprint import describe_target, fingerprint, same_weights
 

@@ -12,10 +12,10 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from parse_infer.acceptance import describe_threshold
 from parse_infer.errors import ModelError
 from parse_infer.files import lies_below, locate, read_json, read_tensors, replacing_folder
 from parse_infer.models.train_problems import TRAIN_PROBLEMS, read_train_problems, write_train_problems
+from parse_infer.settings.acceptance import describe_threshold
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"

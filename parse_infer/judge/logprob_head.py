@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from parse_infer.judge.carried import Carried
-from parse_infer.judge.head import in_float32
+from parse_infer.judge.probe.head import in_float32
 from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts, certain_features, n_features
 from parse_infer.judge.usual_drafts import UsualDrafts
 

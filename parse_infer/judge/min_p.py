@@ -17,10 +17,10 @@ import torch
 from parse_infer.errors import SettingsError
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.carried import Carried
-from parse_infer.judge.cuts import CutPolicy
-from parse_infer.judge.head import Probe
 from parse_infer.judge.logprob_head import KNOWN_TEXT, LogprobHead, LogprobJudge, TokenScores
+from parse_infer.judge.probe.head import Probe
 from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts
+from parse_infer.text.cuts import CutPolicy
 
 _TIE = 1e-6  # nats by which a token as likely as the first choice falls behind it: at 1 the answer is greedy
 

@@ -17,16 +17,16 @@ from transformers import PreTrainedModel
 from parse_infer.errors import ModelError
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.carried import Carried
-from parse_infer.judge.cuts import Segmenter
-from parse_infer.judge.head import Probe, ReducedLMHead, TokenDoubt, ValidityHead, surprise
 from parse_infer.judge.logprob_head import LogprobHead, TokenScores
 from parse_infer.judge.min_p import MinPScorer, TokenScorer, token_scorer
-from parse_infer.judge.packing import probes, readout_index
-from parse_infer.judge.probe_lora import ProbeLoRA
+from parse_infer.judge.probe.head import Probe, ReducedLMHead, TokenDoubt, ValidityHead, surprise
+from parse_infer.judge.probe.lora import ProbeLoRA
+from parse_infer.judge.probe.packing import probes, readout_index
 from parse_infer.judge.token_logprobs import read_logprobs
 from parse_infer.models.architecture import text_config
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
+from parse_infer.text.cuts import Segmenter
 
 _START = Carried()
 NEGLIGIBLE_DOUBT = -10.0

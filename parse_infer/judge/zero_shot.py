@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from parse_infer.errors import ModelError, PromptError
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.adapter_files import judge_fingerprint
-from parse_infer.judge.cuts import CutPolicy
-from parse_infer.judge.head import Probe, ValidityHead, verbalizer_ids
-from parse_infer.judge.probe_lora import ProbeLoRA
-from parse_infer.models.chat_template import render_chat
+from parse_infer.judge.probe.head import Probe, ValidityHead, verbalizer_ids
+from parse_infer.judge.probe.lora import ProbeLoRA
 from parse_infer.models.fingerprint import describe_target
+from parse_infer.text.chat_template import render_chat
+from parse_infer.text.cuts import CutPolicy
 
 QUESTION = (
     "Is the solution so far correct? It may be incomplete. Check every step, then answer with one word: Correct or "

@@ -22,7 +22,7 @@ from parse_infer.models.attention import layer_masks
 from parse_infer.models.batched_kv_cache import BatchedKVCache, KVLayer
 from parse_infer.models.cpu.fast_backbone import FastBackbone
 from parse_infer.models.sampling import RowSampling, uniform_numbers
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
 
 KEY_MULTIPLE = 8  # CUDA kernels copy masks with unaligned rows
 FREE_SHARE = 1 / 16  # reassign (or remove) free slots once they are this share of the batch

@@ -26,7 +26,7 @@ from parse_infer.models.cuda_graphs import CHAINS, KEPT, GraphedChains
 from parse_infer.models.growing_kv_cache import GrowingKVCache, new_cache
 from parse_infer.models.hidden_capture import HiddenCapture
 from parse_infer.models.sampling import choose, random_generator, without
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
 
 _MOST_RESERVED = 4096  # new tokens; few answers are longer, for any budget
 _TRAILING = 64  # tokens read after a context and dropped again, such as a token tree

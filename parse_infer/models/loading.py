@@ -29,7 +29,6 @@ from transformers.utils import is_accelerate_available, logging
 from parse_infer.errors import ModelError
 from parse_infer.files import first_sentence, lies_below, replacing_folder
 from parse_infer.models.attention import enable_split_attention
-from parse_infer.models.chat_template import check_options
 from parse_infer.models.cpu.int8_linear import round_to_int8
 from parse_infer.models.cpu.prepacked_linear import pack_linears
 from parse_infer.models.decoder import Decoder
@@ -38,7 +37,8 @@ from parse_infer.models.gguf_file import dequantised
 from parse_infer.models.leftovers import check_leftovers, check_quantisation
 from parse_infer.models.lora import Lora, is_lora, read_lora
 from parse_infer.models.names import cache_folder, is_gguf, resolve
-from parse_infer.models.tokenizer_spec import TokenizerSpec, check_vocabulary
+from parse_infer.text.chat_template import check_options
+from parse_infer.text.tokenizer_spec import TokenizerSpec, check_vocabulary
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parse_infer.errors import SettingsError
-from parse_infer.sampling import Sampling, seed_of
+from parse_infer.settings.sampling import Sampling, seed_of
 
 
 def random_generator(sampling: Sampling, device: torch.device, *purpose: object) -> torch.Generator | None:

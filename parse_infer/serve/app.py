@@ -10,7 +10,6 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from parse_infer.calibration.schema import resolve_risk
-from parse_infer.sampling import Sampling
 from parse_infer.serve import errors
 from parse_infer.serve.admission import AdmissionQueue, Limits
 from parse_infer.serve.errors import ApiError, ErrorBody
@@ -31,6 +30,7 @@ from parse_infer.serve.protocol.tokens import (
 )
 from parse_infer.serve.risk_monitor import Audit, RiskMonitor
 from parse_infer.serve.runner import Runner
+from parse_infer.settings.sampling import Sampling
 
 if TYPE_CHECKING:
     from parse_infer.serve.traces import Traces  # needs an optional extra

@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from parse_infer.events import Accepted, Done, Drafted, Event, Resumed, Verified
-from parse_infer.output import Fallback, Generation, Source, Span
+from parse_infer.request.events import Accepted, Done, Drafted, Event, Resumed, Verified
+from parse_infer.request.output import Fallback, Generation, Source, Span
 from parse_infer.serve.runner import Job, Moment
 
 

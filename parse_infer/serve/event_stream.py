@@ -9,15 +9,15 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
-from parse_infer.events import Done, Event
-from parse_infer.models.prompts import Prompt
+from parse_infer.request.events import Done, Event
 from parse_infer.serve.admission import AdmissionQueue
 from parse_infer.serve.choice_state import ChoiceState
 from parse_infer.serve.errors import ApiError, failure
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.risk_monitor import Audit
 from parse_infer.serve.runner import InvalidRequest, Job, Runner, TokenPrompt
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.text.prompts import Prompt
 
 log = logging.getLogger("parse_infer.serve")
 

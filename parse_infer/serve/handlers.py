@@ -10,8 +10,6 @@ from pydantic import BaseModel
 from starlette.types import Send
 
 from parse_infer.calibration.schema import promised
-from parse_infer.models.prompts import changed_option
-from parse_infer.sampling import Sampling
 from parse_infer.serve.admission import AdmissionQueue
 from parse_infer.serve.errors import ApiError, unknown_field, value_errors_as_400
 from parse_infer.serve.event_stream import RequestedAnswers, answers
@@ -24,7 +22,9 @@ from parse_infer.serve.protocol.tokens import DetokenizeAnswer, DetokenizeBody, 
 from parse_infer.serve.response import AnswerWriter, CancellableResponse, Shape, write_whole
 from parse_infer.serve.risk_monitor import Audit
 from parse_infer.serve.runner import Runner, size_of
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import Sampling
+from parse_infer.text.prompts import changed_option
 
 LONGEST_TOKENIZED = 1 << 18  # characters; a second of work
 

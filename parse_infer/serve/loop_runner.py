@@ -11,9 +11,9 @@ from contextlib import aclosing, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from parse_infer.backends import client
-from parse_infer.backends.response_head import ResponseHead
-from parse_infer.backends.retries import Failing, Unavailable
+from parse_infer.backends.pool import client
+from parse_infer.backends.pool.response_head import ResponseHead
+from parse_infer.backends.pool.retries import Failing, Unavailable
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.serve.errors import ApiError

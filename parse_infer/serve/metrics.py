@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from parse_infer.events import Done, Drafted, Verified
-from parse_infer.output import Generation
+from parse_infer.request.events import Done, Drafted, Verified
+from parse_infer.request.output import Generation
 from parse_infer.serve.choice_state import ChoiceState
 from parse_infer.serve.runner import InvalidRequest, Moment
 

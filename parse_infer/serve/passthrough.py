@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.types import Send
 
-from parse_infer.backends.response_head import ResponseHead
+from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.serve.admission import AdmissionQueue
 from parse_infer.serve.errors import ApiError, unsupported_field
 from parse_infer.serve.event_stream import api_errors

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from parse_infer.events import Done, Event
+from parse_infer.request.events import Done, Event
 from parse_infer.serve.choice_state import ChoiceState, Usage, event_body, usage_of, usage_so_far
 from parse_infer.serve.errors import ApiError, failure
 from parse_infer.serve.event_stream import Told

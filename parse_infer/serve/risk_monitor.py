@@ -11,13 +11,13 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from parse_infer.acceptance import check_share
 from parse_infer.errors import ParseError
-from parse_infer.events import Done
+from parse_infer.request.events import Done
 from parse_infer.serve.choice_state import ChoiceState
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.runner import Runner
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.acceptance import check_share
+from parse_infer.settings.generation import GenerationSettings
 
 log = logging.getLogger("parse_infer.serve")
 _ALTERNATIVES = 8  # larger rates; each halves the distance to 1

@@ -8,16 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from parse_infer.backends.response_head import ResponseHead
+from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.calibration.schema import Calibration
 from parse_infer.errors import ParseError, PromptError
-from parse_infer.events import Event
-from parse_infer.models.chat_template import reads_option
 from parse_infer.models.loading import same_tokenizer
-from parse_infer.models.prompts import Chat, Prompt, RenderedPrompt, Verbatim
-from parse_infer.models.tokenizer_spec import TokenizerSpec, reads_alike
+from parse_infer.request.events import Event
 from parse_infer.serve.tokenizer_thread import TokenizerThread
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.text.chat_template import reads_option
+from parse_infer.text.prompts import Chat, Prompt, RenderedPrompt, Verbatim
+from parse_infer.text.tokenizer_spec import TokenizerSpec, reads_alike
 
 Result = TypeVar("Result")
 LONG_TEXT = 1 << 16  # characters

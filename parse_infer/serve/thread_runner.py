@@ -12,7 +12,7 @@ from contextlib import suppress
 from threading import Thread
 
 from parse_infer.engine import ParseEngine
-from parse_infer.events import Done, Event, Interrupted
+from parse_infer.request.events import Done, Event, Interrupted
 from parse_infer.serve.runner import InvalidRequest, Job, Moment, Runner
 
 

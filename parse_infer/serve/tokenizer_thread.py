@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from parse_infer.models.tokenizer_spec import TokenizerSpec
+from parse_infer.text.tokenizer_spec import TokenizerSpec
 
 Result = TypeVar("Result")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.sampling import distribution, draw, random_generator, without
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.proposer import ROOT, TokenProposer, TokenTree
 from parse_infer.speculation.tree import branches
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parse_infer.models.attention import CHUNK_ROWS, enable_split_attention
 from parse_infer.models.loading import LanguageModel
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.eagle_head import EagleHead
 from parse_infer.speculation.head_files import check_sizes, embed
 from parse_infer.speculation.proposer import ROOT, TokenTree

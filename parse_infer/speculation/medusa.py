@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 from parse_infer.errors import ModelError
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.loading import LanguageModel
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.head_files import (
     check_shape,
     check_sizes,

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
 
 ROOT = -1
 OnRead = Callable[[int, float, int], None]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parse_infer.models.decoder import Trailing
 from parse_infer.models.sampling import distribution, draw
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.proposer import ROOT, TokenTree
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from data_tools.labels.logprobs import ReadDraft, read_drafts
+from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.errors import ParseError
-from parse_infer.held_out import prompt_hash
 from parse_infer.judge.token_logprobs import TokenLogprobs
-from parse_infer.models.prompts import Prompt
+from parse_infer.text.prompts import Prompt
 from parse_train.logprob.config import LogprobTrainingConfig
 from parse_train.training_config import IGNORED
 from parse_train.validity.data import ValidityDataset, split_by_problem

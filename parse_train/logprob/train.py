@@ -13,17 +13,17 @@ from transformers import set_seed
 
 from data_tools.labels.logprobs import read_drafts, read_info
 from parse_infer import tracking
+from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.errors import ParseError
-from parse_infer.held_out import prompt_hash
 from parse_infer.judge.adapter import ValidityConfig, read_head
 from parse_infer.judge.adapter_files import read_adapter
-from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.logprob_head import LogprobHead
 from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.judge.usual_drafts import UsualDrafts
 from parse_infer.models.loading import load_served_model
 from parse_infer.models.names import resolve
-from parse_infer.models.tokenizer_spec import TokenizerSpec
+from parse_infer.text.cuts import CutPolicy
+from parse_infer.text.tokenizer_spec import TokenizerSpec
 from parse_train import checkpoints, training_run
 from parse_train.logprob.config import LogprobTrainingConfig
 from parse_train.logprob.data import LogprobCollator, load_datasets

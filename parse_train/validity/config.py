@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from data_tools.labels.layouts import LAYOUTS
 from parse_infer.errors import ParseError
-from parse_infer.judge.cuts import CutPolicy
+from parse_infer.text.cuts import CutPolicy
 from parse_train.training_config import TrackedTrainingConfig
 
 # Options of TrainingArguments that would break this training without an error.

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data_tools.labels.rows import LabelledDraft, read_rows
 from parse_infer.errors import ParseError
-from parse_infer.models.detokenizer import encode_continuation
-from parse_infer.models.prompts import Prompt, render_prompt
+from parse_infer.text.detokenizer import encode_continuation
+from parse_infer.text.prompts import Prompt, render_prompt
 from parse_train.training_config import IGNORED
 from parse_train.validity.config import ValidityTrainingConfig
 

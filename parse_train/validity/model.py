@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
-from parse_infer.judge.head import Probe, ReducedLMHead, TokenDoubt, ValidityHead, surprise
 from parse_infer.judge.logprob_head import NO_DOUBT
-from parse_infer.judge.packing import probe_mask, probe_positions, readout_index
+from parse_infer.judge.probe.head import Probe, ReducedLMHead, TokenDoubt, ValidityHead, surprise
+from parse_infer.judge.probe.packing import probe_mask, probe_positions, readout_index
 from parse_infer.models.architecture import decoder_layers, layer_windows, output_layer
 from parse_infer.models.attention import enable_split_attention, layer_masks
 from parse_train.validity.activated_lora import ADAPTER, attach_activated_lora

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parse_infer.acceptance import ACCEPT_NOTHING
 from parse_infer.calibration.risk import exact_bound
+from parse_infer.settings.acceptance import ACCEPT_NOTHING
 from parse_train.validity.metrics import ScoredDrafts, acceptance_curve
 
 # Independent of the drafts, as fixed-sequence testing requires; even in log-odds, from 0.99999 down to 0.00001.

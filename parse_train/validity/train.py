@@ -21,14 +21,14 @@ from transformers import set_seed
 import parse_infer
 from data_tools.labels.rows import read_rows
 from parse_infer import tracking
+from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.errors import ParseError
-from parse_infer.held_out import prompt_hash
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.adapter_files import PROMISE
-from parse_infer.judge.cuts import CutPolicy
-from parse_infer.judge.head import Probe, ValidityHead, verbalizer_ids
+from parse_infer.judge.probe.head import Probe, ValidityHead, verbalizer_ids
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_language_model
+from parse_infer.text.cuts import CutPolicy
 from parse_train import checkpoints, training_run
 from parse_train.training_config import IGNORED
 from parse_train.validity.build_info import BuildInfo, read_build_info

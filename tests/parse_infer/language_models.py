@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.loading import LanguageModel, load_language_model
-from parse_infer.models.prompts import render_prompt
+from parse_infer.text.detokenizer import encode_continuation
+from parse_infer.text.prompts import render_prompt
 from parse_zoo.train.vocabulary_pruning import pruned
 
 

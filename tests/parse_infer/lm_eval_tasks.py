@@ -13,7 +13,7 @@ lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra
 
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from parse_infer.evaluation.lm_eval_tasks import OWN_TASKS  # noqa: E402
+from data_tools.tasks.lm_eval.tasks import OWN_TASKS  # noqa: E402
 
 FOLDERS = [
     "arc",

@@ -10,19 +10,19 @@ from threading import Event
 
 import pytest
 
-from parse_infer.acceptance import maximal_valid_prefix
-from parse_infer.adaptive import MIN_SAMPLES
+from parse_infer.decoding.adaptive import MIN_SAMPLES
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
-from parse_infer.events import Accepted, Done, Drafted, Interrupted, Resumed, Verified
-from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.growing_kv_cache import GrowingKVCache
-from parse_infer.models.prompts import Verbatim
-from parse_infer.sampling import Sampling
-from parse_infer.settings import GenerationSettings
+from parse_infer.request.events import Accepted, Done, Drafted, Interrupted, Resumed, Verified
+from parse_infer.settings.acceptance import maximal_valid_prefix
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.registry import load_token_drafter
+from parse_infer.text.cuts import CutPolicy
+from parse_infer.text.prompts import Verbatim
 from tests.parse_infer.language_models import (
     TokenCount,
     language_model,
@@ -987,7 +987,7 @@ def test_token_drafters_change_no_span(engine, name, block_tokens):
 )
 def test_a_wrong_token_drafter_is_found_before_anything_is_loaded(arguments, message, monkeypatch):
     monkeypatch.setattr(
-        "parse_infer.backends.local.load_language_model", lambda *a, **k: pytest.fail("a model was loaded")
+        "parse_infer.backends.local.backend.load_language_model", lambda *a, **k: pytest.fail("a model was loaded")
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         ParseEngine.from_pretrained("zoo:target", **arguments)

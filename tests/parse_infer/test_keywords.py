@@ -11,8 +11,8 @@ import torch
 import parse_infer
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import SettingsError
-from parse_infer.sampling import Sampling
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import Sampling
 
 PROMPT = "Tom has 5 apples."
 PAIR = {"target": "zoo:target", "draft": "zoo:draft"}

@@ -9,7 +9,7 @@ import pytest
 
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import PromptError
-from parse_infer.events import Drafted
+from parse_infer.request.events import Drafted
 from tests.parse_infer.language_models import language_model, printable, word_tokenizer
 
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"

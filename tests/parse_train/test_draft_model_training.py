@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import EvalPrediction
 
+from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.engine import ParseEngine
-from parse_infer.held_out import prompt_hash
 from parse_infer.models.loading import load_language_model
 from parse_infer.models.train_problems import train_problems_of
 from parse_infer.speculation.registry import load_token_drafter

@@ -15,7 +15,7 @@ from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.adapter_files import judge_fingerprint, read_adapter
 from parse_infer.judge.min_p import MIN_P
 from parse_infer.models.names import collection_folder, resolve
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.generation import GenerationSettings
 from tests.parse_infer.speculation.trained_heads import save_head
 
 HEADS = ("eagle3", "parallel", "medusa")

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data_tools.labels.logprobs import ReadDraft
 from data_tools.labels.rows import LabelledDraft
-from parse_infer.held_out import prompt_hash
+from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.judge.carried import Carried

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from parse_infer.backends.api_keys import DRAFT_VARIABLE, draft_key, find_key
-from parse_infer.backends.client import Client, RequestRejected, TransientServerError
-from parse_infer.backends.handshake import Identity
-from parse_infer.backends.health import Server
-from parse_infer.backends.logprob_reads import read_response
-from parse_infer.backends.replicas import ReplicaPool
-from parse_infer.backends.retries import Failing, Unavailable
+from parse_infer.backends.pool.client import Client, RequestRejected, TransientServerError
+from parse_infer.backends.pool.health import Server
+from parse_infer.backends.pool.identity import Identity
+from parse_infer.backends.pool.replicas import ReplicaPool
+from parse_infer.backends.pool.retries import Failing, Unavailable
+from parse_infer.backends.servers.api_keys import DRAFT_VARIABLE, draft_key, find_key
+from parse_infer.backends.servers.logprob_reads import read_response
 from parse_infer.errors import ParseError
 from parse_infer.judge.token_logprobs import TokenLogprobs
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
 
 if TYPE_CHECKING:
     from data_tools.labels.backends import Role

@@ -10,10 +10,10 @@ from data_tools.labels.served.servers import Answer, CompletionServers, ReadRequ
 from parse_infer.errors import ParseError
 from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.models.batch_decoder import Contexts, Row
-from parse_infer.models.detokenizer import encode_continuation
 from parse_infer.models.fingerprint import describe_config, fingerprint_of
 from parse_infer.models.loading import load_config, load_served_model
-from parse_infer.models.prompts import prompt_text
+from parse_infer.text.detokenizer import encode_continuation
+from parse_infer.text.prompts import prompt_text
 
 if TYPE_CHECKING:
     from data_tools.labels.backends import Role

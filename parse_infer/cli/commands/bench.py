@@ -19,7 +19,7 @@ from parse_infer.cli.problems import describe_problems, open_task, take_problems
 from parse_infer.cli.setting_options import with_settings
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.excluded_settings import NOT_MEASURED
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.generation import GenerationSettings
 from parse_infer.tracking import RunOptions
 
 if TYPE_CHECKING:
@@ -176,8 +176,8 @@ def _bench_clients(
 ) -> None:
     import torch
 
+    from parse_infer.calibration.held_out import leave_out_learnt
     from parse_infer.evaluation.load_test import check_modes, run_clients, table
-    from parse_infer.held_out import leave_out_learnt
     from parse_infer.models.environment import describe_machine
 
     parts = [part.strip() for part in clients.split(",")]

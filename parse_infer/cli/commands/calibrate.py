@@ -112,8 +112,8 @@ def calibrate(
 
 def promises_table(calibration: Calibration) -> Any:
     """Build the terminal table of a calibration's promises."""
-    from parse_infer.acceptance import describe_threshold
     from parse_infer.evaluation.tables import terminal_table
+    from parse_infer.settings.acceptance import describe_threshold
 
     cells = []
     for risk, place in calibration.promises.items():

@@ -11,7 +11,7 @@ from rich.console import Console
 from parse_infer.cli import options
 from parse_infer.cli.model_options import LOCAL_ONLY, ModelOptions, with_models
 from parse_infer.cli.setting_options import number_or_choice, option_of
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.generation import GenerationSettings
 
 
 @with_models(**LOCAL_ONLY)
@@ -70,8 +70,8 @@ def evaluate(
       HF_ALLOW_CODE_EVAL=1 parse-infer eval --tasks humaneval_plus,mbpp_plus --confirm-run-unsafe-code
     """
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    from parse_infer.evaluation.lm_eval_run import EvalSettings, run_eval, table
-    from parse_infer.evaluation.lm_eval_tasks import load_tasks, read_data
+    from data_tools.tasks.lm_eval.tasks import load_tasks, read_data
+    from parse_infer.evaluation.lm_eval.run import EvalSettings, run_eval, table
 
     # The tasks set the budgets, whatever the calibration's was.
     parse = GenerationSettings(sys.maxsize, models.threshold, block_tokens=number_or_choice(block_tokens))

@@ -11,7 +11,7 @@ from parse_infer.cli.model_options import ModelOptions, with_models
 from parse_infer.cli.setting_options import with_settings
 from parse_infer.errors import ParseError
 from parse_infer.files import read_stdin
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.generation import GenerationSettings
 
 if TYPE_CHECKING:
     from parse_infer.cli.prompt_rows import PromptRow

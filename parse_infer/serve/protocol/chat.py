@@ -8,7 +8,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from parse_infer.models.prompts import Chat
 from parse_infer.serve.choice_state import ChoiceState, ParseStatistics, Usage
 from parse_infer.serve.protocol.fields import (
     AnswerBody,
@@ -21,6 +20,7 @@ from parse_infer.serve.protocol.fields import (
     neutral,
     only,
 )
+from parse_infer.text.prompts import Chat
 
 REST_OF_WINDOW = 1 << 31  # tokens; more than any window, so the window ends the answer
 

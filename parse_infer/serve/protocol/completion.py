@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from parse_infer.models.prompts import Verbatim
 from parse_infer.serve.choice_state import ChoiceState, ParseStatistics, Usage
 from parse_infer.serve.protocol.fields import AnswerBody, AtMost1024, Text, Tokens, neutral
 from parse_infer.serve.runner import TokenPrompt
+from parse_infer.text.prompts import Verbatim
 
 
 def _form(prompt: Any) -> str | None:

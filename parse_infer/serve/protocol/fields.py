@@ -24,10 +24,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from parse_infer.sampling import Sampling, seed_of
 from parse_infer.serve.errors import value_errors_as_400
-from parse_infer.setting_fields import setting_fields
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.fields import setting_fields
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import Sampling, seed_of
 
 LONGEST_STOP = 1000  # characters
 MOST_CHOICES = 16

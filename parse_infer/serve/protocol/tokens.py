@@ -7,9 +7,9 @@ from typing import Any
 from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from parse_infer.models.prompts import Chat
 from parse_infer.serve.protocol.chat import ChatMessage
 from parse_infer.serve.protocol.fields import AtMost4096, Body, Nested, Text, Tokens
+from parse_infer.text.prompts import Chat
 
 
 class TokenizeBody(Body):

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from parse_infer.models.batch_decoder import BatchDecoder, Row
-from parse_infer.models.detokenizer import decode
 from parse_infer.models.loading import LanguageModel
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
+from parse_infer.text.detokenizer import decode
 
 Fault = str | None  # "status 500", "drop", "cut", "garbage", "slow", "abort", "short"
 

@@ -34,10 +34,10 @@ from data_tools.labels.shards import GroupFolder
 from data_tools.labels.summary import summarise
 from data_tools.recipe_parser import parse_recipe
 from data_tools.tasks.registry import load_task
+from parse_infer.decoding.loop import run_sync
 from parse_infer.errors import ParseError
-from parse_infer.judge.cuts import Segmenter
-from parse_infer.loop import run_sync
 from parse_infer.models.loading import LanguageModel, load_language_model
+from parse_infer.text.cuts import Segmenter
 from tests.parse_infer.language_models import word_tokenizer
 
 Make = Callable[..., BuildConfig]

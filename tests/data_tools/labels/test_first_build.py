@@ -18,7 +18,7 @@ from data_tools.labels.plan import make_plan
 from data_tools.labels.rows import read_rows
 from data_tools.labels.shards import GroupFolder
 from data_tools.tasks.registry import load_task
-from parse_infer.held_out import prompt_hash
+from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.models.train_problems import TRAIN_PROBLEMS, write_train_problems
 
 Make = Callable[..., BuildConfig]

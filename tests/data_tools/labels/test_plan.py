@@ -20,7 +20,7 @@ from data_tools.labels.plan import Estimate, best_block, costs_of, make_plan, pr
 from data_tools.labels.plan_run import lowest_temperature
 from data_tools.labels.rows import LabelledDraft, check_row, read_rows
 from data_tools.labels.summary import summarise
-from parse_infer.block_length import Costs
+from parse_infer.decoding.block_length import Costs
 from parse_infer.models.loading import load_language_model
 
 

@@ -56,7 +56,7 @@ def serve(models: dict[str, LanguageModel]) -> Iterator[Serve]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_tools.labels.served.servers._BACK_OFF_S", 0.01)
-    monkeypatch.setattr("parse_infer.backends.retries._LONGEST_BACK_OFF_S", 0.1)
+    monkeypatch.setattr("parse_infer.backends.pool.retries._LONGEST_BACK_OFF_S", 0.1)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.delenv("PARSE_DRAFT_API_KEY", raising=False)
 

@@ -15,7 +15,7 @@ from data_tools.tasks import exclude, reading
 from data_tools.tasks.exclude import WithoutPrompts
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem
-from parse_infer.held_out import prompt_hash
+from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.models.train_problems import read_train_problems, train_problems_of, write_train_problems
 
 

@@ -10,19 +10,19 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from parse_infer.backends import health
-from parse_infer.backends.client import Client
-from parse_infer.backends.health import Server
-from parse_infer.backends.local_draft import LocalDraft
-from parse_infer.backends.logprob_reads import LogprobReads
-from parse_infer.backends.replicas import ReplicaPool
-from parse_infer.backends.server_target import Target
-from parse_infer.backends.vllm import VLLMBackend
-from parse_infer.backends.zero_shot_requests import ZeroShotRequests
+from parse_infer.backends.pool import health
+from parse_infer.backends.pool.client import Client
+from parse_infer.backends.pool.health import Server
+from parse_infer.backends.pool.replicas import ReplicaPool
+from parse_infer.backends.servers.backend import VLLMBackend
+from parse_infer.backends.servers.in_process_draft import LocalDraft
+from parse_infer.backends.servers.logprob_reads import LogprobReads
+from parse_infer.backends.servers.target import Target
+from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
 from parse_infer.engine import ParseEngine
-from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.min_p import token_scorer
 from parse_infer.judge.zero_shot import ZeroShotJudge
+from parse_infer.text.cuts import CutPolicy
 from tests.parse_infer.backends.fake_server import FakeServer, serving
 
 CUTS = CutPolicy("tokens", every=6)

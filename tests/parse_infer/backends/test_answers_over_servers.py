@@ -9,20 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from parse_infer.acceptance import maximal_valid_prefix
-from parse_infer.backends.client import RequestRejected
-from parse_infer.backends.retries import Failing, Unavailable
+from parse_infer.backends.pool.client import RequestRejected
+from parse_infer.backends.pool.retries import Failing, Unavailable
 from parse_infer.drafters.draft_model import ModelDrafter
 from parse_infer.engine import ParseEngine
-from parse_infer.events import Accepted, Done, Drafted, Resumed, Verified
-from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.min_p import MinPJudge
 from parse_infer.judge.zero_shot import ZeroShotJudge
-from parse_infer.models import tokenizer_spec
-from parse_infer.output import Generation
-from parse_infer.sampling import Sampling
+from parse_infer.request.events import Accepted, Done, Drafted, Resumed, Verified
+from parse_infer.request.output import Generation
 from parse_infer.serve.loop_runner import LoopRunner
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.acceptance import maximal_valid_prefix
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import Sampling
+from parse_infer.text import tokenizer_spec
+from parse_infer.text.cuts import CutPolicy
 from tests.parse_infer.backends.conftest import CUTS
 from tests.parse_infer.backends.fake_server import FakeServer
 from tests.parse_infer.language_models import language_model, printable, word_tokenizer

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.served.servers import CompletionServers
-from parse_infer.backends.api_keys import draft_key, find_key
-from parse_infer.backends.client import Client, RequestRejected
+from parse_infer.backends.pool.client import Client, RequestRejected
+from parse_infer.backends.servers.api_keys import draft_key, find_key
 from parse_infer.cli.app import main
 from parse_infer.engine import ParseEngine
 from parse_infer.models.loading import load_language_model

@@ -11,12 +11,13 @@ from email.utils import formatdate
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from parse_infer.backends import circuit, retries, server_pair
-from parse_infer.backends.circuit import Begun, Circuit
-from parse_infer.backends.client import Client, RequestRejected
-from parse_infer.backends.replicas import ReplicaPool
-from parse_infer.backends.retries import Failing, Unavailable
-from parse_infer.backends.retry_after import LONGEST_S, read_retry_after
+from parse_infer.backends.pool import circuit, retries
+from parse_infer.backends.pool.circuit import Begun, Circuit
+from parse_infer.backends.pool.client import Client, RequestRejected
+from parse_infer.backends.pool.replicas import ReplicaPool
+from parse_infer.backends.pool.retries import Failing, Unavailable
+from parse_infer.backends.pool.retry_after import LONGEST_S, read_retry_after
+from parse_infer.backends.servers import pair as server_pair
 from parse_infer.serve.loop_runner import LoopRunner
 from tests.parse_infer.backends.conftest import first
 from tests.parse_infer.backends.fake_server import FakeServer, serving

@@ -111,7 +111,9 @@ def test_mistakes_are_one_sentence(arguments, sentence, capsys):
 )
 def test_what_cannot_work_is_said_before_anything_is_loaded_or_started(arguments, sentence, capsys, monkeypatch):
     monkeypatch.setenv("PARSE_VLLM_PYTHON", "/nowhere/python")
-    monkeypatch.setattr("parse_infer.backends.local.load_backend", lambda *_, **__: pytest.fail("models were loaded"))
+    monkeypatch.setattr(
+        "parse_infer.backends.local.backend.load_backend", lambda *_, **__: pytest.fail("models were loaded")
+    )
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert sentence in said and said.startswith("error: ") and said.count("\n") == 1

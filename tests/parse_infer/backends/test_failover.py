@@ -9,10 +9,10 @@ import logging
 import pytest
 import uvicorn
 
-from parse_infer.backends import client, health
-from parse_infer.backends.client import Client
-from parse_infer.backends.retries import Failing, Unavailable
-from parse_infer.settings import GenerationSettings
+from parse_infer.backends.pool import client, health
+from parse_infer.backends.pool.client import Client
+from parse_infer.backends.pool.retries import Failing, Unavailable
+from parse_infer.settings.generation import GenerationSettings
 from tests.parse_infer.backends.conftest import WAIT_S, soon
 from tests.parse_infer.backends.test_answers_over_servers import PROMPT, partial_threshold, same
 

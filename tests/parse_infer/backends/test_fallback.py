@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from parse_infer.backends import server_pair
-from parse_infer.backends.retries import Unavailable
+from parse_infer.backends.pool.retries import Unavailable
+from parse_infer.backends.servers import pair as server_pair
 from parse_infer.calibration.replay import Replay
 from parse_infer.engine import ParseEngine
 from parse_infer.models.batch_decoder import BatchDecoder
-from parse_infer.models.prompts import Verbatim
 from parse_infer.serve.loop_runner import LoopRunner
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.text.prompts import Verbatim
 from tests.parse_infer.backends.conftest import soon
 from tests.parse_infer.backends.fake_server import FakeServer
 from tests.parse_infer.backends.test_answers_over_servers import PROMPT, partial_threshold

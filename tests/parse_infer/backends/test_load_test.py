@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from parse_infer.backends.retries import Unavailable
+from parse_infer.backends.pool.retries import Unavailable
 from parse_infer.evaluation.load_test import check_modes, run_clients, server_of
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.generation import GenerationSettings
 from tests.parse_infer.speculation.test_eagle import make_head
 from tests.parse_infer.speculation.test_medusa import make_heads
 from tools.medusa_for_vllm import convert

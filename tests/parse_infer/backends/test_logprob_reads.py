@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from parse_infer.backends.logprob_reads import read_response
-from parse_infer.block_length import BlockLength
-from parse_infer.sampling import Sampling
+from parse_infer.backends.servers.logprob_reads import read_response
+from parse_infer.decoding.block_length import BlockLength
+from parse_infer.settings.sampling import Sampling
 
 PROMPT = "Tom has 5 apples."
 N = 40

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_tools.tasks.checkers import same_answer
-from parse_infer.backends.vllm import VLLMBackend
+from parse_infer.backends.servers.backend import VLLMBackend
 from parse_infer.calibration import measure
 from parse_infer.calibration.measure import CalibrationSettings, calibrate
 from parse_infer.calibration.replay import Replay
@@ -17,7 +17,7 @@ from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPo
 from parse_infer.engine import ParseEngine
 from parse_infer.serve.loop_runner import LoopRunner
 from parse_infer.serve.risk_monitor import RiskMonitor
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.generation import GenerationSettings
 from tests.parse_infer.calibration.test_calibration import PROMPTS, Problem, middle_thresholds
 from tests.parse_infer.serve.conftest import running
 

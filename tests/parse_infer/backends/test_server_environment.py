@@ -9,15 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parse_infer.backends import factory, launch
-from parse_infer.backends.launch import CACHED_READS, command, environment, plain_options, stock_options
-from parse_infer.backends.local_draft import LocalDraft
-from parse_infer.backends.vllm import VLLMBackend
+from parse_infer.backends.launch import launch
+from parse_infer.backends.launch.launch import CACHED_READS, command, environment, plain_options, stock_options
+from parse_infer.backends.servers import connect as factory
+from parse_infer.backends.servers.backend import VLLMBackend
+from parse_infer.backends.servers.in_process_draft import LocalDraft
 from parse_infer.engine import ParseEngine
-from parse_infer.judge.cuts import CutPolicy
 from parse_infer.judge.logprob_head import KNOWN_TEXT
 from parse_infer.models.loading import load_language_model
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.text.cuts import CutPolicy
 
 
 def test_a_draft_server_leaves_the_cores_of_a_cpu_to_the_target(monkeypatch):

@@ -9,8 +9,8 @@ from contextlib import aclosing
 import pytest
 from aiohttp import web
 
-from parse_infer.backends.client import Client, RequestRejected, TransientServerError
-from parse_infer.backends.server_sent_events import EventDecoder
+from parse_infer.backends.pool.client import Client, RequestRejected, TransientServerError
+from parse_infer.backends.pool.server_sent_events import EventDecoder
 from tests.parse_infer.backends.fake_server import serving_app
 
 TEXTS = ["数学 ½", "\u2028 raw \u0085", "a: b", ""]

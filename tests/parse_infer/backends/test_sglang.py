@@ -6,9 +6,9 @@ import copy
 
 import pytest
 
-from parse_infer.backends.logprob_reads import cached_tokens, read_response
-from parse_infer.events import Verified
-from parse_infer.sampling import Sampling
+from parse_infer.backends.servers.logprob_reads import cached_tokens, read_response
+from parse_infer.request.events import Verified
+from parse_infer.settings.sampling import Sampling
 from tests.parse_infer.backends.fake_sglang import GENERATED, FakeSGLang
 
 PROMPT = "Tom has 5 apples."

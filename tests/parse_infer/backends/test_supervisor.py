@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from parse_infer.backends.supervisor import Supervisor
+from parse_infer.backends.launch.supervisor import Supervisor
 
 # Like a server of vLLM: it answers /health, and a process that it has started does the work.
 SERVER = """
@@ -70,7 +70,7 @@ def test_a_server_that_dies_comes_back_at_its_address_and_in_the_end_nothing_is_
 def test_servers_end_with_a_process_that_is_killed(tmp_path):
     code = f"""
 import sys, time
-from parse_infer.backends.supervisor import Supervisor
+from parse_infer.backends.launch.supervisor import Supervisor
 Supervisor([("target", [sys.executable, "-c", {SERVER!r}, {str(tmp_path / "pids")!r}], {{}})]).start()
 print("ready", flush=True)
 time.sleep(600)
@@ -109,7 +109,7 @@ def test_its_thread_ends_before_the_servers_are_stopped(tmp_path, monkeypatch):
 
 
 def test_a_server_that_keeps_dying_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("parse_infer.backends.supervisor._RESTARTS", 1)
+    monkeypatch.setattr("parse_infer.backends.launch.supervisor._RESTARTS", 1)
     command = [sys.executable, "-c", SERVER, str(tmp_path / "pids")]
     servers = Supervisor([("draft", command, {})], logs=tmp_path / "logs")
     servers.start()

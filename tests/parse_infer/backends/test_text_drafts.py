@@ -9,15 +9,15 @@ from importlib.util import find_spec
 
 import pytest
 
-from parse_infer.backends.client import Client
-from parse_infer.backends.replicas import COMPLETIONS, ReplicaPool
-from parse_infer.backends.text_draft import CHAT, TextApi, TextDraft, read_piece
-from parse_infer.backends.vllm import VLLMBackend
-from parse_infer.block_length import BlockLength
+from parse_infer.backends.pool.client import Client
+from parse_infer.backends.pool.replicas import COMPLETIONS, ReplicaPool
+from parse_infer.backends.servers.backend import VLLMBackend
+from parse_infer.backends.servers.text_draft import CHAT, TextApi, TextDraft, read_piece
+from parse_infer.decoding.block_length import BlockLength
 from parse_infer.engine import ParseEngine
 from parse_infer.models.names import resolve
-from parse_infer.models.prompts import Verbatim
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
+from parse_infer.text.prompts import Verbatim
 from tests.parse_infer.backends.text_server import TextServer
 from tests.parse_infer.language_models import language_model, printable, word_tokenizer
 

@@ -7,9 +7,9 @@ import logging
 
 import pytest
 
-from parse_infer.backends.client import Client
-from parse_infer.backends.replicas import ReplicaPool
-from parse_infer.backends.retries import FailedAttempts, Failing
+from parse_infer.backends.pool.client import Client
+from parse_infer.backends.pool.replicas import ReplicaPool
+from parse_infer.backends.pool.retries import FailedAttempts, Failing
 from parse_infer.serve.admission import Limits
 from parse_infer.serve.loop_runner import LoopRunner
 from tests.parse_infer.backends.conftest import soon

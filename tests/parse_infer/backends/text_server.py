@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from parse_infer.models.detokenizer import Detokenizer
+from parse_infer.text.detokenizer import Detokenizer
 from tests.parse_infer.backends.fake_server import _ONE_AT_A_TIME, FakeServer, _error
 
 _KNOWN = {"model", "prompt", "messages", "max_tokens", "temperature", "top_p", "seed", "stream", "logprobs"} | {

@@ -16,14 +16,14 @@ import torch
 
 from data_tools.tasks.checkers import same_answer
 from parse_infer.calibration import measure
+from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.calibration.measure import CalibrationSettings, Outcome, calibrate, candidates, certify
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
+from parse_infer.decoding.loop import identity
 from parse_infer.engine import ParseEngine
-from parse_infer.held_out import prompt_hash
-from parse_infer.loop import identity
-from parse_infer.sampling import Sampling
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.registry import load_token_drafter
 from tests.parse_infer.language_models import TokenCount
 from tools import calibration_splits

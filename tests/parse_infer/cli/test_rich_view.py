@@ -9,9 +9,9 @@ from rich.console import Console
 
 from parse_infer.cli.rich_view import AnswerView, coloured_spans, legend, score_table
 from parse_infer.engine import ParseEngine
-from parse_infer.events import Accepted, Drafted, Resumed, Verified
 from parse_infer.models.loading import LanguageModel
-from parse_infer.output import Score, Segment, Span
+from parse_infer.request.events import Accepted, Drafted, Resumed, Verified
+from parse_infer.request.output import Score, Segment, Span
 
 
 def shown(renderable, **options) -> str:

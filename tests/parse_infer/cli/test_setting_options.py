@@ -13,10 +13,10 @@ from parse_infer.cli.setting_options import DRAFT_TEMPERATURE, SAMPLING, with_se
 from parse_infer.errors import ParseError, SettingsError
 from parse_infer.evaluation.excluded_settings import NOT_MEASURED
 from parse_infer.evaluation.run import BenchSettings
-from parse_infer.sampling import Sampling
 from parse_infer.serve.protocol.fields import OUTSIDE_PARSE, AnswerBody, ParseOptions
-from parse_infer.setting_fields import setting, setting_fields
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.fields import setting, setting_fields
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import Sampling
 
 FIELDS = setting_fields(GenerationSettings)
 

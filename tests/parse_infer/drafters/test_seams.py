@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
 from parse_infer.engine import ParseEngine
-from parse_infer.events import Accepted, Drafted, Resumed
-from parse_infer.judge.cuts import CutPolicy
-from parse_infer.models.detokenizer import decode, encode_continuation
 from parse_infer.models.loading import LanguageModel, load_tokenizer
+from parse_infer.request.events import Accepted, Drafted, Resumed
+from parse_infer.text.cuts import CutPolicy
+from parse_infer.text.detokenizer import decode, encode_continuation
 from tests.parse_infer.language_models import (
     crossing_tokenizer,
     cycling,

@@ -19,9 +19,11 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from parse_infer import adaptive
-from parse_infer.adaptive import MIN_SAMPLES
-from parse_infer.block_length import FIRST, BlockLength
+from parse_infer.calibration.held_out import prompt_hash
+from parse_infer.calibration.record_store import RecordStore
+from parse_infer.decoding import adaptive
+from parse_infer.decoding.adaptive import MIN_SAMPLES
+from parse_infer.decoding.block_length import FIRST, BlockLength
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.assisted import AssistantSettings, in_target_vocabulary
 from parse_infer.evaluation.mode_names import DEFAULT_MODES, MODES, SWEPT, check_modes, describe
@@ -32,14 +34,12 @@ from parse_infer.evaluation.results_file import to_columns, write_results
 from parse_infer.evaluation.run import BenchSettings, run_bench, schedule
 from parse_infer.evaluation.statistics import difference_interval, rate_ratio_interval, wilson_interval
 from parse_infer.evaluation.tables import category_table, header, terminal_tables
-from parse_infer.held_out import prompt_hash
-from parse_infer.judge.cuts import CutPolicy
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.token_map import token_map
-from parse_infer.record_store import RecordStore
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.generation import GenerationSettings
 from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
+from parse_infer.text.cuts import CutPolicy
 from tests.parse_infer.language_models import reduced_pair, resembling, word_tokenizer
 from tests.parse_infer.speculation.test_eagle import make_head
 from tools.doc_tables import read_results

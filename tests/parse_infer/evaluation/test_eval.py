@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from parse_infer.cli.app import main
-from parse_infer.models.prompts import Verbatim
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.generation import GenerationSettings
 from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
+from parse_infer.text.prompts import Verbatim
 from tests.parse_infer.lm_eval_tasks import QUESTIONS, own_tasks, write_apples
 
-from parse_infer.evaluation import lm_eval_tasks  # isort: skip  (after the skip where lm-eval is missing)
-from parse_infer.evaluation.lm_eval_model import ParseLM  # isort: skip
-from parse_infer.evaluation.lm_eval_run import EvalSettings, rows, run_eval  # isort: skip
-from parse_infer.evaluation.lm_eval_tasks import configs, load_tasks, read_data  # isort: skip
+from data_tools.tasks.lm_eval import tasks as lm_eval_tasks  # isort: skip  (after the skip where lm-eval is missing)
+from parse_infer.evaluation.lm_eval.model import ParseLM  # isort: skip
+from parse_infer.evaluation.lm_eval.run import EvalSettings, rows, run_eval  # isort: skip
+from data_tools.tasks.lm_eval.tasks import configs, load_tasks, read_data  # isort: skip
 
 PUBLISHED = ("gsm8k", "minerva_math", "mmlu", "mmlu_pro", "gpqa", "humaneval_plus", "mbpp_plus", "mt_bench")
 PLAIN = EvalSettings(apply_chat_template=False)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
 from parse_infer.judge.adapter_files import CARD, CONFIG, HEAD, PEFT_CONFIG, PEFT_WEIGHTS, read_adapter
-from parse_infer.judge.head import ValidityHead, verbalizer_ids
+from parse_infer.judge.probe.head import ValidityHead, verbalizer_ids
 from parse_infer.models.fingerprint import describe_target, fingerprint, same_weights
 
 FILES = {PEFT_CONFIG, PEFT_WEIGHTS, HEAD, CONFIG, CARD}

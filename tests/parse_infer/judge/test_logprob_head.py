@@ -11,7 +11,6 @@ import torch
 from parse_infer.judge import token_logprobs
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.carried import Carried
-from parse_infer.judge.cuts import Segmenter
 from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig, LogprobJudge, pool_doubt
 from parse_infer.judge.token_logprobs import (
     TokenLogprobs,
@@ -23,6 +22,7 @@ from parse_infer.judge.token_logprobs import (
 from parse_infer.judge.verifier import Verifier
 from parse_infer.models.architecture import output_layer
 from parse_infer.models.decoder import Decoder
+from parse_infer.text.cuts import Segmenter
 
 CONTEXT, DRAFT = [5, 9, 31, 7], [random.Random(3).randrange(1, 250) for _ in range(150)]
 

@@ -13,7 +13,7 @@ from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.modes import make_modes, timed
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.transfer import transfer_adapter
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.generation import GenerationSettings
 
 
 @pytest.fixture

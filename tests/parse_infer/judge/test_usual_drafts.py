@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parse_infer.block_length import BlockLength
+from parse_infer.decoding.block_length import BlockLength
 from parse_infer.engine import ParseEngine
-from parse_infer.events import Accepted, Verified
 from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.judge.usual_drafts import SIZES, UsualDrafts
-from parse_infer.sampling import Sampling
+from parse_infer.request.events import Accepted, Verified
+from parse_infer.settings.sampling import Sampling
 from tests.parse_infer.language_models import cycling, language_model, word_tokenizer
 
 PROMPT = "Tom has 5 apples."

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel
 
-from parse_infer.judge.cuts import CutPolicy, Segmenter
-from parse_infer.judge.packing import probes, readout_index
+from parse_infer.judge.probe.packing import probes, readout_index
 from parse_infer.judge.verifier import Verifier
 from parse_infer.judge.zero_shot import ZeroShotJudge, chat_suffix
 from parse_infer.models.decoder import Decoder
+from parse_infer.text.cuts import CutPolicy, Segmenter
 from tests.parse_infer.language_models import TokenCount
 
 EOS = 258

@@ -14,7 +14,7 @@ from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.batch_decoder import BatchDecoder, Contexts, Row
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.sampling import RowSampling, uniform_numbers
-from parse_infer.sampling import Sampling, seed_of
+from parse_infer.settings.sampling import Sampling, seed_of
 
 EOS = set(range(0, 260, 6))  # many, or random models would seldom write one
 

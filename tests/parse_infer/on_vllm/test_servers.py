@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from parse_infer.engine import ParseEngine
-from parse_infer.output import Generation
+from parse_infer.request.output import Generation
 
 pytestmark = pytest.mark.vllm
 PROMPTS = [

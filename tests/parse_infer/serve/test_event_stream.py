@@ -19,15 +19,13 @@ import httpx
 import openai
 import pytest
 
-from parse_infer import adaptive
-from parse_infer.adaptive import MIN_SAMPLES
-from parse_infer.block_length import FIRST, BlockLength
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
+from parse_infer.decoding import adaptive
+from parse_infer.decoding.adaptive import MIN_SAMPLES
+from parse_infer.decoding.block_length import FIRST, BlockLength
 from parse_infer.engine import ParseEngine
-from parse_infer.events import Done, Drafted
-from parse_infer.models.prompts import Verbatim
-from parse_infer.output import Fallback, Generation
-from parse_infer.sampling import Sampling, seed_of
+from parse_infer.request.events import Done, Drafted
+from parse_infer.request.output import Fallback, Generation
 from parse_infer.serve.admission import Limits
 from parse_infer.serve.app import create_app
 from parse_infer.serve.choice_state import ChoiceState
@@ -37,7 +35,9 @@ from parse_infer.serve.protocol.completion import Completion
 from parse_infer.serve.risk_monitor import Audit, RiskMonitor
 from parse_infer.serve.runner import Job, Moment
 from parse_infer.serve.thread_runner import ThreadRunner
-from parse_infer.settings import GenerationSettings
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import Sampling, seed_of
+from parse_infer.text.prompts import Verbatim
 from tests.parse_infer.serve.conftest import running
 
 PROMPTS = [f"Tom has {n} apples. How many are left?" for n in range(8)]

@@ -21,9 +21,9 @@ import httpx
 import openai
 import pytest
 
-from parse_infer import adaptive
-from parse_infer.adaptive import MIN_SAMPLES
 from parse_infer.cli.app import main
+from parse_infer.decoding import adaptive
+from parse_infer.decoding.adaptive import MIN_SAMPLES
 from parse_infer.drafters.source import Draft
 from parse_infer.serve.admission import Limits
 from parse_infer.serve.app import create_app

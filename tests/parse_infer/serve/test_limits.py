@@ -14,12 +14,12 @@ from threading import Event
 import httpx
 import pytest
 
-from parse_infer.models.prompts import Chat, Verbatim
 from parse_infer.serve import handlers, response, runner, server
 from parse_infer.serve.admission import Limits
 from parse_infer.serve.runner import TokenPrompt, size_of
 from parse_infer.serve.server import _connections, freeze_heap
 from parse_infer.serve.thread_runner import ThreadRunner
+from parse_infer.text.prompts import Chat, Verbatim
 from tests.parse_infer.serve.conftest import Running, running
 
 USER = {"role": "user", "content": "Tom has 5 apples."}

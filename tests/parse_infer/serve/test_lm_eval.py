@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parse_infer.models.prompts import Verbatim
+from parse_infer.text.prompts import Verbatim
 from tests.parse_infer.lm_eval_tasks import QUESTIONS, own_tasks, texts, write_apples
 
 from lm_eval import simple_evaluate  # isort: skip  (after the skip where lm-eval is missing)

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from parse_infer.models.prompts import Chat
-from parse_infer.output import Generation
-from parse_infer.sampling import Sampling
+from parse_infer.request.output import Generation
 from parse_infer.serve.risk_monitor import RiskMonitor
 from parse_infer.serve.thread_runner import ThreadRunner
+from parse_infer.settings.sampling import Sampling
+from parse_infer.text.prompts import Chat
 from tests.parse_infer.serve.conftest import Running, running
 from tests.parse_infer.serve.test_event_stream import PROMPTS, calibrated
 

@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.sampling import choose, distribution, draw
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.decode import accept_tree, speculate
 from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.prompt_lookup import PromptLookupDrafter

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parse_infer.block_length import FIRST, BlockLength, Costs
+from parse_infer.backends.local.describe import describe_drafter
+from parse_infer.decoding.block_length import FIRST, BlockLength, Costs
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import distribution, draw, random_generator
 from parse_infer.models.token_map import token_map
-from parse_infer.provenance import describe_drafter
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation import draft_model
 from parse_infer.speculation.decode import speculate
 from parse_infer.speculation.draft_model import DraftModelProposer

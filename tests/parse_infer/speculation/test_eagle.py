@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parse_infer.engine import ParseEngine
-from parse_infer.events import Resumed
 from parse_infer.models.attention import CHUNK_ROWS, enable_split_attention
-from parse_infer.sampling import Sampling
+from parse_infer.request.events import Resumed
+from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.decode import speculate
 from parse_infer.speculation.eagle import EagleDrafter
 from parse_infer.speculation.eagle_head import EagleConfig, EagleHead

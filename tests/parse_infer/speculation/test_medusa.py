@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from parse_infer.models.attention import enable_split_attention
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.decode import speculate
 from parse_infer.speculation.eagle import EagleDrafter
 from parse_infer.speculation.medusa import MedusaConfig, MedusaDrafter, MedusaHead

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import torch
 
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
 
 

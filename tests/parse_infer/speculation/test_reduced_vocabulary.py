@@ -10,7 +10,7 @@ from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.sampling import distribution
 from parse_infer.models.token_map import token_map
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.decode import speculate
 from parse_infer.speculation.draft_model import DraftModelProposer
 from tests.parse_infer.language_models import TokenCount, reduced_pair

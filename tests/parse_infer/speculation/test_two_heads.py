@@ -11,7 +11,7 @@ import torch
 
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.loading import LanguageModel
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.decode import speculate
 from parse_infer.speculation.eagle import EagleDrafter
 from parse_infer.speculation.medusa import MedusaDrafter

@@ -12,7 +12,7 @@ import torch
 from transformers import EvalPrediction
 
 from data_tools.recipe_parser import read_recipe
-from parse_infer.sampling import Sampling
+from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.eagle import EagleDrafter
 from parse_infer.speculation.medusa import MedusaDrafter
 from parse_infer.speculation.registry import load_token_drafter

@@ -13,15 +13,15 @@ import torch
 from data_tools.labels.backends import LocalWriter
 from data_tools.labels.logprobs import add_logprobs, read_drafts
 from data_tools.recipe_parser import parse_recipe
-from parse_infer.held_out import prompt_hash
+from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.judge.adapter import ValidityAdapter, describe_target
-from parse_infer.judge.cuts import CutPolicy, Segmenter
 from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
 from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.judge.verifier import Verifier
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.fingerprint import fingerprint_of
 from parse_infer.models.loading import load_language_model, load_tokenizer
+from parse_infer.text.cuts import CutPolicy, Segmenter
 from parse_train.__main__ import main
 from parse_train.logprob.config import LogprobTrainingConfig
 from parse_train.logprob.data import LogprobCollator, LogprobExample, load_datasets

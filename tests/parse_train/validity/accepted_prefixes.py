@@ -23,7 +23,7 @@ class Acceptance:
 
 
 def accept(drafts: ScoredDrafts, threshold: float) -> Acceptance:
-    """Apply `parse_infer.acceptance.maximal_valid_prefix` with the rule "first_failure" to every draft."""
+    """Apply `parse_infer.settings.acceptance.maximal_valid_prefix` with the rule "first_failure" to every draft."""
     accepted = np.cumprod((drafts.scores >= threshold) & drafts.real, axis=1).sum(axis=1)
     rows, last = np.arange(len(accepted)), np.maximum(accepted - 1, 0)
     some = accepted > 0

@@ -68,8 +68,8 @@ def test_good_validities_and_odd_ones_are_left_alone():
 
 
 def test_a_pass_gives_the_fitted_probabilities(make_model, tokenizer, random_adapter, random_ids):
-    from parse_infer.judge.cuts import Segmenter
     from parse_infer.models.decoder import Decoder
+    from parse_infer.text.cuts import Segmenter
 
     found = []
     for fitted in (None, {"scale": 0.5, "shift": 1.0}):

@@ -11,9 +11,9 @@ import pytest
 
 from data_tools.tasks.registry import load_task
 from parse_infer import tracking
+from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.calibration.schema import FILE, Calibration
 from parse_infer.errors import ParseError
-from parse_infer.held_out import prompt_hash
 from parse_infer.models.names import collection_folder
 from parse_infer.models.train_problems import TRAIN_PROBLEMS
 from parse_train import training_run

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from parse_infer.acceptance import ACCEPT_NOTHING, maximal_valid_prefix
 from parse_infer.calibration.risk import exact_bound
+from parse_infer.settings.acceptance import ACCEPT_NOTHING, maximal_valid_prefix
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import ValidityDataset, ValidityExample, problem_names
 from parse_train.validity.figures import acceptance_figure, reliability_diagram

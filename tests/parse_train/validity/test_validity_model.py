@@ -17,14 +17,14 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
 from parse_infer.judge.adapter_files import HEAD
-from parse_infer.judge.cuts import Segmenter
-from parse_infer.judge.head import Probe, ValidityHead
-from parse_infer.judge.packing import probe_positions
+from parse_infer.judge.probe.head import Probe, ValidityHead
+from parse_infer.judge.probe.packing import probe_positions
 from parse_infer.judge.verifier import Verifier
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.devices import multiplies_in_16_bits
 from parse_infer.models.fingerprint import describe_target
+from parse_infer.text.cuts import Segmenter
 from parse_train.recipe import load_recipe
 from parse_train.validity.config import ValidityTrainingConfig
 from parse_train.validity.data import ValidityCollator, ValidityDataset, ValidityExample

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from parse_infer import tracking
-from parse_infer.held_out import prompt_hash
+from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.models.train_problems import TRAIN_PROBLEMS
 from parse_train.__main__ import main
 from parse_train.validity import train

@@ -1,0 +1,397 @@
+"""Backend that runs both models in this process: one KV cache per model, one answer at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from functools import partial
+from pathlib import Path
+from threading import RLock
+from typing import Any, TypeVar
+
+import torch
+
+from parse_infer.backends.local.describe import describe_drafter, describe_models
+from parse_infer.backends.local.pair import LocalModelPair
+from parse_infer.calibration.schema import Calibration, shipped_calibration
+from parse_infer.decoding.block_length import REPLAYED, BlockLength
+from parse_infer.decoding.loop import PairWrapper, identity, run_sync, speculate
+from parse_infer.drafters.draft_model import ModelDrafter
+from parse_infer.drafters.source import DraftSource
+from parse_infer.drafters.text import TextDrafter
+from parse_infer.errors import ChatTemplateError, SettingsError
+from parse_infer.judge.adapter import ValidityAdapter
+from parse_infer.judge.min_p import MinPJudge, check_one_judge
+from parse_infer.judge.verifier import Judge, Verification, Verifier
+from parse_infer.judge.zero_shot import ZeroShotJudge
+from parse_infer.models.environment import describe_machine
+from parse_infer.models.loading import LanguageModel, find_model, load_language_model
+from parse_infer.models.names import resolve
+from parse_infer.models.sampling import random_generator
+from parse_infer.models.token_map import token_map
+from parse_infer.models.train_problems import train_problems_of
+from parse_infer.request.events import Event, Interrupted, Resumed
+from parse_infer.request.output import Source
+from parse_infer.request.request import Request
+from parse_infer.settings.generation import BlockTokens, GenerationSettings
+from parse_infer.speculation.decode import speculative_decode
+from parse_infer.speculation.draft_model import DraftModelProposer
+from parse_infer.speculation.proposer import TokenProposer
+from parse_infer.speculation.registry import check_token_drafter, load_token_drafter
+from parse_infer.text.cuts import CutPolicy, Segmenter
+
+log = logging.getLogger("parse_infer.backends")
+
+AUTO = "auto"  # token drafter: the draft model, if all its tokens are tokens of the target
+T = TypeVar("T")
+
+
+def load_backend(
+    target: str | Path,
+    draft: str | Path | None = None,
+    adapter: str | Path | None = None,
+    *,
+    gguf_file: str | None = None,
+    min_p: float | None = None,
+    zero_shot: bool = False,
+    target_drafter: str | None = AUTO,
+    cut_policy: CutPolicy | None = None,
+    calibration: str | Path | None = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype = "auto",
+    draft_dtype: str | torch.dtype | None = None,
+    torch_compile: bool = False,
+    template_options: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    quantization_config: Any = None,
+    draft_quantization_config: Any = None,
+    attn_implementation: str | None = None,
+) -> LocalBackend:
+    """Load a `LocalBackend`; the arguments of `ParseEngine.from_pretrained` with backend="local".
+
+    Args:
+        target, draft, adapter: Hugging Face ids, folders or names of embedded models ("zoo:target", …). A model may
+            also be a GGUF file, "smollm2" or a LoRA (`parse_infer.models.names`).
+        gguf_file: as in transformers, the target's file in its folder or repository.
+        min_p: judge without training, instead of an adapter: keep draft tokens at least `min_p` times as likely as the
+            target's first choice (`MinPJudge`). It is the default threshold.
+        zero_shot: use the target as zero-shot judge instead of an adapter. Without a judge only mode "exact" works.
+        target_drafter: token drafter for the tokens that the target writes itself: "lookup", "draft", or the folder
+            or id of a head (`parse_infer.speculation.registry`). Greedy tokens stay the same (in float32), sampled
+            tokens keep their distribution. "auto" selects "draft" if all tokens of the draft model are tokens of the
+            target. None: no token drafter.
+        cut_policy: where to cut drafts; None takes the judge's training policy.
+        calibration: file written by `parse-infer calibrate`; None reads the file in the adapter's folder, if any.
+        dtype: "auto" is the dtype of the saved weights, or float32 on CPUs that are slow in 16 bits.
+        draft_dtype: of the draft model; None: `dtype`. "int8", on a CPU, takes half of bfloat16's memory.
+        torch_compile: on a GPU, compile the decode steps of both models. They get faster, small models most; the
+            first answers take up to a minute each (`parse_infer.models.cuda_graphs`).
+        template_options: options of the chat templates, such as {"enable_thinking": False}.
+        revision, draft_revision: branch, tag or commit of a model on the Hugging Face Hub.
+        device_map: as in transformers, the devices of the target's layers, instead of `device` ("auto" divides it
+            among all GPUs). The draft model goes to the first of them.
+        quantization_config, draft_quantization_config: as in transformers, such as `BitsAndBytesConfig`. For weights
+            that are stored quantised, the configuration is in their folder.
+        attn_implementation: "sdpa" only. The verification pass has an attention function of its own, which calls
+            PyTorch's kernels, with flash attention where a GPU has it.
+
+    Raises ValueError or OSError with one sentence for missing, damaged or mismatched files.
+    """
+    check_one_judge(adapter, min_p, zero_shot)
+    if attn_implementation not in (None, "sdpa"):
+        raise SettingsError(
+            f"attn_implementation is {attn_implementation!r}, but the verification pass has an attention function of "
+            "its own, which calls PyTorch's kernels, with flash attention where a GPU has it: omit it, or give 'sdpa'"
+        )
+    promises = None if calibration is None else Calibration.load(calibration)
+    if gguf_file is not None:
+        target = target / gguf_file if isinstance(target, Path) else f"{target.rstrip('/')}/{gguf_file}"
+    find_model(target)  # fail on a wrong name before loading the first model
+    if draft is not None:
+        find_model(draft)
+    if adapter is not None:
+        adapter = resolve(adapter)
+    if target_drafter not in (None, AUTO):
+        check_token_drafter("target_drafter", target_drafter, has_draft=draft is not None)
+    load = partial(
+        load_language_model,
+        torch_compile=torch_compile,
+        template_options=template_options,
+        trust_remote_code=trust_remote_code,
+    )
+    how = {"revision": revision, "device_map": device_map, "quantization_config": quantization_config}
+    loaded = load(target, role="target", dtype=dtype, device=device, **how)
+    judge: Any = None
+    if adapter is not None:
+        judge = ValidityAdapter.from_pretrained(adapter, loaded.model)
+    elif min_p is not None:
+        judge = MinPJudge(loaded.tokenizer, min_p)
+    elif zero_shot:
+        judge = ZeroShotJudge(loaded.model, loaded.tokenizer)
+    draft_model = None
+    if draft is not None:
+        place = device if device_map is None else loaded.model.device
+        how = {"revision": draft_revision, "quantization_config": draft_quantization_config}
+        draft_model = load(draft, role="draft", dtype=draft_dtype or dtype, device=place, **how)
+    if target_drafter == AUTO:
+        known = draft_model is not None and token_map(draft_model.tokenizer, loaded.tokenizer) is not None
+        target_drafter = "draft" if known else None
+    return LocalBackend(
+        loaded,
+        draft_model,
+        judge,
+        target_drafter=load_token_drafter(target_drafter, loaded, draft_model) if target_drafter else None,
+        cut_policy=cut_policy,
+        calibration=shipped_calibration(adapter) if promises is None else promises,
+        train_problems=train_problems_of(target, draft),
+    )
+
+
+class LocalBackend:
+    """A `Backend` for models in this process.
+
+    Args:
+        target: the model whose quality PARSE preserves.
+        draft: the draft model; None if drafts are texts or come from `drafter`.
+        judge: a `ValidityAdapter`, `MinPJudge` or `ZeroShotJudge`; None allows only mode "exact".
+        drafter: a source of drafts that replaces `draft`.
+        target_drafter: token drafter of the target.
+        cut_policy: where to cut drafts; None takes the judge's training policy.
+        train_problems: hashes of the models' training prompts; the judge knows its own.
+    """
+
+    parallel = 1
+    adaptive = False
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        draft: LanguageModel | None = None,
+        judge: Judge | None = None,
+        *,
+        drafter: DraftSource | None = None,
+        target_drafter: TokenProposer | None = None,
+        cut_policy: CutPolicy | None = None,
+        calibration: Calibration | None = None,
+        train_problems: frozenset[str] = frozenset(),
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.judge = judge
+        self.target_drafter = target_drafter
+        self.drafter = ModelDrafter(draft, target) if drafter is None and draft is not None else drafter
+        self.calibration = calibration
+        self._train_problems = train_problems
+        self.threshold: float | None = judge.config.threshold if judge is not None else None
+        if cut_policy is None:
+            cut_policy = CutPolicy.from_dict(judge.config.cut_policy) if judge is not None else CutPolicy()
+        self.segmenter = Segmenter(target.tokenizer, cut_policy, self.probe_tokens)
+        self.verifier = Verifier(target.decoder, judge, self.segmenter)
+        self.block_lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `threshold_class`
+        self._current: Request | None = None
+        self._turn = RLock()
+
+    @property
+    def train_problems(self) -> frozenset[str]:
+        return self._train_problems | getattr(self.judge, "train_problems", frozenset[str]())
+
+    @property
+    def deterministic(self) -> bool:
+        return self.target.model.dtype == torch.float32
+
+    @property
+    def probe_tokens(self) -> int:
+        return 0 if self.judge is None else len(self.judge.probe.ids)
+
+    def describe(self) -> dict[str, Any]:
+        return describe_models(self.target, self.draft, self.judge, self.segmenter.policy)
+
+    def describe_drafters(self) -> dict[str, Any]:
+        return {"target_drafter": describe_drafter(self.target_drafter)}
+
+    def describe_machine(self) -> dict[str, Any]:
+        compiled = {"torch_compile": True} if self.target.torch_compile else {}
+        return describe_machine(self.target.model.device) | compiled
+
+    def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
+        """Refuse blocks of a judge that reads whole drafts only; "auto" is "whole" for such a judge."""
+        if not isinstance(settings.block_tokens, int) or settings.mode == "exact" or (settings.threshold or 0) > 1:
+            return
+        if self.verifier.needs_whole_drafts:
+            raise SettingsError(
+                f"block_tokens is {settings.block_tokens}, but this adapter's probe and token doubt were trained on "
+                "whole drafts: set block_tokens to whole, or use an adapter without a probe"
+            )
+
+    def replayable(self, length: BlockTokens) -> BlockTokens:
+        as_text = isinstance(self.drafter, ModelDrafter) and not self.drafter.passes_tokens
+        return REPLAYED if length == "auto" and as_text and self.verifier.judges_tokens else length
+
+    def require_judge(self) -> Judge:
+        if self.judge is None:
+            raise SettingsError(
+                "This engine has no judge: pass adapter=… or min_p=… to from_pretrained, "
+                "or generate with mode='exact'."
+            )
+        return self.judge
+
+    def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> DraftSource | ChatTemplateError:
+        assert request.settings.threshold is not None  # set by the engine
+        if request.settings.mode == "validity" and request.settings.threshold <= 1:
+            self.require_judge()
+        if draft_text is None and self.drafter is None:
+            raise SettingsError(
+                "This engine has no draft model: pass draft=… to from_pretrained, or give a draft_text."
+            )
+        if isinstance(draft_text, str):
+            draft_text = TextDrafter(draft_text, self.target, request.prompt)
+        drafter = self.drafter if draft_text is None else draft_text
+        assert drafter is not None
+        try:
+            drafter.check(request.prompt)
+        except ChatTemplateError as error:  # the target has rendered the prompt
+            return error
+        return drafter
+
+    def uses_draft(self, request: Request, source: DraftSource | ChatTemplateError) -> bool:
+        """Whether the answer has drafts. Above a threshold of 1 it has none if nothing of them can be kept, or if the
+        draft model proposes the target's tokens: this is lossless speculation, with or without `adaptive`."""
+        settings = request.settings
+        assert settings.threshold is not None  # set by the engine
+        if settings.mode == "exact" or settings.threshold <= 1:
+            return True
+        proposes = source is self.drafter and isinstance(self.target_drafter, DraftModelProposer)
+        return settings.keeps_greedy_match and not proposes
+
+    async def with_draft(
+        self, request: Request, source: DraftSource | ChatTemplateError, wrap: PairWrapper, watched: bool
+    ) -> AsyncGenerator[Event, None]:
+        if isinstance(source, ChatTemplateError):
+            if wrap is not identity:  # a measurement
+                raise source
+            request.fallback = "draft_refused"
+            # A chat template may quote the prompt in its message, which stays out of the log.
+            log.warning("the target answers without a draft (draft_refused): the draft model refuses the prompt")
+            async with aclosing(self.alone(request, True, watched)) as events:
+                async for event in events:
+                    yield event
+            return
+        source.reset(request.prompt, request.settings.draft_sampling, request.settings.stop)
+        pair = wrap(LocalModelPair(self, request, source, watched, replayed=wrap is not identity), request)
+        async with aclosing(self._accounted(request, speculate(pair, request), source)) as events:
+            async for event in events:
+                yield event
+
+    def alone(self, request: Request, speculate: bool, watched: bool) -> AsyncGenerator[Event, None]:
+        drafter = self.target_drafter if speculate else None
+        return self._accounted(request, self._written(self.target, "target", request, drafter))
+
+    def draft_alone(self, request: Request) -> AsyncGenerator[Event, None]:
+        assert self.draft is not None
+        return self._accounted(request, self._written(self.draft, "draft", request, None))
+
+    async def judge_text(
+        self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int] | None
+    ) -> Verification:
+        self._current = None  # the context changes, so an open stream must end
+        self.target.decoder.seek(context)
+        cuts = self.segmenter.cuts(draft) if cuts is None else cuts
+        return self.verifier.verify(draft, cuts)
+
+    def clear_caches(self) -> None:
+        with self._turn:
+            self._current = None  # end an open stream
+            for lm in (self.target, self.draft):
+                if lm is not None:
+                    lm.decoder.seek([])
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return run_sync(work)
+
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        run_sync(work)
+
+    def turn(self) -> RLock:
+        return self._turn
+
+    @contextmanager
+    def cancellable(self, unwanted: Callable[[], bool]) -> Iterator[None]:
+        """Raise `Interrupted` before a model's next forward once `unwanted` returns True, within the `with` block.
+        Another thread may make `unwanted` True. The engine stays usable."""
+
+        def check() -> None:
+            if unwanted():
+                raise Interrupted
+
+        decoders = [model.decoder for model in (self.target, self.draft) if model is not None]
+        before = [decoder.before_forward for decoder in decoders]
+        try:
+            for decoder in decoders:
+                decoder.before_forward = check
+            yield
+        finally:
+            for decoder, earlier in zip(decoders, before, strict=True):
+                decoder.before_forward = earlier
+
+    def close(self) -> None:
+        """Do nothing: this backend starts no processes."""
+
+    async def _accounted(
+        self, request: Request, events: AsyncGenerator[Event, None], source: DraftSource | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events and count all forwards. Raise RuntimeError once the engine starts another request."""
+        self._current = request
+        before = self._forwards(source)
+        async with aclosing(events):
+            async for event in events:
+                yield event
+                if self._current is not request:
+                    raise RuntimeError(
+                        "This stream has ended, because the engine has been given another request since."
+                    )
+        stats = request.stats
+        stats.target_forwards, stats.draft_forwards, stats.drafter_forwards = (
+            now - then for now, then in zip(self._forwards(source), before, strict=True)
+        )
+
+    def _forwards(self, source: DraftSource | None) -> tuple[int, int, int]:
+        """Forwards so far of the target, of the draft model (or other draft source), and of the token drafter."""
+        drafting = self.draft.decoder.forwards if self.draft is not None else source.forwards if source else 0
+        proposing = 0 if self.target_drafter is None else self.target_drafter.forwards
+        return self.target.decoder.forwards, drafting, proposing
+
+    async def _written(
+        self, model: LanguageModel, role: Source, request: Request, drafter: TokenProposer | None
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of an answer that one model writes: Resumed for each token."""
+        model.decoder.seek(request.prompt_ids)
+        for token in self.decode(model, request, drafter, role):
+            yield Resumed(1, request.answer.add([token], role), token)
+            if request.answer.is_finished:
+                return
+
+    def decode(
+        self, model: LanguageModel, request: Request, drafter: TokenProposer | None, role: Source, round: int = 1
+    ) -> Iterator[int]:
+        """Yield tokens of `model` for the rest of the answer. The consumer adds each token to the answer; the
+        consumer's work is not timed."""
+        sampling, decoder = request.sampling, model.decoder
+        # Each role and round has its own random numbers, so that the noise behind a rejected token is not reused.
+        generator = random_generator(sampling, decoder.device, role, round)
+        field = "resume_s" if model is self.target else "draft_s"
+        answer = request.answer
+        while answer.remaining_tokens > 0:  # one decode until `min_tokens`, then one up to each end token
+            budget, banned = answer.required or answer.remaining_tokens, answer.banned_ids
+            tokens = speculative_decode(decoder, drafter, budget, sampling, generator, banned)
+            while True:
+                with request.timed(field):
+                    token = next(tokens, None)
+                if token is None:
+                    break
+                yield token
+            decoder.seek(request.context)  # drop tokens read after an ignored end token

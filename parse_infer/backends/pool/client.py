@@ -1,0 +1,296 @@
+"""HTTP client of OpenAI-compatible servers: completions in token ids, streamed or whole."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from typing import Any
+
+import aiohttp
+
+from parse_infer.backends.pool.response_head import ResponseHead
+from parse_infer.backends.pool.retry_after import read_retry_after
+from parse_infer.backends.pool.server_sent_events import event_data
+from parse_infer.errors import ServerError
+
+KEEP_ALIVE_S = 3.0  # of an idle connection; vLLM closes it after 5 s and could lose a request
+_CONNECT_S = 5.0
+_ABORT_S = 1.0
+_KEY_HINT = "give its API key with --server-key, api_key or VLLM_API_KEY"
+
+
+class TransientServerError(Exception):
+    """The server sent no complete answer; a retry may help. The message goes into logs, so it quotes no response.
+
+    Attributes:
+        status: HTTP status of the failure; 0: no answer, or an unusable one.
+        timed_out: the server sent nothing for too long.
+        retry_after_s: how long the server asks for no requests; None: it does not say.
+    """
+
+    def __init__(
+        self, message: str, status: int = 0, timed_out: bool = False, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.timed_out, self.retry_after_s = status, timed_out, retry_after_s
+
+
+class RequestRejected(ServerError):
+    """The server rejects the request, and a retry would not help.
+
+    Attributes:
+        sentence: the server's own message, without its address.
+        status: HTTP status; 0: the server accepted the request, but its answer is unusable.
+    """
+
+    def __init__(self, message: str, sentence: str = "", status: int = 0) -> None:
+        super().__init__(message)
+        self.sentence = sentence or message
+        self.status = status
+
+
+class Client:
+    """HTTP client of one model's servers, with one session per event loop, opened on first use.
+
+    It follows no redirect, which could take the key or a prompt to another host.
+
+    Args:
+        api_key: API key of the servers, if they need one.
+        timeout_s: how long a server may send nothing; None: as long as the caller waits.
+        key_hint: how to give another key, for messages.
+    """
+
+    def __init__(self, api_key: str | None = None, timeout_s: float | None = None, key_hint: str = _KEY_HINT) -> None:
+        self._timeout_s, self._key_hint = timeout_s, key_hint
+        self._headers = {"Accept-Encoding": "identity"}  # answers are read as they come
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def post(self, url: str, body: dict[str, Any]) -> Any:
+        """Send a `POST` and return its JSON. Raises TransientServerError or RequestRejected."""
+        async with self._answer("POST", url, body) as response:
+            return _parsed(await response.read(), url)
+
+    async def get(self, url: str) -> Any:
+        """Send a `GET` and return its JSON. Raises as `post` does."""
+        async with self._answer("GET", url) as response:
+            return _parsed(await response.read(), url)
+
+    async def ping(self, url: str) -> None:
+        """Send a `GET` and ignore the content of the response. Raises as `post` does."""
+        async with self._answer("GET", url) as response:
+            await response.read()  # so that the connection can be reused
+
+    async def written(
+        self, url: str, body: dict[str, Any], confidences: list[float] | None = None
+    ) -> AsyncGenerator[list[int], None]:
+        """Stream the tokens of one prompt. Closing the generator aborts the request.
+
+        Args:
+            body: with `rid`, a request id for SGLang, which may decode on after the connection is closed.
+            confidences: takes the probability of each token, if the body asks for log-probabilities.
+
+        Raises TransientServerError (also if the stream ends before the text) or RequestRejected.
+        """
+        ended = False
+        body = body | {"stream": True, "return_token_ids": True}
+        async with (
+            self._answer("POST", url, body) as response,
+            aclosing(event_data(response.content.iter_any())) as events,
+        ):
+            try:
+                async for event in events:
+                    if event == b"[DONE]":
+                        break
+                    choice = _choice(_parsed(event, url), url)
+                    if choice is None:
+                        continue
+                    ended = ended or choice.get("finish_reason") is not None
+                    if choice["token_ids"]:
+                        if confidences is not None:
+                            confidences += _probabilities(choice)
+                        yield choice["token_ids"]
+            except (GeneratorExit, asyncio.CancelledError):
+                if "rid" in body and not ended:
+                    await self._abort(url, body["rid"])
+                raise
+        if not ended:
+            raise TransientServerError(f"{url} closed the connection in the middle of an answer")
+
+    async def _abort(self, url: str, rid: str) -> None:
+        """Abort a request to SGLang. This works only before its connection is closed."""
+        with suppress(TimeoutError, TransientServerError, RequestRejected):
+            async with asyncio.timeout(_ABORT_S):
+                await self.post(url.removesuffix("/v1/completions") + "/abort_request", {"rid": rid})
+
+    async def whole(self, url: str, body: dict[str, Any]) -> list[int]:
+        """Return the tokens of one prompt all at once."""
+        answer = await self.post(url, body | {"return_token_ids": True})
+        choice = _choice(answer, url)
+        if choice is None or choice["token_ids"] is None:
+            raise TransientServerError(f"{url} sent a response without tokens")
+        ids: list[int] = choice["token_ids"]
+        return ids
+
+    async def chunks(self, url: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """Stream the JSON objects of a response unchanged. Raises as `written` does."""
+        async with (
+            self._answer("POST", url, body) as response,
+            aclosing(event_data(response.content.iter_any())) as events,
+        ):
+            async for event in events:
+                if event == b"[DONE]":
+                    return
+                chunk = _parsed(event, url)
+                if not isinstance(chunk, dict):
+                    raise TransientServerError(f"{url} sent no completion")
+                if chunk.get("error"):
+                    raise TransientServerError(f"{url} failed in the middle of an answer")
+                yield chunk
+        raise TransientServerError(f"{url} closed the connection in the middle of an answer")
+
+    async def passed(self, url: str, body: bytes, whole: bool) -> AsyncGenerator[ResponseHead | bytes, None]:
+        """Send a JSON body as it is; yield the head of the response, then the pieces of its body unchanged.
+
+        A rejection of the request is a response too. Raises TransientServerError for failures of the server, and
+        RequestRejected where the server rejects our key or address.
+
+        Args:
+            whole: read the whole body before the head is yielded, so that a response cut off can be retried.
+        """
+        async with self._answer("POST", url, body) as response:
+            head = ResponseHead.of(response.status, response.raw_headers)
+            if whole:
+                content = await response.read()
+                yield head
+                yield content
+                return
+            yield head
+            async for piece in response.content.iter_any():
+                yield piece
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None and self._loop is asyncio.get_running_loop():
+            await session.close()
+        elif session is not None and session.connector is not None:  # its loop has ended
+            with suppress(RuntimeError):
+                await session.connector.close()
+            session.detach()
+
+    def _answer(self, method: str, url: str, body: dict[str, Any] | bytes | None = None) -> _Answer:
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._loop is not loop:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._timeout_s)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False
+            )
+            self._loop = loop
+        return _Answer(self._session, method, url, body, self._key_hint)
+
+
+class _Answer:
+    """`async with` context of a response; connection errors become `TransientServerError`.
+
+    The response is successful, or rejects the request itself if the body is given as bytes.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        url: str,
+        body: dict[str, Any] | bytes | None,
+        key_hint: str,
+    ) -> None:
+        data = json.dumps(body, separators=(",", ":")).encode() if isinstance(body, dict) else body
+        self._passed = isinstance(body, bytes)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        self._request = session.request(method, url, data=data, headers=headers, allow_redirects=False)
+        self._url, self._key_hint = url, key_hint
+        self._response: aiohttp.ClientResponse | None = None
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        try:
+            self._response = response = await self._request
+            if 200 <= response.status < 300 or (self._passed and _concerns_request(response.status)):
+                return response
+            said = (await response.read()).decode(errors="replace")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._broken("does not answer", error) from error
+        if 300 <= response.status < 400:
+            place = response.headers.get("Location", "nowhere")[:200]
+            sentence = f"redirects to {place}: give the address behind it"
+            raise RequestRejected(f"{self._url} {sentence}", sentence, response.status)
+        if 400 <= response.status < 500 and response.status not in (408, 429):
+            sentence = _message(said)
+            hint = f": {self._key_hint}" if response.status in (401, 403) else ""
+            message = f"{self._url} rejects a request ({response.status}): {sentence}{hint}"
+            raise RequestRejected(message, sentence, response.status)
+        wait_s = read_retry_after(response.headers.get("Retry-After"), time.time())
+        message = f"{self._url} failed ({response.status})"
+        raise TransientServerError(message, response.status, retry_after_s=wait_s)
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._response is None:
+            return
+        if kind is None and self._response.content.at_eof():
+            self._response.release()
+        else:
+            self._response.close()  # drop the rest of the response
+        if isinstance(error, (aiohttp.ClientError, TimeoutError, OSError)):
+            raise self._broken("closed the connection", error) from error
+
+    def _broken(self, what: str, error: Exception) -> TransientServerError:
+        message = f"{self._url} {what}: {error or type(error).__name__}"
+        return TransientServerError(message, timed_out=isinstance(error, aiohttp.SocketTimeoutError))
+
+
+def _concerns_request(status: int) -> bool:
+    """Whether a rejection concerns the request, not our key or address (401, 403, 404) or the server's load."""
+    return 400 <= status < 500 and status not in (401, 403, 404, 408, 429)
+
+
+def _parsed(content: bytes, url: str) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise TransientServerError(f"{url} sent incomplete JSON ({len(content)} bytes)") from error
+
+
+def _choice(answer: Any, url: str) -> Any:
+    """The first choice of a response or chunk, or None without choices."""
+    if isinstance(answer, dict) and answer.get("error"):
+        raise TransientServerError(f"{url} answered with an error")
+    try:
+        choice = next(iter(answer["choices"]), None)
+        if choice is not None and "token_ids" not in choice:
+            raise RequestRejected(
+                f"{url} returns no token ids (return_token_ids): use vLLM 0.10.2 or later, or a recent SGLang"
+            )
+        return choice
+    except (KeyError, TypeError) as error:
+        raise TransientServerError(f"{url} sent no completion") from error
+
+
+def _probabilities(choice: Any) -> list[float]:
+    """The probability of each token of a chunk; empty if the server lists none."""
+    listed = (choice.get("logprobs") or {}).get("token_logprobs") or []
+    return [math.exp(value) for value in listed if isinstance(value, (int, float))]
+
+
+def _message(said: str) -> str:
+    """The message in an error's body."""
+    try:
+        found = json.loads(said)
+        found = found.get("error", found.get("detail", found))
+        return str(found["message"] if isinstance(found, dict) else found)[:300]
+    except (ValueError, KeyError, AttributeError, RecursionError):
+        return " ".join(said.split())[:300]

@@ -1,0 +1,168 @@
+"""Health checks of servers: at intervals, at once after a failed request, and until a server recovers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from parse_infer.backends.pool.circuit import Circuit
+from parse_infer.backends.pool.client import Client, RequestRejected, TransientServerError
+
+log = logging.getLogger("parse_infer.backends")
+
+CHECK_EVERY_S = 5.0  # while a server is healthy
+RETRY_EVERY_S = 0.5  # while a server is unhealthy
+CHECK_LIMIT_S = 10.0  # timeout of a check
+EXAMINE_LIMIT_S = 60.0  # timeout of an examination; a server's first log-probabilities take seconds
+CHECKS_MISSED = 3  # consecutive timeouts that mark a server unhealthy: a busy server may be slow
+
+
+class Server:
+    """One server.
+
+    Attributes:
+        url: without "/v1".
+        circuit: whether its requests fail.
+        busy: number of our answers and requests on this server.
+        healthy: whether the server gets requests.
+        last_error: why the server is unhealthy, or why its last request failed.
+        reads_cache: whether it can judge a draft without reading again what its prefix cache holds.
+        sglang: whether the server runs SGLang.
+        root: source of its model, as first reported.
+        examined: whether the server passed `examine` since its last start or recovery.
+        waits: timeouts of the requests that wait for this server; they expire when the server becomes unhealthy.
+    """
+
+    def __init__(self, url: str, circuit: Circuit | None = None) -> None:
+        self.circuit = circuit or Circuit()
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.busy = 0
+        self.healthy = True
+        self.last_error = ""
+        self.reads_cache = self.sglang = False
+        self.root: str | None = None
+        self.examined = False
+        self.waits: set[asyncio.Timeout] = set()
+        self.missed = 0
+        self.check: asyncio.Task[None] | None = None
+
+
+class HealthChecks:
+    """Updates `Server.healthy`, in the event loop that runs the requests.
+
+    Args:
+        role: "target" or "draft", for messages.
+        identify: raises ValueError if a server serves a wrong model.
+        examine: checks a new or recovered server thoroughly; raises ValueError likewise.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        members: Sequence[Server],
+        client: Client,
+        identify: Callable[[Server], Awaitable[None]],
+        examine: Callable[[Server], Awaitable[None]],
+    ) -> None:
+        self._role, self._members, self._client = role, members, client
+        self._identify, self._examine = identify, examine
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching: dict[Server, asyncio.Task[None]] = {}
+        self._back = asyncio.Event()
+
+    def start(self) -> None:
+        """Start the checks, unless they already run in this event loop."""
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        self.close()
+        self._loop, self._back = loop, asyncio.Event()
+        for server in self._members:
+            server.check = None
+            server.waits.clear()
+            self._watching[server] = loop.create_task(self._watch(server))
+
+    def close(self) -> None:
+        """Stop the checks and keep each server's state. `start` restarts them, also in another event loop."""
+        for server in list(self._watching):
+            self._stop_watching(server)
+            if server.check is not None:
+                with suppress(RuntimeError):  # its event loop has ended
+                    server.check.cancel()
+        self._loop = None
+
+    async def check(self, server: Server) -> None:
+        """Check a server now. Concurrent calls share one check."""
+        await asyncio.shield(self.start_check(server))
+
+    def start_check(self, server: Server) -> asyncio.Task[None]:
+        """Check a server soon, without waiting for the result."""
+        if server.check is None or server.check.done():
+            server.check = asyncio.get_running_loop().create_task(self._check(server))
+        return server.check
+
+    async def wait_for_recovery(self, seconds: float) -> None:
+        """Wait until a check finds a healthy server, at most `seconds`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._back.wait()
+
+    def mark_unhealthy(self, server: Server, last_error: str) -> None:
+        """Mark a server unhealthy, and end the waits of its requests."""
+        server.last_error, server.examined = last_error, False
+        if server.healthy:
+            server.healthy = False
+            log.warning("the %s server %s is unhealthy: %s", self._role, server.url, last_error)
+            self._stop_watching(server)  # its task may sleep longer
+            self._watching[server] = asyncio.get_running_loop().create_task(self._watch(server))
+        while server.waits:
+            server.waits.pop().reschedule(asyncio.get_running_loop().time())
+
+    def _stop_watching(self, server: Server) -> None:
+        with suppress(RuntimeError):  # its event loop has ended
+            self._watching.pop(server).cancel()
+
+    async def _watch(self, server: Server) -> None:
+        while True:
+            await asyncio.sleep(CHECK_EVERY_S if server.healthy else RETRY_EVERY_S)
+            await self.check(server)
+
+    async def _check(self, server: Server) -> None:
+        try:
+            async with asyncio.timeout(CHECK_LIMIT_S):
+                await self._identify(server)
+                with suppress(RequestRejected):  # the server answers, but has no such path
+                    await self._client.ping(f"{server.url}/health")
+            if not server.examined:
+                await examine_within_limit(server, self._examine)
+        except TimeoutError:
+            server.missed += 1
+            if not server.healthy or server.missed >= CHECKS_MISSED:
+                self.mark_unhealthy(server, f"{server.url} does not answer a health check within {CHECK_LIMIT_S:g} s")
+        except (TransientServerError, ValueError) as error:
+            self.mark_unhealthy(server, str(error))
+        except Exception as error:  # a check that ended here would leave the server as it is for ever
+            log.exception("the health check of the %s server %s failed", self._role, server.url)
+            self.mark_unhealthy(server, f"the health check of {server.url} failed: {type(error).__name__}")
+        else:
+            server.missed = 0
+            if not server.healthy:
+                server.healthy = True
+                server.circuit.close()
+                log.info("the %s server %s is healthy again", self._role, server.url)
+            self._back.set()
+            self._back.clear()
+
+
+async def examine_within_limit(server: Server, examine: Callable[[Server], Awaitable[None]]) -> None:
+    """Examine a server. Raises the errors of `examine`, and TransientServerError after `EXAMINE_LIMIT_S`."""
+    try:
+        async with asyncio.timeout(EXAMINE_LIMIT_S):
+            await examine(server)
+    except TimeoutError as error:
+        raise TransientServerError(
+            f"{server.url} does not answer a first request within {EXAMINE_LIMIT_S:g} s"
+        ) from error
+    server.examined = True

@@ -1,0 +1,349 @@
+"""Replicas of one model: load balancing and retries.
+
+Every request holds all of its state. A failed request is retried on another replica, or on the same one once it
+recovers; a partly written answer continues where it stopped. Only a health check marks a replica unhealthy
+(`HealthChecks`). Failed requests open its `Circuit`: it gets fewer requests, or with optional ones none for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Any
+
+from parse_infer.backends.pool.balancer import Balancer
+from parse_infer.backends.pool.circuit import FAILURES, Circuit
+from parse_infer.backends.pool.client import Client, RequestRejected, TransientServerError
+from parse_infer.backends.pool.health import HealthChecks, Server
+from parse_infer.backends.pool.identity import Identity
+from parse_infer.backends.pool.response_head import ResponseHead
+from parse_infer.backends.pool.retries import Attempt, FailedAttempts, Lease
+from parse_infer.errors import ServerError
+
+log = logging.getLogger("parse_infer.backends")
+
+PATIENCE_S = 120.0  # while no replica is healthy
+ATTEMPTS = 4  # per request
+BACK_OFF_S = 0.05
+COMPLETIONS = "/v1/completions"
+_INVALID = (400, 413, 422)  # rejections that concern the request; others concern the server or its key
+
+
+async def _nothing_to_examine(server: Server) -> None:
+    pass
+
+
+class ReplicaPool:
+    """The replicas of one model.
+
+    Args:
+        role: "target" or "draft", for messages.
+        urls: at least one address.
+        client: used by this pool alone, which closes it.
+        failure: returns why the servers cannot recover; None: they may recover.
+        patience_s: how long a request waits while no replica is healthy.
+        identity: takes the place of an `Identity` without model name.
+        attempts: attempts per request.
+        back_off_s: wait before the second attempt at the same replica; doubles with each further attempt.
+        clock: returns seconds, for circuits and patience.
+        choose: chooses among the least busy replicas.
+
+    Attributes:
+        identity: model and adapter of the replicas.
+        fields: extra fields of every request.
+        examine: checks a new or recovered replica thoroughly; raises ValueError if the replica must not be used.
+        outcomes: number of requests by address and outcome: "ok", "rejected" (as invalid), "refused" (other statuses
+            from 300 to 499), "rate_limited", "timed_out", "failed" or "cancelled".
+    """
+
+    def __init__(
+        self,
+        role: str,
+        urls: Sequence[str],
+        client: Client,
+        failure: Callable[[], str | None] = lambda: None,
+        patience_s: float = PATIENCE_S,
+        identity: Identity | None = None,
+        attempts: int = ATTEMPTS,
+        back_off_s: float = BACK_OFF_S,
+        clock: Callable[[], float] = time.monotonic,
+        choose: Callable[[Sequence[Server]], Server] = random.choice,
+    ) -> None:
+        if not urls:
+            raise ServerError(f"the {role} needs the address of a server")
+        self.role = role
+        self.members = [Server(url, Circuit(clock)) for url in urls]
+        self.outcomes: Counter[tuple[str, str]] = Counter()
+        self.identity = identity or Identity(role, client)
+        self.fields: dict[str, Any] = {}
+        self.patience_s = patience_s
+        self.examine: Callable[[Server], Awaitable[None]] = _nothing_to_examine
+        self._client = client
+        self._attempts, self._back_off_s = attempts, back_off_s
+        self._health = HealthChecks(role, self.members, client, self.identity.check, self._examine)
+        self._balancer = Balancer(role, self.members, self._health, failure, clock, choose)
+
+    @property
+    def model(self) -> str:
+        return self.identity.model
+
+    def count(self) -> int:
+        """Number of healthy replicas."""
+        return sum(server.healthy for server in self.members)
+
+    async def handshake(self) -> None:
+        """Identify and examine each replica. Health checks go on with replicas that do not answer.
+
+        Raises as `Identity.handshake` does.
+        """
+        await self.identity.handshake(self.members, self.examine)
+
+    @contextmanager
+    def acquire(self, optional: bool = False, home: int | None = None) -> Iterator[Lease]:
+        """Lease the least busy replica for all requests of one answer.
+
+        Args:
+            optional: see `Lease`.
+            home: index of the replica, modulo their number. Answers with a common prefix share the index.
+        """
+        lease = Lease(self._balancer.first(home), optional)
+        try:
+            yield lease
+        finally:
+            lease.server.busy -= 1
+
+    async def ask(
+        self,
+        body: dict[str, Any],
+        lease: Lease | None = None,
+        read: Callable[[Any, str], Any] = lambda response, url: response,
+        path: str = COMPLETIONS,
+    ) -> Any:
+        """Send a request and return the response.
+
+        Args:
+            read: reads a response from an address; raises TransientServerError for an incomplete one.
+
+        Raises:
+            Unavailable: no server answers.
+            RequestRejected: a server rejects the request.
+        """
+        body = self._with_common_fields(body, lease)
+
+        async def request(url: str) -> Any:
+            return read(await self._client.post(url, body), url)
+
+        return await self._with_retries(request, lease, path)
+
+    async def ask_one(self, server: Server, body: dict[str, Any], path: str = COMPLETIONS) -> Any:
+        """Send the request once to this replica, healthy or not. Raises TransientServerError or RequestRejected."""
+        return await self._client.post(f"{server.url}{path}", self._with_common_fields(body))
+
+    async def written(
+        self,
+        ids: Sequence[int],
+        most: int,
+        settings: dict[str, Any],
+        lease: Lease | None = None,
+        watched: bool = True,
+        confidences: list[float] | None = None,
+        silence_s: float | None = None,
+    ) -> AsyncGenerator[list[int], None]:
+        """Yield at most `most` tokens after `ids`: streamed if `watched`, else all at once, which costs less.
+
+        Args:
+            silence_s: how long a streaming server may send nothing.
+            confidences: takes the probability of each streamed token, if vLLM writes them.
+
+        Raises as `ask` does.
+        """
+        if not watched:
+            body = self._body(ids, most, settings, lease)
+            yield await self._with_retries(lambda url: self._client.whole(url, body), lease)
+            return
+        got: list[int] = []
+        tried = self._no_attempts(lease)
+        while tried.left:
+            server = await self._server(lease, tried)
+            body = self._body([*ids, *got], most - len(got), settings, lease)
+            if "min_tokens" in settings:  # counts the whole text
+                body["min_tokens"] = max(0, settings["min_tokens"] - len(got))
+            if server.sglang:
+                body["rid"] = uuid.uuid4().hex
+            elif confidences is not None:
+                body["logprobs"] = 0  # that of the token itself
+            async with self._attempt(server, tried) as attempt:
+                url = f"{server.url}{COMPLETIONS}"
+                async with aclosing(self._client.written(url, body, confidences)) as pieces:
+                    while (piece := await self._next(attempt, pieces, silence_s)) is not None:
+                        attempt.answered = True
+                        got += piece
+                        yield piece
+                return
+            if len(got) >= most or (got and got[-1] in settings["stop_token_ids"]):
+                return  # the text is complete; only the end of the stream was lost
+        raise self._balancer.failing(tried)
+
+    async def relayed(
+        self,
+        path: str,
+        body: dict[str, Any],
+        lease: Lease | None = None,
+        silence_s: float | None = None,
+        read: Callable[[Any, str], Any] = lambda response, url: response,
+    ) -> AsyncGenerator[Any, None]:
+        """Stream a request: yield what `read` makes of the objects of its response.
+
+        `silence_s` is as in `written`, `read` as in `ask`. Raises as `ask` does, and retries no stream that has begun.
+        """
+        body = self._with_common_fields(body, lease)
+        begun, tried = False, self._no_attempts(lease)
+        while tried.left and not begun:
+            server = await self._server(lease, tried)
+            async with self._attempt(server, tried) as attempt:
+                async with aclosing(self._client.chunks(f"{server.url}{path}", body)) as chunks:
+                    while (chunk := await self._next(attempt, chunks, silence_s)) is not None:
+                        piece = read(chunk, server.url)
+                        attempt.answered = begun = True
+                        yield piece
+                return
+        raise self._balancer.failing(tried)
+
+    async def passed(self, path: str, body: bytes, whole: bool) -> AsyncGenerator[ResponseHead | bytes, None]:
+        """Pass a request on unchanged: yield the head of the response, then its body. See `Client.passed`.
+
+        Raises as `ask` does. A response that has begun is not retried.
+        """
+        begun, tried = False, self._no_attempts(None)
+        while tried.left and not begun:
+            server = await self._server(None, tried)
+            async with self._attempt(server, tried) as attempt:
+                async with aclosing(self._client.passed(f"{server.url}{path}", body, whole)) as pieces:
+                    while (piece := await self._next(attempt, pieces, None)) is not None:
+                        attempt.answered = begun = True
+                        if isinstance(piece, ResponseHead) and piece.status >= 400:
+                            self._end(attempt, "rejected")
+                        yield piece
+                return
+        raise self._balancer.failing(tried)
+
+    async def aclose(self) -> None:
+        """Stop the health checks and close the connections of this event loop. Requests may go on in another one."""
+        self._health.close()
+        await self._client.close()
+
+    async def _examine(self, server: Server) -> None:
+        await self.examine(server)  # looks the attribute up at each call
+
+    def _with_common_fields(self, body: dict[str, Any], lease: Lease | None = None) -> dict[str, Any]:
+        own = {} if lease is None or lease.cache_salt is None else {"cache_salt": lease.cache_salt}
+        return {"model": self.model} | body | self.fields | own
+
+    def _body(self, ids: Sequence[int], most: int, settings: dict[str, Any], lease: Lease | None) -> dict[str, Any]:
+        return self._with_common_fields({"prompt": list(ids), "max_tokens": most, **settings}, lease)
+
+    async def _with_retries(
+        self,
+        request: Callable[[str], Awaitable[Any]],
+        lease: Lease | None,
+        path: str = COMPLETIONS,
+    ) -> Any:
+        tried = self._no_attempts(lease)
+        while tried.left:
+            server = await self._server(lease, tried)
+            async with self._attempt(server, tried), self._waiting(server):
+                return await request(f"{server.url}{path}")
+        raise self._balancer.failing(tried)
+
+    def _no_attempts(self, lease: Lease | None) -> FailedAttempts:
+        optional = lease is not None and lease.optional
+        return FailedAttempts(len(self.members) if optional else self._attempts, self._back_off_s, optional)
+
+    async def _server(self, lease: Lease | None, tried: FailedAttempts) -> Server:
+        self._health.start()
+        return await self._balancer.next(lease, tried, self.patience_s)
+
+    @asynccontextmanager
+    async def _attempt(self, server: Server, tried: FailedAttempts) -> AsyncIterator[Attempt]:
+        """Run one attempt; suppress an error that a retry may avoid."""
+        server.busy += 1
+        attempt = Attempt(server, tried.optional)
+        try:
+            yield attempt
+            self._end(attempt, "ok")
+        except TransientServerError as error:
+            tried.record(server, str(error), error.timed_out)
+            limited = "rate_limited" if error.status == 429 else "failed"
+            self._end(attempt, "timed_out" if error.timed_out else limited, error.retry_after_s)
+            await self._check(server, tried)
+        except RequestRejected as error:
+            if error.status in _INVALID:
+                self._end(attempt, "rejected")
+                raise
+            server.last_error = f"{server.url} rejects requests ({error.status})"
+            self._end(attempt, "refused")
+            if error.status == 404:  # the server may serve another model now
+                await self._check(server, tried)
+            others = {other for other in self.members if other.healthy} - {server, *tried.failed}
+            if server.healthy and not (others and tried.left > 1):
+                raise
+            tried.record(server, server.last_error)
+        finally:
+            server.busy -= 1
+            self._end(attempt, "ok" if attempt.answered else "cancelled")
+
+    async def _check(self, server: Server, tried: FailedAttempts) -> None:
+        """Check a server's health; an optional request does not wait for the result."""
+        check = self._health.start_check(server)
+        if not tried.optional:
+            await asyncio.shield(check)
+
+    def _end(self, attempt: Attempt, outcome: str, rest_s: float | None = None) -> None:
+        """Count an attempt, once, and tell the server's circuit."""
+        if attempt.ended:
+            return
+        attempt.ended = True
+        server, circuit, was_open = attempt.server, attempt.server.circuit, attempt.server.circuit.is_open
+        self.outcomes[server.url, outcome] += 1
+        if outcome in ("ok", "rejected"):
+            circuit.succeed(attempt.begun)
+            if was_open and not circuit.is_open:
+                log.info("the %s server %s gets requests again", self.role, server.url)
+        elif outcome == "cancelled" or (outcome == "failed" and attempt.optional and attempt.answered):
+            circuit.leave(attempt.begun)  # the beginning of a draft is of use
+        elif circuit.fail(attempt.begun, 1 if attempt.optional else FAILURES, rest_s):
+            log.warning(
+                "the %s server %s is out for %.0f s after failed requests: %s",
+                *(self.role, server.url, circuit.pause_s, server.last_error),
+            )
+
+    @asynccontextmanager
+    async def _waiting(self, server: Server) -> AsyncIterator[None]:
+        """Wait for the server within the block; raise TransientServerError once a health check marks it unhealthy."""
+        try:
+            async with asyncio.timeout(None) as wait:
+                server.waits.add(wait)
+                try:
+                    yield
+                finally:
+                    server.waits.discard(wait)
+        except TimeoutError as error:
+            if not wait.expired():
+                raise
+            raise TransientServerError(server.last_error) from error
+
+    async def _next(self, attempt: Attempt, pieces: AsyncGenerator[Any, None], silence_s: float | None) -> Any:
+        """The next piece of a stream, or None at its end. Raises TransientServerError after `silence_s` of silence."""
+        limit_s = attempt.limit_s(silence_s)
+        try:
+            async with asyncio.timeout(limit_s), self._waiting(attempt.server):
+                return await anext(pieces, None)
+        except TimeoutError as error:
+            message = f"{attempt.server.url} sent nothing for {limit_s or 0:g} s"
+            raise TransientServerError(message, timed_out=True) from error

@@ -1,0 +1,100 @@
+"""Leases and failed attempts of the requests of one answer, and the errors that they end in."""
+
+from __future__ import annotations
+
+from parse_infer.backends.pool.circuit import Begun
+from parse_infer.backends.pool.health import Server
+
+TRIAL_SILENCE_S = 2.0
+_LONGEST_BACK_OFF_S = 30.0
+
+
+class Unavailable(OSError):
+    """No server answers.
+
+    Attributes:
+        retry_after_s: how long the servers asked for no requests; 0: they did not.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Failing(Unavailable):
+    """Servers answer, but this request failed on each attempt."""
+
+
+class Lease:
+    """Binds the requests of one answer to one replica and its prefix cache, and moves them after a failure.
+
+    Attributes:
+        optional: the answer can do without these requests, so they wait for no server, and each gets one try.
+        cache_salt: of the answer's own prefix cache; None: it shares the server's.
+    """
+
+    def __init__(self, server: Server, optional: bool = False) -> None:
+        self.server = server
+        self.optional = optional
+        self.cache_salt: str | None = None
+        server.busy += 1
+
+    def move(self, server: Server) -> None:
+        self.server.busy -= 1
+        self.server = server
+        server.busy += 1
+
+
+class Attempt:
+    """One attempt of a request at one server.
+
+    Attributes:
+        optional: see `Lease`.
+        begun: state of the server's circuit at the beginning.
+        answered: the server has sent a piece of its stream.
+        ended: its outcome is counted.
+    """
+
+    def __init__(self, server: Server, optional: bool) -> None:
+        self.server, self.optional = server, optional
+        self.begun = server.circuit.begin()
+        self.answered = self.ended = False
+
+    def limit_s(self, silence_s: float | None) -> float | None:
+        """How long the server may send nothing; a trial of a server that failed before is short."""
+        return min(silence_s, TRIAL_SILENCE_S) if silence_s is not None and self.begun is Begun.TRIAL else silence_s
+
+
+class FailedAttempts:
+    """Failed attempts of one request, which has `attempts` in all, but one more at most after a time-out.
+
+    Most likely it would time out again, and each time a server may write the whole answer. An optional request has
+    one attempt per server, and none after a time-out.
+
+    Attributes:
+        failed: the server of each attempt.
+        last_error: error of the last attempt.
+    """
+
+    def __init__(self, attempts: int, back_off_s: float = 0.0, optional: bool = False) -> None:
+        self.attempts, self.optional = attempts, optional
+        self._back_off_s = back_off_s
+        self.failed: list[Server] = []
+        self.last_error = ""
+        self._timed_out = False
+
+    @property
+    def left(self) -> int:
+        return self.attempts - len(self.failed)
+
+    def back_off_s(self, times: int) -> float:
+        """Seconds to wait after a replica has failed `times` times."""
+        return min(self._back_off_s * 2.0 ** min(times - 1, 30), _LONGEST_BACK_OFF_S)
+
+    def record(self, server: Server, last_error: str, timed_out: bool = False) -> None:
+        self.failed.append(server)
+        self.last_error = server.last_error = last_error
+        if timed_out:
+            again = not (self._timed_out or self.optional)
+            self.attempts = min(self.attempts, len(self.failed) + again)
+            self._timed_out = True

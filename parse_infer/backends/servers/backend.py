@@ -1,0 +1,431 @@
+"""Backend with the target on servers, and the draft model on servers or in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from parse_infer.backends.launch.supervisor import Supervisor
+from parse_infer.backends.pool.client import RequestRejected
+from parse_infer.backends.pool.health import Server
+from parse_infer.backends.pool.replicas import ReplicaPool
+from parse_infer.backends.pool.response_head import ResponseHead
+from parse_infer.backends.servers.connect import Urls, check_servable, find_parts
+from parse_infer.backends.servers.in_process_draft import LocalDraft
+from parse_infer.backends.servers.logprob_reads import MAX_READ_TOKENS, LogprobScores
+from parse_infer.backends.servers.pair import Drafts, ServerModelPair
+from parse_infer.backends.servers.target import Scores, Target
+from parse_infer.backends.servers.text_draft import TextApi, TextDraft, find_text_api
+from parse_infer.calibration.schema import Calibration
+from parse_infer.decoding.block_length import REPLAYED, BlockLength, threshold_class
+from parse_infer.decoding.loop import PairWrapper, identity, speculate
+from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
+from parse_infer.drafters.draft_model import share_tokens
+from parse_infer.drafters.text import TextDrafter
+from parse_infer.errors import PromptError, ServerError
+from parse_infer.judge.carried import Carried
+from parse_infer.models.environment import describe_machine
+from parse_infer.request.events import Event, Resumed
+from parse_infer.request.request import Request
+from parse_infer.settings.generation import BlockTokens, GenerationSettings
+from parse_infer.text.cuts import CutPolicy
+from parse_infer.text.detokenizer import without_special_tokens
+from parse_infer.text.tokenizer_spec import TokenizerSpec
+
+PARALLEL = 64  # concurrent answers
+T = TypeVar("T")
+
+
+def connect_backend(
+    target: str | Path,
+    draft: str | Path | None = None,
+    adapter: str | Path | None = None,
+    *,
+    target_url: Urls = (),
+    draft_url: Urls = (),
+    min_p: float | None = None,
+    zero_shot: bool = False,
+    cut_policy: CutPolicy | None = None,
+    calibration: str | Path | None = None,
+    template_options: Mapping[str, Any] | None = None,
+    api_key: str | None = None,
+    draft_api_key: str | None = None,
+    parallel: int = PARALLEL,
+    patience_s: float | None = None,
+    local_draft: bool | None = None,
+    target_options: Mapping[str, Any] | None = None,
+    draft_options: Mapping[str, Any] | None = None,
+    max_read_tokens: int = MAX_READ_TOKENS,
+    expected: GenerationSettings | None = None,
+    on_progress: Callable[[str], None] = lambda line: None,
+) -> VLLMBackend:
+    """Connect to servers, or start them; the arguments of `ParseEngine.from_pretrained` with backend="vllm".
+
+    Args:
+        target_url, draft_url: addresses of each model's replicas. Without an address, this starts a server that ends
+            with `close`. Any target server with log-probabilities will do, such as vLLM as its users start it.
+            A draft server may be any with OpenAI's API. If it returns no token ids, drafts pass as text, and `draft`
+            may be None or the model's name on the server.
+        local_draft: run the draft model in this process. None: if the draft has no address and no options, is a
+            folder with at most 32 MiB of weights, and there is no GPU.
+        target_options, draft_options: extra vLLM options of started servers, by their names in `vllm.LLM`.
+        max_read_tokens: longest read of log-probabilities, without what the server's prefix cache holds. A larger one
+            takes more of the server's memory (`MAX_READ_TOKENS`).
+        parallel: number of concurrent answers in `generate` and `collect`.
+        expected: settings of future requests; errors in them are raised before a server starts.
+        on_progress: called with progress lines about starting servers.
+        api_key: API key of the target's servers; None: the environment variable VLLM_API_KEY, as in vLLM.
+        draft_api_key: API key of the draft servers; None: the environment variable PARSE_DRAFT_API_KEY. Without it,
+            draft servers at a target server's address get `api_key`, and others get no key.
+        patience_s: how long a request waits while no replica is healthy. None: 2 minutes; for started servers, the
+            time that a restart may take.
+
+    Raises:
+        OSError: a file or package is missing, or no server of a model answers.
+        ValueError: parts do not fit together, or a server serves another model or adapter.
+    """
+    parts = find_parts(
+        target,
+        draft,
+        adapter,
+        min_p=min_p,
+        zero_shot=zero_shot,
+        cut_policy=cut_policy,
+        calibration=calibration,
+        template_options=template_options,
+        target_url=target_url,
+        draft_url=draft_url,
+        local_draft=local_draft,
+        target_options=target_options,
+        draft_options=draft_options,
+        max_read_tokens=max_read_tokens,
+        api_key=api_key,
+        draft_api_key=draft_api_key,
+        patience_s=patience_s,
+        expected=expected,
+        on_progress=on_progress,
+    )
+    backend = VLLMBackend(
+        parts.target,
+        parts.draft,
+        threshold=parts.threshold,
+        parallel=parallel,
+        models=parts.models,
+        train_problems=parts.train_problems,
+        calibration=parts.calibration,
+        processes=parts.processes,
+    )
+    try:
+        backend.run(backend.handshake())
+        if calibration is not None and backend.calibration is not None:
+            backend.calibration.check(backend.describe())
+    except BaseException:
+        backend.close()
+        raise
+    return backend
+
+
+class VLLMBackend:
+    """A stateless `Backend`: any number of engines may share the servers.
+
+    Answers equal those of a `LocalBackend` up to the servers' rounding; with the zero-shot judge, one with
+    `keep_greedy_match=False`. Sampled answers use other random numbers.
+
+    Args:
+        target: the target's servers and judge.
+        draft: the draft model's replicas or in-process model, with its tokenizer (None: its servers get text); None:
+            drafts are given with the prompts.
+        threshold: the judge's calibrated threshold.
+        models: names of the models; see `describe`.
+        processes: servers started for this backend; `close` ends them.
+
+    Attributes:
+        falls_back: if no draft server answers or the judge fails, the target answers alone at once
+            (`Generation.fallback`). False (for measurements): such a request fails, after `patience_s`.
+    """
+
+    adaptive = True
+    deterministic = False  # rounding depends on the server's batch
+
+    def __init__(
+        self,
+        target: Target,
+        draft: tuple[ReplicaPool | LocalDraft, TokenizerSpec | None] | None,
+        *,
+        threshold: float | None = None,
+        parallel: int = PARALLEL,
+        models: Mapping[str, Any] | None = None,
+        train_problems: frozenset[str] = frozenset(),
+        calibration: Calibration | None = None,
+        processes: Supervisor | None = None,
+    ) -> None:
+        self.target: TokenizerSpec = target.language
+        self.draft: TokenizerSpec | None = draft[1] if draft is not None else None
+        self.threshold = threshold
+        self.parallel = parallel
+        self.falls_back = True
+        self.train_problems, self.calibration = train_problems, calibration
+        self.processes = processes
+        self._models = dict(models or {})
+        self._target, self._drafts = target, draft
+        self._shares_tokens = self.draft is not None and share_tokens(self.draft, self.target)
+        self._text_api: TextApi | None = None  # of the draft servers; None: they take and return token ids
+        self._lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `threshold_class`
+        self._runner = asyncio.Runner()
+        self._one = threading.Lock()  # of the threads that use the loop
+
+    async def handshake(self) -> None:
+        """Check models, tokenizers and judges of all servers. Raises as `from_pretrained` does."""
+        for servers, language in self._known():
+            servers.examine = partial(self._examine, servers, language)
+            await servers.handshake()
+            if language is not None:
+                language.window = min(language.window, servers.identity.window or language.window)
+            if self._models.get(servers.role, "") is None:
+                self._models[servers.role] = servers.model
+        await self.aclose()  # requests may use another event loop
+
+    async def _examine(self, servers: ReplicaPool, language: TokenizerSpec | None, server: Server) -> None:
+        """Raise ValueError if a new or recovered server has the wrong tokenizer, or cannot judge or draft."""
+        if servers is not self._target.servers:
+            found = await find_text_api(servers, server, language)
+            if found is not None and len(servers.identity.names) > 1:
+                names = ", ".join(servers.identity.names[:12])
+                raise ServerError(f"the draft server {server.url} serves several models: set draft to one of {names}")
+            if any(other.examined and other is not server for other in servers.members) and found != self._text_api:
+                raise ServerError(f"the draft server {server.url} takes prompts unlike the others: use one kind")
+            self._text_api = found
+            if found is not None:
+                without_special_tokens(self.target.tokenizer)  # now, not during the first answer
+                return
+        assert language is not None
+        await servers.identity.check_tokens(language.name, language.tokenizer, server)
+        if servers is self._target.servers:
+            await self._target.try_judge(server)
+
+    @property
+    def servers(self) -> dict[str, ReplicaPool]:
+        """Replicas by role: "target", and "draft" if servers run the draft model."""
+        return {servers.role: servers for servers, _ in self._known()}
+
+    def _known(self) -> list[tuple[ReplicaPool, TokenizerSpec | None]]:
+        found: list[tuple[ReplicaPool, TokenizerSpec | None]] = [(self._target.servers, self._target.language)]
+        if self._drafts is not None and isinstance(self._drafts[0], ReplicaPool):
+            found.append((self._drafts[0], self._drafts[1]))
+        return found
+
+    @property
+    def probe_tokens(self) -> int:
+        return self._target.room
+
+    def describe(self) -> dict[str, Any]:
+        """Names of the models. The operator of a server answers for the weights behind a name."""
+        return dict(self._models)
+
+    def describe_drafters(self) -> dict[str, Any]:
+        """Empty: the vLLM server may run its own token drafter."""
+        return {}
+
+    def describe_machine(self) -> dict[str, Any]:
+        """Hardware of this process, not of the servers."""
+        return describe_machine(torch.device("cpu"))
+
+    def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
+        check_servable(settings, calibration, exact=self._target.reads is not None)
+
+    def replayable(self, length: BlockTokens) -> BlockTokens:
+        as_text = self._text_api is not None and self._text_api.ends_blocks and self._target.reads is not None
+        return REPLAYED if length == "auto" and as_text else length
+
+    def require_judge(self) -> Any:
+        judge = self._target.questions or self._target.reads
+        if judge is None:
+            raise ServerError("This engine has no judge: pass adapter=… or min_p=…")
+        return judge
+
+    def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> Drafts:
+        if isinstance(draft_text, TextDrafter):
+            return draft_text
+        if draft_text is not None:
+            return TextDrafter(draft_text, self.target, request.prompt)
+        if self._drafts is None:
+            raise ServerError("the engine has no draft model: give draft=… or a draft_text")
+        servers, language = self._drafts
+        stop = request.settings.stop
+        try:
+            if isinstance(servers, ReplicaPool) and self._text_api is not None:
+                window = servers.identity.window
+                return servers, TextDraft(self._text_api, language, self.target, request.prompt, stop, window)
+            assert language is not None
+            return servers, CrossTokenizerDraft(language, self.target, self._shares_tokens, request.prompt, stop)
+        except PromptError as error:  # the target has rendered the prompt
+            return error
+
+    def uses_draft(self, request: Request, source: Drafts) -> bool:
+        threshold = request.settings.threshold
+        assert threshold is not None  # set by the engine
+        return threshold <= 1 or request.settings.mode == "exact"
+
+    async def with_draft(
+        self, request: Request, source: Drafts, wrap: PairWrapper, watched: bool
+    ) -> AsyncGenerator[Event, None]:
+        threshold = request.settings.threshold
+        assert threshold is not None  # set by the engine
+        # A wrapper may reuse parts of this answer under other settings. It needs one timing per target token.
+        unwrapped = wrap is identity
+        falls_back = self.falls_back and unwrapped
+        with (
+            self._target.servers.acquire() as at,
+            source[0].acquire(falls_back) if isinstance(source, tuple) else nullcontext() as draft_at,
+        ):
+            watched = watched or not unwrapped
+            no_judge = request.settings.mode == "exact"
+            length = self._lengths[threshold_class(2.0 if no_judge else threshold)] if unwrapped else None
+            pair = ServerModelPair(self._target, source, request, threshold, at, draft_at, watched, falls_back, length)
+            try:
+                async with aclosing(speculate(wrap(pair, request), request)) as events:
+                    async for event in events:
+                        yield event
+            finally:
+                await pair.close()
+
+    async def alone(self, request: Request, speculate: bool, watched: bool) -> AsyncGenerator[Event, None]:
+        with self._target.servers.acquire() as at:
+            async with aclosing(self._target.written(request, 1, at, watched)) as tokens:
+                async for token in tokens:
+                    request.stats.target_forwards += 1
+                    yield Resumed(1, request.answer.add([token], "target"), token)
+                    if request.answer.is_finished:
+                        return
+
+    def draft_alone(self, request: Request) -> AsyncGenerator[Event, None]:
+        raise ServerError("generate_draft needs the local backend: send the request to the draft server instead")
+
+    async def judge_text(
+        self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int] | None
+    ) -> Scores | LogprobScores:
+        cuts = self._target.segmenter.cuts(draft) if cuts is None else cuts
+        with self._target.servers.acquire() as at:
+            if self._target.reads is not None:
+                n = len(context) + len(draft)
+                if n > self._target.reads.max_tokens:
+                    raise ServerError(
+                        f"prompt and response have {n} tokens, but one read of log-probabilities has at most "
+                        f"{self._target.reads.max_tokens}: shorten the response"
+                    )
+                return await self._target.read(context, draft, cuts, Carried(), (), at)
+            return await self._target.ask(context, draft, cuts, at)
+
+    def relay(
+        self, path: str, body: bytes, fields: Mapping[str, Any], whole: bool
+    ) -> AsyncGenerator[ResponseHead | bytes, None]:
+        """Pass a request on to a target server; yield the head of its response, then the body, all unchanged.
+
+        The body's bytes are changed only where the target's server must find another model name, no `parse`, or
+        this engine's options of the chat template.
+
+        Args:
+            fields: the JSON object in `body`.
+            whole: read the response before the head is yielded, so that it can be retried.
+
+        Raises OSError if no server answers, and ValueError if the server rejects our key or address.
+        """
+        servers = self._target.servers
+        sent = {name: value for name, value in fields.items() if name != "parse"} | {"model": servers.model}
+        own = fields.get("chat_template_kwargs") or {}
+        if self.target.template_options and "messages" in fields and isinstance(own, Mapping):
+            sent["chat_template_kwargs"] = {**self.target.template_options, **own}
+        try:
+            return servers.passed(path, body if sent == fields else json.dumps(sent).encode(), whole)
+        except RecursionError as error:
+            raise RequestRejected("the body is nested too deeply", status=400) from error
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on this backend's event loop. Other threads wait.
+
+        Beside another event loop, such as a notebook's, it runs in a thread of its own.
+        """
+        running = _running_loop()
+        if running is None:
+            with self._one:
+                return self._runner.run(work)
+        if running is self._runner.get_loop():
+            work.close()
+            raise RuntimeError("the event loop of this engine runs already: await `events` there")
+        doing: list[asyncio.Task[Any] | None] = []
+
+        async def interruptible() -> T:
+            doing.append(asyncio.current_task())
+            return await work
+
+        def alone() -> T:
+            with self._one:
+                return self._runner.run(interruptible())
+
+        with ThreadPoolExecutor(1) as thread:
+            result = thread.submit(alone)
+            try:
+                return result.result()
+            except KeyboardInterrupt:
+                for task in filter(None, doing):
+                    self._runner.get_loop().call_soon_threadsafe(task.cancel)
+                raise
+
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        loop = self._runner.get_loop()
+        if loop.is_running():  # in another thread, or here, where the garbage collector closes a stream
+            asyncio.run_coroutine_threadsafe(work, loop)
+        else:
+            self.run(work)
+
+    def turn(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def clear_caches(self) -> None:
+        """Make new requests miss the servers' prefix caches."""
+        self.fields(**{**self._target.servers.fields, "cache_salt": uuid.uuid4().hex})
+
+    def fields(self, **fields: Any) -> None:
+        """Add fields to all later requests to the servers, such as vLLM's `cache_salt` or `priority`; not to servers
+        that draft as text, which may refuse them."""
+        for servers, _ in self._known():
+            if servers is self._target.servers or self._text_api is None:
+                servers.fields = fields
+
+    async def aclose(self) -> None:
+        """Close connections and health checks from within the event loop that runs the requests."""
+        await self._target.servers.aclose()
+        if self._drafts is not None:
+            await self._drafts[0].aclose()
+
+    def close(self) -> None:
+        """Close all connections and stop the servers that this backend started."""
+        try:
+            with suppress(RuntimeError):  # already closed
+                self.run(self.aclose())
+                if _running_loop() is None:
+                    self._runner.close()
+                else:
+                    with ThreadPoolExecutor(1) as thread:
+                        thread.submit(self._runner.close).result()
+        finally:
+            if self.processes is not None:
+                self.processes.stop()
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -1,0 +1,285 @@
+"""The `ModelPair` of one answer over servers.
+
+The target prefills a long prompt while the draft is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from parse_infer.backends.pool.client import RequestRejected
+from parse_infer.backends.pool.replicas import ReplicaPool
+from parse_infer.backends.pool.retries import Failing, Lease, Unavailable
+from parse_infer.backends.servers.in_process_draft import LocalDraft
+from parse_infer.backends.servers.logprob_reads import LogprobScores
+from parse_infer.backends.servers.target import Scores, Target, server_settings
+from parse_infer.backends.servers.text_draft import CHAT, TextDraft, TextStream, read_chunk
+from parse_infer.decoding.block_length import BlockLength
+from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStream
+from parse_infer.drafters.text import TextDrafter
+from parse_infer.errors import PromptError
+from parse_infer.request.output import Fallback
+from parse_infer.request.request import Request
+
+log = logging.getLogger("parse_infer.backends")
+
+DRAFT_SILENCE_S = 10.0  # without a draft token; then the target alone is faster
+_MEASURED_SILENCE_S = 600.0  # where drafts are measured, a silent server is an error
+PREFILL = 256  # prompt tokens from which a prefill request during drafting pays off
+
+Drafts = (
+    tuple[ReplicaPool | LocalDraft, CrossTokenizerDraft] | tuple[ReplicaPool, TextDraft] | TextDrafter | PromptError
+)
+"""Source of drafts: a draft model with its tokenizer mapping, a server of texts, a text, or why the draft model
+refuses the prompt."""
+
+
+@dataclass
+class _Timed:
+    """A draft in progress.
+
+    Attributes:
+        confidences: the draft model's probability of each token; empty if the server does not list them.
+        text: the draft, if it passes as text.
+    """
+
+    confidences: list[float] = field(default_factory=list)
+    text: TextStream | None = None
+    _start: float = field(default_factory=time.perf_counter)
+    _first: tuple[float, int] = (0.0, 0)
+    _last: tuple[float, int] = (0.0, 0)
+
+    def note(self, n: int) -> None:
+        """Record that the draft has n tokens now."""
+        if n > self._last[1]:
+            self._last = time.perf_counter() - self._start, n
+            self._first = self._first if self._first[1] else self._last
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Time until the first token, and of each decoding step; all time belongs to the steps of a single piece."""
+        (first_s, first), (last_s, last) = self._first, self._last
+        return (first_s, (last_s - first_s) / (last - first)) if last > first else (0.0, last_s / last)
+
+
+class ServerModelPair:
+    """The `ModelPair` of one request over servers.
+
+    Args:
+        drafts: source of drafts.
+        threshold: the request's threshold.
+        at, draft_at: leases of the replicas for this request.
+        watched: see `Target.written`.
+        falls_back: if the draft or the judge fails, the target writes the rest of the answer (`Request.fallback`).
+            False: raise the error.
+        length: ends a draft of "auto" where one more token stops paying, if its server tells log-probabilities; None:
+            "auto" drafts the rest of the answer.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafts: Drafts,
+        request: Request,
+        threshold: float,
+        at: Lease,
+        draft_at: Lease | None = None,
+        watched: bool = True,
+        falls_back: bool = True,
+        length: BlockLength | None = None,
+    ) -> None:
+        self.segmenter = target.segmenter
+        self.threshold = threshold
+        self._target, self._drafts, self._request = target, drafts, request
+        self._falls_back = falls_back
+        self._exact = request.settings.mode == "exact"
+        self._uses_draft = self._exact or threshold <= 1
+        block = request.settings.block_tokens
+        of_model = self._uses_draft and isinstance(drafts, tuple)
+        text = drafts[1] if isinstance(drafts, tuple) and isinstance(drafts[1], TextDraft) else None
+        in_blocks = isinstance(block, int) and of_model and (text is None or text.api.path != CHAT)
+        self._by_token = target.reads is not None and of_model and block != "whole"
+        listed = text is not None and text.api.ends_blocks
+        if isinstance(drafts, tuple) and isinstance(drafts[1], CrossTokenizerDraft):
+            listed = isinstance(drafts[0], ReplicaPool) and drafts[1].shares_tokens
+        self._length = length if self._by_token and block == "auto" and listed else None
+        self._draft: _Timed | None = None  # the last draft
+        self._choice: int | None = None  # the target's own token after the accepted ones, if a read has shown it
+        self._blocks = block if isinstance(block, int) and in_blocks else None
+        if self._uses_draft:
+            request.stats.block_tokens = self._blocks or ("auto" if self._by_token else "whole")
+        # In blocks, and before the first draft, the target's stream ends early.
+        self._watched = watched or in_blocks or self._by_token or request.settings.strict_tokens > 0
+        self.drafted = 0
+        self._at, self._draft_at = at, draft_at
+        self._prefill: asyncio.Task[None] | None = None
+
+    def max_draft_tokens(self) -> int:
+        reads, context = self._target.reads, len(self._request.context)
+        left = self._target.language.window - context
+        if reads is not None:
+            unread = min(context, PREFILL) if self._at.server.reads_cache else context
+            left = min(left, reads.max_tokens - unread)
+        behind = max(0, left - self._target.room)
+        return min(self._request.answer.remaining_tokens, behind, self._blocks or behind)
+
+    async def propose(self, round: int) -> Sequence[int]:
+        request, self.drafted = self._request, 0
+        if request.fallback is not None or not self._uses_draft or not self.max_draft_tokens():
+            return []
+        if isinstance(self._drafts, PromptError):
+            return self._fall_back(self._drafts, "draft_refused")
+        if isinstance(self._drafts, TextDrafter):
+            return self._drafts.propose(request.answer.ids, self.max_draft_tokens()).ids
+        writing = self._drafts[1].begin(request.answer.ids, self.max_draft_tokens())
+        if writing is None:
+            return []
+        reads_prefix = self._target.questions is not None or self._at.server.reads_cache
+        if reads_prefix and round == 1 and len(request.context) >= PREFILL:
+            self._prefill = asyncio.create_task(self._read_prompt(list(request.context)))
+        try:
+            await self._read_draft(self._drafts, writing, round)
+        except RequestRejected as error:
+            return self._fall_back(error, "draft_refused")
+        except Unavailable as error:
+            if not writing.n:  # the beginning of a draft is a draft too
+                return self._fall_back(error, "no_draft")
+        finally:
+            request.stats.draft_forwards += writing.n
+            self.drafted = writing.n
+        return writing.draft().ids
+
+    async def verify(self, draft: Sequence[int]) -> Scores | LogprobScores:
+        request, target = self._request, self._target
+        by_token = self._by_token and not self._exact
+        cuts = [] if self._exact or by_token else self.segmenter.cuts(draft)
+        if not draft or not (self._exact or by_token or cuts):
+            return Scores([], [])
+        if self._prefill is not None:
+            await self._prefill
+        request.stats.target_forwards += 1
+        begin = time.perf_counter()
+        try:
+            if target.reads is None:
+                return await target.ask(request.context, draft, cuts, self._at)
+            carried = request.carried
+            written = request.answer.ids[carried.tokens :]
+            return await target.read(request.context, draft, None if by_token else cuts, carried, written, self._at)
+        except (ValueError, Failing) as error:
+            self._fall_back(error)
+            return Scores([], [])
+        finally:
+            self._read_s = time.perf_counter() - begin
+
+    def count_greedy_matches(self, draft: Sequence[int], verdict: Scores | LogprobScores, cut: int) -> int:
+        if not isinstance(verdict, LogprobScores) or verdict.by_token:
+            return 0  # without a read, the target's choices would cost one response per token
+        if not self._request.settings.keeps_greedy_match:
+            return 0
+        matches = (own == id for own, id in zip(verdict.choices[cut:], draft[cut:], strict=True))
+        return sum(1 for _ in itertools.takewhile(bool, matches))
+
+    def compact(self, verdict: Scores | LogprobScores, kept: Collection[int]) -> Scores | LogprobScores:
+        return verdict
+
+    def commit(self, draft: Sequence[int], verdict: Scores | LogprobScores, kept: int) -> None:
+        # The next prompt holds all state, and the server has its prefix blocks cached.
+        request = self._request
+        if self._length is not None and self._draft is not None and draft and request.fallback is None:
+            self._note_block(self._length, self._draft, draft, kept)
+        known = isinstance(verdict, LogprobScores) and kept < len(draft)
+        if known and request.settings.resume_sampling.greedy and not request.answer.required:
+            assert isinstance(verdict, LogprobScores)
+            self._choice = verdict.choices[kept]
+        else:
+            self._choice = None
+
+    async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
+        if self._choice is not None:
+            yield self._choice
+        async with aclosing(self._target.written(self._request, round, self._at, self._watched)) as tokens:
+            async for token in tokens:
+                self._request.stats.target_forwards += 1
+                yield token
+
+    def draft_continues(self, draft: Sequence[int], kept: int, written: Sequence[int]) -> bool:
+        if (self._blocks is None and not self._by_token) or not (draft or self.drafted):
+            return False
+        if not draft or (self._by_token and kept < len(draft)):
+            return len(written) >= 1
+        return kept == len(draft) or self.segmenter.first_segment_end(written) is not None
+
+    async def close(self) -> None:
+        """Cancel a pending request."""
+        if self._prefill is not None:
+            self._prefill.cancel()
+            await asyncio.gather(self._prefill, return_exceptions=True)
+
+    def _fall_back(self, error: Exception, reason: Fallback | None = None) -> list[int]:
+        """Let the target write the rest. Raises the error if fallback is off or no target server answers.
+
+        Args:
+            reason: None: the judge failed.
+        """
+        gone = reason is None and isinstance(error, Unavailable) and not isinstance(error, Failing)
+        if gone or not self._falls_back:
+            raise error
+        self._request.fallback = reason = reason or "judge_failed"
+        # A server or a chat template may quote the request in its message, which stays out of the log.
+        why: object = error
+        if isinstance(error, RequestRejected):
+            why = f"a request was rejected ({error.status})"
+        elif isinstance(error, PromptError):
+            why = "the draft model refuses the prompt"
+        log.warning("the target answers without a draft (%s): %s", reason, why)
+        return []
+
+    async def _read_draft(self, drafts: Any, writing: DraftStream | TextStream, round: int) -> None:
+        servers, source = drafts
+        sampling, length = self._request.settings.draft_sampling, self._length
+        silence_s = DRAFT_SILENCE_S if self._falls_back else _MEASURED_SILENCE_S
+        timed = self._draft = _Timed()
+        if isinstance(writing, TextStream):
+            timed.confidences, timed.text = writing.confidences, writing
+            body = writing.body(sampling, round, logprobs=length is not None)
+            written = servers.relayed(source.api.path, body, self._draft_at, silence_s, read_chunk)
+        else:
+            asked = server_settings(sampling, source.end_ids, "draft", round)
+            listed: dict[str, Any] = {"silence_s": silence_s}
+            listed |= {} if length is None else {"confidences": timed.confidences}
+            written = servers.written(writing.context, writing.remaining_tokens, asked, self._draft_at, **listed)
+        reads, unknown = self._target.reads, self._request.carried.usual is None
+        least = reads.first_tokens if reads is not None and unknown else 0
+        survival, seen = 1.0, 0
+        async with aclosing(written) as pieces:
+            async for piece in pieces:
+                writing.add(piece)
+                timed.note(writing.n)
+                if writing.is_finished:
+                    return
+                if length is not None and len(timed.confidences) > seen:
+                    survival *= math.prod(map(length.survival_of, timed.confidences[seen:]))
+                    seen = len(timed.confidences)
+                    if length.end_after(survival) and (not least or len(writing.draft().ids) >= least):
+                        return
+
+    def _note_block(self, length: BlockLength, timed: _Timed, draft: Sequence[int], kept: int) -> None:
+        """Record what a block cost, and how many of its tokens survived."""
+        if not timed.confidences:
+            return
+        n, (wait_s, step_s) = len(draft), timed.seconds
+        confidences = timed.confidences if timed.text is None else timed.text.confidences_of(draft)
+        # A server without cached reads reads the context for each block, so the context is no token of the block.
+        length.note(confidences[:n], kept, kept < n, step_s * n, self._read_s + wait_s, n)
+
+    async def _read_prompt(self, context: list[int]) -> None:
+        with suppress(ValueError, Unavailable):  # later requests report the error
+            await self._target.prefill(context, self._at)

@@ -1,0 +1,200 @@
+"""The target of answers over servers: its replicas, its judge, and the requests to them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from parse_infer.backends.pool.client import RequestRejected
+from parse_infer.backends.pool.health import Server
+from parse_infer.backends.pool.replicas import COMPLETIONS, ReplicaPool
+from parse_infer.backends.pool.retries import Failing, Lease
+from parse_infer.backends.servers.cached_read_check import CachedReadCheck, cached_read, uncached_read
+from parse_infer.backends.servers.logprob_reads import LogprobReads, LogprobScores, cached_tokens
+from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
+from parse_infer.errors import ServerError
+from parse_infer.judge.carried import Carried
+from parse_infer.request.request import Request
+from parse_infer.settings.sampling import Sampling, seed_of
+from parse_infer.text.cuts import CutPolicy, Segmenter
+from parse_infer.text.tokenizer_spec import TokenizerSpec
+
+log = logging.getLogger("parse_infer.backends")
+
+
+@dataclass(frozen=True)
+class Scores:
+    cuts: list[int]
+    validity: list[float]
+    scores: None = None
+    unusual: bool = False
+    by_token: bool = False
+
+
+class Target:
+    """The target's replicas and the requests to them.
+
+    Args:
+        judge: None: the target only writes.
+
+    Attributes:
+        reads: judges drafts by log-probabilities.
+        questions: judges drafts by questions to the target.
+        segmenter: finds the cuts that the local backend judges.
+        room: tokens that the window must have after a draft.
+    """
+
+    def __init__(
+        self,
+        language: TokenizerSpec,
+        servers: ReplicaPool,
+        judge: LogprobReads | ZeroShotRequests | None,
+        cut_policy: CutPolicy,
+    ) -> None:
+        self.reads = judge if isinstance(judge, LogprobReads) else None
+        self.questions = judge if isinstance(judge, ZeroShotRequests) else None
+        self.language = language
+        self.servers = servers
+        probe_tokens = 0 if self.questions is None else len(self.questions.asked)
+        self.segmenter = Segmenter(language.tokenizer, cut_policy, probe_tokens)
+        self.room = 0 if judge is None else probe_tokens + 1
+
+    async def ask(
+        self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], lease: Lease | None = None
+    ) -> Scores:
+        """Ask the target about the draft at all cuts, in one request. Raises ValueError for a malformed answer, and
+        the errors of `ReplicaPool.ask`."""
+        assert self.questions is not None
+        body = self.questions.request(context, draft, cuts)
+        return Scores(list(cuts), self.questions.validities(await self.servers.ask(body, lease), len(cuts)))
+
+    async def read(
+        self,
+        context: Sequence[int],
+        draft: Sequence[int],
+        cuts: Sequence[int] | None,
+        carried: Carried,
+        written: Sequence[int],
+        lease: Lease | None = None,
+    ) -> LogprobScores:
+        """Judge a draft in a worker thread; the arguments are those of `LogprobReads.scores`. Raises as `ask` does.
+
+        A server that `reads_cache` reads the draft only. Where its cache holds a part of the draft too, it has no
+        scores of that part. Then it reads all again, under a `cache_salt` of its own if the context is long.
+        """
+        assert self.reads is not None
+        ids, verdict = [*context, *draft], (draft, cuts, carried, written)
+        if lease is not None and lease.server.reads_cache:
+            response = await self._read_cached(context, ids, lease)
+            if response is None and len(ids) > self.reads.max_tokens:
+                lease.cache_salt = uuid.uuid4().hex
+                await self.prefill(context, lease)
+                response = await self._read_cached(context, ids, lease)
+            if response is not None:
+                try:
+                    return await asyncio.to_thread(self.reads.scores, response, *verdict)
+                except ServerError as error:  # its answers have changed since the handshake
+                    lease.server.reads_cache = False
+                    log.warning("the target server %s is read without its prefix cache: %s", lease.server.url, error)
+        if len(ids) > self.reads.max_tokens:
+            raise ServerError(f"no target server reads more than {self.reads.max_tokens} tokens")
+        body, path = self.reads.request(ids), COMPLETIONS
+        if lease is not None:
+            body, path = uncached_read(self.reads, ids, lease.server)
+        response = await self.servers.ask(body, lease, path=path)
+        return await asyncio.to_thread(self.reads.scores, response, *verdict)
+
+    async def _read_cached(self, context: Sequence[int], ids: Sequence[int], lease: Lease) -> Any:
+        """The response with the scores of all tokens after the context, or None."""
+        assert self.reads is not None
+        body, path = cached_read(self.reads, ids, len(context) - 1, lease.server)
+        try:
+            response = await self.servers.ask(body, lease, path=path)
+        except RequestRejected:  # the answer has moved to a server that cannot
+            if lease.server.sglang:
+                raise
+            return None
+        cached = cached_tokens(response)  # the last of them has the scores of the token after it
+        return response if cached is not None and cached < len(context) else None
+
+    async def prefill(self, context: Sequence[int], lease: Lease) -> None:
+        """Let the server read a text into its cache, but for the last token: a read needs its state."""
+        prompt = list(context[:-1] or context)
+        await self.servers.ask({"prompt": prompt, "max_tokens": 1, "temperature": 0}, lease)
+
+    async def try_judge(self, server: Server) -> None:
+        """Raise ValueError if this server cannot judge a draft, TransientServerError if it does not answer."""
+        if self.reads is None:
+            return
+        known = await self.servers.ask_one(server, *uncached_read(self.reads, self.reads.reference, server))
+        self.reads.check(known, server.url)
+        server.reads_cache = await CachedReadCheck(self.servers, server, self.reads, self.language.window).passes()
+
+    async def written(
+        self, request: Request, round: int, lease: Lease | None, watched: bool
+    ) -> AsyncGenerator[int, None]:
+        """Yield the target's tokens after the answer so far, until the caller stops.
+
+        Args:
+            watched: stream the tokens; else they come all at once, which costs less.
+
+        Raises Failing if a server ends an unfinished answer without a token.
+        """
+        while request.answer.remaining_tokens > 0:
+            before = len(request.answer.ids)
+            async with aclosing(self._written_once(request, round, lease, watched)) as tokens:
+                async for token in tokens:
+                    yield token
+            # A server may have its own limit, such as max_new_tokens in the model's generation_config.json.
+            if len(request.answer.ids) == before:
+                raise Failing("a target server has ended an answer without a token")
+
+    async def _written_once(
+        self, request: Request, round: int, lease: Lease | None, watched: bool
+    ) -> AsyncGenerator[int, None]:
+        room = request.answer.remaining_tokens
+        asked = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(request)
+        if not watched:
+            asked |= stop_settings(request.settings.stop)
+        written = self.servers.written(request.context, room, asked, lease, watched)
+        async with aclosing(written) as pieces:
+            while True:
+                with request.timed("resume_s"):
+                    piece = await anext(pieces, None)
+                if piece is None:
+                    return
+                for token in piece:
+                    yield token
+
+
+def stop_settings(stop: Sequence[str]) -> dict[str, Any]:
+    """Stop fields of a request whose answer comes all at once."""
+    return {"stop": list(stop), "include_stop_str_in_output": True} if stop else {}
+
+
+def end_settings(request: Request) -> dict[str, Any]:
+    """End-token fields of a request, with vLLM's names and meaning; the server counts from its first new token."""
+    settings: dict[str, Any] = {"ignore_eos": True} if request.settings.ignore_eos else {}
+    return settings | ({"min_tokens": request.answer.required} if request.answer.required else {})
+
+
+def server_settings(sampling: Sampling, end_ids: Collection[int], *purpose: object) -> dict[str, Any]:
+    """Sampling fields of a completion request. They override the defaults of server and model."""
+    settings: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,  # SGLang refuses 0
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "min_p": 0.0,
+        "stop_token_ids": sorted(end_ids),
+    }
+    if sampling.seed is not None and not sampling.greedy:
+        settings["seed"] = seed_of(sampling.seed, *purpose)
+    return settings

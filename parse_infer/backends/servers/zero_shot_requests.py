@@ -1,0 +1,69 @@
+"""The zero-shot judge over any server with log-probabilities: one prompt per cut, with the question behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from parse_infer.errors import ServerError
+from parse_infer.judge.probe.head import verbalizer_ids
+from parse_infer.judge.zero_shot import QUESTION, WORDS, question_probe
+
+TOP = 20  # vLLM's limit; other servers may have less
+
+
+class ZeroShotRequests:
+    """Requests and readings of the judge (`ZeroShotJudge`).
+
+    Args:
+        tokenizer, end_ids: of the target.
+        top: number of log-probabilities to request.
+
+    Raises:
+        ValueError: as `ZeroShotJudge` does.
+    """
+
+    def __init__(self, tokenizer: Any, end_ids: Collection[int], top: int = TOP) -> None:
+        probe = question_probe(tokenizer, QUESTION)
+        self.asked = probe.ids
+        self._end_ids = frozenset(end_ids) if probe.closes_turn else frozenset()  # the question ends the turn itself
+        self._answers = verbalizer_ids(tokenizer, probe.text, WORDS)
+        self._texts = {tokenizer.decode([id]): id for id in self._answers}
+        self._top = top
+
+    def request(self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int]) -> dict[str, Any]:
+        """Body of a `POST /v1/completions` about the prefixes of a draft."""
+        prompts = []
+        for cut in cuts:
+            shown = cut - 1 if cut and draft[cut - 1] in self._end_ids else cut
+            prompts.append([*context, *draft[:shown], *self.asked])
+        tokens = {"max_tokens": 1, "temperature": 0, "return_tokens_as_token_ids": True}
+        return {"prompt": prompts, "logprobs": self._top, **tokens}
+
+    def validities(self, response: Any, n: int) -> list[float]:
+        """Read the validity of each of n prefixes. Raise ValueError for an incomplete response."""
+        try:
+            choices = sorted(response["choices"], key=lambda choice: choice["index"])
+            found = [self._by_id(choice["logprobs"]["top_logprobs"][0]) for choice in choices]
+            if len(found) != n:
+                raise ServerError(f"{len(found)} choices")
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ServerError(
+                f"the server's answer lacks the log-probabilities of {n} tokens ({type(error).__name__})"
+            ) from error
+        return [self._validity(one) for one in found]
+
+    def _by_id(self, found: Mapping[str, float]) -> dict[int, float]:
+        """Map token texts to ids. Unknown texts get ids below 0, since their values still bound those of others."""
+        ids = {text: int(text.removeprefix("token_id:")) for text in found if text.startswith("token_id:")}
+        ids = ids or self._texts  # a server without `return_tokens_as_token_ids`
+        return {ids.get(text, -1 - i): float(value) for i, (text, value) in enumerate(found.items())}
+
+    def _validity(self, found: Mapping[int, float]) -> float:
+        yes, no = self._answers
+        if yes not in found and no not in found:
+            raise ServerError(f"the server's log-probabilities hold neither answer ({yes} or {no})")
+        lowest = min(found.values())  # upper bound for tokens that are not listed
+        logit = found.get(yes, lowest) - found.get(no, lowest)
+        return 1 / (1 + math.exp(-min(max(logit, -500.0), 500.0)))

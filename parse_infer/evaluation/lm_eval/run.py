@@ -1,0 +1,245 @@
+"""Evaluation of the target alone and PARSE on lm-eval's tasks: accuracy and speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lm_eval.evaluator import evaluate
+from rich.console import Console
+
+from data_tools.tasks.lm_eval.tasks import Row, Tasks
+from parse_infer.calibration.record_store import RecordStore
+from parse_infer.engine import ParseEngine
+from parse_infer.errors import ParseError
+from parse_infer.evaluation.lm_eval.model import MODES, EvalRecord, ParseLM
+from parse_infer.evaluation.records import acceptance_rate, costs
+from parse_infer.evaluation.report import speedups
+from parse_infer.evaluation.results_file import write_results
+from parse_infer.evaluation.statistics import difference_interval
+from parse_infer.evaluation.tables import (
+    Table,
+    format_percent,
+    format_times,
+    machine,
+    markdown_table,
+    terminal_table,
+)
+from parse_infer.files import write_text
+from parse_infer.models.environment import describe_run
+from parse_infer.settings.acceptance import describe_threshold
+from parse_infer.settings.generation import GenerationSettings
+
+HEADER = ("task, problems", "metric", "target", "PARSE", "difference", "tokens/s", "speed-up", "accepted, %")
+AGREES = "same text"  # share of answers identical to the target's, for tasks without metrics
+NOTE = (
+    "Metrics are lm-eval's, ± its standard error; brackets: 95 % intervals (paired; Newcombe's for shares, else the "
+    "bootstrap over problems). Both modes answered each problem one right after the other. Speed-up: ratio of "
+    "tokens/s. Accepted: share of the draft tokens that became part of the answer."
+)
+_LM_EVAL_KEYS = ("results", "groups", "versions", "n-shot", "n-samples")  # parts of lm-eval's report in results.json
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """Settings of an evaluation."""
+
+    limit: int | None = None
+    """Problems per task; None: all."""
+    max_new_tokens: int | None = None
+    """Token limit; None: the task's own, or 256 without one (as in lm-eval)."""
+    apply_chat_template: bool | None = None
+    """Whether prompts are chat messages; None: if the target has a chat template."""
+    parse: GenerationSettings = field(default_factory=GenerationSettings)
+    """Settings of PARSE; the tasks set `max_new_tokens` and `stop`."""
+    confirm_run_unsafe_code: bool = False
+    seed: int = 0
+    """Seed of the bootstrap."""
+
+    def __post_init__(self) -> None:
+        self.generation()  # validates
+        if self.limit is not None and self.limit < 1:
+            raise ParseError(f"limit is {self.limit}; it must be at least 1")
+
+    def generation(self) -> GenerationSettings:
+        return self.parse.override(max_new_tokens=self.max_new_tokens or 256)
+
+
+def run_eval(
+    engine: ParseEngine,
+    tasks: Tasks,
+    folder: str | Path,
+    settings: EvalSettings | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Run the missing answers, and write `results.json` and `results.md` into `folder`.
+
+    Args:
+        engine: needs a judge and a source of drafts.
+        folder: results and records; an interrupted run, other tasks or more problems continue there.
+
+    Returns:
+        The content of `results.json`: `{"environment", "tasks": {name: figures}, "lm_eval": {mode: its results}}`.
+        Figures of a task:
+        - `n`: number of problems;
+        - `metrics`, by lm-eval's "metric,filter": both modes' values and standard errors, their difference, and its
+          paired 95 % interval (None if the metric is no mean over problems);
+        - `same_text`: share of answers identical to the target's own;
+        - `speed` per mode: tokens/s; seconds and target forwards per answer; share of truncated answers;
+        - `speedup` (ratio of tokens/s) and `time_speedup` (ratio of seconds), with paired intervals;
+        - `acceptance_rate`.
+
+    Raises:
+        ValueError: the target lacks a required chat template, a prompt exceeds the context window, or the folder
+            holds an evaluation of other models.
+    """
+    settings = settings or EvalSettings()
+    has_template = engine.target.tokenizer.chat_template is not None
+    chat = has_template if settings.apply_chat_template is None else settings.apply_chat_template
+    if chat and not has_template:
+        raise ParseError(
+            f"the tokenizer of {engine.target.name!r} has no chat template: give --no-apply-chat-template"
+        )
+    environment = {
+        **engine.describe_machine(),
+        **engine.describe(),
+        **engine.describe_drafters(),
+        "threshold": engine.threshold if settings.parse.threshold is None else settings.parse.threshold,
+        "block_tokens": settings.parse.block_tokens,
+        "settings": asdict(settings.generation()),
+    }
+    store = RecordStore(folder, environment, EvalRecord, "measurement")
+    lm = ParseLM(engine, store, settings.generation(), settings.max_new_tokens, console)
+    found: dict[str, Any] = {}
+    asked = []
+    for mode in MODES:
+        lm.mode = mode
+        found[mode] = evaluate(
+            lm,
+            tasks.for_lm_eval(),
+            limit=settings.limit,
+            apply_chat_template=chat,
+            fewshot_as_multiturn=chat,
+            confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
+        )
+        asked.append(lm.asked)
+    if asked[0] != asked[1]:
+        raise ParseError("the prompts of a task differ between the two evaluations, so it cannot be compared")
+    environment |= {"limit": settings.limit, "max_new_tokens": settings.max_new_tokens, "chat_template": chat}
+    answers = {task: [[store.records[key, mode] for key in keys] for mode in MODES] for task, keys in asked[0].items()}
+    results = {
+        "environment": {**environment, **describe_run()},
+        "tasks": {row.name: _figures(row, found, answers, settings.seed) for row in tasks.rows},
+        "lm_eval": {mode: {key: _plain(found[mode].get(key)) for key in _LM_EVAL_KEYS} for mode in MODES},
+    }
+    write_text(Path(folder) / "results.md", markdown(results))
+    write_results(Path(folder) / "results.json", results)
+    return results
+
+
+def _figures(row: Row, found: Mapping[str, Any], answers: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    target, parse = ([record for task in row.tasks for record in answers[task][i]] for i in range(len(MODES)))
+    return {
+        "lm_eval_task": row.result,
+        "n": len(parse),
+        "metrics": _metrics(row, found, seed),
+        "same_text": float(np.mean([t.text == p.text for t, p in zip(target, parse, strict=True)])),
+        "speed": {"target": costs(target), "parse": costs(parse)},
+        **speedups(parse, target, seed),
+        "acceptance_rate": acceptance_rate(parse),
+    }
+
+
+def _metrics(row: Row, found: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """All metrics of lm-eval in both modes; {} for a group without aggregated metrics."""
+    metrics = {}
+    told = [found[mode]["results"].get(row.result, {}) for mode in MODES]
+    for key, value in told[0].items():
+        metric, comma, name = key.partition(",")
+        if not comma or metric.endswith("_stderr") or metric == "bypass" or not isinstance(value, (int, float)):
+            continue
+        values = [float(each[key]) for each in told]
+        errors = [each.get(f"{metric}_stderr,{name}") for each in told]
+        parts = [_of_problems(found[mode]["samples"], row.tasks, metric, name) for mode in MODES]
+        is_mean = all(p and abs(sum(p) / len(p) - v) < 1e-9 for p, v in zip(parts, values, strict=True))
+        metrics[key] = {
+            **dict(zip(MODES, values, strict=True)),
+            "stderr": {m: float(e) if isinstance(e, float) else None for m, e in zip(MODES, errors, strict=True)},
+            "difference": values[1] - values[0],
+            "difference_ci": difference_interval(parts[1], parts[0], seed=seed) if is_mean else None,
+        }
+    return metrics
+
+
+def _of_problems(samples: Mapping[str, Any], tasks: Sequence[str], metric: str, name: str) -> list[float]:
+    """A metric's values per problem; [] if some are not numbers."""
+    found = [sample.get(metric) for task in tasks for sample in samples[task] if sample["filter"] == name]
+    return [float(value) for value in found] if all(isinstance(v, (int, float, np.number)) for v in found) else []
+
+
+def _plain(value: Any) -> Any:
+    """Convert mappings and NumPy scalars to JSON types."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def rows(results: dict[str, Any]) -> list[list[str]]:
+    """Cells under `HEADER`, one row per metric of a task; the first row has the speed."""
+    cells = []
+    for name, task in results["tasks"].items():
+        speed = [
+            " → ".join(f"{task['speed'][mode]['tokens_per_s']:.0f}" for mode in ("target", "parse")),
+            format_times(task["speedup"], task["speedup_ci"]),
+            format_percent(task["acceptance_rate"]),
+        ]
+        label = name if name == task["lm_eval_task"] else f"{name} ({task['lm_eval_task']})"
+        agreement = [AGREES, "", f"{task['same_text']:.3f}", ""]
+        told = [[key, *_compared(metric)] for key, metric in task["metrics"].items()] or [agreement]
+        cells.append([f"{label}, {task['n']}", *told[0], *speed])
+        cells += [["", *columns, *[""] * len(speed)] for columns in told[1:]]
+    return cells
+
+
+def _proposer(drafter: dict[str, Any] | None) -> str:
+    if drafter is None:
+        return "none"
+    sizes = ", ".join(f"{key} {value}" for key, value in drafter.items() if key not in ("kind", "weights"))
+    return f"{drafter['kind']} ({sizes})"
+
+
+def _compared(metric: dict[str, Any]) -> list[str]:
+    errors, interval = metric["stderr"], metric["difference_ci"]
+    values = [
+        f"{metric[mode]:.3f}" + ("" if errors[mode] is None else f" ± {errors[mode]:.3f}")
+        for mode in ("target", "parse")
+    ]
+    around = f" [{interval[0]:+.3f}, {interval[1]:+.3f}]" if interval else ""
+    return [*values, f"{metric['difference']:+.3f}{around}"]
+
+
+def table(results: dict[str, Any]) -> Table:
+    """Build a narrow table, with each interval, error and filter on its own line."""
+    cells = [[*(cell.replace(",", "\n") for cell in row[:2]), *row[2:]] for row in rows(results)]
+    return terminal_table([name.replace(", ", "\n") for name in HEADER], cells, caption=NOTE, breaks=r"(?<![±→]) ")
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The content of `results.md`."""
+    environment = results["environment"]
+    models = " and ".join(environment[role]["name"] for role in ("target", "draft") if environment[role])
+    lines = [
+        f"`{environment['command']}`, {environment['date']}: {models}, "
+        f"threshold {describe_threshold(environment['threshold'])}, "
+        f"block tokens {environment['block_tokens']}, token drafter of the target: "
+        f"{_proposer(environment['target_drafter'])}; "
+        f"{machine(environment)}, {environment['dtype']}.",
+        "",
+        *markdown_table(HEADER, rows(results)),
+        "",
+        NOTE,
+    ]
+    return "\n".join(lines) + "\n"
