@@ -30,14 +30,14 @@ from parse_train.counting import Counted, EveryToken, count
 from parse_train.draft_model import DraftModelTrainingConfig
 from parse_train.heads import train_eagle, train_medusa
 from parse_train.heads.training import HeadTrainingConfig
-from parse_train.logprob.config import LogprobTrainingConfig
-from parse_train.logprob.model import LogprobModel
+from parse_train.judge.build_info import read_build_info
+from parse_train.judge.logprob.config import LogprobTrainingConfig
+from parse_train.judge.logprob.model import LogprobModel
+from parse_train.judge.probe.config import ValidityTrainingConfig
+from parse_train.judge.probe.train import build_model
 from parse_train.outlines import BANDWIDTH, PROMPT_TOKENS, cache_per_token, depth_of, outline, size, writing_seconds
 from parse_train.recipe import load_recipe
 from parse_train.self_generated_data import SelfGeneratedConfig
-from parse_train.validity.build_info import read_build_info
-from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.train import build_model
 
 SPEED = 400e12  # assumed operations per second: 40 % of what an H100 does in bfloat16
 _ROWS = 512  # of a chunk of the output layer, as on a GPU

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 # Each module has `main(config: ...)`; the annotation names the dataclass whose fields the recipe sets.
 RECIPES = {
-    "validity": "parse_train.validity.train",
-    "logprob": "parse_train.logprob.train",
+    "validity": "parse_train.judge.probe.train",
+    "logprob": "parse_train.judge.logprob.train",
     "draft_model": "parse_train.draft_model",
     "eagle": "parse_train.heads.train_eagle",
     "medusa": "parse_train.heads.train_medusa",

@@ -19,8 +19,8 @@ from parse_infer.calibration.measure import CalibrationSettings
 from parse_infer.calibration.risk import p_value
 from parse_infer.cli.app import main as parse_infer
 from parse_train.__main__ import main as parse_train
+from parse_train.judge.probe.config import ValidityTrainingConfig
 from parse_train.recipe import load_recipe
-from parse_train.validity.config import ValidityTrainingConfig
 from tools.calibration_simulation import main as simulate
 from tools.calibration_splits import main as splits
 from tools.compare_judges import main as compare

@@ -27,6 +27,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("parse_infer/cli", "data_tools/labels"),
     ("data_tools",),
     ("parse_train",),
+    ("parse_train/judge", "parse_train/heads"),
+    ("parse_train: command",),
     ("parse_zoo",),
     ("tools",),
 )
@@ -41,9 +43,14 @@ ROOMS = {
     "parse_infer": "parse_infer: engine",
     "parse_infer.__main__": "parse_infer/cli",
     "data_tools.recipe_parser": "data_tools: core",
+    "parse_train.plan": "parse_train: command",
+    "parse_train.__main__": "parse_train: command",
 }
-# parse_train may use everything below it but the command line and the evaluation.
-FORBIDDEN = {"parse_train": ("parse_infer/cli", "parse_infer/evaluation", "parse_infer/serve")}
+# parse_train may use everything below it but the command line, the evaluation and the server.
+FORBIDDEN = {
+    room: ("parse_infer/cli", "parse_infer/evaluation", "parse_infer/serve")
+    for room in ("parse_train", "parse_train/judge", "parse_train/heads", "parse_train: command")
+}
 
 
 def modules() -> dict[str, Path]:
@@ -78,7 +85,7 @@ def room(module: str) -> str:
     if module in ROOMS:
         return ROOMS[module]
     package = module.partition(".")[0]
-    if package in ("parse_train", "parse_zoo", "tools"):
+    if package in ("parse_zoo", "tools"):
         return package
     return "/".join(MODULES[module].parent.relative_to(REPOSITORY).parts[:2])
 

@@ -12,8 +12,8 @@ from parse_infer.judge.verifier import Verifier
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.loading import LanguageModel
 from parse_infer.text.cuts import Segmenter
-from parse_train.validity.data import ValidityDataset
-from parse_train.validity.metrics import ScoredDrafts
+from parse_train.judge.data import ValidityDataset
+from parse_train.judge.metrics import ScoredDrafts
 from tools.kl_judge import KLJudge
 
 ZERO_SHOT = "zero-shot judge"

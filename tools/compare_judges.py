@@ -33,10 +33,12 @@ from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.timing import Step, measure
 from parse_infer.text.cuts import Segmenter
-from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.data import ValidityDataset, ValidityExample
-from parse_train.validity.metrics import ScoredDrafts, acceptance_curve
-from parse_train.validity.train import prepare, served_drafts
+from parse_train.judge.data import ValidityDataset
+from parse_train.judge.metrics import ScoredDrafts, acceptance_curve
+from parse_train.judge.probe.config import ValidityTrainingConfig
+from parse_train.judge.probe.data import ValidityExample
+from parse_train.judge.probe.train import prepare
+from parse_train.judge.training import served_drafts
 from tools.baselines import LOG_PROBABILITY, LOWEST_LOG_PROBABILITY, ZERO_SHOT, baseline_scores
 from tools.comparison_table import FIGURES, compare_judges, oracle_acceptance
 from tools.kl_judge import KL_JUDGE, LARGEST_KL, MEAN_KL, find_kl_judge

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy.stats import bootstrap
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from parse_train.validity.metrics import (
+from parse_train.judge.metrics import (
     Floats,
     ScoredDrafts,
     acceptance_curve,

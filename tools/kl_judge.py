@@ -15,9 +15,10 @@ from torch.nn.functional import kl_div
 from parse_infer.models.fingerprint import fingerprint, same_weights
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_infer.models.token_map import token_map
-from parse_train.validity.build_info import BuildInfo
-from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.data import ValidityDataset, ValidityExample
+from parse_train.judge.build_info import BuildInfo
+from parse_train.judge.data import ValidityDataset
+from parse_train.judge.probe.config import ValidityTrainingConfig
+from parse_train.judge.probe.data import ValidityExample
 
 KL_JUDGE = "KL judge"
 LARGEST_KL = "largest KL so far"

@@ -25,7 +25,7 @@ from parse_infer.judge.logprob_head import LogprobHead, LogprobJudge
 from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts
 from parse_infer.models.loading import load_served_model
 from parse_infer.models.names import resolve
-from parse_train.validity.build_info import read_build_info
+from parse_train.judge.build_info import read_build_info
 
 JOINED = (1, 2, 4, 8)  # drafts in a text
 LIKELY = 0.5  # validity above which texts are counted

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from data_tools.recipe_parser import parse_recipe
-from parse_train.validity.config import ValidityTrainingConfig
+from parse_train.judge.probe.config import ValidityTrainingConfig
 
 
 def run_measurement(

@@ -20,11 +20,12 @@ from transformers import set_seed
 from parse_infer.judge.probe.packing import probe_mask, probe_positions, readout_index
 from parse_infer.models.attention import layer_masks
 from parse_infer.models.devices import device_name, wait_for
-from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.data import ValidityCollator, load_datasets
-from parse_train.validity.model import ValidityModel
-from parse_train.validity.train import build_model, encoder_for, load_target, pad_id
-from parse_train.validity.trainer import EpochLengthSampler, ValidityTrainer
+from parse_train.judge.probe.config import ValidityTrainingConfig
+from parse_train.judge.probe.data import ValidityCollator, load_datasets
+from parse_train.judge.probe.model import ValidityModel
+from parse_train.judge.probe.train import build_model, encoder_for, load_target, pad_id
+from parse_train.judge.trainer import ValidityTrainer
+from parse_train.length_sampler import EpochLengthSampler
 from tools.measured_command import run_measurement
 
 CACHED, WHOLE = "context cached, no gradient", "back-propagated throughout"

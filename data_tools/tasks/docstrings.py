@@ -13,11 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 
-from data_tools.tasks.code_calls import calls_of
-from data_tools.tasks.code_checks import same_function
-from data_tools.tasks.python_text import parse
+from data_tools.tasks.code.calls import calls_of
+from data_tools.tasks.code.checks import same_function
+from data_tools.tasks.code.python_text import parse
+from data_tools.tasks.code.sandbox import require_sandbox
 from data_tools.tasks.reading import reading
-from data_tools.tasks.sandbox import require_sandbox
 from data_tools.tasks.task import SPLITS, Problem, Split, check_split, prompt_id, split_of
 from parse_infer.errors import ParseError
 

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from data_tools.tasks.checkers import CHECKS
-from data_tools.tasks.code_checks import CODE_CHECKS, error_in_tests, same_function
+from data_tools.tasks.code.checks import CODE_CHECKS, error_in_tests, same_function
+from data_tools.tasks.code.sandbox import require_sandbox
 from data_tools.tasks.expressions import require_math_verify
-from data_tools.tasks.sandbox import require_sandbox
 from data_tools.tasks.stated_numbers import stated_number
 from data_tools.tasks.task import Problem
 from parse_infer.errors import ParseError

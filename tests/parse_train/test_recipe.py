@@ -14,9 +14,10 @@ from transformers import TrainingArguments
 
 from data_tools.recipe_parser import parse_recipe
 from parse_train.__main__ import main
+from parse_train.judge.config import NOT_SUPPORTED
+from parse_train.judge.probe.config import ValidityTrainingConfig
 from parse_train.recipe import load_recipe
 from parse_train.training_config import TrainingConfig
-from parse_train.validity.config import NOT_SUPPORTED, ValidityTrainingConfig
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted(REPOSITORY.glob("recipes/**/train.yaml"))

@@ -13,7 +13,7 @@ import pytest
 from parse_infer import tracking
 from parse_infer.tracking import RunOptions
 from parse_train import training_run
-from parse_train.validity.config import ValidityTrainingConfig
+from parse_train.judge.probe.config import ValidityTrainingConfig
 from tests import wandb_runs
 from tests.wandb_runs import offline_runs
 

@@ -23,7 +23,7 @@ def recipe(training_folder: Path, tmp_path: Path) -> list[str]:
 
 
 def measured(config: Any) -> int:
-    from parse_train.validity.train import build_model, load_target
+    from parse_train.judge.probe.train import build_model, load_target
 
     lm = load_target(config)
     model = build_model(config, lm).train()

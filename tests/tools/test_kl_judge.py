@@ -14,9 +14,10 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from parse_infer.models.fingerprint import fingerprint
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.names import resolve
-from parse_train.validity.build_info import BuildInfo
-from parse_train.validity.config import ValidityTrainingConfig
-from parse_train.validity.data import ValidityDataset, ValidityExample
+from parse_train.judge.build_info import BuildInfo
+from parse_train.judge.data import ValidityDataset
+from parse_train.judge.probe.config import ValidityTrainingConfig
+from parse_train.judge.probe.data import ValidityExample
 from tests.parse_infer.language_models import language_model, pruned_tokenizer, resembling, word_tokenizer
 from tools.kl_judge import (
     KL_JUDGE,

@@ -12,7 +12,7 @@ from parse_infer.evaluation.results_file import write_results
 from tools.doc_tables import read_results
 from tools.render_docs import main, update
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "command": "parse-infer bench --limit 40",
     "date": "2026-01-02T03:04:05+00:00",
@@ -172,7 +172,7 @@ def test_a_figure_belongs_to_the_results_that_are_read_back(root):
 
     draw_figure(results(), root / "docs" / "speed.png")
     assert drawn_from(root / "docs" / "speed.png") == digest(read_results(root / "docs" / "results" / "bench.json"))
-    assert drawn_from(ROOT / "parse_infer" / "zoo" / "adapter" / "acceptance.png") is None
+    assert drawn_from(ROOT / "zoo" / "parse_zoo" / "models" / "adapter" / "acceptance.png") is None
 
 
 @pytest.mark.parametrize(

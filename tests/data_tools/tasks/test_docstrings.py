@@ -6,9 +6,9 @@ from itertools import chain
 
 import pytest
 
+from data_tools.tasks.code.sandbox import require_sandbox
 from data_tools.tasks.docstrings import Docstrings
 from data_tools.tasks.registry import load_task
-from data_tools.tasks.sandbox import require_sandbox
 from data_tools.tasks.task import SPLITS
 from parse_infer.errors import ParseError
 

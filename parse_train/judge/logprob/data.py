@@ -1,0 +1,119 @@
+"""Labelled drafts with the target's log-probabilities, and their batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data_tools.labels.logprobs import ReadDraft, read_drafts
+from parse_infer.calibration.held_out import prompt_hash
+from parse_infer.errors import ParseError
+from parse_infer.judge.token_logprobs import TokenLogprobs
+from parse_infer.text.prompts import Prompt
+from parse_train.judge.data import ValidityDataset, split_by_problem
+from parse_train.judge.logprob.config import LogprobTrainingConfig
+from parse_train.training_config import IGNORED
+
+
+@dataclass(frozen=True)
+class LogprobExample:
+    """One labelled draft; the fields are those of `ValidityExample`, with log-probabilities instead of tokens."""
+
+    found: TokenLogprobs
+    cuts: list[int]
+    labels: list[bool]
+    weights: list[float]
+    temperature: float | None
+    prompt: Prompt
+    problem: str
+    domain: str | None
+
+    @property
+    def length(self) -> int:
+        return len(self.found.ids)
+
+    @property
+    def draft_ids(self) -> list[int]:
+        return self.found.ids.tolist()
+
+    @classmethod
+    def of(cls, draft: ReadDraft, k: int) -> LogprobExample:
+        row, found = draft.row, draft.found
+        assert row.cuts is not None
+        found = TokenLogprobs(found.ids, found.own, found.top_ids[:, :1].clone(), found.top[:, :k].clone())
+        weights = [2 * share - 1 for share in row.confidence]
+        return cls(found, row.cuts, row.labels, weights, row.temperature, row.prompt, row.problem, row.domain)
+
+
+def load_datasets(
+    config: LogprobTrainingConfig, k: int, learnt: Collection[str] = ()
+) -> tuple[ValidityDataset, ValidityDataset, dict[str, int]]:
+    """Load training drafts, evaluation drafts (longest first) and counts for the log.
+
+    Drafts of `more_data` are never held out: the exported bound is one for drafts like those of `data`.
+
+    Args:
+        learnt: `prompt_hash` of problems that the head has learnt from before; their drafts are not held out.
+
+    Raises:
+        ValueError, FileNotFoundError: see `read_drafts`; or all drafts are longer than `max_length`.
+    """
+    drafts = {id(draft.row): draft for draft in read_drafts(config.data)}
+    rows = [draft.row for draft in drafts.values()]
+    if config.eval_data is None:
+        rows, eval_rows = split_by_problem(rows, config.eval_share, config.seed)
+    else:
+        held_out_drafts = {id(draft.row): draft for draft in read_drafts(config.eval_data)}
+        drafts |= held_out_drafts
+        eval_rows = [draft.row for draft in held_out_drafts.values()]
+    more = {id(draft.row): draft for data in config.more_data for draft in read_drafts(data)}
+    drafts |= more
+    held_out = {row.prompt_key for row in eval_rows}
+    train_rows = [row for row in (*rows, *(draft.row for draft in more.values())) if row.prompt_key not in held_out]
+    if learnt:
+        known, before = set(learnt), len(eval_rows)
+        eval_rows = [row for row in eval_rows if prompt_hash(row.prompt) not in known]
+        if len(eval_rows) < before and config.process_index == 0:
+            print(f"note: start_from has learnt the problems of {before - len(eval_rows)} held-out drafts: left out")
+    train, evaluation = (
+        [LogprobExample.of(drafts[id(row)], k) for row in some if len(row.draft_ids or []) <= config.max_length]
+        for some in (train_rows, eval_rows)
+    )
+    for name, examples in (("for training", train), ("for evaluation", evaluation)):
+        if not examples:
+            raise ParseError(f"{config.data} leaves no draft {name} of at most max_length {config.max_length} tokens")
+    counts = {
+        "train_drafts": len(train),
+        "train_problems": len({row.problem for row in train_rows}),
+        "eval_drafts": len(evaluation),
+        "eval_problems": len({row.problem for row in eval_rows}),
+        "left_out": len(train_rows) + len(eval_rows) - len(train) - len(evaluation),
+    }
+    evaluation.sort(key=lambda example: -example.length)  # little padding, and the largest batch first
+    return ValidityDataset(train), ValidityDataset(evaluation), counts
+
+
+class LogprobCollator:
+    """Collates B examples; T is the length of the longest draft, K the largest number of cuts.
+
+    own, top, ids, first, cuts: as `LogprobModel.forward` takes them
+    labels   int64 [B, K]      1 valid, 0 invalid, -100 padding
+    weights  float32 [B, K]    weight of each label in the loss, 0 for padding
+    """
+
+    def __call__(self, examples: Sequence[LogprobExample]) -> dict[str, Tensor]:
+        size, longest, most = len(examples), max(e.length for e in examples), max(len(e.cuts) for e in examples)
+        own, top = torch.zeros(size, longest), torch.zeros(size, longest, examples[0].found.top.shape[-1])
+        ids, first = (torch.zeros(size, longest, dtype=torch.long) for _ in range(2))
+        cuts, labels = (torch.full((size, most), IGNORED) for _ in range(2))
+        weights = torch.zeros(size, most)
+        for i, example in enumerate(examples):
+            n, k, found = example.length, len(example.cuts), example.found
+            own[i, :n], top[i, :n], ids[i, :n], first[i, :n] = found.own, found.top, found.ids, found.top_ids[:, 0]
+            cuts[i, :k], weights[i, :k] = torch.tensor(example.cuts), torch.tensor(example.weights)
+            labels[i, :k] = torch.tensor(example.labels, dtype=torch.long)
+        arrays = {"own": own, "top": top, "ids": ids, "first": first, "cuts": cuts}
+        return arrays | {"labels": labels, "weights": weights}

@@ -1,0 +1,72 @@
+"""Calibration of a new adapter at the end of a training, with a risk bound per request."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from data_tools.tasks.checkers import same_answer
+from data_tools.tasks.registry import load_task
+from data_tools.tasks.task import comparison
+from parse_infer import tracking
+from parse_infer.calibration.measure import CalibrationSettings, calibrate
+from parse_infer.calibration.schema import FILE, Calibration, Loss
+from parse_infer.engine import ParseEngine
+from parse_train.judge.build_info import BuildInfo
+from parse_train.judge.config import JudgeTrainingConfig
+
+CURVE = ("risk (upper bound)", "speed-up", "block tokens", "threshold", "lost")
+
+
+def log(found: Calibration) -> None:
+    """Log speed-up over risk, one point per setting, and the calibrated risks to the tracker."""
+    points = [
+        (t.bound, t.speedup, str(t.setting.block_tokens), t.setting.threshold, t.losses / found.n_problems)
+        for t in found.tried
+    ]
+    tracking.log_curve("calibration", CURVE, points)
+    kept = {risk: found.tried[place].speedup for risk, place in found.promises.items() if place is not None}
+    tracking.summarise({f"promise/{risk:g}/speedup": speedup for risk, speedup in kept.items()})
+
+
+def calibrate_requests(config: JudgeTrainingConfig, build: BuildInfo) -> None:
+    """Calibrate the exported adapter with the two models of the data, and add `calibration.json` to its folder.
+
+    The loss is "disagreement" for data that was labelled with the target's own answers.
+
+    Runs on the main process only. A failure prints its reason and does not fail the training.
+    """
+    if not config.calibration_problems or config.process_index or not (build.task and build.draft.get("name")):
+        return
+    try:
+        task = load_task(build.task, **build.task_options)
+        n = config.calibration_problems
+        problems = list(islice(task.problems("validation", limit=n), n))
+        # Labels from the target's own answers have no references, so a request is lost where the answers differ.
+        loss: Loss = "disagreement" if build.label.get("check_with") == "own_answer" else "accuracy"
+        settings = CalibrationSettings(
+            tuple(config.calibration_risks), loss=loss, max_new_tokens=build.max_draft_tokens
+        )
+        adapter = Path(str(config.adapter_dir))
+        engine = ParseEngine.from_pretrained(
+            getattr(config, "target", None) or build.target["name"],
+            build.draft["name"],
+            adapter,
+            device=config.device,
+            dtype=getattr(config, "target_dtype", "auto"),
+            template_options=config.template_options,
+        )
+        # One folder per adapter: an interrupted calibration resumes, and calibrations of earlier adapters are kept.
+        adapter_id = engine.describe()["adapter"]
+        folder, where = f"{config.output_dir}/calibration-{adapter_id}", f"{build.task}, validation split, seed 0"
+        compare = partial(comparison, task)
+        found = calibrate(engine, problems, task.check, same_answer, folder, settings, task=where, comparison=compare)
+    except (ValueError, OSError) as error:
+        print(f"the adapter is not calibrated: {error}")
+        return
+    found.save(adapter / FILE)
+    log(found)
+    for risk, place in found.promises.items():
+        kept = "not reached" if place is None else f"{found.tried[place].speedup:.2f} times as fast"
+        print(f"at most {risk:.2%} of requests lost, {found.confidence:.0%} confidence: {kept}")
