@@ -127,7 +127,8 @@ def pins(constraints: str) -> dict[str, str]:
 
 def advised() -> set[tuple[str, str]]:
     """Each constraints file and each list of extras that a page, a message or a build script installs together."""
-    pages = ["README.md", "docs/*.md", "recipes/**/*.yaml", "examples/*.py", "parse_*/**/*.py", "data_tools/**/*.py"]
+    code = ["examples/*.py", "parse_*/**/*.py", "data_tools/**/*.py"]
+    pages = ["README.md", "docs/**/*.md", "recipes/**/*.yaml", *code]
     paths = [path for pattern in [*pages, "deploy/*", "Makefile", ".ci/run"] for path in ROOT.glob(pattern)]
     texts = [*map(install, OPTIONAL), *(path.read_text(encoding="utf-8").replace("\\\n", "") for path in paths)]
     command = re.compile(r'pip install [^\n]*?-c (?:"\$constraints"|(\S+\.txt))[^\n]*?\[([\w,-]+)\]"')
@@ -158,7 +159,7 @@ def requirements(extra: str) -> list[str]:
 
 def test_the_page_on_servers_installs_vllm_as_the_message_says():
     venv, export = install("vllm").partition(", ")[2].rsplit(" && ", 1)
-    page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guide" / "servers.md").read_text(encoding="utf-8")
     assert re.search(rf"^{re.escape(venv)}(  |$)", page, re.MULTILINE)
     assert re.search(rf"^{re.escape(export)}(  |$)", page, re.MULTILINE)
     assert missing_package(ModuleNotFoundError(name="vllm")).endswith(install("vllm"))
@@ -238,7 +239,7 @@ def test_no_page_or_message_installs_this_package_from_an_index():
         "parse_*/**/*.py",
         "data_tools/**/*.py",
         "tests/**/*.py",
-        "docs/*.md",
+        "docs/**/*.md",
         "README.md",
         "recipes/**/*.yaml",
     )

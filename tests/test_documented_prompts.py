@@ -12,7 +12,7 @@ from parse_infer.engine import ParseEngine
 REPOSITORY = Path(__file__).parents[1]
 SOURCES = (
     "README.md",
-    "docs/*.md",
+    "docs/**/*.md",
     "zoo/**/*.md",
     "deploy/*",
     "recipes/**/*.yaml",

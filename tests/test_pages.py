@@ -28,7 +28,8 @@ from tools.render_docs import main as documents
 from tools.step_cost import main as step_cost
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+NAMES = [page.relative_to(REPOSITORY).as_posix() for page in PAGES]
 LAUNCHERS = ("accelerate", "torchrun", "python")
 # What is put behind a command, so that it takes seconds.
 LESS = {
@@ -124,7 +125,7 @@ def train(words: list[str], room: Path, number: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_the_commands_of_a_page_run(
     page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,16 +140,28 @@ def test_the_commands_of_a_page_run(
         assert code == 0, f"{shlex.join(words)}: {capsys.readouterr().err}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_the_code_of_a_page_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for code in blocks(page, "python"):
         exec(compile(code, page.name, "exec"), {})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
-        assert target.startswith("http") or (page.parent / target).exists(), f"{page.name} links to {target}"
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub forms them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("folder", ["*.md", "docs/**/*.md", "zoo/**/*.md", "tests/**/*.md"])
+def test_links_lead_somewhere(folder: str) -> None:
+    for page in REPOSITORY.glob(folder):
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            path, _, anchor = target.partition("#")
+            there = page.parent / path if path else page
+            broken = f"{page.relative_to(REPOSITORY)} links to {target}"
+            assert target.startswith("http") or there.exists(), broken
+            assert not anchor or there.suffix != ".md" or anchor in anchors(there), broken
 
 
 def test_the_readme_is_short() -> None:

@@ -1,6 +1,6 @@
 """Render the tables and figures of the documentation from committed results: `python -m tools.render_docs`.
 
-In README.md and docs/*.md, two lines enclose a table, and one line names a figure:
+In README.md and docs/**/*.md, two lines enclose a table, and one line names a figure:
 
     <!-- results: docs/results/NAME.json table=headline -->
     <!-- end -->
@@ -48,7 +48,7 @@ def update(root: Path, write: bool = True) -> list[str]:
     if not root.is_dir():
         raise FileNotFoundError(f"there is no folder {root}: name the folder with README.md and docs/")
     stale = []
-    for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+    for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
         if not path.is_file():
             continue
         text = path.read_text(encoding="utf-8")

@@ -74,7 +74,8 @@ class ModelOptions:
         ),
     ] = "auto"
     backend: Annotated[
-        str, typer.Option(metavar="local|vllm", help="vllm: vLLM servers and concurrent requests (docs/vllm.md).")
+        str,
+        typer.Option(metavar="local|vllm", help="vllm: servers and concurrent requests (docs/guide/servers.md)."),
     ] = "local"
     target_url: Annotated[
         list[str] | None,

@@ -1,4 +1,4 @@
-"""The examples of docs/serving.md run, against tiny models."""
+"""The examples of docs/guide/serving.md run, against tiny models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "guide" / "serving.md").read_text(encoding="utf-8")
 ADDRESS = "http://127.0.0.1:8000"
 
 

@@ -152,7 +152,7 @@ def test_tokens_that_carry_their_space_in_front():
 
 
 def test_a_policy_of_ones_own_is_one_function(tokenizer, monkeypatch):
-    """As docs/extending.md shows; tests/test_pages.py runs its code."""
+    """As docs/reference/extending.md shows; tests/test_pages.py runs its code."""
     monkeypatch.setattr("parse_infer.text.cuts.CUT_RULES", dict(CUT_RULES))
 
     @cut_rule("paragraph")
