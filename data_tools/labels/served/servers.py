@@ -17,7 +17,7 @@ from parse_infer.backends.pool.identity import Identity
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.retries import Failing, Unavailable
 from parse_infer.backends.servers.api_keys import DRAFT_VARIABLE, draft_key, find_key
-from parse_infer.backends.servers.logprob_reads import read_response
+from parse_infer.backends.servers.dialects.registry import DEFAULT
 from parse_infer.errors import ParseError
 from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.settings.sampling import Sampling
@@ -92,12 +92,12 @@ class ReadRequest:
     home: int
 
     def body(self) -> dict[str, Any]:
-        return {"prompt": self.prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": self.k}
+        return DEFAULT.read(self.prompt, self.k).body
 
     def read(self, response: Any, url: str) -> TokenLogprobs:
         """Return the log-probabilities in a response; raise ValueError if they are missing."""
         try:
-            return read_response(response, self.draft, self.k)
+            return DEFAULT.parse(response, self.draft, self.k)
         except ValueError as error:
             raise ParseError(f"the server {url} cannot supply log-probabilities: {error}") from error
 

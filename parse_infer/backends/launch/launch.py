@@ -20,7 +20,7 @@ from parse_infer.models.loading import load_config, weights_folder
 
 PYTHON = "PARSE_VLLM_PYTHON"  # Python of another environment, with vLLM
 CACHED_READS = {"enable_scale_out": True, "enable_prompt_tokens_details": True}
-"""Options of a target server for reads that use its prefix cache (`LogprobReads.cached_request`): vLLM 0.30."""
+"""Options of a target server for reads that use its prefix cache (`VLLM.cached_read`): vLLM 0.30."""
 STREAM_INTERVAL = 16  # tokens per chunk of a draft stream: each chunk costs both sides work
 
 

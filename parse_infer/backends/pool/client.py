@@ -15,6 +15,7 @@ import aiohttp
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.backends.pool.retry_after import read_retry_after
 from parse_infer.backends.pool.server_sent_events import event_data
+from parse_infer.backends.servers.dialects.dialect import COMPLETIONS, Call
 from parse_infer.errors import ServerError
 
 KEEP_ALIVE_S = 3.0  # of an idle connection; vLLM closes it after 5 s and could lose a request
@@ -88,13 +89,13 @@ class Client:
             await response.read()  # so that the connection can be reused
 
     async def written(
-        self, url: str, body: dict[str, Any], confidences: list[float] | None = None
+        self, url: str, body: dict[str, Any], confidences: list[float] | None = None, abort: Call | None = None
     ) -> AsyncGenerator[list[int], None]:
         """Stream the tokens of one prompt. Closing the generator aborts the request.
 
         Args:
-            body: with `rid`, a request id for SGLang, which may decode on after the connection is closed.
             confidences: takes the probability of each token, if the body asks for log-probabilities.
+            abort: sent before the connection of an unfinished stream is closed, see `Dialect.abort`.
 
         Raises TransientServerError (also if the stream ends before the text) or RequestRejected.
         """
@@ -117,17 +118,17 @@ class Client:
                             confidences += _probabilities(choice)
                         yield choice["token_ids"]
             except (GeneratorExit, asyncio.CancelledError):
-                if "rid" in body and not ended:
-                    await self._abort(url, body["rid"])
+                if abort is not None and not ended:
+                    await self._abort(url.removesuffix(COMPLETIONS) + abort.path, abort.body)
                 raise
         if not ended:
             raise TransientServerError(f"{url} closed the connection in the middle of an answer")
 
-    async def _abort(self, url: str, rid: str) -> None:
-        """Abort a request to SGLang. This works only before its connection is closed."""
+    async def _abort(self, url: str, body: dict[str, Any]) -> None:
+        """Send a `POST` that ends a stream, and ignore its failure."""
         with suppress(TimeoutError, TransientServerError, RequestRejected):
             async with asyncio.timeout(_ABORT_S):
-                await self.post(url.removesuffix("/v1/completions") + "/abort_request", {"rid": rid})
+                await self.post(url, body)
 
     async def whole(self, url: str, body: dict[str, Any]) -> list[int]:
         """Return the tokens of one prompt all at once."""

@@ -9,6 +9,8 @@ from contextlib import suppress
 
 from parse_infer.backends.pool.circuit import Circuit
 from parse_infer.backends.pool.client import Client, RequestRejected, TransientServerError
+from parse_infer.backends.servers.dialects.dialect import Dialect
+from parse_infer.backends.servers.dialects.registry import DEFAULT
 
 log = logging.getLogger("parse_infer.backends")
 
@@ -29,7 +31,7 @@ class Server:
         healthy: whether the server gets requests.
         last_error: why the server is unhealthy, or why its last request failed.
         reads_cache: whether it can judge a draft without reading again what its prefix cache holds.
-        sglang: whether the server runs SGLang.
+        dialect: of the server's engine.
         root: source of its model, as first reported.
         examined: whether the server passed `examine` since its last start or recovery.
         waits: timeouts of the requests that wait for this server; they expire when the server becomes unhealthy.
@@ -41,7 +43,8 @@ class Server:
         self.busy = 0
         self.healthy = True
         self.last_error = ""
-        self.reads_cache = self.sglang = False
+        self.reads_cache = False
+        self.dialect: Dialect = DEFAULT
         self.root: str | None = None
         self.examined = False
         self.waits: set[asyncio.Timeout] = set()

@@ -11,13 +11,13 @@ from transformers import PreTrainedTokenizerBase
 from parse_infer.backends.pool.client import Client, RequestRejected, TransientServerError
 from parse_infer.backends.pool.health import Server, examine_within_limit
 from parse_infer.backends.pool.retries import Unavailable
+from parse_infer.backends.servers.dialects.dialect import Dialect
+from parse_infer.backends.servers.dialects.registry import DEFAULT, identify
 from parse_infer.errors import ServerError
 
 log = logging.getLogger("parse_infer.backends")
 
 _SAMPLE = "Natalia sold 48/2 = 24 clips.\n\n  Überall, 数学: {x²} #### 1,072\t<b>"
-
-_SGLANG_KEEPS = 8  # tokens of the window; its scheduler refuses longer prompts, and ends answers earlier
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Card:
     names: list[str]
     root: str | None
     window: int
-    sglang: bool = False
+    dialect: Dialect = DEFAULT
 
 
 class Identity:
@@ -108,9 +108,8 @@ class Identity:
             if self._given:  # first
                 listed = sorted(listed, key=lambda one: one["id"] != self._given) or [{"id": self._given}]
             names = [str(one["id"]) for one in listed]
-            sglang = listed[0].get("owned_by") == "sglang"
-            window = int(listed[0].get("max_model_len") or 0)
-            return Card(names, listed[0].get("root"), max(0, window - _SGLANG_KEEPS * sglang), sglang)
+            dialect, window = identify(listed[0]), int(listed[0].get("max_model_len") or 0)
+            return Card(names, listed[0].get("root"), max(0, window - dialect.reserved_tokens), dialect)
         except TransientServerError as error:
             if self._given and error.status == 500:  # `transformers serve` without a hub cache
                 return Card([self._given], None, 0)
@@ -141,7 +140,7 @@ class Identity:
                 f"the {self.role} server {server.url} now has a window of {card.window} tokens, before {self.window}: "
                 "restart PARSE if this is intended"
             )
-        server.root, server.sglang = card.root, card.sglang
+        server.root, server.dialect = card.root, card.dialect
 
     def _away(self, server: Server, error: TransientServerError) -> None:
         server.healthy, server.examined, server.last_error = False, False, str(error)

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import random
 import time
-import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
@@ -24,6 +23,7 @@ from parse_infer.backends.pool.health import HealthChecks, Server
 from parse_infer.backends.pool.identity import Identity
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.backends.pool.retries import Attempt, FailedAttempts, Lease
+from parse_infer.backends.servers.dialects.dialect import COMPLETIONS
 from parse_infer.errors import ServerError
 
 log = logging.getLogger("parse_infer.backends")
@@ -31,7 +31,6 @@ log = logging.getLogger("parse_infer.backends")
 PATIENCE_S = 120.0  # while no replica is healthy
 ATTEMPTS = 4  # per request
 BACK_OFF_S = 0.05
-COMPLETIONS = "/v1/completions"
 _INVALID = (400, 413, 422)  # rejections that concern the request; others concern the server or its key
 
 
@@ -159,7 +158,7 @@ class ReplicaPool:
 
         Args:
             silence_s: how long a streaming server may send nothing.
-            confidences: takes the probability of each streamed token, if vLLM writes them.
+            confidences: takes the probability of each streamed token, if the server lists them.
 
         Raises as `ask` does.
         """
@@ -174,13 +173,11 @@ class ReplicaPool:
             body = self._body([*ids, *got], most - len(got), settings, lease)
             if "min_tokens" in settings:  # counts the whole text
                 body["min_tokens"] = max(0, settings["min_tokens"] - len(got))
-            if server.sglang:
-                body["rid"] = uuid.uuid4().hex
-            elif confidences is not None:
-                body["logprobs"] = 0  # that of the token itself
+            body = server.dialect.stream(body, confidences is not None)
+            abort = server.dialect.abort(body)
             async with self._attempt(server, tried) as attempt:
                 url = f"{server.url}{COMPLETIONS}"
-                async with aclosing(self._client.written(url, body, confidences)) as pieces:
+                async with aclosing(self._client.written(url, body, confidences, abort)) as pieces:
                     while (piece := await self._next(attempt, pieces, silence_s)) is not None:
                         attempt.answered = True
                         got += piece

@@ -15,14 +15,8 @@ import torch
 
 from parse_infer.backends.pool.client import RequestRejected, TransientServerError
 from parse_infer.backends.pool.health import Server
-from parse_infer.backends.pool.replicas import COMPLETIONS, ReplicaPool
-from parse_infer.backends.servers.logprob_reads import (
-    GENERATE,
-    SGLANG_GENERATE,
-    LogprobReads,
-    cached_tokens,
-    read_response,
-)
+from parse_infer.backends.pool.replicas import ReplicaPool
+from parse_infer.backends.servers.logprob_reads import LogprobReads
 from parse_infer.errors import ServerError
 from parse_infer.judge.token_logprobs import LOWEST, TokenLogprobs
 
@@ -44,6 +38,7 @@ class CachedReadCheck:
 
     def __init__(self, servers: ReplicaPool, server: Server, reads: LogprobReads, window: int) -> None:
         self._servers, self._server, self._reads = servers, server, reads
+        self._dialect = server.dialect
         draft = reads.reference
         # No other request has this context, so that its draft is in no cache.
         size = min(_CONTEXT, window - 1 - len(draft))
@@ -74,28 +69,28 @@ class CachedReadCheck:
         if len(self._context) < 2 or not await self._fill_cache():
             return ""
         responses = [await self._try_read()]  # the context is cached
-        uncached = await self._servers.ask_one(self._server, *uncached_read(self._reads, self._ids, self._server))
+        uncached = await self._servers.ask_one(self._server, *self._dialect.read(self._ids, self._reads.k))
         responses.append(await self._try_read())  # the draft may be cached too
         if responses == [None, None]:
             return "it refuses cached reads"
         for response in filter(None, responses):
-            cached = cached_tokens(response)
+            cached = self._dialect.cached_tokens(response)
             if cached is None:
                 return "its cached reads do not say how many tokens came from the cache"
             tail = self._ids[max(len(self._context), cached + 1) :]
             if not tail:
                 continue
-            found, expected = (read_response(one, tail, self._reads.k) for one in (response, uncached))
+            found, expected = (self._dialect.parse(one, tail, self._reads.k) for one in (response, uncached))
             if not _same(found, expected):
                 return "its cached reads return other log-probabilities than its uncached ones"
         return None
 
     async def _fill_cache(self) -> bool:
         """Read the context until it is cached. Raises RequestRejected if the server has no cached reads."""
-        cached = cached_tokens(await self._read(self._context))
+        cached = self._dialect.cached_tokens(await self._read(self._context))
         for _ in range(_CACHE_READS - 1):
             try:
-                cached = cached or cached_tokens(await self._read(self._context))
+                cached = cached or self._dialect.cached_tokens(await self._read(self._context))
             except RequestRejected:  # see `_try_read`
                 return True
         return bool(cached)
@@ -112,21 +107,7 @@ class CachedReadCheck:
 
     async def _read(self, ids: Sequence[int]) -> Any:
         start = min(len(self._context), len(ids)) - 1
-        return await self._servers.ask_one(self._server, *cached_read(self._reads, ids, start, self._server))
-
-
-def cached_read(reads: LogprobReads, ids: Sequence[int], start: int, server: Server) -> tuple[dict[str, Any], str]:
-    """Body and path of a read of the tokens after `ids[start]` that uses the server's prefix cache."""
-    if server.sglang:
-        return reads.sglang_request(ids, start), SGLANG_GENERATE
-    return reads.cached_request(ids), GENERATE
-
-
-def uncached_read(reads: LogprobReads, ids: Sequence[int], server: Server) -> tuple[dict[str, Any], str]:
-    """Body and path of a read of `ids` that computes all of them."""
-    if server.sglang:
-        return reads.sglang_request(ids, 0), SGLANG_GENERATE
-    return reads.request(ids), COMPLETIONS
+        return await self._servers.ask_one(self._server, *self._dialect.cached_read(ids, start, self._reads.k))
 
 
 def _same(a: TokenLogprobs, b: TokenLogprobs) -> bool:

@@ -8,14 +8,16 @@ import uuid
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from parse_infer.backends.pool.client import RequestRejected
 from parse_infer.backends.pool.health import Server
-from parse_infer.backends.pool.replicas import COMPLETIONS, ReplicaPool
+from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.retries import Failing, Lease
-from parse_infer.backends.servers.cached_read_check import CachedReadCheck, cached_read, uncached_read
-from parse_infer.backends.servers.logprob_reads import LogprobReads, LogprobScores, cached_tokens
+from parse_infer.backends.servers.cached_read_check import CachedReadCheck
+from parse_infer.backends.servers.dialects.dialect import Dialect
+from parse_infer.backends.servers.logprob_reads import LogprobReads, LogprobScores
 from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
 from parse_infer.errors import ServerError
 from parse_infer.judge.carried import Carried
@@ -64,9 +66,7 @@ class Target:
         self.segmenter = Segmenter(language.tokenizer, cut_policy, probe_tokens)
         self.room = 0 if judge is None else probe_tokens + 1
 
-    async def ask(
-        self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], lease: Lease | None = None
-    ) -> Scores:
+    async def ask(self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], lease: Lease) -> Scores:
         """Ask the target about the draft at all cuts, in one request. Raises ValueError for a malformed answer, and
         the errors of `ReplicaPool.ask`."""
         assert self.questions is not None
@@ -80,47 +80,62 @@ class Target:
         cuts: Sequence[int] | None,
         carried: Carried,
         written: Sequence[int],
-        lease: Lease | None = None,
+        lease: Lease,
     ) -> LogprobScores:
-        """Judge a draft in a worker thread; the arguments are those of `LogprobReads.scores`. Raises as `ask` does.
+        """Judge a draft in a worker thread; `cuts` to `written` are as in `LogprobReads.scores`. Raises as `ask` does.
 
         A server that `reads_cache` reads the draft only. Where its cache holds a part of the draft too, it has no
         scores of that part. Then it reads all again, under a `cache_salt` of its own if the context is long.
         """
         assert self.reads is not None
-        ids, verdict = [*context, *draft], (draft, cuts, carried, written)
-        if lease is not None and lease.server.reads_cache:
-            response = await self._read_cached(context, ids, lease)
-            if response is None and len(ids) > self.reads.max_tokens:
+        ids = [*context, *draft]
+        judge = partial(self._judge, draft=draft, cuts=cuts, carried=carried, written=written)
+        if lease.server.reads_cache:
+            read = await self._read_cached(context, ids, lease)
+            if read is None and len(ids) > self.reads.max_tokens:
                 lease.cache_salt = uuid.uuid4().hex
                 await self.prefill(context, lease)
-                response = await self._read_cached(context, ids, lease)
-            if response is not None:
+                read = await self._read_cached(context, ids, lease)
+            if read is not None:
                 try:
-                    return await asyncio.to_thread(self.reads.scores, response, *verdict)
+                    return await asyncio.to_thread(judge, *read)
                 except ServerError as error:  # its answers have changed since the handshake
                     lease.server.reads_cache = False
                     log.warning("the target server %s is read without its prefix cache: %s", lease.server.url, error)
         if len(ids) > self.reads.max_tokens:
             raise ServerError(f"no target server reads more than {self.reads.max_tokens} tokens")
-        body, path = self.reads.request(ids), COMPLETIONS
-        if lease is not None:
-            body, path = uncached_read(self.reads, ids, lease.server)
+        dialect = lease.server.dialect  # the answer may move to a server of another engine
+        body, path = dialect.read(ids, self.reads.k)
         response = await self.servers.ask(body, lease, path=path)
-        return await asyncio.to_thread(self.reads.scores, response, *verdict)
+        return await asyncio.to_thread(judge, dialect, response)
 
-    async def _read_cached(self, context: Sequence[int], ids: Sequence[int], lease: Lease) -> Any:
-        """The response with the scores of all tokens after the context, or None."""
+    def _judge(
+        self,
+        dialect: Dialect,
+        response: Any,
+        draft: Sequence[int],
+        cuts: Sequence[int] | None,
+        carried: Carried,
+        written: Sequence[int],
+    ) -> LogprobScores:
         assert self.reads is not None
-        body, path = cached_read(self.reads, ids, len(context) - 1, lease.server)
+        return self.reads.scores(dialect.parse(response, draft, self.reads.k), cuts, carried, written)
+
+    async def _read_cached(
+        self, context: Sequence[int], ids: Sequence[int], lease: Lease
+    ) -> tuple[Dialect, Any] | None:
+        """The response with the scores of all tokens after the context, and its dialect; None without such scores."""
+        assert self.reads is not None
+        dialect = lease.server.dialect
+        body, path = dialect.cached_read(ids, len(context) - 1, self.reads.k)
         try:
             response = await self.servers.ask(body, lease, path=path)
-        except RequestRejected:  # the answer has moved to a server that cannot
-            if lease.server.sglang:
-                raise
-            return None
-        cached = cached_tokens(response)  # the last of them has the scores of the token after it
-        return response if cached is not None and cached < len(context) else None
+        except RequestRejected:
+            if lease.server.dialect.read(ids, self.reads.k).path == path:
+                raise  # the server would reject an uncached read too
+            return None  # the answer has moved to a server without cached reads
+        cached = dialect.cached_tokens(response)  # the last of them has the scores of the token after it
+        return (dialect, response) if cached is not None and cached < len(context) else None
 
     async def prefill(self, context: Sequence[int], lease: Lease) -> None:
         """Let the server read a text into its cache, but for the last token: a read needs its state."""
@@ -131,8 +146,14 @@ class Target:
         """Raise ValueError if this server cannot judge a draft, TransientServerError if it does not answer."""
         if self.reads is None:
             return
-        known = await self.servers.ask_one(server, *uncached_read(self.reads, self.reads.reference, server))
-        self.reads.check(known, server.url)
+        dialect = server.dialect
+        if not dialect.reads_prompts:
+            raise ServerError(
+                f"the target server {server.url} runs {dialect.name}, which returns no log-probabilities of prompts: "
+                "give a vLLM or SGLang server, and this one as draft server"
+            )
+        known = await self.servers.ask_one(server, *dialect.read(self.reads.reference, self.reads.k))
+        self.reads.check(known, dialect, server.url)
         server.reads_cache = await CachedReadCheck(self.servers, server, self.reads, self.language.window).passes()
 
     async def written(

@@ -12,7 +12,8 @@ from typing import Any
 
 from parse_infer.backends.pool.client import RequestRejected, TransientServerError
 from parse_infer.backends.pool.health import Server
-from parse_infer.backends.pool.replicas import COMPLETIONS, ReplicaPool
+from parse_infer.backends.pool.replicas import ReplicaPool
+from parse_infer.backends.servers.dialects.dialect import COMPLETIONS
 from parse_infer.drafters.cross_tokenizer import without_last_word
 from parse_infer.drafters.source import Draft
 from parse_infer.errors import ServerError

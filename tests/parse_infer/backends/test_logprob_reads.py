@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parse_infer.backends.servers.logprob_reads import read_response
+from parse_infer.backends.servers.dialects.vllm import VLLM
 from parse_infer.decoding.block_length import BlockLength
 from parse_infer.settings.sampling import Sampling
 
@@ -289,12 +289,12 @@ def test_a_text_too_long_for_one_read_is_refused(make_engine, connect):
 def test_of_equal_choices_the_lowest_id_comes_first():
     """As greedy decoding takes it."""
     entry = {"9": {"logprob": -1.0}, "3": {"logprob": -1.0}, "4": {"logprob": -2.0}}
-    read = read_response({"choices": [{"prompt_logprobs": [None, entry]}]}, [9], 2)
+    read = VLLM().parse({"choices": [{"prompt_logprobs": [None, entry]}]}, [9], 2)
     assert read.top_ids.tolist() == [[3, 9]]
 
 
 def test_entries_belong_to_the_last_tokens():
     entry = {str(id): {"logprob": -id} for id in range(1, 5)}
-    read = read_response({"choices": [{"prompt_logprobs": [None, {}, entry, entry]}]}, [4, 1], 2)
+    read = VLLM().parse({"choices": [{"prompt_logprobs": [None, {}, entry, entry]}]}, [4, 1], 2)
     assert read.own.tolist() == [-4.0, -1.0]
     assert read.top_ids.tolist() == [[1, 2], [1, 2]]

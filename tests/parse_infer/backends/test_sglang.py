@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from parse_infer.backends.servers.logprob_reads import cached_tokens, read_response
+from parse_infer.backends.servers.dialects.sglang import SGLang
 from parse_infer.request.events import Verified
 from parse_infer.settings.sampling import Sampling
 from tests.parse_infer.backends.fake_sglang import GENERATED, FakeSGLang
@@ -32,10 +32,10 @@ def reads(target: FakeSGLang) -> list[dict]:
 
 
 def test_entries_belong_to_their_tokens():
-    found = read_response(GENERATED, [5, 258], 2)
+    found = SGLang().parse(GENERATED, [5, 258], 2)
     assert found.own.tolist() == [-2.25, -0.125], "the last token of the vocabulary is reported as 0"
     assert found.top_ids.tolist() == [[7, 2], [258, 1]] and found.top.tolist() == [[-0.5, -1.5], [-0.125, -3.0]]
-    assert cached_tokens(GENERATED) == 3
+    assert SGLang().cached_tokens(GENERATED) == 3
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_damaged_response_is_refused_in_one_sentence(change, message):
     response = copy.deepcopy(GENERATED)
     change(response["meta_info"])
     with pytest.raises(ValueError, match=message):
-        read_response(response, [5, 258], 3 if "of 3" in message else 2)
+        SGLang().parse(response, [5, 258], 3 if "of 3" in message else 2)
 
 
 @pytest.mark.parametrize(("block_tokens", "threshold"), [("auto", 0.3), ("auto", 0.9), (7, 0.3), ("whole", 0.02)])
@@ -162,4 +162,4 @@ def test_an_answer_may_fill_the_window_that_the_server_has(make_engine, connect)
 async def target_is_healthy(coordinator) -> bool:
     (server,) = coordinator.backend.servers["target"].members
     await coordinator.backend.servers["target"].identity.check(server)
-    return server.sglang
+    return isinstance(server.dialect, SGLang)

@@ -10,8 +10,9 @@ from importlib.util import find_spec
 import pytest
 
 from parse_infer.backends.pool.client import Client
-from parse_infer.backends.pool.replicas import COMPLETIONS, ReplicaPool
+from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.servers.backend import VLLMBackend
+from parse_infer.backends.servers.dialects.dialect import COMPLETIONS
 from parse_infer.backends.servers.text_draft import CHAT, TextApi, TextDraft, read_piece
 from parse_infer.decoding.block_length import BlockLength
 from parse_infer.engine import ParseEngine
